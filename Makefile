@@ -1,0 +1,76 @@
+# The everyday commands of stallfree. `make demo` and `make test` work from nothing: python3 >= 3.10 and make are enough.
+#
+#   make demo | test | test-slow | bench | check | clean
+#   ARGS="..."   passes arguments on:        make demo ARGS="--epochs 2"    make test ARGS="tests/cache -x"
+#   PYTHON=...   takes this interpreter:     make test PYTHON=/opt/python3.12/bin/python3
+#   VENV=...     puts the environment there: make test VENV=/tmp/venv
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test test-slow bench check clean
+
+VENV ?= .venv
+ARGS ?=
+PYTHON ?=
+CANDIDATES := python3.13 python3.12 python3.11 python3.10 python3
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check -c constraints.txt
+DECLARED := pyproject.toml constraints.txt
+
+help:
+	@sed -n '1,6s/^# \{0,1\}//p' Makefile
+
+# An interpreter is taken only if it runs, is new enough and can make environments: a name on the PATH may be a shim that
+# leads nowhere, and some systems ship python3 without venv.
+$(VENV)/.made:
+	@probe='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))'; \
+	for python in $(or $(PYTHON),$(CANDIDATES)); do \
+	  if "$$python" -c "$$probe" </dev/null >/dev/null 2>&1; then \
+	    echo "making $(VENV) with $$("$$python" --version)"; \
+	    "$$python" -m venv "$(VENV)"; \
+	    touch "$@"; \
+	    exit 0; \
+	  fi; \
+	done; \
+	echo "no usable Python: need 3.10 or newer with venv (tried: $(or $(PYTHON),$(CANDIDATES)))." >&2; \
+	echo "On Debian and Ubuntu: apt install python3-venv. Or name one: make PYTHON=/path/to/python3" >&2; \
+	exit 1
+
+# One stamp per set of extras, so that an install is done once and again only when what is declared changes. Each is
+# resolved in one go, under the constraints.
+$(VENV)/.all: $(VENV)/.made $(DECLARED)
+	$(INSTALL) -e '.[all]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.made $(DECLARED)
+	$(INSTALL) -e '.[all,test]'
+	@touch $@
+
+$(VENV)/.check: $(VENV)/.made $(DECLARED)
+	$(INSTALL) -e '.[all,test,check]'
+	@touch $@
+
+demo: $(VENV)/.all
+	$(BIN)/stallfree demo $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+check: $(VENV)/.check
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf "$(VENV)" build dist .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

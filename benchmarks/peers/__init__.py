@@ -1,0 +1,1 @@
+"""Other loaders, each in a virtual environment of its own (see `venvs.py`)."""

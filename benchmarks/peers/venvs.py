@@ -1,0 +1,75 @@
+"""Make the virtual environments of the peers: `python benchmarks/peers/venvs.py [ffcv] [tfdata]`.
+
+Each lands in `.bench/venvs/NAME`. What cannot be installed is reported with the last lines of pip's output; a benchmark
+that meets a missing environment says so in its table instead of a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+HOME = HERE.parents[1] / ".bench" / "venvs"
+IMPORTS = {"ffcv": "ffcv.loader", "tfdata": "tensorflow"}
+LIBRARIES = {"ffcv": ("opencv4", "libturbojpeg")}
+"""What pkg-config must find before the build."""
+
+
+def python_of(name: str) -> Path:
+    """The interpreter of a peer's environment, whether it exists or not."""
+    return HOME / name / "bin" / "python"
+
+
+def why_missing(name: str) -> str | None:
+    """None if the environment `name` can be used, else the reason."""
+    if not python_of(name).exists():
+        return f"not installed: run `python benchmarks/peers/venvs.py {name}`"
+    probe = subprocess.run([python_of(name), "-c", f"import {IMPORTS[name]}"], capture_output=True, text=True)
+    if probe.returncode == 0:
+        return None
+    return f"does not import: {(probe.stderr.strip().splitlines() or ['no message'])[-1]}"
+
+
+def build(name: str) -> str | None:
+    """Make the environment `name`. Gives None, or the reason why there is none."""
+    for library in LIBRARIES.get(name, ()):
+        try:
+            found = subprocess.run(["pkg-config", "--exists", library]).returncode == 0
+        except FileNotFoundError:
+            return "pkg-config is not installed"
+        if not found:
+            return f"the development files of {library} are not installed (see requirements-{name}.txt)"
+    if not python_of(name).exists():
+        venv.create(HOME / name, with_pip=True)
+    pip = [python_of(name), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    steps = [
+        ["setuptools", "wheel"],
+        ["--no-build-isolation", "-r", HERE / f"requirements-{name}.txt"],
+    ]
+    for step in steps:
+        done = subprocess.run([*pip, *step], capture_output=True, text=True)
+        if done.returncode:
+            return "pip failed:\n  " + "\n  ".join(done.stderr.strip().splitlines()[-12:])
+    return why_missing(name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"which; all by default: {', '.join(IMPORTS)}")
+    names = parser.parse_args().names or list(IMPORTS)
+    if unknown := sorted(set(names) - set(IMPORTS)):
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(IMPORTS)}")
+    failed = 0
+    for name in names:
+        reason = build(name)
+        failed += reason is not None
+        print(f"{name}: {'ready' if reason is None else reason}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

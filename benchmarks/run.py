@@ -1,0 +1,65 @@
+"""Run benchmarks: `python benchmarks/run.py [NAME ...] [--data FOLDER] [--quick]`; all of them without a name.
+
+Results go to `benchmarks/results/NAME.json` and into `docs/benchmarks.md`. With `--quick` they are printed only: that
+shows that all runs, the figures are too short to mean much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `benchmarks` is found when this file is started
+
+from benchmarks import harness
+
+NAMES = (
+    "prepared_224",
+    "prepared_32",
+    "jpeg_warm",
+    "cold_storage",
+    "lru_formula",
+    "bound",
+    "memory",
+    "get_many",
+    "growth",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)}")
+    parser.add_argument("--data", type=Path, help="a folder of JPEG photographs; made-up pictures without it")
+    parser.add_argument("--quick", action="store_true", help="short runs, results printed only")
+    parser.add_argument("--page", action="store_true", help="measure nothing, render the results that are there")
+    given = parser.parse_args()
+    if unknown := sorted(set(given.names) - set(NAMES)):
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    if given.page:
+        harness.write_page(NAMES)
+        return 0
+    options = harness.Options(data=given.data, quick=given.quick)
+    failed = []
+    for name in given.names or NAMES:
+        case: harness.Case = importlib.import_module(f"benchmarks.{name}")  # type: ignore[assignment]
+        harness.say(f"{name}: {case.QUESTION}")
+        try:
+            report = case.run(options)
+        except harness.BenchmarkError as error:
+            harness.say(f"{name} failed: {error}")
+            failed.append(name)
+            continue
+        path = harness.save(case, report, options)
+        print(f"## {name}\n\n{harness.section(json.loads(path.read_text()))}\n", flush=True)
+        if not options.quick:
+            harness.write_page(NAMES)
+    if failed:
+        harness.say(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

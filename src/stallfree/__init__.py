@@ -1,0 +1,53 @@
+"""Keeps the accelerator fed while a neural network trains on PyTorch."""
+
+from importlib.metadata import version as _version
+
+from stallfree import testing
+from stallfree.errors import (
+    CapacityError,
+    CodecError,
+    FingerprintError,
+    InputError,
+    MissingExtraError,
+    SampleError,
+    StallfreeError,
+    StorageError,
+    WaitError,
+    WorkerError,
+)
+from stallfree.loader import Batch, CachedDataset, CacheLoader, DataLoader
+from stallfree.pipeline import Compose, OnItem, Split, StallfreeWarning, mark_deterministic, mark_random, split
+from stallfree.sources import DecodeImage, FileDataset, ImageFolder
+from stallfree.stats import CacheStats, LoaderStats
+
+__version__ = _version("stallfree")
+
+__all__ = [
+    "Batch",
+    "CacheLoader",
+    "CacheStats",
+    "CachedDataset",
+    "CapacityError",
+    "CodecError",
+    "Compose",
+    "DataLoader",
+    "DecodeImage",
+    "FileDataset",
+    "FingerprintError",
+    "ImageFolder",
+    "InputError",
+    "LoaderStats",
+    "MissingExtraError",
+    "OnItem",
+    "SampleError",
+    "Split",
+    "StallfreeError",
+    "StallfreeWarning",
+    "StorageError",
+    "WaitError",
+    "WorkerError",
+    "mark_deterministic",
+    "mark_random",
+    "split",
+    "testing",
+]

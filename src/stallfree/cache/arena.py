@@ -1,0 +1,178 @@
+"""Where the bytes of records lie: blocks of one size in one sparse file.
+
+In memory the file is mapped and a batch is read by one gather per leaf. On a disk it is read and written by system calls,
+so that a bad sector or a file cut short is an error that can be handled and not a fault. Either way a block is touched only
+after `posix_fallocate` has got its memory: a full file system means a smaller cache, never SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[Any]
+
+SEGMENT = 64 << 20
+"""Bytes of memory that are taken at a time, or one block if that is larger."""
+
+_POPULATE_READ = 22
+_POPULATE_STEP = 32 << 20
+
+
+class Arena(ABC):
+    """`num_blocks` blocks of `block` bytes (a multiple of 64) in `file`."""
+
+    def __init__(self, file: Path, block: int, num_blocks: int) -> None:
+        self.block = block
+        self.num_blocks = num_blocks
+        self._fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+
+    @staticmethod
+    def create(file: Path, block: int, num_blocks: int) -> None:
+        """Make the sparse file; it takes no memory yet."""
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, block * num_blocks)
+        finally:
+            os.close(fd)
+
+    def back(self, start: int, count: int) -> bool:
+        """Get memory for `count` blocks from block `start` on; False if the file system has none."""
+        try:
+            os.posix_fallocate(self._fd, start * self.block, count * self.block)
+        except OSError:
+            return False
+        return True
+
+    @abstractmethod
+    def read(self, blocks: Array, out: Array) -> None:
+        """Copy `blocks` (integers) one after the other into `out`, (len(blocks), block) bytes. May raise `OSError`."""
+
+    @abstractmethod
+    def write(self, blocks: Array, data: Array) -> None:
+        """Copy the rows of `data`, (len(blocks), block) bytes, into `blocks`. May raise `OSError`."""
+
+    @abstractmethod
+    def gather(self, blocks: Array, offset: int, out: Array) -> None:
+        """Copy the bytes from `offset` on of each of `blocks` into the rows of `out`, (len(blocks), bytes)."""
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class MemoryArena(Arena):
+    """Blocks in shared memory, mapped whole."""
+
+    def __init__(self, file: Path, block: int, num_blocks: int) -> None:
+        super().__init__(file, block, num_blocks)
+        self._map = mmap.mmap(self._fd, block * num_blocks)
+        with contextlib.suppress(OSError, AttributeError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._rows = self._bytes.reshape(num_blocks, block)
+        self._tensor = torch.from_numpy(self._bytes)
+        self._words = self._tensor.view(torch.int64)
+        self._stop = threading.Event()
+        self._populating: threading.Thread | None = None
+        self._populated = 0
+
+    def read(self, blocks: Array, out: Array) -> None:
+        np.take(self._rows, blocks, axis=0, out=out, mode="clip")
+
+    def write(self, blocks: Array, data: Array) -> None:
+        self._rows[blocks] = data
+
+    def row(self, block: int) -> Array:
+        """The bytes of one block, to be written in place."""
+        return self._rows[block]  # type: ignore[no-any-return]
+
+    def gather(self, blocks: Array, offset: int, out: Array) -> None:
+        width = out.shape[1]
+        index = torch.from_numpy(blocks)
+        if width == 8:
+            source = self._words.as_strided((self.num_blocks,), (self.block // 8,), offset // 8)
+            torch.index_select(source, 0, index, out=torch.from_numpy(out.view(np.int64)[:, 0]))
+        elif width % 8 == 0 and out.flags.c_contiguous and out.ctypes.data % 8 == 0:
+            words = (self.num_blocks, width // 8)
+            source = self._words.as_strided(words, (self.block // 8, 1), offset // 8)
+            torch.index_select(source, 0, index, out=torch.from_numpy(out.view(np.int64)))
+        else:
+            source = self._tensor.as_strided((self.num_blocks, width), (self.block, 1), offset)
+            torch.index_select(source, 0, index, out=torch.from_numpy(out))
+
+    def populate(self, blocks: int) -> None:
+        """Map the first `blocks` blocks in the background, so that reading them does not fault page by page."""
+        size = blocks * self.block // mmap.PAGESIZE * mmap.PAGESIZE
+        if size <= self._populated or (self._populating is not None and self._populating.is_alive()):
+            return
+        start, self._populated = self._populated, size
+        self._populating = threading.Thread(
+            target=self._populate, args=(start, size), name="stallfree-populate", daemon=True
+        )
+        self._populating.start()
+
+    def _populate(self, start: int, end: int) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            madvise = ctypes.CDLL(None, use_errno=True).madvise
+            base = self._bytes.ctypes.data
+            for at in range(start, end, _POPULATE_STEP):
+                size = min(_POPULATE_STEP, end - at)
+                if self._stop.is_set() or madvise(ctypes.c_void_p(base + at), ctypes.c_size_t(size), _POPULATE_READ):
+                    return
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._populating is not None and self._populating.is_alive():
+            self._populating.join()
+        super().close()
+
+
+class DiskArena(Arena):
+    """Blocks in a file on a disk, read and written by system calls. Blocks that lie side by side are one call."""
+
+    def read(self, blocks: Array, out: Array) -> None:
+        for start, count, at in _runs(blocks):
+            view = memoryview(out[at : at + count]).cast("B")
+            done = 0
+            while done < len(view):
+                got = os.preadv(self._fd, [view[done:]], start * self.block + done)
+                if got == 0:
+                    raise OSError("the file of the cache was cut short")
+                done += got
+
+    def write(self, blocks: Array, data: Array) -> None:
+        for start, count, at in _runs(blocks):
+            view = memoryview(data[at : at + count]).cast("B")
+            done = 0
+            while done < len(view):
+                done += os.pwritev(self._fd, [view[done:]], start * self.block + done)
+
+    def gather(self, blocks: Array, offset: int, out: Array) -> None:
+        width = out.shape[1]
+        for row, block in enumerate(blocks.tolist()):
+            if os.preadv(self._fd, [out[row]], block * self.block + offset) != width:
+                raise OSError("the file of the cache was cut short")
+
+
+def _runs(blocks: Array) -> list[tuple[int, int, int]]:
+    """(first block, number of blocks, position) of each run of successive numbers in `blocks`."""
+    if len(blocks) == 0:
+        return []
+    signed = blocks.astype(np.int64)
+    breaks = np.flatnonzero(np.diff(signed) != 1) + 1
+    starts = np.concatenate(([0], breaks))
+    ends = np.concatenate((breaks, [len(signed)]))
+    return list(zip(signed[starts].tolist(), (ends - starts).tolist(), starts.tolist(), strict=True))

@@ -1,0 +1,56 @@
+"""How much memory there is to take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: what the kernel calls available, and what each cgroup above it leaves."""
+    limits = [_available(), *_cgroup_limits()]
+    return max(0, min(limits))
+
+
+def free_space(folder: Path) -> int:
+    """Bytes that a user may still write to the file system of `folder`."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_limits() -> list[int]:
+    limits: list[int] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return limits
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = root / place.lstrip("/")
+        for level in (folder, *folder.parents):
+            if level == root.parent:
+                break
+            limit, used = _number(level / names[0]), _number(level / names[1])
+            if limit is not None and used is not None:
+                limits.append(limit - used)
+    return limits
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,59 @@
+"""The command line, one command per file. Nothing but this package imports typer."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from stallfree.cli.cache import app as cache_app
+from stallfree.cli.demo import demo as demo_command
+from stallfree.errors import StallfreeError
+
+__all__ = ["app", "main"]
+
+USER_ERROR = 2
+"""Exit code for what the user can put right, the same as for a wrong option."""
+
+app = typer.Typer(
+    name="stallfree",
+    help="Keeps the accelerator fed while a neural network trains on PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo_command)
+app.add_typer(cache_app, name="cache")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stallfree {version('stallfree')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _stallfree(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command that the arguments of this process name, and exit with its code.
+
+    An error that stallfree raises on purpose is one clear line and exit code 2; any other is a bug and keeps its
+    traceback.
+    """
+    try:
+        app(prog_name="stallfree")
+    except StallfreeError as error:
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        sys.exit(USER_ERROR)

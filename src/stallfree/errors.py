@@ -1,0 +1,85 @@
+"""The errors that stallfree raises, all in one tree.
+
+    StallfreeError
+    ├── InputError (ValueError)            a value that the user gave cannot be used
+    │   ├── CapacityError                  a size that is no size, negative, or more than the machine can give
+    │   └── FingerprintError               a cache of that name belongs to other data or to another user
+    ├── StorageError (OSError)             the folder of a cache cannot be made, locked or read
+    ├── CodecError (TypeError)             a value that cannot be stored without pickle
+    ├── SampleError                        one sample could not be fetched or prepared; `.id`, `.where`
+    ├── WorkerError                        worker processes died on the same batch; `.ids`
+    ├── WaitError (TimeoutError)           a wait reached its limit; the message says for what
+    └── MissingExtraError (ImportError)    an optional package is not installed; the message names the extra
+"""
+
+from __future__ import annotations
+
+
+class StallfreeError(Exception):
+    """The base of every error that stallfree raises on purpose."""
+
+
+class InputError(StallfreeError, ValueError):
+    """A value given by the caller cannot be used. The message says what was given, what was expected, what to do."""
+
+
+class CapacityError(InputError):
+    """A capacity that is no size, is negative, or is more than the machine can give."""
+
+
+class FingerprintError(InputError):
+    """A cache of this name exists and belongs to other data, another pipeline or another user."""
+
+
+class StorageError(StallfreeError, OSError):
+    """The folder or a file of a cache cannot be made, locked or read."""
+
+
+class CodecError(StallfreeError, TypeError):
+    """A value cannot be stored as it is and pickle is not allowed here."""
+
+
+class SampleError(StallfreeError):
+    """One sample could not be fetched or prepared.
+
+    Attributes:
+        id: the sample's id (its index in the data set).
+        where: what is known about its place, for instance the path; may be empty.
+    """
+
+    def __init__(self, message: str, *, id: int, where: str = "") -> None:
+        super().__init__(message)
+        self.id = id
+        self.where = where
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _make_sample_error, (str(self), self.id, self.where)
+
+
+def _make_sample_error(message: str, id: int, where: str) -> SampleError:
+    return SampleError(message, id=id, where=where)
+
+
+class WorkerError(StallfreeError):
+    """Worker processes died again and again on one batch.
+
+    Attributes:
+        ids: the ids of the samples of that batch.
+    """
+
+    def __init__(self, message: str, *, ids: list[int]) -> None:
+        super().__init__(message)
+        self.ids = ids
+
+
+class WaitError(StallfreeError, TimeoutError):
+    """A wait reached its limit. The message says what was waited for and how long."""
+
+
+class MissingExtraError(StallfreeError, ImportError):
+    """An optional package is not installed. The message names the extra that installs it."""
+
+
+def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
+    """The error for an optional `package` that `purpose` needs and that `pip install 'stallfree[extra]'` brings."""
+    return MissingExtraError(f"{purpose} needs the package {package!r}, which is not installed: pip install 'stallfree[{extra}]'")

@@ -1,0 +1,242 @@
+"""Folders that several processes share, and that vanish with the last of them.
+
+A cache, a staging ring and a throttle each live in a folder of their own below a root that belongs to one user (mode
+0700). Every attached process holds a shared `flock` on the file `attached`; the kernel drops it when the process dies, so
+whoever can get the lock for itself alone knows that nobody is attached. The last one out removes the folder, and what
+killed processes left behind is removed by the next `sweep`.
+
+A folder is made under another name and renamed when it is whole: nobody ever sees half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
+
+ATTACH_SECONDS = 10.0
+"""Longest wait for a folder that another process is just making or removing."""
+
+_ATTACHED = "attached"
+_PERSIST = "persist"
+_MAKING = ".new-"
+_REMOVING = ".del-"
+
+
+def default_root() -> Path:
+    """The folder of this user's shared memory: `$STALLFREE_ROOT`, else `/dev/shm/stallfree-UID`, else a temporary folder."""
+    if given := os.environ.get("STALLFREE_ROOT"):
+        return Path(given)
+    base = Path("/dev/shm")
+    if not os.access(base, os.W_OK):
+        base = Path(tempfile.gettempdir())
+    return base / f"stallfree-{os.getuid()}"
+
+
+def user_root(store: str | Path) -> Path:
+    """The folder of this user's caches below the folder `store` on a disk."""
+    return Path(store).expanduser().absolute() / f"stallfree-{os.getuid()}"
+
+
+def prepare_root(root: Path) -> None:
+    """Make `root` with mode 0700 if it is missing. Raises `FingerprintError` if another user owns it."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.lstat(root)
+    except OSError as error:
+        raise StorageError(f"the folder {root} for shared data cannot be made: {error}. Give another folder") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise FingerprintError(
+            f"{root} belongs to user {found.st_uid} or is no folder, and you are user {os.getuid()}: "
+            "a cache is read by its own user only. Give another folder"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        os.chmod(root, 0o700)
+
+
+def check_name(name: str) -> str:
+    """`name` if it can be the name of a folder, else `InputError`."""
+    if not name or len(name) > 120 or name[0] in ".-" or not all(c.isalnum() or c in "._-" for c in name):
+        raise InputError(
+            f"name={name!r} cannot name a cache: use 1 to 120 letters, digits, '.', '_' and '-', not starting with '.' or '-'"
+        )
+    return name
+
+
+class SharedFolder:
+    """Attach to the folder `name` below `root`, making it if it is not there.
+
+    Args:
+        name: letters, digits, `.`, `_` and `-`.
+        root: the folder above; `default_root()` if None.
+        initialize: called with the path of a new, still private folder to put files into it. Not called when the folder
+            exists.
+        persist: keep the folder when the last process leaves.
+
+    Attributes:
+        path: the folder.
+        created: whether this call made it.
+
+    A forked child shares its parent's attachment and must not close it for the parent: `close` in a child only drops the
+    child's part. Raises `WaitError` when another process has been making or removing the folder for 10 s.
+    """
+
+    def __init__(
+        self, name: str, *, root: str | Path | None = None, initialize: Callable[[Path], None], persist: bool = False
+    ) -> None:
+        self.root = default_root() if root is None else Path(root)
+        self.path = self.root / check_name(name)
+        self.persist = persist
+        self._owner = os.getpid()
+        prepare_root(self.root)
+        deadline = time.monotonic() + ATTACH_SECONDS
+        while True:
+            fd = self._attach()
+            if fd is not None:
+                self.created = False
+                break
+            if not os.path.lexists(self.path):
+                fd = self._create(initialize)
+                if fd is not None:
+                    self.created = True
+                    break
+            if time.monotonic() > deadline:
+                raise WaitError(f"another process holds {self.path} for itself for more than {ATTACH_SECONDS:.0f} s")
+            time.sleep(0.001)
+        self._fd = fd
+
+    def _attach(self) -> int | None:
+        file = self.path / _ATTACHED
+        try:
+            fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            if self.path.is_dir() and not file.exists() and any(self.path.iterdir()):
+                raise StorageError(f"{self.path} exists and is no stallfree folder: give another name or store") from None
+            return None
+        if _lock(fd, fcntl.LOCK_SH) and _same_file(fd, file):
+            return fd
+        os.close(fd)
+        return None
+
+    def _create(self, initialize: Callable[[Path], None]) -> int | None:
+        making = self.root / f"{_MAKING}{os.getpid()}-{secrets.token_hex(6)}"
+        making.mkdir(mode=0o700)
+        fd = os.open(making / _ATTACHED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(fd, fcntl.LOCK_SH)
+            if self.persist:
+                (making / _PERSIST).touch(mode=0o600)
+            initialize(making)
+            os.rename(making, self.path)
+        except BaseException as error:
+            os.close(fd)
+            shutil.rmtree(making, ignore_errors=True)
+            if isinstance(error, OSError) and os.path.lexists(self.path):
+                return None  # another process was faster
+            raise
+        return fd
+
+    def close(self) -> None:
+        """Leave the folder; the last one out removes it unless it persists. May be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        try:
+            if os.getpid() == self._owner and not self.persist and _lock(fd, fcntl.LOCK_EX):
+                _remove(self.path, fd)
+        finally:
+            os.close(fd)
+
+
+def sweep(root: Path) -> list[str]:
+    """Remove the folders below `root` that no process is attached to and that need not persist; their names."""
+    removed: list[str] = []
+    with contextlib.suppress(OSError):
+        for entry in list(root.iterdir()):
+            if entry.is_symlink() or not entry.is_dir():
+                continue
+            if (entry / _ATTACHED).exists():
+                if is_persistent(entry) and not entry.name.startswith((_MAKING, _REMOVING)):
+                    continue
+                if remove_unused(entry):
+                    removed.append(entry.name)
+            elif entry.name.startswith((_MAKING, _REMOVING)) and not _pid_alive(entry.name):
+                shutil.rmtree(entry, ignore_errors=True)
+    return removed
+
+
+def is_persistent(path: Path) -> bool:
+    """Whether the folder `path` stays when nobody is attached to it."""
+    return (path / _PERSIST).exists()
+
+
+def in_use(path: Path) -> bool:
+    """Whether any process is attached to the folder `path`."""
+    try:
+        fd = os.open(path / _ATTACHED, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _lock(fd, fcntl.LOCK_EX)
+    finally:
+        os.close(fd)
+
+
+def remove_unused(path: Path) -> bool:
+    """Remove the folder `path` if no process is attached to it; whether it was removed."""
+    try:
+        fd = os.open(path / _ATTACHED, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return _lock(fd, fcntl.LOCK_EX) and _remove(path, fd)
+    finally:
+        os.close(fd)
+
+
+def _remove(path: Path, fd: int) -> bool:
+    if not _same_file(fd, path / _ATTACHED):
+        return False
+    away = path.parent / f"{_REMOVING}{os.getpid()}-{secrets.token_hex(6)}"
+    try:
+        os.rename(path, away)
+    except OSError:
+        return False
+    shutil.rmtree(away, ignore_errors=True)
+    return True
+
+
+def _lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        there = os.stat(path)
+    except OSError:
+        return False
+    here = os.fstat(fd)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _pid_alive(name: str) -> bool:
+    try:
+        os.kill(int(name.split("-")[1]), 0)
+    except (ValueError, IndexError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True

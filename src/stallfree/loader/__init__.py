@@ -1,0 +1,7 @@
+"""The loader: cached data sets, staging ring, workers."""
+
+from stallfree.loader.cache_loader import CacheLoader
+from stallfree.loader.cached_dataset import CachedDataset
+from stallfree.loader.dataloader import Batch, DataLoader
+
+__all__ = ["Batch", "CacheLoader", "CachedDataset", "DataLoader"]

@@ -1,0 +1,139 @@
+"""The staging ring: standing slots of shared memory that hold ready batches, used again and again.
+
+A slot is a file of its own, which grows to the largest batch that was put into it; nobody has to know the size of a batch
+beforehand. Who fills a slot and when is decided in one place, by the process that iterates. A batch that was handed out
+holds its slot on *lease*: when the last tensor made from it is freed, the slot goes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.errors import StorageError
+from stallfree.folders import SharedFolder
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Slots:
+    """The slots as one process sees them. Picklable; a worker maps them as it needs them."""
+
+    def __init__(self, folder: Path, limit: int | None) -> None:
+        self.folder = folder
+        self.limit = limit
+        """Bytes that one slot may have, or None."""
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def reserve(self, slot: int, size: int) -> Bytes | None:
+        """The memory of `slot`, grown to `size` bytes or more; None when there is no room for so much."""
+        there = self._maps.get(slot)
+        if there is None or len(there) < size:
+            if self.limit is not None and size > self.limit:
+                return None
+            there = self._grow(slot, size)
+            if there is None:
+                return None
+        return np.frombuffer(there, np.uint8)
+
+    def view(self, slot: int, size: int) -> Bytes:
+        """The memory of `slot`, which holds `size` bytes or more. A new array at each call: leases hang on it."""
+        there = self._maps.get(slot)
+        if there is None or len(there) < size:
+            there = self._map(slot)
+            if len(there) < size:
+                raise StorageError(f"slot {slot} of the staging ring has {len(there)} bytes, a batch of {size} was announced")
+        return np.frombuffer(there, np.uint8)
+
+    def _grow(self, slot: int, size: int) -> mmap.mmap | None:
+        fd = os.open(self._file(slot), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            have = os.fstat(fd).st_size
+            if have < size:
+                wanted = _pages(size + size // 8)
+                if self.limit is not None:
+                    wanted = min(wanted, max(_pages(size), self.limit))
+                try:
+                    os.posix_fallocate(fd, 0, wanted)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(fd, have)
+                    return None
+        finally:
+            os.close(fd)
+        return self._map(slot)
+
+    def _map(self, slot: int) -> mmap.mmap:
+        fd = os.open(self._file(slot), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            there = self._maps[slot] = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+        return there
+
+    def _file(self, slot: int) -> Path:
+        return self.folder / f"slot-{slot}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "limit": self.limit, "_maps": {}}
+
+
+class Ring:
+    """`count` slots, and who has them. Belongs to the process that iterates.
+
+    Args:
+        count: number of slots.
+        capacity: bytes for all slots together; None: as large as the batches are.
+    """
+
+    def __init__(self, count: int, capacity: int | None) -> None:
+        self._folder = SharedFolder(f"ring-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
+        self.count = count
+        self.slots = Slots(self._folder.path, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE)
+        self._free: deque[int] = deque(range(count))
+        self._leases: dict[int, weakref.finalize[Any, Any]] = {}
+
+    def take(self) -> int | None:
+        """A free slot, if there is one."""
+        return self._free.popleft() if self._free else None
+
+    def give(self, slot: int) -> None:
+        """The slot is free again. Safe to be called by a finaliser, in any thread."""
+        self._free.append(slot)
+
+    @property
+    def leased(self) -> int:
+        """Slots on lease to tensors that are alive."""
+        for slot in [slot for slot, lease in self._leases.items() if not lease.alive]:
+            self._leases.pop(slot, None)
+        return len(self._leases)
+
+    def lease(self, slot: int, memory: Bytes) -> None:
+        """`slot` goes back when `memory` is freed, on which the tensors of a batch are views."""
+        lease = weakref.finalize(memory, self.give, slot)
+        lease.atexit = False
+        self._leases[slot] = lease
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slots."""
+        with contextlib.suppress(OSError):
+            return sum(entry.stat().st_size for entry in os.scandir(self._folder.path) if entry.name.startswith("slot-"))
+        return 0
+
+    def close(self) -> None:
+        """Remove the files. Batches that are still kept stay valid: their memory lives as long as they do."""
+        self._folder.close()
+
+
+def _pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

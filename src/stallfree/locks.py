@@ -1,0 +1,115 @@
+"""A lock between processes that a dead process cannot keep.
+
+POSIX record locks belong to a process: the kernel frees them when it dies, and a forked child does not inherit them. They
+have one trap: a process loses *all* its locks on a file when it closes *any* descriptor of it. Hence one descriptor per file
+and process, shared by all `FileLock` objects of that file, together with a thread lock for the threads of the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stallfree.errors import WaitError
+
+
+class _Open:
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.users = 0
+        self.thread_lock = threading.Lock()
+        self.claims: set[int] = set()
+
+
+_open_files: dict[tuple[int, int], _Open] = {}
+_registry_lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    # A thread of the parent may have held these; the child has no such thread, and none of the parent's record locks.
+    global _registry_lock
+    _registry_lock = threading.RLock()
+    for entry in _open_files.values():
+        entry.thread_lock = threading.Lock()
+        entry.claims.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class FileLock:
+    """The lock on byte 0 of the file at `path` (made if missing), and claims on its other bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.touch(mode=0o600)
+        with _registry_lock:
+            # Looked up before it is opened: a second descriptor could never be closed without losing the locks.
+            found = os.stat(path)
+            self._key = (found.st_dev, found.st_ino)
+            entry = _open_files.get(self._key)
+            if entry is None:
+                entry = _open_files[self._key] = _Open(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            entry.users += 1
+        self._entry: _Open | None = entry
+
+    @contextmanager
+    def hold(self, seconds: float, what: str) -> Iterator[None]:
+        """Hold the lock. Raises `WaitError`, naming `what`, when it is not free within `seconds`."""
+        entry = self._entry
+        if entry is None:
+            raise ValueError(f"the lock {self.path} is closed")
+        deadline = time.monotonic() + seconds
+        if not entry.thread_lock.acquire(timeout=seconds):
+            raise WaitError(f"{what}: another thread of this process held {self.path} for {seconds:g} s")
+        try:
+            pause = 0.0
+            while not _try(entry.fd, 0):
+                if time.monotonic() > deadline:
+                    raise WaitError(f"{what}: another process (stopped?) held {self.path} for {seconds:g} s")
+                time.sleep(pause)
+                pause = min(pause + 0.00005, 0.002)
+            try:
+                yield
+            finally:
+                fcntl.lockf(entry.fd, fcntl.LOCK_UN, 1, 0)
+        finally:
+            entry.thread_lock.release()
+
+    def claim(self, byte: int) -> bool:
+        """Take `byte` (1 or more) until this process dies or releases it; False if anyone has it already."""
+        entry = self._entry
+        if entry is None or byte in entry.claims or not _try(entry.fd, byte):
+            return False
+        entry.claims.add(byte)
+        return True
+
+    def release(self, byte: int) -> None:
+        """Give `byte` back."""
+        if self._entry is not None:
+            self._entry.claims.discard(byte)
+            fcntl.lockf(self._entry.fd, fcntl.LOCK_UN, 1, byte)
+
+    def close(self) -> None:
+        """Close the file when this was the last object of this process that uses it."""
+        entry, self._entry = self._entry, None
+        if entry is None:
+            return
+        with _registry_lock:
+            entry.users -= 1
+            if entry.users == 0:
+                del _open_files[self._key]
+                os.close(entry.fd)
+
+
+def _try(fd: int, byte: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

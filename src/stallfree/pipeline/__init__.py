@@ -1,0 +1,24 @@
+"""The pipeline of a sample: its steps, which of them may be cached, under which key, and their randomness."""
+
+from stallfree.pipeline.compose import Compose, OnItem, Transform, flatten
+from stallfree.pipeline.determinism import Split, StallfreeWarning, Verdict, mark_deterministic, mark_random, split
+from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.randomness import Randomness, sample_seed
+
+__all__ = [
+    "Compose",
+    "OnItem",
+    "Randomness",
+    "Source",
+    "Split",
+    "StallfreeWarning",
+    "Transform",
+    "Verdict",
+    "fingerprint",
+    "flatten",
+    "mark_deterministic",
+    "mark_random",
+    "sample_seed",
+    "split",
+]

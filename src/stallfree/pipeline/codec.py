@@ -1,0 +1,438 @@
+"""Values to flat bytes and back, without pickle.
+
+A *value* is a tree of dict, list, tuple and named tuple. Its leaves are tensors, arrays, NumPy scalars, numbers,
+strings, bytes; None belongs to the tree. `encode` takes a value apart into a `Structure`, which says everything but the
+data, and one flat array of bytes per leaf, which shares memory with the value where it can:
+
+    structure, arrays = encode((image, label))
+    out = np.empty(record_size(structure, arrays), np.uint8)
+    write_record(structure, arrays, out)
+    image, label = read_record(out, copy=True)
+
+A *record* describes itself. All numbers are in the byte order of the host (another one fails at the magic number):
+
+    u32 magic, u32 length of the key, u32 number of variable leaves, u32 zero
+    the key of the structure
+    u64 length of each variable leaf, from the next multiple of 8
+    the data, from the next multiple of 64; a leaf of 64 bytes or more begins at a multiple of 64, one of 16 or more
+    at a multiple of 16 (torch's complex numbers need it), others at a multiple of 8
+
+Types are taken exactly: a subclass of a type above is not that type, because a cache hit has to give what a miss gave.
+Structures and their keys are described in structure.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stallfree.errors import CodecError
+from stallfree.pipeline.structure import (
+    CARRIERS,
+    COMPLEX,
+    DEPTH,
+    FIXED_KINDS,
+    FLOAT,
+    HEAD,
+    INT,
+    KEY_TYPES,
+    MAGIC,
+    TORCH_NAMES,
+    U8,
+    Bytes,
+    Leaf,
+    Structure,
+    aligned_tensor,
+    decode_leaf,
+    dtype_of,
+    dtype_text,
+    lay_out,
+    leaf_dtypes,
+    read_bytes,
+    structure_of,
+    structure_of_signature,
+    why_not_named_tuple,
+)
+
+__all__ = [
+    "Leaf",
+    "Structure",
+    "decode_leaf",
+    "encode",
+    "open_record",
+    "read_record",
+    "record_size",
+    "stack_build",
+    "structure_of",
+    "write_record",
+]
+
+# --- taking a value apart -------------------------------------------------------------------------------------------
+#
+# The walk appends to `signature` a flat run of hashable tokens that says what the key says but is cheaper to make, and
+# the key is looked up by it: a leaf is (kind, shape, dtype as text) or its kind alone, a container its type, then its
+# length or its keys.
+
+
+class _Unstorable(Exception):
+    """`value`, somewhere in the tree, cannot be stored; never leaves this module."""
+
+    def __init__(self, value: Any, reason: str) -> None:
+        super().__init__(reason)
+        self.value = value
+        self.reason = reason
+
+
+_Other = Callable[[Any, str, list[Any], list[Bytes]], None]  # what is done with a value that is none of ours, and why
+
+
+def encode(value: Any, *, allow_pickle: bool = False) -> tuple[Structure, list[Bytes]]:
+    """Take `value` apart: its structure, and the bytes of each leaf as a 1-D uint8 array.
+
+    The arrays share memory with the value where it is contiguous, so write them before the value changes. What has no
+    form of its own is pickled when `allow_pickle` is true; otherwise CodecError says what it is and where it is.
+    """
+    signature: list[Any] = []
+    arrays: list[Bytes] = []
+    try:
+        _walk(value, signature, arrays, 0, _pickled if allow_pickle else _refused)
+    except _Unstorable as problem:
+        place = _find(value, problem.value, "sample", 0) or "sample"
+        kind = type(problem.value)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        message = f"{place}: {name}: {problem.reason}"
+        raise CodecError(message) from problem.__cause__
+    return structure_of_signature(tuple(signature)), arrays
+
+
+def _walk(value: Any, signature: list[Any], arrays: list[Bytes], depth: int, other: _Other) -> None:
+    kind = type(value)
+    take = _TAKE.get(kind)
+    if take is not None:
+        take(value, signature, arrays, other)
+        return
+    if depth >= DEPTH:
+        raise _Unstorable(value, f"is nested more than {DEPTH} levels deep, or contains itself")
+    if kind is tuple or kind is list:
+        signature.append(kind)
+        signature.append(len(value))
+        children = value
+    elif kind is dict:
+        if not KEY_TYPES.issuperset(map(type, value)):
+            bad = next(type(key) for key in value if type(key) not in KEY_TYPES)
+            reason = f"has a key of type {bad.__qualname__}; use str, int, bool, float, bytes or None"
+            return other(value, reason, signature, arrays)
+        keys = tuple(value)
+        signature += (dict, keys, tuple(map(type, keys)))
+        if float in signature[-1]:  # 0.0 and -0.0 are equal
+            signature[-1] += tuple(FLOAT.pack(key) for key in keys if type(key) is float)
+        children = value.values()
+    elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        reason = why_not_named_tuple(kind)
+        if not reason and getattr(value, "__dict__", None):
+            reason = "has attributes beside its fields"
+        if reason:
+            return other(value, reason, signature, arrays)
+        signature += ("namedtuple", kind)
+        children = value
+    elif issubclass(kind, np.generic):
+        return _take_scalar(value, signature, arrays, other)
+    else:
+        return other(value, _advice(kind), signature, arrays)
+    depth += 1
+    for child in children:
+        _walk(child, signature, arrays, depth, other)
+
+
+def _take_tensor(value: torch.Tensor, signature: list[Any], arrays: list[Bytes], other: _Other) -> None:
+    dtype = value.dtype
+    try:
+        name = TORCH_NAMES[dtype]
+        array = value.numpy() if dtype not in CARRIERS else _carried(value).numpy()
+    except (KeyError, TypeError, RuntimeError) as error:
+        reason = _why_not_tensor(value)
+        if not reason and not (value.is_conj() or value.is_neg()):
+            reason = f"cannot be read as an array: {error}"
+        if reason:
+            return other(value, reason, signature, arrays)
+        return _take_tensor(value.resolve_conj().resolve_neg(), signature, arrays, other)
+    signature += ("tensor", array.shape, name)
+    arrays.append(array.ravel().view(U8))
+
+
+def _carried(value: torch.Tensor) -> torch.Tensor:
+    if value.requires_grad:  # which the view would hide
+        raise TypeError
+    return value.resolve_conj().resolve_neg().view(CARRIERS[value.dtype])
+
+
+def _why_not_tensor(value: torch.Tensor) -> str:
+    if value.requires_grad:
+        return "requires grad, which is not stored; call .detach() on it"
+    if value.device.type != "cpu":
+        return f"is on the device {value.device}; call .cpu() on it"
+    if value.layout is not torch.strided or value.is_nested:
+        return f"has the layout {value.layout}{', nested' * value.is_nested}; make it dense"
+    if value.dtype not in TORCH_NAMES:
+        return f"has the dtype {value.dtype}, which is not supported; convert it"
+    return ""
+
+
+def _take_array(value: npt.NDArray[Any], signature: list[Any], arrays: list[Bytes], other: _Other) -> None:
+    text, reason = dtype_text(value.dtype)
+    if reason:
+        return other(value, reason, signature, arrays)
+    signature += ("array", value.shape, text)
+    arrays.append(value.ravel().view(U8))
+
+
+def _take_scalar(value: np.generic, signature: list[Any], arrays: list[Bytes], other: _Other) -> None:
+    if type(value) is np.str_:
+        signature.append("npstr")
+        arrays.append(_flat(str.encode(value, "utf-8", "surrogatepass")))
+        return
+    if type(value) is np.bytes_:
+        signature.append("npbytes")
+        arrays.append(_flat(bytes(value)))
+        return
+    text, reason = dtype_text(value.dtype)
+    if not reason and type(value) is not dtype_of(text).type:  # a subclass, or one of two types of the same width
+        reason = _advice(type(value))
+    if reason:
+        return other(value, reason, signature, arrays)
+    signature += ("scalar", (), text)
+    arrays.append(np.array(value).reshape(1).view(U8))
+
+
+def _take_int(value: int, signature: list[Any], arrays: list[Bytes], other: _Other) -> None:
+    try:
+        data = INT.pack(value)
+    except struct.error:
+        signature.append("bigint")
+        arrays.append(_flat(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)))
+        return
+    signature.append("int")
+    arrays.append(np.frombuffer(data, U8))
+
+
+def _simple(kind: str, to_bytes: Callable[[Any], bytes]) -> Callable[[Any, list[Any], list[Bytes], _Other], None]:
+    def take(value: Any, signature: list[Any], arrays: list[Bytes], other: _Other) -> None:
+        signature.append(kind)
+        arrays.append(_flat(to_bytes(value)))
+
+    return take
+
+
+def _take_none(value: None, signature: list[Any], arrays: list[Bytes], other: _Other) -> None:
+    signature.append(None)
+
+
+_TAKE: dict[type, Callable[[Any, list[Any], list[Bytes], _Other], None]] = {
+    torch.Tensor: _take_tensor,
+    np.ndarray: _take_array,
+    int: _take_int,
+    float: _simple("float", FLOAT.pack),
+    bool: _simple("bool", lambda value: b"\1" if value else b"\0"),
+    complex: _simple("complex", lambda value: COMPLEX.pack(value.real, value.imag)),
+    bytes: _simple("bytes", lambda value: value),
+    bytearray: _simple("bytearray", bytes),
+    str: _simple("str", lambda value: value.encode("utf-8", "surrogatepass")),
+    type(None): _take_none,
+}
+
+
+def _flat(data: bytes) -> Bytes:
+    return np.frombuffer(data, U8) if data else np.empty(0, U8)
+
+
+def _refused(value: Any, reason: str, signature: list[Any], arrays: list[Bytes]) -> None:
+    raise _Unstorable(value, reason)
+
+
+def _pickled(value: Any, reason: str, signature: list[Any], arrays: list[Bytes]) -> None:
+    try:
+        data = pickle.dumps(value, protocol=5)
+    except Exception as error:
+        raise _Unstorable(value, f"{reason}. It cannot be pickled either: {error}") from error
+    signature.append("pickle")
+    arrays.append(_flat(data))
+
+
+def _advice(kind: type) -> str:
+    for base, advice in (
+        (torch.Tensor, "call .as_subclass(torch.Tensor) on it"),
+        (np.ndarray, "call np.asarray on it"),
+        (dict, "make it a plain dict"),
+        (list, "make it a plain list"),
+        (tuple, "make it a plain tuple"),
+    ):
+        if issubclass(kind, base):
+            return f"a subclass of {base.__name__} is not stored without pickle; {advice}, or pass allow_pickle=True"
+    return (
+        "cannot be stored without pickle; make it a tensor, an array, bytes, str, a number, None, or a dict, list or "
+        "tuple of these, or pass allow_pickle=True"
+    )
+
+
+def _find(value: Any, wanted: Any, place: str, depth: int) -> str:
+    """Where in `value` the object `wanted` is, as an expression; "" when it is not there."""
+    if value is wanted:
+        return place if len(place) <= 200 else f"{place[:100]}...{place[-90:]}"
+    pairs: Any = ()
+    if type(value) is dict:
+        pairs = ((f"{place}[{key!r}]", child) for key, child in value.items())
+    elif type(value) in (list, tuple):
+        pairs = ((f"{place}[{index}]", child) for index, child in enumerate(value))
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        pairs = ((f"{place}.{field}", child) for field, child in zip(value._fields, value, strict=False))
+    if depth <= DEPTH:
+        for inner, child in pairs:
+            found = _find(child, wanted, inner, depth + 1)
+            if found:
+                return found
+    return ""
+
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+def record_size(structure: Structure, arrays: Sequence[Bytes]) -> int:
+    """Bytes of the record of these leaves."""
+    if structure.fixed:
+        return structure.head.size + structure.size
+    return _variable_layout(structure, [array.size for array in arrays])[1]
+
+
+def _variable_layout(structure: Structure, nbytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    start = structure.head.size + 8 * structure.nbytes.count(-1)
+    return lay_out(nbytes, start + 63 & ~63)
+
+
+def write_record(structure: Structure, arrays: Sequence[Bytes], out: Bytes) -> int:
+    """Write the record of these leaves at the start of `out` (1-D uint8, writable); returns the bytes used.
+
+    Bytes between leaves are left as they are in `out`.
+    """
+    head = structure.head
+    used = head.size
+    if structure.fixed:
+        starts, end = structure.starts, used + structure.size
+    else:
+        nbytes = [array.size for array in arrays]
+        starts, end = _variable_layout(structure, nbytes)
+    if end > out.size or len(arrays) != len(starts):
+        raise CodecError(f"a record of {end} bytes and {len(starts)} leaves: {len(arrays)} leaves for {out.size} bytes")
+    out[:used] = head
+    if not structure.fixed:
+        lengths = [size for size, fixed in zip(nbytes, structure.nbytes, strict=True) if fixed < 0]
+        out[used : used + 8 * len(lengths)] = np.array(lengths, np.uint64).view(U8)
+    for start, array in zip(starts, arrays, strict=True):
+        out[start : start + array.size] = array
+    return end
+
+
+def open_record(structure: Structure, out: Bytes) -> list[Bytes]:
+    """Write the head of a record of this fixed structure at the start of `out` (1-D uint8, writable).
+
+    Returns, for each leaf, the part of `out` that takes its data: a record that is composed in place. Bytes between
+    leaves are left as they are in `out`. Raises CodecError if the structure is not fixed or `out` is too small.
+    """
+    if not structure.fixed:
+        raise CodecError("open_record needs a structure whose leaves do not vary in size")
+    head = structure.head
+    if head.size + structure.size > out.size:
+        raise CodecError(f"a record of {head.size + structure.size} bytes: {out.size} bytes to write it to")
+    out[: head.size] = head
+    return [out[start : start + size] for start, size in zip(structure.starts, structure.nbytes, strict=True)]
+
+
+def read_record(buffer: Bytes, *, copy: bool, allow_pickle: bool = False) -> Any:
+    """The value of the record at the start of `buffer` (1-D uint8, may be longer than the record).
+
+    With `copy`, arrays and tensors have memory of their own, one block for all of one value. Without, they are views
+    on `buffer`, and keep it alive: a `weakref.finalize` on it runs when the last of them is gone. For that, `buffer`
+    must be an array whose base is no array (made by `np.frombuffer` or `np.empty`, not a slice), since NumPy lets a
+    view refer to the topmost array. A read-only buffer is copied in either case, for tensors cannot be read-only.
+
+    A malformed or truncated record raises CodecError, as does a pickled leaf unless `allow_pickle`.
+    """
+    try:
+        return _read_record(buffer, copy, allow_pickle)
+    except CodecError:
+        raise
+    except (ValueError, TypeError, IndexError, OverflowError, BufferError, RuntimeError, struct.error) as error:
+        raise CodecError(f"malformed record: {error}") from error
+
+
+def _read_record(buffer: Bytes, copy: bool, allow_pickle: bool) -> Any:
+    available = buffer.size
+    if available < HEAD.size or buffer.dtype != U8 or buffer.ndim != 1:
+        raise CodecError(f"malformed record: {available} elements of {buffer.dtype}, expected uint8 and a header")
+    magic, key_size, variable, _ = HEAD.unpack(read_bytes(buffer, 0, HEAD.size))
+    if magic != MAGIC or HEAD.size + key_size > available:
+        raise CodecError("malformed record: wrong magic number or truncated")
+    structure = structure_of(buffer[HEAD.size : HEAD.size + key_size].tobytes())
+    if structure.pickled and not allow_pickle:
+        raise CodecError("the record holds a pickled leaf, which is loaded only with allow_pickle=True")
+    if variable != structure.nbytes.count(-1):
+        raise CodecError("malformed record: wrong number of variable leaves")
+    base = structure.head.size
+    nbytes: Sequence[int] = structure.nbytes
+    starts: Sequence[int] = structure.starts
+    end = base + structure.size
+    if not structure.fixed:
+        lengths = iter(np.frombuffer(buffer, np.uint64, variable, base).tolist())
+        nbytes = [next(lengths) if size < 0 else size for size in nbytes]
+        starts, end = _variable_layout(structure, nbytes)
+    if end > available:
+        raise CodecError(f"malformed record: {available} bytes of {end}")
+    if structure.has_views and (copy or not buffer.flags.writeable):
+        buffer = buffer[base & ~63 : end].copy()
+        starts = structure.offsets if structure.fixed else [start - (base & ~63) for start in starts]
+    readers = structure.readers
+    return structure.make([read(buffer, at, n) for read, at, n in zip(readers, starts, nbytes, strict=True)])
+
+
+# --- many values of one structure -----------------------------------------------------------------------------------
+
+
+def stack_build(structure: Structure, columns: Sequence[Bytes], count: int) -> list[Any]:
+    """`count` values of a fixed structure, out of one column per leaf: uint8, shape (count, leaf.nbytes), C-contiguous.
+
+    Tensors and arrays are views on the columns, which should belong to the caller alone. The tensors of one column are
+    views of one tensor: to keep a few of many, clone them.
+    """
+    if not structure.fixed or len(columns) != len(structure.leaves):
+        raise CodecError("stack_build needs a fixed structure and one column per leaf")
+    lists = [_split(leaf, column, count) for leaf, column in zip(structure.leaves, columns, strict=True)]
+    make = structure.make
+    if not lists:
+        return [make(()) for _ in range(count)]
+    if structure.tree == 0:
+        return list(lists[0])
+    if make is tuple:
+        return list(zip(*lists, strict=True))
+    return [make(parts) for parts in zip(*lists, strict=True)]
+
+
+def _split(leaf: Leaf, column: Bytes, count: int) -> Sequence[Any]:
+    kind, dtype, shape, nbytes = leaf
+    if column.shape != (count, nbytes) or column.dtype != U8:
+        raise CodecError(f"a column of {column.dtype}{column.shape} was given, uint8{(count, nbytes)} expected")
+    if kind in FIXED_KINDS:
+        numbers: list[Any] = column.view(FIXED_KINDS[kind]).ravel().tolist()
+        return numbers
+    numpy_dtype, seen_as = leaf_dtypes(kind, dtype)
+    typed = column.view(numpy_dtype).reshape(count, *shape)
+    if kind == "tensor":
+        stacked = aligned_tensor(typed)
+        return (stacked.view(seen_as) if seen_as else stacked).unbind(0)
+    if kind == "array" and not shape:
+        return [typed[row, ...] for row in range(count)]
+    return list(typed)

@@ -1,0 +1,303 @@
+"""A short text that stands for code and parameters: the key under which prepared samples are cached."""
+
+from __future__ import annotations
+
+import copyreg
+import enum
+import functools
+import inspect
+import logging
+import reprlib
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from stallfree.errors import InputError
+from stallfree.pipeline._objects import closure_values, comes_from, library_version, used_globals
+from stallfree.pipeline.generators import GENERATOR_TYPES
+from stallfree.pipeline.marks import MARK
+
+_TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list"})
+"""What albumentations notes in a transform while it runs, or only about its generators."""
+_VALUES = (list, tuple, dict, set, frozenset, np.ndarray, np.generic, torch.Tensor, enum.Enum, functools.partial)
+
+
+def fingerprint(*objects: Any) -> str:
+    """32 hexadecimal digits that change when the code or a parameter of one of `objects` changes.
+
+    The same in every process and under every hash seed, for one version of Python. Covered are plain values (`1`, `1.0`
+    and `True` differ), arrays, tensors and containers; functions with their defaults, closures and the module-level
+    values that they use; the user's classes with the code of their methods; instances with their attributes; of
+    libraries, names and versions. File names, line numbers, the order of a mapping's keys and the states of random
+    generators do not count.
+
+    An object with a method `fingerprint()` that needs no argument is stood for by what that returns.
+
+    Raises `InputError`, which names the object, for one that has no state to look at, such as a lock or an open file.
+    """
+    walker = _Walker({}, 0)
+    try:
+        for thing in objects:
+            walker.visit(thing)
+    except RecursionError as error:
+        raise InputError("the objects to fingerprint are nested too deeply: give one a method fingerprint()") from error
+    return walker.hash.hexdigest()
+
+
+class _Walker:
+    """Feeds objects to a hash, one after the other, each as a tag, a length and its content."""
+
+    def __init__(self, numbers: dict[int, tuple[int, object]], count: int) -> None:
+        self.hash = xxhash.xxh3_128()
+        self._numbers = numbers
+        """What is being fed or need not be fed again, by identity, with its number; held, so that ids stay theirs."""
+        self._count = count
+        """The number that the next one gets."""
+
+    def visit(self, thing: Any) -> None:
+        if self._plain(thing):
+            return
+        if isinstance(thing, MethodType):
+            self._feed("method")
+            self.visit(thing.__self__)
+            self.visit(thing.__func__)
+            return
+        if id(thing) in self._numbers:
+            self._feed("again", str(self._numbers[id(thing)][0]).encode())
+            return
+        self._numbers[id(thing)] = (self._count, thing)
+        self._count += 1
+        self._compound(thing)
+        if isinstance(thing, _VALUES) or not hasattr(thing, "__dict__"):
+            del self._numbers[id(thing)]  # equal values count alike, whether they are one object or two
+
+    def _feed(self, tag: str, content: bytes | memoryview = b"") -> None:
+        self.hash.update(f"{tag}:{len(content)}:".encode())
+        self.hash.update(content)
+
+    def _plain(self, thing: Any) -> bool:
+        """Feed `thing` if it is a value without parts; whether it was."""
+        kind = type(thing)
+        if thing is None or kind is bool or kind is int:
+            self._feed(kind.__name__, repr(thing).encode())
+        elif kind is float:
+            self._feed("float", struct.pack("<d", thing))
+        elif kind is complex:
+            self._feed("complex", struct.pack("<dd", thing.real, thing.imag))
+        elif kind is str:
+            self._feed("str", thing.encode("utf-8", "surrogatepass"))
+        elif isinstance(thing, (bytes, bytearray, memoryview)):
+            self._feed(kind.__name__, bytes(thing))
+        elif isinstance(thing, PurePath):
+            self._feed("path", str(thing).encode("utf-8", "surrogatepass"))
+        elif isinstance(thing, GENERATOR_TYPES):
+            self._feed("generator")
+        elif isinstance(thing, logging.Logger):
+            self._feed("logger", thing.name.encode())
+        else:
+            return False
+        return True
+
+    def _compound(self, thing: Any) -> None:
+        if isinstance(thing, FunctionType):
+            self._function(thing)
+        elif isinstance(thing, type):
+            self._class(thing)
+        elif isinstance(thing, ModuleType):
+            self._feed("module", f"{thing.__name__} {library_version(thing.__name__)}".encode())
+        elif isinstance(thing, CodeType):
+            self._code(thing)
+        elif (own := _own_fingerprint(thing)) is not None:
+            self._feed("own", type(thing).__qualname__.encode())
+            self.visit(own())
+        elif isinstance(thing, enum.Enum):
+            self._feed("enum", f"{type(thing).__qualname__}.{thing.name}".encode())
+            self.visit(thing.value)
+        elif isinstance(thing, (np.ndarray, np.generic)):
+            self._array(np.asarray(thing))
+        elif isinstance(thing, torch.Tensor):
+            self._tensor(thing)
+        elif isinstance(thing, functools.partial):
+            self._parts("partial", (thing.func, thing.args, thing.keywords))
+        elif isinstance(thing, (BuiltinFunctionType, np.ufunc)):
+            self._builtin(thing)
+        elif isinstance(thing, (list, tuple, dict, set, frozenset)):
+            self._container(thing)
+        elif isinstance(thing, (staticmethod, classmethod)):
+            self._parts(type(thing).__name__, (thing.__func__,))
+        elif isinstance(thing, property):
+            self._parts("property", (thing.fget, thing.fset))
+        elif isinstance(thing, functools.cached_property):
+            self._parts("property", (thing.func,))
+        elif isinstance(getattr(thing, "__wrapped__", None), FunctionType):
+            self._parts("wrapped", (thing.__wrapped__,))
+        else:
+            self._instance(thing)
+
+    def _parts(self, tag: str, parts: Iterable[Any]) -> None:
+        things = list(parts)
+        self._feed(tag, str(len(things)).encode())
+        for thing in things:
+            self.visit(thing)
+
+    def _named(self, tag: str, values: dict[str, Any], visit: Callable[[Any], None]) -> None:
+        self._feed(tag, str(len(values)).encode())
+        for name in sorted(values):
+            self._feed("name", name.encode("utf-8", "surrogatepass"))
+            visit(values[name])
+
+    def _unordered(self, tag: str, things: Iterable[Any]) -> None:
+        digests = sorted(self._apart(thing) for thing in things)
+        self._feed(tag, b"".join(digests))
+
+    def _apart(self, thing: Any) -> bytes:
+        """The digest of `thing` alone, the same wherever among its siblings it stands."""
+        walker = _Walker(dict(self._numbers), self._count)
+        walker.visit(thing)
+        return walker.hash.digest()
+
+    def _leniently(self, thing: Any) -> None:
+        """Feed `thing`, or only its type if it cannot be fed: a name in the code around may mean a lock or a file."""
+        walker = _Walker(dict(self._numbers), self._count)
+        try:
+            walker.visit(thing)
+        except InputError:
+            self._feed("type", type(thing).__qualname__.encode())
+        else:
+            self._numbers, self._count = walker._numbers, walker._count
+            self._feed("lenient", walker.hash.digest())
+
+    def _library(self, thing: Any) -> bool:
+        """Feed name and version of a class or function of a library; whether it was one."""
+        version = library_version(thing.__module__ or "builtins")
+        if version is None:
+            return False
+        self._feed("library", f"{thing.__module__}.{thing.__qualname__} {version}".encode())
+        return True
+
+    def _function(self, function: FunctionType) -> None:
+        library = self._library(function)
+        if library and function.__closure__ is None and function.__name__ != "<lambda>":
+            return
+        self._feed("function")
+        self._code(function.__code__)
+        self.visit(function.__defaults__)
+        self.visit(function.__kwdefaults__)
+        self._named("closure", closure_values(function), self._leniently if library else self.visit)
+        if not library:
+            self._named("globals", used_globals(function), self._leniently)
+
+    def _code(self, code: CodeType) -> None:
+        self._feed("code", code.co_code)
+        self._feed("exceptions", getattr(code, "co_exceptiontable", b""))
+        shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+        names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        self._feed("shape", repr((shape, names)).encode())
+        self._parts("constants", code.co_consts)
+
+    def _class(self, cls: type) -> None:
+        if self._library(cls):
+            return
+        self._feed("class", cls.__qualname__.encode())
+        self._parts("bases", cls.__bases__)
+        members = {
+            name: member
+            for name, member in vars(cls).items()
+            if name != MARK
+            and not inspect.ismemberdescriptor(member)
+            and not inspect.isgetsetdescriptor(member)
+            and (callable(member) or not (name.startswith("__") and name.endswith("__")))
+            and not name.startswith(("__annotate", "_abc_"))
+        }
+        self._named("members", members, self._leniently)
+
+    def _builtin(self, function: Any) -> None:
+        owner = getattr(function, "__self__", None)
+        name = getattr(function, "__qualname__", None) or function.__name__
+        module = getattr(function, "__module__", None) or ("numpy" if isinstance(function, np.ufunc) else "builtins")
+        self._feed("builtin", f"{module}.{name} {library_version(module)}".encode())
+        if owner is not None and not isinstance(owner, ModuleType):
+            self.visit(owner)
+
+    def _array(self, array: np.ndarray[Any, Any]) -> None:
+        self._feed("array", f"{array.dtype.str} {array.dtype.fields} {array.shape}".encode())
+        if array.dtype.hasobject or array.dtype.kind == "T":
+            self._parts("items", array.ravel().tolist())
+        else:
+            self._feed("bytes", array.tobytes())
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        self._feed("tensor", f"{type(tensor).__qualname__} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        try:
+            plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+            self._feed("bytes", plain.reshape(-1).view(torch.uint8).numpy().data)
+        except (RuntimeError, NotImplementedError) as error:
+            raise _no_fingerprint(tensor) from error
+        self._state(vars(tensor), type(tensor))
+
+    def _container(self, container: Any) -> None:
+        if type(container) in (list, tuple, dict, set, frozenset):
+            self._feed(type(container).__name__)
+        else:
+            self.visit(type(container))
+        if isinstance(container, dict):
+            if all(type(key) is str for key in container):
+                self._named("items", container, self.visit)
+            else:
+                self._unordered("pairs", container.items())
+        elif isinstance(container, (set, frozenset)):
+            self._unordered("items", container)
+        else:
+            self._parts("items", container)
+
+    def _instance(self, thing: Any) -> None:
+        """Feed class and state of `thing`, as `copy` and `pickle` would take them."""
+        try:
+            reducer = copyreg.dispatch_table.get(type(thing))
+            reduced = reducer(thing) if reducer else thing.__reduce_ex__(2)
+        except Exception as error:
+            raise _no_fingerprint(thing) from error
+        self._feed("instance")
+        self.visit(type(thing))
+        if isinstance(reduced, str):
+            self._feed("global", reduced.encode())
+            return
+        make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
+        self.visit(make)
+        self.visit(arguments)
+        for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
+            self._state(part, type(thing))
+        self.visit(None if items is None else list(items))
+        self.visit(None if pairs is None else dict(pairs))
+
+    def _state(self, state: Any, cls: type) -> None:
+        if type(state) is dict:
+            transient = _TRANSIENT if comes_from(cls, "albumentations") else frozenset()
+            state = {name: value for name, value in state.items() if name != MARK and name not in transient}
+        self.visit(state)
+
+
+def _own_fingerprint(thing: Any) -> Callable[[], Any] | None:
+    """The method `fingerprint()` of `thing` if it has one that needs no argument."""
+    method = getattr(thing, "fingerprint", None)
+    if not inspect.ismethod(method):
+        return None
+    try:
+        inspect.signature(method).bind()
+    except TypeError:
+        return None
+    return method
+
+
+def _no_fingerprint(thing: Any) -> InputError:
+    name = f"{type(thing).__module__}.{type(thing).__qualname__}"
+    return InputError(
+        f"{reprlib.repr(thing)} of type {name} cannot be fingerprinted, as it has no state to look at. Give it, or the "
+        "transform that holds it, a method fingerprint() that returns a text which changes when its parameters change"
+    )

@@ -1,0 +1,160 @@
+"""The generators of random numbers that a transform draws from, as things that can be saved, seeded and restored."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from stallfree.pipeline._objects import attributes, class_functions, closure_values, is_library, used_globals
+
+GENERATOR_TYPES = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+
+_OPAQUE = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.Tensor, type, ModuleType)
+_CONTAINERS = (dict, list, tuple, set, frozenset)  # no others: iterating over a data set would load it
+
+
+@dataclass(frozen=True)
+class Handle:
+    """How to save, seed and restore one generator."""
+
+    generator: object
+    seed: Callable[[int], Any]
+    """Takes a seed of 0 to 2**64 - 1. Generators with a shorter seed use its low bits."""
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+def handle_of(generator: Any) -> Handle:
+    """The handle of a generator of one of `GENERATOR_TYPES`."""
+    if isinstance(generator, random.Random):
+        return Handle(generator, generator.seed, generator.getstate, generator.setstate)
+    if isinstance(generator, torch.Generator):
+        return Handle(generator, generator.manual_seed, generator.get_state, generator.set_state)
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return Handle(
+            generator, functools.partial(_seed_bits, bits), lambda: bits.state, functools.partial(_set_bits, bits)
+        )
+    get = functools.partial(generator.get_state, legacy=False)
+    if get()["bit_generator"] == "MT19937":
+        return Handle(generator, lambda seed: generator.seed(seed & 0xFFFFFFFF), get, generator.set_state)
+    bits = generator._bit_generator
+    return Handle(generator, functools.partial(_seed_bits, bits), get, generator.set_state)
+
+
+def global_generators() -> list[Handle]:
+    """Python's, NumPy's legacy and torch's default CPU generator, in this order."""
+    python: random.Random = random.seed.__self__  # type: ignore[attr-defined]
+    legacy: np.random.RandomState = np.random.mtrand._rand
+    return [handle_of(python), handle_of(legacy), handle_of(torch.default_generator)]
+
+
+def find_generators(transform: object) -> list[Handle]:
+    """The generators that `transform` owns or refers to, each once, without the global ones.
+
+    Looks through attributes, slots, containers, closures, partial functions, bound methods and, in the user's own code,
+    default values and module-level names. What a library keeps inside compiled code is not seen, nor is a generator
+    that is only made while the transform runs.
+    """
+    known = {id(handle.generator) for handle in global_generators()}
+    return [
+        handle_of(thing)
+        for thing in _reachable(transform)
+        if isinstance(thing, GENERATOR_TYPES) and not isinstance(thing, random.SystemRandom) and id(thing) not in known
+    ]
+
+
+def has_system_random(transform: object) -> bool:
+    """Whether `transform` refers to a `random.SystemRandom`, which cannot be seeded."""
+    return any(isinstance(thing, random.SystemRandom) for thing in _reachable(transform))
+
+
+def used_functions(transform: object) -> Iterator[FunctionType]:
+    """The functions of the user's own code that `transform` consists of or refers to; constructors are left out."""
+    constructors = ("__init__", "__new__", "__post_init__", "__setstate__")
+    for thing in _reachable(transform):
+        if isinstance(thing, FunctionType):
+            if not is_library(thing):
+                yield thing
+        elif not isinstance(thing, _OPAQUE):
+            for cls in type(thing).__mro__:
+                if not is_library(cls):
+                    yield from (function for function in class_functions(cls) if function.__name__ not in constructors)
+
+
+@contextlib.contextmanager
+def preserved(handles: list[Handle]) -> Iterator[None]:
+    """Puts the generators of `handles` back to their present states at the end."""
+    states = [handle.get() for handle in handles]
+    try:
+        yield
+    finally:
+        for handle, state in zip(handles, states, strict=True):
+            handle.set(state)
+
+
+def _seed_bits(bits: Any, seed: int) -> None:
+    bits.state = type(bits)(seed).state
+
+
+def _set_bits(bits: Any, state: Any) -> None:
+    bits.state = state
+
+
+def _reachable(root: object) -> Iterator[object]:
+    """Everything that can be reached from `root` along its own references, in a fixed order, each once."""
+    seen: dict[int, object] = {}  # holds what it has seen, so that no identity is given to another object meanwhile
+    todo = [root]
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or (isinstance(thing, _OPAQUE) and thing is not root):
+            continue
+        seen[id(thing)] = thing
+        yield thing
+        todo.extend(reversed(list(_references(thing))))
+
+
+def _references(thing: Any) -> Iterator[object]:
+    if isinstance(thing, (*GENERATOR_TYPES, *_OPAQUE)):
+        return
+    if isinstance(thing, FunctionType):
+        if not is_library(thing):
+            yield from closure_values(thing).values()
+            yield from thing.__defaults__ or ()
+            yield from (thing.__kwdefaults__ or {}).values()
+            yield from used_globals(thing).values()
+        elif hasattr(thing, "__wrapped__"):
+            yield thing.__wrapped__
+    elif isinstance(thing, functools.partial):
+        yield from (thing.func, thing.args, thing.keywords)
+    elif isinstance(thing, MethodType):
+        yield from (thing.__self__, thing.__func__)
+    elif isinstance(thing, BuiltinFunctionType):
+        yield thing.__self__
+    elif isinstance(thing, _CONTAINERS):
+        yield from thing.values() if isinstance(thing, dict) else thing
+        yield from attributes(thing).values()
+    else:
+        yield from _references_of_instance(thing)
+
+
+def _references_of_instance(thing: object) -> Iterator[object]:
+    own = attributes(thing)
+    if type(thing).__module__.partition(".")[0] not in ("logging", "threading", "multiprocessing", "weakref"):
+        yield from own.values()
+    for cls in type(thing).__mro__:
+        yield from (
+            value for name, value in vars(cls).items() if isinstance(value, GENERATOR_TYPES) and name not in own
+        )
+        if not is_library(cls):
+            for function in class_functions(cls):
+                yield from used_globals(function).values()
+                yield from closure_values(function).values()

@@ -1,0 +1,72 @@
+"""Randomness of a sample as a pure function of (seed, epoch, id)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stallfree.pipeline.compose import Transform, flatten
+from stallfree.pipeline.generators import Handle, find_generators, global_generators
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+_STEP = 0x9E3779B97F4A7C15
+
+
+def sample_seed(seed: int, epoch: int, id: int) -> int:
+    """A number of 0 to 2**64 - 1 that depends on all bits of the three, which count modulo 2**64.
+
+    For one seed and one epoch no two ids share a number.
+    """
+    return _mix(_mix(_mix(int(seed) + _STEP) + int(epoch) + _STEP) + int(id) + _STEP)
+
+
+class Randomness:
+    """Makes whatever `transform` draws depend on (seed, epoch, id) alone, and leaves no trace.
+
+        with Randomness(transform) as randomness:
+            for id in ids:
+                randomness.seed(seed, epoch, id)
+                sample = transform(record)
+
+    Seeded are Python's, NumPy's legacy and torch's default CPU generator, and the generators that the steps of
+    `transform` own, as MONAI's, albumentations' and many users' do. These are found once, when the object is made: a
+    generator that a step makes later is not seeded, so let steps make theirs in their constructors. At the end of the
+    block all get back the state that they had at its start.
+
+    When `transform` is None or has no steps, nothing is saved, seeded or restored.
+
+    Three of the generators are global to the process, so only one thread of a process may prepare samples at a time.
+    """
+
+    def __init__(self, transform: Transform | None) -> None:
+        self._transform = transform
+        steps = flatten(transform)
+        self._handles: list[Handle] = [*global_generators(), *find_generators(steps)] if steps else []
+        self._seeders = [handle.seed for handle in self._handles]
+        self._saved: list[list[Any]] = []
+
+    def seed(self, seed: int, epoch: int, id: int) -> None:
+        """Put all generators into the state that belongs to sample `id` in `epoch`. Takes about 10 µs."""
+        if self._seeders:
+            number = sample_seed(seed, epoch, id)
+            for seeder in self._seeders:
+                number = _mix(number + _STEP)  # one for each: equal seeds would make equal streams
+                seeder(number)
+
+    def __enter__(self) -> Randomness:
+        self._saved.append([handle.get() for handle in self._handles])
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle, state in zip(self._handles, self._saved.pop(), strict=True):
+            handle.set(state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Randomness, (self._transform,)
+
+
+def _mix(number: int) -> int:
+    """The finaliser of SplitMix64: maps 64-bit numbers one to one, each bit changing about half of the others."""
+    number &= _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)

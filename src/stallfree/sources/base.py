@@ -1,0 +1,86 @@
+"""What all sources of this package share: ids as lists have them, and errors that name the sample."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from stallfree.errors import InputError, SampleError
+from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.protocol import sample_error
+
+
+def normalize_id(id: int, length: int) -> int:
+    """`id` as an int in 0..length-1: negative ids count from the end, integers of any type are taken.
+
+    Raises `IndexError` when it is out of range, as a list does, and `TypeError` when it is no integer.
+    """
+    index = operator.index(id)
+    if not -length <= index < length:
+        raise IndexError(f"id {index} is out of range: the data set has {length} samples")
+    return index + length if index < 0 else index
+
+
+class BaseSource(ABC):
+    """A `Source` made from four questions: how long, what is the record, where does it lie, what is its fingerprint.
+
+    Attributes:
+        pipeline: turns what `fetch` returned into the sample.
+        threads: whether `fetch` may run in several threads at once.
+    """
+
+    pipeline: Compose
+    threads: bool = True
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def _record(self, id: int) -> Any:
+        """The record of `id`, which is in 0..len-1. Any exception is passed on as the cause of a `SampleError`."""
+
+    @abstractmethod
+    def _where(self, id: int) -> str:
+        """The place of `id`, which is in 0..len-1."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A text that changes when the records change. Does not cover `pipeline`."""
+
+    def where(self, id: int) -> str:
+        """The path or URL of sample `id`; empty when it is not known."""
+        return self._where(normalize_id(id, len(self)))
+
+    def fetch(self, id: int) -> Any:
+        """The record of sample `id` as storage holds it.
+
+        Raises `IndexError` for an id out of range and `SampleError` for everything that goes wrong while reading.
+        """
+        id = normalize_id(id, len(self))
+        try:
+            return self._record(id)
+        except SampleError:
+            raise
+        except Exception as error:
+            raise sample_error(error, self, id, "fetching") from error
+
+    def __getitem__(self, id: int) -> Any:
+        id = normalize_id(id, len(self))
+        record = self.fetch(id)
+        try:
+            return self.pipeline(record)
+        except SampleError:
+            raise
+        except Exception as error:
+            raise sample_error(error, self, id, "preparing") from error
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[id] for id in range(len(self)))
+
+
+def require_samples(length: int, what: str, advice: str) -> None:
+    """Raise `InputError` when `length` is 0: `what` is empty, and `advice` says what to do."""
+    if length == 0:
+        raise InputError(f"{what} has length 0: there is nothing to train on. {advice}")

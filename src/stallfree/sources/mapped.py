@@ -1,0 +1,126 @@
+"""Any map-style data set as a source."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stallfree.errors import InputError, SampleError
+from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.protocol import Source, sample_error
+from stallfree.sources.base import BaseSource, require_samples
+
+
+class MapSource(BaseSource):
+    """A map-style data set whose `dataset[id]` counts as the fetch; the pipeline is empty.
+
+    Attributes:
+        dataset: the data set.
+        threads: False, as nobody promised that a user's data set may be read by several threads at once.
+
+    Raises:
+        InputError: the data set is iterable-style, cannot be indexed, has no length, or has length 0.
+    """
+
+    threads = False
+
+    def __init__(self, dataset: Any) -> None:
+        _require_map_style(dataset)
+        require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
+        self.dataset = dataset
+        self.pipeline = Compose([])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def _record(self, id: int) -> Any:
+        return self.dataset[id]
+
+    def _where(self, id: int) -> str:
+        return ""
+
+    def fingerprint(self) -> str:
+        """The fingerprint of the data set object: its class, its code and its attributes."""
+        return f"MapSource {fingerprint(self.dataset)}"
+
+    def __repr__(self) -> str:
+        return f"MapSource({type(self.dataset).__name__}, {len(self)} samples)"
+
+
+class SubsetSource(BaseSource):
+    """Some samples of another source, which keep fetch and prep apart: what `torch.utils.data.Subset` of it becomes.
+
+    As a mere map-style data set, its randomly augmented samples would be taken for the records.
+
+    Attributes:
+        source: the source that the samples are from.
+        indices: the id there of each sample here.
+    """
+
+    def __init__(self, source: Source, indices: Sequence[int]) -> None:
+        require_samples(len(indices), f"The subset of {type(source).__name__}", "Give at least one index.")
+        self.source = source
+        self.indices = np.fromiter((operator.index(index) for index in indices), np.int64, len(indices))
+        self.pipeline = source.pipeline
+        self.threads = getattr(source, "threads", True)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def _record(self, id: int) -> Any:
+        try:
+            return self.source.fetch(int(self.indices[id]))
+        except SampleError as error:
+            # The same error with the id that the sample has here.
+            raise sample_error(error.__cause__ or error, self, id, "fetching") from error.__cause__
+
+    def _where(self, id: int) -> str:
+        return self.source.where(int(self.indices[id]))
+
+    def fingerprint(self) -> str:
+        """Changes with the fingerprint of the source and with the indices."""
+        return f"SubsetSource {self.source.fingerprint()} {fingerprint(self.indices)}"
+
+    def __repr__(self) -> str:
+        return f"SubsetSource({self.source!r}, {len(self)} samples)"
+
+
+def as_source(dataset: Any) -> Source:
+    """`dataset` itself when it is a `Source` already, else in a `MapSource`.
+
+    A `torch.utils.data.Subset` of a `Source`, such as `random_split` gives, becomes a `SubsetSource`.
+
+    Raises `InputError` for what is no map-style data set and for one of length 0.
+    """
+    if isinstance(dataset, Source) and not isinstance(dataset, type):
+        require_samples(len(dataset), f"The source {type(dataset).__name__}", "Give one with at least one sample.")
+        return dataset
+    torch_data = sys.modules.get("torch.utils.data")
+    if torch_data is not None and type(dataset) is torch_data.Subset:
+        inner = as_source(dataset.dataset)
+        if not isinstance(inner, MapSource):
+            return SubsetSource(inner, dataset.indices)
+    return MapSource(dataset)
+
+
+def _require_map_style(dataset: Any) -> None:
+    name = type(dataset).__name__
+    if isinstance(dataset, type):
+        raise InputError(f"{dataset.__name__} is a class: give an instance of it")
+    torch_data = sys.modules.get("torch.utils.data")  # an instance of its classes exists only if it has been imported
+    if torch_data is not None and isinstance(dataset, torch_data.IterableDataset):
+        raise InputError(
+            f"{name} is an IterableDataset: samples are cached and planned by their id, so a map-style data set with "
+            "__getitem__ and __len__ is needed. If it fits in memory, give list(dataset)"
+        )
+    for method in ("__getitem__", "__len__"):
+        if not hasattr(type(dataset), method):
+            raise InputError(
+                f"{name} has no {method}: give a map-style data set, whose samples are dataset[0] to "
+                "dataset[len(dataset) - 1]"
+            )

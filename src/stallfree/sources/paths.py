@@ -1,0 +1,175 @@
+"""Many paths or labels in few objects, and the reading of one file.
+
+A forked worker that touches a Python object writes to its reference count and so copies the page it lies on. Millions
+of strings would end up copied into every worker; one buffer and one array of offsets are shared for good.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from stallfree.errors import InputError, missing_extra
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
+_LOCAL_URL = re.compile(r"(file|local)://")
+_STATTED = 256
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` is an fsspec URL (`https://...`, `memory://...`, `simplecache::s3://...`) and no local path."""
+    return _URL.match(path) is not None and _LOCAL_URL.match(path) is None
+
+
+def canonical(path: str | os.PathLike[str]) -> str:
+    """`path` as it is kept: URLs as they are, local paths absolute."""
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise InputError(f"path {path!r} is of type {type(path).__name__}: give a str or a pathlib.Path")
+    if is_url(text):
+        return text
+    text = _LOCAL_URL.sub("", text)
+    return text if text.startswith("/") else os.path.abspath(text)
+
+
+def _common(first: bytes, last: bytes) -> bytes:
+    """The bytes that both begin with."""
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:length]
+
+
+class PathList(Sequence[str]):
+    """Paths, kept as one buffer without their common beginning, and 8 bytes per path for where each begins."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        encoded = [os.fsencode(path) for path in paths]
+        self._prefix = _common(min(encoded), max(encoded)) if encoded else b""
+        cut = len(self._prefix)
+        self._offsets = np.zeros(len(encoded) + 1, np.int64)
+        np.cumsum(np.fromiter((len(path) - cut for path in encoded), np.int64, len(encoded)), out=self._offsets[1:])
+        self._buffer = b"".join([path[cut:] for path in encoded])
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = range(len(self))[index]
+        return os.fsdecode(self._prefix + self._buffer[self._offsets[position] : self._offsets[position + 1]])
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the paths take."""
+        return len(self._prefix) + len(self._buffer) + int(self._offsets.nbytes)
+
+    def fingerprint(self) -> str:
+        """Changes with every change of a path, and with the size of any of 256 local files, evenly spread.
+
+        Sizes are looked at because a data set that is made anew keeps its names; all of them would take minutes on
+        millions of files, and times of modification would differ between hosts that hold the same files.
+        """
+        state = xxhash.xxh3_128(self._prefix)
+        state.update(self._offsets.tobytes())
+        state.update(self._buffer)
+        for index in np.unique(np.linspace(0, len(self) - 1, min(len(self), _STATTED), dtype=np.int64)):
+            path = self[index]
+            if not is_url(path):
+                state.update(str(_size(path)).encode())
+        return state.hexdigest()
+
+
+def _size(path: str) -> int:
+    """Bytes of the file at `path`, -1 if there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
+
+
+class LabelList:
+    """One label per sample. Python's ints and floats are kept in an array, everything else as it was given.
+
+    Labels come out as they went in; arrays and tensors come out as copies, so that nobody changes what others will get.
+    """
+
+    def __init__(self, labels: Sequence[Any]) -> None:
+        self._plain = False
+        self.values: Any = labels
+        kinds = {type(label) for label in labels} if isinstance(labels, (list, tuple)) else set()
+        for kind, dtype in ((int, np.int64), (float, np.float64)):
+            if kinds == {kind} and (kind is float or all(-(2**63) <= label < 2**63 for label in labels)):
+                self.values, self._plain = np.array(labels, dtype), True
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, id: int) -> Any:
+        label = self.values[id]
+        if self._plain:
+            return label.item()
+        if isinstance(label, np.ndarray):
+            return label.copy()
+        return label.clone() if hasattr(label, "clone") else label
+
+
+def open_url(url: str) -> tuple[Any, str]:
+    """The fsspec file system of `url`, and the path in it. fsspec keeps one per process, a forked one too.
+
+    Raises `MissingExtraError` when that of HTTP is not installed, and whatever fsspec raises for an unknown one.
+    """
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    try:
+        filesystem, path = url_to_fs(url)
+    except ImportError as error:
+        if "http" in url.partition("://")[0]:
+            raise missing_extra("aiohttp", "http", "reading HTTP URLs") from error
+        raise
+    return filesystem, path
+
+
+def read_file(path: str) -> bytes:
+    """The whole of the file at a local path or fsspec URL.
+
+    Works in any thread and in any process, forked ones too.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it is no regular file, it shrank while it was read, or reading failed.
+        Exception: whatever else the file system of a URL raises.
+    """
+    if is_url(path):
+        filesystem, inner = open_url(path)
+        return bytes(filesystem.cat_file(inner))
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # non-blocking: a pipe would wait for its writer
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"not a regular file: {path!r}")
+        return _read_all(fd, status.st_size, path)
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int, size: int, path: str) -> bytes:
+    """`size` bytes from `fd`, in as many reads as the kernel makes of it."""
+    data = os.read(fd, size)
+    if len(data) == size:
+        return data
+    parts, missing = [data], size - len(data)
+    while missing and parts[-1]:
+        parts.append(os.read(fd, missing))
+        missing -= len(parts[-1])
+    if missing:
+        raise OSError(f"{path!r} shrank by {missing} bytes while it was read")
+    return b"".join(parts)

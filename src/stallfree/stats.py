@@ -1,0 +1,84 @@
+"""Frozen counts that the analyser, the logs and the tests read alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a sample cache has done, summed over all processes that are or were attached to it.
+
+    Attributes:
+        hits: samples that were asked for and served.
+        misses: samples that were asked for and not resident, changed while they were read, or damaged.
+        evictions: records that were dropped to make room.
+        rejected: samples that were not stored: no room and no eviction, larger than the cache, or the lock of writers was
+            not free in time.
+        damaged: records whose checksum or form was wrong; each was dropped and counted as a miss.
+        storage_reads: fetches from the source.
+        storage_bytes: bytes that these fetches brought.
+        resident_items: records in the cache now.
+        resident_bytes: their bytes.
+        capacity_bytes: the bytes the cache may take, index included.
+        used_bytes: the bytes it has taken, index included.
+    """
+
+    hits: int
+    misses: int
+    evictions: int
+    rejected: int
+    damaged: int
+    storage_reads: int
+    storage_bytes: int
+    resident_items: int
+    resident_bytes: int
+    capacity_bytes: int
+    used_bytes: int
+
+    @property
+    def hit_ratio(self) -> float:
+        """Hits over hits and misses; 0 before the first."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else 0.0
+
+
+@dataclass(frozen=True)
+class LoaderStats:
+    """What a loader has done since it was made.
+
+    Attributes:
+        batches: batches handed out.
+        samples: samples in them.
+        hits: samples that came from a sample cache.
+        misses: samples that were fetched.
+        storage_bytes: bytes that the fetches brought.
+        fetch_seconds: seconds that workers spent waiting for fetches.
+        prep_seconds: seconds that workers spent preparing and collating.
+        wait_seconds: seconds that the training loop waited in `next`.
+        stall_fetch_seconds: the part of `wait_seconds` put down to fetching: the share of fetching in the batch waited for.
+        stall_prep_seconds: the rest of `wait_seconds`.
+        queue_depth: ready batches at this moment.
+        retries: batches done again because a worker died or a cached sample vanished.
+        workers_replaced: workers that died and were replaced.
+        skips: samples left out because of an error (`on_error="skip"`).
+        private_copies: batches copied out of the ring because older ones were kept.
+        staging_bytes: bytes of the staging ring.
+    """
+
+    batches: int
+    samples: int
+    hits: int
+    misses: int
+    storage_bytes: int
+    fetch_seconds: float
+    prep_seconds: float
+    wait_seconds: float
+    stall_fetch_seconds: float
+    stall_prep_seconds: float
+    queue_depth: int
+    retries: int
+    workers_replaced: int
+    skips: int
+    private_copies: int
+    staging_bytes: int

@@ -1,0 +1,201 @@
+"""What all tests share: a store of their own, and a fixture that fails a test which leaves anything behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import psutil
+import pytest
+
+SHARED_MEMORY = Path("/dev/shm")
+PATIENCE = 5.0  # seconds that what is just ending gets to end
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def store_root() -> Iterator[Path]:
+    """The folder in which the caches of this test session live, instead of the user's own."""
+    parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+    root = Path(tempfile.mkdtemp(prefix="stallfree-test-", dir=parent))
+    before = os.environ.get("STALLFREE_ROOT")
+    os.environ["STALLFREE_ROOT"] = str(root)
+    yield root
+    if before is None:
+        del os.environ["STALLFREE_ROOT"]
+    else:
+        os.environ["STALLFREE_ROOT"] = before
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Remembers that the body of a test failed: its traceback keeps objects alive, so leaks say nothing then."""
+    report = yield
+    if report.when == "call" and report.failed:
+        item.stash[_failed] = True
+    return report
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest, store_root: Path) -> Iterator[None]:
+    """Fails a test that leaves processes, threads, descriptors, mappings or files of a store behind."""
+    before = Held.now(store_root)
+    yield
+    failed = request.node.stash.get(_failed, False)
+    left = _left_after(before, store_root, seconds=PATIENCE / 10 if failed else PATIENCE)
+    left.remove()
+    if left and not failed:
+        pytest.fail(f"the test left behind:\n{left}", pytrace=False)
+
+
+@dataclass(frozen=True)
+class Held:
+    """The resources that this process holds at one instant, each under a key that is not soon used again.
+
+    Attributes:
+        processes: (pid, start time) of every descendant, and the process.
+        threads: every running thread that Python code started.
+        descriptors: (number, what it refers to) of every open descriptor.
+        mappings: the files of the tests' store that are mapped into memory, deleted ones included.
+        files: every path in the tests' store, and every entry of stallfree's in shared memory.
+    """
+
+    processes: dict[tuple[int, float], psutil.Process]
+    threads: frozenset[threading.Thread]
+    descriptors: frozenset[tuple[int, str]]
+    mappings: frozenset[str]
+    files: frozenset[Path]
+
+    @staticmethod
+    def now(store_root: Path) -> Held:
+        """What is held now."""
+        return Held(_processes(), _threads(), _descriptors(), _mappings(store_root), _files(store_root))
+
+    def since(self, before: Held) -> Held:
+        """What is held here and was not held then."""
+        return Held(
+            {key: process for key, process in self.processes.items() if key not in before.processes},
+            self.threads - before.threads,
+            self.descriptors - before.descriptors,
+            self.mappings - before.mappings,
+            self.files - before.files,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.processes or self.threads or self.descriptors or self.mappings or self.files)
+
+    def __str__(self) -> str:
+        lines = [f"  process {pid}: {_command(process)}" for (pid, _), process in sorted(self.processes.items())]
+        lines += [f"  thread {thread.name}" for thread in self.threads]
+        lines += [f"  descriptor {number}: {target}" for number, target in sorted(self.descriptors)]
+        lines += [f"  mapping of {path}" for path in sorted(self.mappings)]
+        lines += [f"  file {path}" for path in sorted(self.files)]
+        return "\n".join(lines)
+
+    def remove(self) -> None:
+        """Ends the processes and deletes the files, so that one leak does not fail the tests that follow."""
+        for process in self.processes.values():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for path in self.files:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _left_after(before: Held, store_root: Path, seconds: float) -> Held:
+    """What is held beyond `before`, once everything has ended or `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = Held.now(store_root).since(before)
+        if left:
+            gc.collect()
+            left = Held.now(store_root).since(before)
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)
+
+
+def _processes() -> dict[tuple[int, float], psutil.Process]:
+    """Every descendant but the helpers that `multiprocessing` keeps for the life of an interpreter."""
+    kept = {
+        getattr(forkserver._forkserver, "_forkserver_pid", None),
+        getattr(resource_tracker._resource_tracker, "_pid", None),
+    }
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.pid not in kept and "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                found[process.pid, process.create_time()] = process
+    return found
+
+
+def _threads() -> frozenset[threading.Thread]:
+    """Every thread that Python code started, but the event loop that `fsspec` keeps for the life of an interpreter."""
+    return frozenset(
+        thread
+        for thread in threading.enumerate()
+        if thread.name != "fsspecIO" and not isinstance(thread, threading._DummyThread)
+    )
+
+
+def _descriptors() -> frozenset[tuple[int, str]]:
+    kept = _kept_descriptors()
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of this very listing is gone by now
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if int(name) not in kept and target not in ("/dev/null", "/dev/urandom"):
+                found.add((int(name), target))
+    return frozenset(found)
+
+
+def _kept_descriptors() -> set[int]:
+    """Descriptors that the standard library and `fsspec` open once and keep for the life of an interpreter."""
+    kept = {
+        getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
+        getattr(resource_tracker._resource_tracker, "_fd", None),
+    }
+    asyn = sys.modules.get("fsspec.asyn")
+    loop = asyn.loop[0] if asyn else None
+    if loop is not None:
+        kept |= {loop._selector.fileno(), loop._ssock.fileno(), loop._csock.fileno()}
+    return {number for number in kept if isinstance(number, int)}
+
+
+def _mappings(store_root: Path) -> frozenset[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = (line.split(maxsplit=5)[-1] for line in lines)
+    return frozenset(path for path in paths if path.startswith(f"{store_root}/"))
+
+
+def _files(store_root: Path) -> frozenset[Path]:
+    """The contents of the tests' store, and entries of shared memory that should have been in it.
+
+    The stores of users and of other test sessions have names of their own and are none of our business.
+    """
+    found = set(store_root.iterdir()) if store_root.is_dir() else set()
+    if SHARED_MEMORY.is_dir():
+        for path in SHARED_MEMORY.glob("stallfree-*"):
+            if path.name != f"stallfree-{os.getuid()}" and not path.name.startswith("stallfree-test-"):
+                found.add(path)
+        found.update(SHARED_MEMORY.glob(f"torch_{os.getpid()}_*"))
+    return frozenset(found)
+
+
+def _command(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return f"{process.status()}, {' '.join(process.cmdline())[:200]}"
+    return "gone by now"

@@ -1,0 +1,22 @@
+"""Transforms that look like torchvision's, for a machine without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+V1 = "torchvision.transforms.transforms"
+
+
+def foreign(name: str, module: str, *bases: type, **members: Any) -> Any:
+    """An instance of a class `name` that claims to come from `module`; it returns its value unless `__call__` is given."""
+    members = {"__call__": lambda self, value: value} | members
+    return type(name, bases, {"__module__": module, **members})()
+
+
+def torchvision_compose(*steps: Any, module: str = V1) -> Any:
+    def call(self: Any, value: Any) -> Any:
+        for step in self.transforms:
+            value = step(value)
+        return value
+
+    return foreign("Compose", module, transforms=list(steps), __call__=call)

@@ -1,0 +1,590 @@
+"""The codec: what goes in comes out, records that are not sound raise, views keep their buffer alive."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import mmap
+import pickle
+import struct
+import subprocess
+import sys
+import weakref
+from collections import OrderedDict, namedtuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from stallfree.errors import CodecError
+from stallfree.pipeline.codec import (
+    decode_leaf,
+    encode,
+    open_record,
+    read_record,
+    record_size,
+    stack_build,
+    structure_of,
+    write_record,
+)
+from stallfree.pipeline.structure import MAGIC, TORCH_DTYPES
+
+
+class Sample(NamedTuple):
+    image: Any
+    label: Any
+
+
+class Loose(namedtuple("Loose", "a b")):
+    """Its instances have a `__dict__`."""
+
+
+class NotStored:
+    pass
+
+
+def record(value: Any, *, allow_pickle: bool = False, spare: int = 0) -> np.ndarray:
+    structure, arrays = encode(value, allow_pickle=allow_pickle)
+    size = record_size(structure, arrays)
+    out = np.full(size + spare, 0xAB, np.uint8)
+    assert write_record(structure, arrays, out) == size
+    return out
+
+
+def same(a: Any, b: Any) -> bool:
+    """Same types, same structure, same bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape or not a.numel():
+            return a.dtype == b.dtype and a.shape == b.shape
+        plain = [t.new_empty(t.shape).copy_(t).reshape(-1).view(torch.uint8) for t in (a, b)]
+        return torch.equal(*plain)
+    if isinstance(a, np.ndarray | np.generic):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return same(list(a), list(b)) and all(same(x, y) for x, y in zip(a.values(), b.values(), strict=True))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b)
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    return bool(a == b)
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+torch_dtypes = st.sampled_from(sorted(TORCH_DTYPES.values(), key=str))
+shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
+structured = st.sampled_from(
+    [
+        np.dtype([("a", "<i4"), ("b", ">f8", (2, 3)), ("c", [("d", "S3"), ("e", "?")])]),
+        np.dtype({"names": ["x", "y"], "formats": ["u1", "f4"], "offsets": [0, 8], "itemsize": 16}),
+        np.dtype([(("the title", "t"), "<i2")]),
+    ]
+)
+array_dtypes = (
+    hnp.scalar_dtypes()
+    | hnp.datetime64_dtypes()
+    | hnp.timedelta64_dtypes()
+    | hnp.byte_string_dtypes(min_len=1)
+    | hnp.unicode_string_dtypes(min_len=1)
+)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype, shape = draw(torch_dtypes), draw(shapes)
+    count = math.prod(shape) * dtype.itemsize
+    data = np.frombuffer(draw(st.binary(min_size=count, max_size=count)), np.uint8).copy()
+    if dtype == torch.bool:
+        data &= 1
+    tensor = torch.from_numpy(data).view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+    layout = draw(st.sampled_from(["plain", "transposed", "strided", "expanded", "conj"]))
+    if layout == "transposed":
+        return tensor.permute(tuple(reversed(range(tensor.dim()))))
+    if layout == "strided" and tensor.dim():
+        return tensor[..., ::2]
+    if layout == "expanded":
+        return tensor.unsqueeze(-1).expand(*shape, 3)
+    if layout == "conj" and dtype in (torch.complex64, torch.complex128):
+        return tensor.conj()
+    return tensor
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray:
+    array = draw(hnp.arrays(draw(array_dtypes), draw(shapes)))
+    layout = draw(st.sampled_from(["plain", "fortran", "strided", "backward", "read-only"]))
+    if layout == "fortran":
+        return np.asfortranarray(array)
+    if layout == "strided" and array.ndim:
+        return array[..., ::2]
+    if layout == "backward" and array.ndim:
+        return array[::-1]
+    if layout == "read-only":
+        array.flags.writeable = False
+    return array
+
+
+@st.composite
+def structured_arrays(draw: st.DrawFn) -> np.ndarray:
+    dtype, count = draw(structured), draw(st.integers(0, 3))
+    return np.zeros(count, dtype) if count else np.zeros((), dtype)
+
+
+texts = st.text(st.characters(codec=None, exclude_categories=()))
+numbers = st.integers() | st.floats() | st.booleans() | st.complex_numbers() | st.integers(-(2**200), 2**200)
+np_scalars = hnp.scalar_dtypes().flatmap(lambda dtype: hnp.arrays(dtype, ())).map(lambda array: array[()])
+np_texts = texts.map(np.str_) | st.binary().map(np.bytes_)
+fixed_leaves = st.none() | numbers.filter(lambda v: type(v) is not int or abs(v) < 2**63) | tensors() | arrays()
+fixed_leaves = fixed_leaves | np_scalars | structured_arrays()
+leaves = fixed_leaves | numbers | texts | st.binary() | st.binary().map(bytearray) | np_texts
+keys = texts | st.integers() | st.booleans() | st.none() | st.binary() | st.floats()
+
+
+def trees(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        leaf,
+        lambda child: (
+            st.lists(child, max_size=4)
+            | st.lists(child, max_size=4).map(tuple)
+            | st.dictionaries(keys, child, max_size=4)
+            | st.builds(Sample, child, child)
+            | st.builds(Loose, child, child)
+        ),
+        max_leaves=8,
+    )
+
+
+everyday = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+# --- round trips ----------------------------------------------------------------------------------------------------
+
+
+@everyday
+@given(trees(leaves), st.booleans(), st.integers(0, 200))
+def test_round_trip(value: Any, copy: bool, spare: int) -> None:
+    assert same(read_record(record(value, spare=spare), copy=copy), value)
+
+
+@everyday
+@given(trees(fixed_leaves), st.integers(0, 4))
+def test_stack_build_gives_what_single_records_give(value: Any, count: int) -> None:
+    structure, leaf_arrays = encode(value)
+    assert structure.fixed
+    columns = [np.repeat(array[None, :], count, axis=0) for array in leaf_arrays]
+    built = stack_build(structure, columns, count)
+    assert len(built) == count
+    assert all(same(item, value) for item in built)
+
+
+@everyday
+@given(trees(fixed_leaves))
+def test_a_record_composed_in_place_is_what_write_record_writes(value: Any) -> None:
+    written = record(value)
+    structure, leaf_arrays = encode(value)
+    out = np.full(written.size, 0xAB, np.uint8)
+    for part, data in zip(open_record(structure, out), leaf_arrays, strict=True):
+        assert np.shares_memory(part, out) or part.size == 0
+        part[:] = data
+    assert out.tobytes() == written.tobytes()
+
+
+@everyday
+@given(trees(leaves))
+def test_structure_describes_the_packed_data(value: Any) -> None:
+    structure, leaf_arrays = encode(value)
+    assert len(structure.leaves) == len(leaf_arrays)
+    assert structure_of(bytes(structure.key)) is structure
+    assert pickle.loads(pickle.dumps(structure)) is structure
+    pairs = zip(structure.leaves, leaf_arrays, strict=True)
+    assert same(structure.build([decode_leaf(leaf, array.copy()) for leaf, array in pairs]), value)
+    for leaf, array in zip(structure.leaves, leaf_arrays, strict=True):
+        assert array.dtype == np.uint8
+        assert array.ndim == 1
+        assert leaf.nbytes in (-1, array.size)
+    if structure.fixed:
+        end = 0
+        for leaf, offset in zip(structure.leaves, structure.offsets, strict=True):
+            assert offset >= end
+            assert offset % (64 if leaf.nbytes >= 64 else 16 if leaf.nbytes >= 16 else 8) == 0
+            end = offset + leaf.nbytes
+        assert end <= structure.size < end + 8
+    else:
+        assert structure.size == -1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (),
+        [],
+        {},
+        None,
+        [None, (), {}, []],
+        True,
+        2**63,
+        -(2**63),
+        10**5000,
+        -0.0,
+        "",
+        b"",
+        np.str_("kept\0"),
+        np.bytes_(b"kept\0"),
+        np.float32(1),
+        np.longdouble(1) / 3,
+        np.datetime64("2020-01-01", "D"),
+        np.zeros(2, [("a", "i4"), ("b", "f8")])[0],
+        {0.0: 1, 1: "int"},
+        {-0.0: 1, True: "bool"},
+        {2**70: 1, "\ud83d\ude00": 2, "\U0001f600": 3},
+        torch.tensor(3),
+        torch.zeros(0, 3),
+        torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        np.zeros((0, 5)),
+        np.array(5.0),
+        np.arange(6)[::-2],
+        np.lib.stride_tricks.as_strided(np.zeros(1), (1,), (3,)),
+        np.frombuffer(struct.pack("<Q", 0x7FF4_DEAD_BEEF_0001), "<f8"),
+        list(range(200)),
+        list(range(300)),
+        list(range(30_000)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("copy", [True, False])
+def test_corner_values(value: Any, copy: bool) -> None:
+    assert same(read_record(record(value), copy=copy), value)
+
+
+def test_equal_keys_of_other_types_are_other_structures() -> None:
+    made = [encode({key: 0})[0] for key in (1, True, 1.0, 0.0, -0.0, False, 0, "1", b"1", None)]
+    assert len({structure.key for structure in made}) == len(made)
+
+
+@pytest.mark.parametrize("count", [3, 300, 30_000])
+def test_one_object_per_key(count: int) -> None:
+    structure, _ = encode([1] * count)
+    assert structure_of(bytes(structure.key)) is structure
+    assert encode([2] * count)[0] is structure
+
+
+def test_order_of_keys_is_kept() -> None:
+    assert list(read_record(record({"b": 1, "a": 2}), copy=True)) == ["b", "a"]
+
+
+def test_keys_are_the_same_in_other_processes() -> None:
+    code = (
+        "import torch; from stallfree.pipeline.codec import encode;"
+        "print(encode({'x': torch.zeros(2, 3), 'y': (1, None, 'text')})[0].key.hex())"
+    )
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert bytes.fromhex(there) == encode({"x": torch.zeros(2, 3), "y": (1, None, "text")})[0].key
+
+
+def test_tree_and_leaves_are_as_documented() -> None:
+    structure, _ = encode({"x": [torch.zeros(2, dtype=torch.bfloat16), None], "y": Sample(1, "a")})
+    pair = ("namedtuple", __name__, "Sample", ("image", "label"), (1, 2))
+    assert structure.tree == ("dict", ("x", "y"), (("list", (0, ("none",))), pair))
+    assert structure.leaves[0] == ("tensor", "bfloat16", (2,), 4)
+    assert [leaf.kind for leaf in structure.leaves] == ["tensor", "int", "str"]
+    assert not structure.fixed
+    with pytest.raises(CodecError, match="2 leaf values"):
+        structure.build([1, 2])
+
+
+def test_encode_shares_memory_and_leaves_the_value_alone() -> None:
+    image = torch.arange(12.0).reshape(3, 4)
+    _, (flat,) = encode(image)
+    assert flat.ctypes.data == image.data_ptr()
+    turned = image.t()
+    before = turned.clone()
+    encode(turned)
+    assert torch.equal(turned, before)
+    assert turned.stride() == (1, 4)
+
+
+def test_data_is_aligned_in_the_record() -> None:
+    buffer = np.empty(8192, np.uint8)
+    buffer = buffer[-buffer.ctypes.data % 64 :]
+    structure, leaf_arrays = encode(["text", torch.arange(100), 5, torch.arange(100)])
+    write_record(structure, leaf_arrays, buffer)
+    value = read_record(buffer, copy=False)
+    assert value[1].data_ptr() % 64 == 0
+    assert value[3].data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("shift", [0, 8, 1])
+@pytest.mark.parametrize("text", ["", "12345678", 5])
+def test_complex_tensors_are_aligned(copy: bool, shift: int, text: Any) -> None:
+    """torch crashes the process when it reads complex128 at an address that is no multiple of 16."""
+    value = [1, text, torch.ones(1, dtype=torch.complex128), 1, torch.ones(9, dtype=torch.complex128)]
+    written = record(value)
+    memory = np.zeros(written.size + 64 + shift, np.uint8)
+    buffer = memory[-memory.ctypes.data % 64 + shift :][: written.size]
+    buffer[:] = written
+    back = read_record(buffer, copy=copy)
+    assert back[2].data_ptr() % 16 == back[4].data_ptr() % 16 == 0
+    assert torch.equal(back[4] + back[2], torch.full((9,), 2, dtype=torch.complex128))
+
+
+def test_a_new_class_of_the_same_name_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = record(Sample(1, 2))
+    again = namedtuple("Sample", ["image", "label"])
+    again.__module__ = __name__
+    monkeypatch.setattr(sys.modules[__name__], "Sample", again)
+    assert type(read_record(old, copy=True)) is again
+
+
+# --- views and copies -----------------------------------------------------------------------------------------------
+
+ARRAYS = {
+    "tensor": torch.arange(40),
+    "other": torch.ones(3, dtype=torch.bfloat16),
+    "array": np.arange(5.0),
+    "empty": torch.zeros(0, 2),
+}
+
+
+@pytest.mark.parametrize("name", ["tensor", "other", "array"])
+@pytest.mark.parametrize("memory", ["array", "mmap"])
+def test_views_keep_the_buffer_alive(name: str, memory: str) -> None:
+    written = record({**ARRAYS, "text": "abc"})
+    buffer = written if memory == "array" else np.frombuffer(mmap.mmap(-1, written.size), np.uint8)
+    buffer[:] = written
+    gone: list[int] = []
+    weakref.finalize(buffer, gone.append, 1)
+    value = read_record(buffer, copy=False)
+    inside = range(buffer.ctypes.data, buffer.ctypes.data + buffer.size)
+    assert value["tensor"].data_ptr() in inside
+    assert value["other"].data_ptr() in inside
+    assert value["array"].ctypes.data in inside
+    kept = value[name]
+    del value, buffer, written
+    gc.collect()
+    assert not gone
+    view_of_view = kept[1:]
+    del kept
+    assert not gone
+    del view_of_view
+    assert gone == [1]
+
+
+def test_values_without_arrays_do_not_hold_the_buffer() -> None:
+    buffer = record(("text", 1, np.float32(2), np.zeros(1, [("a", "i4")])[0], b"bytes"))
+    gone: list[int] = []
+    weakref.finalize(buffer, gone.append, 1)
+    value = read_record(buffer, copy=False)
+    del buffer
+    assert gone == [1]
+    assert value[0] == "text"
+
+
+def test_copies_are_writable_and_their_own() -> None:
+    buffer = record(ARRAYS)
+    value = read_record(buffer, copy=True)
+    assert not np.shares_memory(buffer, value["array"])
+    value["tensor"].fill_(7)
+    value["array"][:] = 7
+    assert same(value["other"], ARRAYS["other"])
+    buffer[:] = 0
+    assert bool((value["tensor"] == 7).all())
+
+
+def test_a_read_only_buffer_is_copied() -> None:
+    buffer = np.frombuffer(record(ARRAYS).tobytes(), np.uint8)
+    value = read_record(buffer, copy=False)
+    value["tensor"].fill_(7)
+    assert same(read_record(buffer, copy=False), ARRAYS)
+
+
+# --- what is not stored ---------------------------------------------------------------------------------------------
+
+OTHERS = [
+    ({"meta": [NotStored()]}, r"sample\['meta'\]\[0\]: .*NotStored: cannot be stored without pickle"),
+    ((1, Sample(0, {1, 2})), r"sample\[1\]\.label: set: .*allow_pickle=True"),
+    ([np.longlong(1)], r"sample\[0\]: numpy.longlong: cannot be stored"),
+    (OrderedDict(a=1), r"sample: collections.OrderedDict: .*plain dict"),
+    ([{(1, 2): 3}], r"sample\[0\]: dict: has a key of type tuple"),
+    ({"x": np.array([object()])}, r"sample\['x'\]: numpy.ndarray: has the dtype object"),
+    ([np.ma.masked_array([1])], r"sample\[0\]: numpy.ma\S*MaskedArray: .*np.asarray"),
+    ([torch.nn.Parameter(torch.ones(1))], r"sample\[0\]: torch.nn\S*Parameter: .*as_subclass"),
+    ([torch.ones(1, requires_grad=True)], r"sample\[0\]: torch.Tensor: requires grad.*detach"),
+    ([torch.ones(1, dtype=torch.bfloat16, requires_grad=True)], r"sample\[0\]: torch.Tensor: requires grad"),
+    ([torch.ones(2, 2).to_sparse()], r"sample\[0\]: torch.Tensor: has the layout torch.sparse_coo"),
+    ([torch.ones(2, device="meta")], r"sample\[0\]: torch.Tensor: is on the device meta"),
+    ([torch.max(torch.ones(2, 2), 0)], r"sample\[0\]: torch.return_types.max: .*plain tuple"),
+    ([namedtuple("Lost", "a")(1)], r"sample\[0\]: \S*Lost: .*top level"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), OTHERS, ids=[message[:40] for _, message in OTHERS])
+def test_what_is_not_stored_is_named_with_its_place(value: Any, message: str) -> None:
+    with pytest.raises(CodecError, match=message):
+        encode(value)
+
+
+def test_attributes_beside_the_fields_are_not_lost_silently() -> None:
+    value = Loose(1, 2)
+    value.extra = 3
+    with pytest.raises(CodecError, match="attributes beside its fields"):
+        encode(value)
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_value_that_contains_itself(kind: type) -> None:
+    value: Any = kind()
+    value.append(value) if kind is list else value.update(me=value)
+    with pytest.raises(CodecError, match="contains itself"):
+        encode(value)
+    with pytest.raises(CodecError, match="contains itself"):
+        encode(value, allow_pickle=True)
+
+
+def test_pickle_only_with_permission_on_both_sides() -> None:
+    value = {"set": {1, 2}, "ordered": OrderedDict(a=torch.ones(2)), "image": torch.zeros(3)}
+    written = record(value, allow_pickle=True)
+    with pytest.raises(CodecError, match="allow_pickle=True"):
+        read_record(written, copy=True)
+    back = read_record(written, copy=True, allow_pickle=True)
+    assert back["set"] == {1, 2}
+    assert type(back["ordered"]) is OrderedDict
+    structure, leaf_arrays = encode(value, allow_pickle=True)
+    assert structure.pickled
+    with pytest.raises(CodecError, match="allow_pickle=True"):
+        decode_leaf(structure.leaves[0], leaf_arrays[0])
+    with pytest.raises(CodecError, match=r"sample\[0\].*cannot be pickled either"):
+        encode([lambda: 0], allow_pickle=True)
+
+
+def test_nothing_is_unpickled_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = record([{1}], allow_pickle=True)
+    monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("unpickled"))
+    with pytest.raises(CodecError):
+        read_record(written, copy=False)
+
+
+# --- records that are not sound -------------------------------------------------------------------------------------
+
+
+def read_or_refuse(buffer: np.ndarray) -> None:
+    """A damaged record raises CodecError or gives some value, whose memory can be touched."""
+
+    def touch(value: Any) -> None:
+        if isinstance(value, dict | list | tuple):
+            for child in value.values() if isinstance(value, dict) else value:
+                touch(child)
+        elif isinstance(value, torch.Tensor):
+            value.contiguous().clone()
+        elif isinstance(value, np.ndarray | np.generic):
+            value.tobytes()
+
+    for copy in (True, False):
+        with contextlib.suppress(CodecError):
+            touch(read_record(buffer, copy=copy))
+
+
+@everyday
+@given(trees(leaves), st.data())
+def test_truncated_records(value: Any, data: st.DataObject) -> None:
+    written = record(value)
+    with pytest.raises(CodecError):
+        read_record(written[: data.draw(st.integers(0, written.size - 1))].copy(), copy=True)
+
+
+@everyday
+@given(trees(leaves), st.data())
+def test_flipped_bytes(value: Any, data: st.DataObject) -> None:
+    written = record(value)
+    for _ in range(data.draw(st.integers(1, 4))):
+        written[data.draw(st.integers(0, min(written.size, 400) - 1))] = data.draw(st.integers(0, 255))
+    read_or_refuse(written)
+
+
+@everyday
+@given(st.binary(max_size=200), st.binary(max_size=64), st.integers(0, 3))
+def test_arbitrary_keys(key: bytes, rest: bytes, variable: int) -> None:
+    head = struct.pack("=IIII", MAGIC, len(key), variable, 0)
+    read_or_refuse(np.frombuffer(head + key + rest + bytes(256), np.uint8).copy())
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "[",
+        "1",
+        "0",
+        "0\nint\nint",
+        '["t",[0,0]]\nint\nint',
+        '["d",["a"],[]]',
+        '["d",[["f","00"]],[0]]\nint',
+        '["x",[]]',
+        '["n","os","system",["a"],[0]]\nint',
+        '["n","no_such_module_here","X",["a"],[0]]\nint',
+        '["n","","",[],[]]',
+        "[" * 100_000,
+        '["l",[' * 500 + "]]" * 500,
+        "0\nnothing",
+        "0\nint 3 u1",
+        "0\ntensor -1 uint8",
+        "0\ntensor 1_0 uint8",
+        "0\ntensor 3 nothing",
+        "0\ntensor 0,99999999999999999999 uint8",
+        "0\ntensor 4611686018427387904,4 uint8",
+        "0\narray 2 |O",
+        "0\narray 2 |S0",
+        "0\narray 2 [[",
+        '0\narray 2 [["a","|O"]]',
+        "0\narray 2 i4,i4",
+        "0\nscalar 2 |u1",
+        "0\ntensor " + ",".join(["1"] * 100) + " uint8",
+    ],
+    ids=lambda key: key[:40],
+)
+def test_malformed_keys(key: str) -> None:
+    head = struct.pack("=IIII", MAGIC, len(key), 0, 0)
+    with pytest.raises(CodecError):
+        read_record(np.frombuffer(head + key.encode() + bytes(512), np.uint8).copy(), copy=False)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    structure, leaf_arrays = encode((torch.zeros(100), 1))
+    with pytest.raises(CodecError, match="bytes"):
+        write_record(structure, leaf_arrays, np.empty(10, np.uint8))
+    with pytest.raises(CodecError, match="1 leaves"):
+        write_record(structure, leaf_arrays[:1], np.empty(1000, np.uint8))
+    with pytest.raises(CodecError, match="record of .* bytes: 10 bytes"):
+        open_record(structure, np.empty(10, np.uint8))
+    with pytest.raises(CodecError, match="do not vary"):
+        open_record(encode("text")[0], np.empty(1000, np.uint8))
+    with pytest.raises(CodecError, match="float"):
+        read_record(np.zeros(100, np.float32), copy=True)
+    with pytest.raises(CodecError, match="malformed"):
+        read_record(np.zeros(64, np.uint8), copy=True)
+    with pytest.raises(CodecError, match="column"):
+        stack_build(structure, [np.zeros((2, 8), np.uint8)] * 2, 2)
+    with pytest.raises(CodecError, match="fixed"):
+        stack_build(encode("text")[0], [np.zeros((2, 8), np.uint8)], 2)
+    with pytest.raises(CodecError, match="given 3 bytes"):
+        decode_leaf(structure.leaves[1], np.zeros(3, np.uint8))
+
+
+def test_a_lengths_table_beyond_the_buffer() -> None:
+    written = record(["a", "b"])
+    lengths = encode(["a", "b"])[0].head.size
+    for wrong in (2**63, 2**64 - 1, 1 << 20):
+        broken = written.copy()
+        broken[lengths : lengths + 8] = np.array([wrong], np.uint64).view(np.uint8)
+        with pytest.raises(CodecError):
+            read_record(broken, copy=True)

@@ -1,0 +1,192 @@
+"""Compose, OnItem and flatten: one flat row of steps, whatever the library, with the meaning unchanged."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import albumentations as A
+import numpy as np
+import pytest
+from standins import V1, foreign, torchvision_compose
+from torch import nn
+
+from stallfree.errors import InputError
+from stallfree.pipeline import Compose, OnItem, flatten, mark_deterministic
+
+Pair = namedtuple("Pair", ["image", "label"])
+
+
+def add_one(value: Any) -> Any:
+    return value + 1
+
+
+def double(value: Any) -> Any:
+    return value * 2
+
+
+def test_steps_run_in_order() -> None:
+    assert Compose([add_one, double])(3) == 8
+    assert Compose([double, add_one])(3) == 7
+    assert Compose([])("as it was") == "as it was"
+
+
+def test_nested_compositions_become_one_row() -> None:
+    pipeline = Compose([add_one, Compose([double, Compose([add_one])])])
+    assert pipeline.transforms == (add_one, double, add_one)
+    assert (len(pipeline), list(pipeline)) == (3, [add_one, double, add_one])
+    assert pipeline(1) == 5
+
+
+identity = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("transform", "steps"),
+    [
+        (None, ()),
+        (add_one, (add_one,)),
+        (torchvision_compose(add_one, torchvision_compose(double)), (add_one, double)),
+        (torchvision_compose(add_one, double, module="torchvision.transforms.v2._container"), (add_one, double)),
+        (nn.Sequential(identity, nn.Sequential(identity)), (identity, identity)),
+        (Compose([torchvision_compose(Compose([add_one]))]), (add_one,)),
+    ],
+)
+def test_what_is_taken_apart(transform: Any, steps: tuple[Any, ...]) -> None:
+    assert flatten(transform) == steps
+
+
+class Backwards(Compose):
+    def __call__(self, value: Any) -> Any:
+        for step in reversed(self.transforms):
+            value = step(value)
+        return value
+
+
+class Named(Compose):
+    """A subclass that only adds."""
+
+    name = "named"
+
+
+def hooked() -> nn.Sequential:
+    module = nn.Sequential(identity)
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        foreign("RandomApply", V1, transforms=[add_one]),
+        foreign("RandomOrder", V1, transforms=[add_one]),
+        foreign("Compose", "somewhere.else", transforms=[add_one]),
+        A.Compose([A.HorizontalFlip(p=0.5), A.Resize(4, 4)]),
+        Backwards([add_one, double]),
+        hooked(),
+        mark_deterministic(Compose([add_one, double])),
+    ],
+    ids=lambda transform: type(transform).__name__,
+)
+def test_what_is_kept_whole(transform: Any) -> None:
+    assert flatten(transform) == (transform,)
+    assert Compose([transform]).transforms == (transform,)
+
+
+def test_a_subclass_that_keeps_the_call_is_taken_apart() -> None:
+    assert flatten(Named([add_one, double])) == (add_one, double)
+
+
+def test_monai_steps_still_map_over_lists() -> None:
+    monai = pytest.importorskip("monai.transforms")
+    patches = monai.Lambda(lambda value: [value, value * 10])
+    whole = monai.Compose([patches, monai.Lambda(add_one), monai.Compose([monai.Lambda(double)])])
+    steps = flatten(whole)
+    assert len(steps) == 3
+    assert Compose([whole])(3) == whole(3) == [8, 62]
+
+
+@pytest.mark.parametrize("options", [{"map_items": False}, {"lazy": True}, {"unpack_items": True}], ids=str)
+def test_monai_compose_with_options_stays_whole(options: dict[str, Any]) -> None:
+    monai = pytest.importorskip("monai.transforms")
+    compose = monai.Compose([monai.Lambda(add_one), monai.Lambda(double)], **options)
+    assert flatten(compose) == (compose,)
+
+
+def test_monai_choices_stay_whole_and_taking_apart_reseeds_nothing() -> None:
+    monai = pytest.importorskip("monai.transforms")
+    flip = monai.RandFlip(prob=0.5)
+    compose = monai.Compose([flip, monai.OneOf([monai.Flip(), flip])])
+    before = flip.R.get_state()[1].tolist()
+    steps = flatten(compose)
+    assert [type(step.transforms[0]).__name__ for step in steps] == ["RandFlip", "OneOf"]
+    assert flip.R.get_state()[1].tolist() == before
+
+
+@pytest.mark.parametrize(
+    ("key", "container", "changed"),
+    [
+        (0, (1, "cat"), (2, "cat")),
+        (-1, ("cat", 1), ("cat", 2)),
+        (1, ["cat", 1], ["cat", 2]),
+        (0, Pair(1, "cat"), Pair(2, "cat")),
+        ("image", {"image": 1, "label": "cat"}, {"image": 2, "label": "cat"}),
+        ((0, 1), {(0, 1): 1}, {(0, 1): 2}),
+        ("image", OrderedDict(label="cat", image=1), OrderedDict(label="cat", image=2)),
+    ],
+)
+def test_on_item_changes_one_element_of_a_new_container(key: Any, container: Any, changed: Any) -> None:
+    copy = pickle.loads(pickle.dumps(container))
+    result = OnItem(key, add_one)(container)
+    assert result == changed
+    assert type(result) is type(container)
+    assert container == copy
+
+
+def test_on_item_of_a_composition_is_a_row_of_on_items() -> None:
+    steps = flatten(OnItem(0, Compose([add_one, OnItem(1, torchvision_compose(double, double))])))
+    assert list(map(repr, steps)) == list(
+        map(repr, [OnItem(0, add_one), OnItem(0, OnItem(1, double)), OnItem(0, OnItem(1, double))])
+    )
+    assert flatten(OnItem(0, Compose([]))) == ()
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: OnItem(0, add_one)(5), "got a int"),
+        (lambda: OnItem(3, add_one)((1, 2)), "tuple of 2 that has no element 3"),
+        (lambda: OnItem("image", add_one)({"label": 1}), "no element 'image'"),
+        (lambda: OnItem(0, 7), "7, which cannot be called"),  # type: ignore[arg-type]
+        (lambda: Compose([add_one, "resize"]), "transform 1 of Compose is 'resize'"),  # type: ignore[list-item]
+        (lambda: Compose(add_one), "give a list"),  # type: ignore[arg-type]
+        (lambda: Compose([A.Resize(4, 4)])("text"), "Resize got a str"),
+    ],
+)
+def test_bad_input_is_named(use: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        use()
+
+
+def test_albumentations_steps_take_mappings_and_arrays() -> None:
+    image = np.zeros((8, 8, 3), np.uint8)
+    pipeline = Compose([A.Resize(4, 6, p=1), A.Compose([A.ToFloat(max_value=255, p=1)])])
+    assert pipeline(image).shape == (4, 6, 3)
+    both = pipeline({"image": image, "mask": image[:, :, 0]})
+    assert (both["image"].shape, both["mask"].shape) == ((4, 6, 3), (4, 6))
+    assert OnItem(0, A.Resize(4, 6, p=1))((image, 1))[0].shape == (4, 6, 3)
+
+
+class Unchanged:
+    def __call__(self, value: Any) -> Any:
+        return value
+
+
+def test_pickles_with_marks() -> None:
+    pipeline = Compose([OnItem(0, add_one), mark_deterministic(Compose([Unchanged()])), A.Resize(4, 4, p=1)])
+    copy = pickle.loads(pickle.dumps(pipeline))
+    assert repr(copy) == repr(pipeline)
+    assert len(copy) == 3
+    assert flatten(copy.transforms[1]) == (copy.transforms[1],)
+    assert Compose(copy.transforms[:2])((1, 2)) == (2, 2)

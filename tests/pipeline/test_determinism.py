@@ -1,0 +1,416 @@
+"""Which steps may be cached: marks, signs of libraries, trials, and what happens when none of them helps."""
+
+from __future__ import annotations
+
+import functools
+import random
+import secrets
+import subprocess
+import sys
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from standins import V1, foreign, torchvision_compose
+from torch import nn
+
+from stallfree.pipeline import Compose, OnItem, StallfreeWarning, mark_deterministic, mark_random, split
+from stallfree.pipeline.probe import same
+
+V2 = "torchvision.transforms.v2._geometry"
+IMAGE = np.arange(12 * 12 * 3, dtype=np.uint8).reshape(12, 12, 3)
+
+
+def plain(value: Any) -> Any:
+    return value
+
+
+def verdict(transform: Any, probe: Any = None) -> tuple[bool, str]:
+    """(random, reason) of the first step, without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StallfreeWarning)
+        first = split(transform, probe).verdicts[0]
+    return first.random, first.reason
+
+
+class TestMarks:
+    def test_on_a_function_an_instance_and_a_class(self) -> None:
+        @mark_deterministic
+        def steady(value: Any) -> Any:
+            return random.random()
+
+        @mark_random
+        class Noise:
+            def __call__(self, value: Any) -> Any:
+                return value
+
+        class Louder(Noise):
+            pass
+
+        resize = mark_random(foreign("Resize", V1))
+        assert verdict(steady, 1) == (False, "mark")
+        assert verdict(Noise()) == verdict(Louder()) == verdict(resize) == (True, "mark")
+        assert verdict(mark_deterministic(Noise())) == (False, "mark")
+
+    def test_a_deterministic_class_does_not_speak_for_its_subclasses(self) -> None:
+        @mark_deterministic
+        class Steady:
+            def __call__(self, value: Any) -> Any:
+                return value
+
+        class Jittered(Steady):
+            def __call__(self, value: Any) -> Any:
+                return value + random.random()
+
+        assert verdict(Steady()) == (False, "mark")
+        assert verdict(Jittered(), 1) == (True, "probe")
+
+    def test_on_objects_that_take_no_attributes(self) -> None:
+        @dataclass(frozen=True)
+        class Frozen:
+            def __call__(self, value: Any) -> Any:
+                return value
+
+        class Slotted:
+            __slots__ = ()
+
+            def prepare(self, value: Any) -> Any:
+                return value
+
+        frozen, slotted = Frozen(), Slotted()
+        for transform in (len, np.asfortranarray, frozen, "text".count):
+            assert mark_deterministic(transform) is transform
+            assert verdict(transform) == (False, "mark")
+        mark_deterministic(slotted.prepare)
+        assert verdict(slotted.prepare) == (False, "mark")
+        assert verdict(Slotted().prepare) == (True, "undecided")
+        mark_random(len)
+        assert verdict(len) == (True, "mark")
+
+    def test_reaches_through_wrappers(self) -> None:
+        @mark_deterministic
+        def scaled(value: Any, by: int) -> Any:
+            return value * by
+
+        assert verdict(OnItem(0, scaled)) == (False, "mark")
+        assert verdict(functools.partial(scaled, by=2)) == (False, "mark")
+        assert verdict(foreign("Lambda", V1, lambd=mark_random(foreign("Any", "x")))) == (True, "mark")
+
+    def test_on_a_composition_counts_for_the_whole(self) -> None:
+        parts = split(
+            Compose([mark_deterministic(Compose([foreign("RandomCrop", V1), plain])), mark_random(lambda value: value)])
+        )
+        assert [(v.random, v.reason) for v in parts.verdicts] == [(False, "mark"), (True, "mark")]
+        assert len(parts.deterministic) == 1
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (foreign("Resize", V1), (False, "torchvision")),
+        (foreign("ToTensor", V1), (False, "torchvision")),
+        (foreign("Normalize", "torchvision.transforms.v2._misc"), (False, "torchvision")),
+        (foreign("ToDtype", "torchvision.transforms.v2._misc"), (False, "torchvision")),
+        (foreign("CenterCrop", V2), (False, "torchvision")),
+        (foreign("ImageClassification", "torchvision.transforms._presets"), (False, "torchvision")),
+        (foreign("RandomResizedCrop", V1), (True, "torchvision")),
+        (foreign("RandomHorizontalFlip", V2), (True, "torchvision")),
+        (foreign("ColorJitter", V1), (True, "torchvision")),
+        (foreign("GaussianBlur", V1), (True, "torchvision")),
+        (foreign("ElasticTransform", V2), (True, "torchvision")),
+        (foreign("TrivialAugmentWide", "torchvision.transforms.autoaugment"), (True, "torchvision")),
+        (foreign("RandomApply", V1, transforms=[foreign("Resize", V1)]), (True, "torchvision")),
+        (foreign("MyCrop", "mine", type(foreign("RandomCrop", V1))), (True, "torchvision")),
+        (foreign("MyResize", "mine", type(foreign("Resize", V1))), (True, "undecided")),
+        (foreign("Lambda", V1, lambd=plain), (True, "undecided")),
+        (foreign("NotYetKnown", V1), (True, "undecided")),
+        (foreign("Resize", "mine"), (True, "undecided")),
+        (OnItem("image", foreign("Resize", V1)), (False, "torchvision")),
+        (functools.partial(foreign("Pad", V2)), (False, "torchvision")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_signs_of_torchvision(transform: Any, expected: tuple[bool, str]) -> None:
+    assert verdict(transform) == expected
+
+
+class UsersFlip(A.ImageOnlyTransform):  # type: ignore[misc]
+    def apply(self, img: Any, **params: Any) -> Any:
+        return img[:, ::-1]
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (A.Resize(4, 4, p=1), (False, "albumentations")),
+        (A.Normalize(p=1), (False, "albumentations")),
+        (A.HorizontalFlip(p=1), (False, "albumentations")),
+        (A.HorizontalFlip(p=0.5), (True, "albumentations")),
+        (A.GaussNoise(p=1), (True, "albumentations")),
+        (A.GaussNoise(p=0), (False, "albumentations")),
+        (A.RandomCrop(4, 4, p=1), (True, "albumentations")),
+        (A.CenterCrop(4, 4, p=1), (False, "albumentations")),
+        (A.PadIfNeeded(16, 16, p=1), (False, "albumentations")),
+        (A.PadIfNeeded(16, 16, position="random", p=1), (True, "albumentations")),
+        (A.LongestMaxSize(4, p=1), (False, "albumentations")),
+        (A.LongestMaxSize([4, 8], p=1), (True, "albumentations")),
+        (A.Compose([A.Resize(4, 4, p=1), A.Compose([A.Normalize(p=1)])]), (False, "albumentations")),
+        (A.Compose([A.Resize(4, 4, p=1)], p=0.5), (True, "albumentations")),
+        (A.Compose([A.Resize(4, 4, p=1), A.HorizontalFlip(p=0.5)]), (True, "albumentations")),
+        (A.OneOf([A.Resize(4, 4, p=1)], p=1), (True, "albumentations")),
+        (UsersFlip(p=0.5), (True, "albumentations")),
+        (UsersFlip(p=1), (True, "undecided")),
+        (A.Lambda(image=plain, p=1), (True, "undecided")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_signs_of_albumentations(transform: Any, expected: tuple[bool, str]) -> None:
+    assert verdict(transform) == expected
+
+
+def test_signs_of_monai() -> None:
+    M = pytest.importorskip("monai.transforms")
+
+    class Own(M.Transform):  # type: ignore[misc, name-defined]
+        def __call__(self, data: Any) -> Any:
+            return data
+
+    class OwnRandom(Own, M.traits.RandomizableTrait):  # type: ignore[misc, name-defined]
+        pass
+
+    table: list[tuple[Any, tuple[bool, str]]] = [
+        (M.ScaleIntensityd("image"), (False, "monai")),
+        (M.Spacingd("image", (1, 1, 1)), (False, "monai")),
+        (M.RandFlipd("image"), (True, "monai")),
+        (M.RandCropByPosNegLabeld("image", "label", (4, 4)), (True, "monai")),
+        (M.RandLambda(plain), (True, "monai")),
+        (M.Lambda(plain), (True, "undecided")),
+        (M.OneOf([M.Flip()]), (True, "monai")),
+        (M.Compose([M.Flip()]), (False, "monai")),
+        (M.Compose([M.Flip(), M.ScaleIntensity()], map_items=False), (False, "monai")),
+        (M.Compose([M.Flip(), M.RandFlip()], lazy=True), (True, "monai")),
+        (Own(), (True, "undecided")),
+        (OwnRandom(), (True, "monai")),
+    ]
+    for transform, expected in table:
+        assert verdict(transform) == expected, transform
+
+
+def test_signs_of_monai_by_name_alone() -> None:
+    base = type(foreign("Transform", "monai.transforms.transform"))
+    trait = type(foreign("RandomizableTrait", "monai.transforms.traits"))
+    assert verdict(foreign("Spacing", "monai.transforms.spatial.array", base)) == (False, "monai")
+    assert verdict(foreign("RandZoom", "monai.transforms.spatial.array", base, trait)) == (True, "monai")
+    assert verdict(foreign("Mine", "mine", trait)) == (True, "monai")
+
+
+class OwnGenerator:
+    """Flips with a generator of its own, so that two runs are often alike."""
+
+    def __init__(self, generator: Any, draw: Any) -> None:
+        self.parts = {"rng": [generator]}
+        self.draw = draw
+
+    def __call__(self, value: Any) -> Any:
+        self.draw(self.parts["rng"][0])
+        return value
+
+
+class Buffered:
+    """Returns the same array each time, with new content."""
+
+    def __init__(self) -> None:
+        self.buffer = np.zeros(3)
+
+    def __call__(self, value: Any) -> Any:
+        self.buffer += 1
+        return self.buffer
+
+
+class LateGenerator:
+    rng: Any = None
+
+    def __call__(self, value: Any) -> Any:
+        self.rng = self.rng or np.random.default_rng(0)
+        return value
+
+
+MODULE_RNG = np.random.default_rng()
+
+
+def with_module_rng(value: Any) -> Any:
+    return value if MODULE_RNG.random() < 0.001 else value
+
+
+def closure_over(thing: Any) -> Any:
+    return lambda value: thing(image=value)["image"]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda value: value + random.random(),
+        lambda value: value if random.random() < 2 else None,
+        lambda value: value + np.random.rand(),
+        lambda value: value + torch.rand(()).item(),
+        lambda value: [value, torch.randint(2, ())],
+        OwnGenerator(np.random.default_rng(), lambda rng: rng.random()),
+        OwnGenerator(np.random.RandomState(), lambda rng: rng.rand()),
+        OwnGenerator(random.Random(), lambda rng: rng.random()),
+        OwnGenerator(random.SystemRandom(), lambda rng: rng.random()),
+        OwnGenerator(torch.Generator(), lambda rng: torch.rand((), generator=rng)),
+        with_module_rng,
+        functools.partial(lambda rng, value: (rng.random(), value)[1], MODULE_RNG),
+        closure_over(A.HorizontalFlip(p=0.5)),
+        nn.Sequential(nn.Dropout(0.5)),
+        Buffered(),
+        LateGenerator(),
+    ],
+)
+def test_a_trial_finds_randomness(transform: Any) -> None:
+    value = torch.ones(4) if isinstance(transform, nn.Module) else IMAGE
+    assert verdict(transform, value) == (True, "probe")
+
+
+@pytest.mark.parametrize(
+    ("transform", "value"),
+    [
+        (plain, 1),
+        (lambda value: value * np.nan, np.ones(3)),
+        (lambda value: {"a": [value, None, b"x"], "b": (1.5, float("nan"))}, "text"),
+        (np.ascontiguousarray, IMAGE),
+        (torch.from_numpy, IMAGE),
+        (Image.fromarray, IMAGE),
+        (lambda value: value.rotate(90), Image.fromarray(IMAGE)),
+        (lambda value: np.random.RandomState(0).permutation(value), IMAGE),
+        (lambda value: value.add_(1), torch.zeros(3)),
+        (nn.Sequential(nn.Dropout(0.5)).eval(), torch.ones(3)),
+        (OwnGenerator(np.random.default_rng(), lambda rng: None), 1),
+        (UsersFlip(p=1), IMAGE),
+        (closure_over(A.Resize(4, 4, p=1)), IMAGE),
+    ],
+)
+def test_a_trial_finds_determinism(transform: Any, value: Any) -> None:
+    assert verdict(transform, value) == (False, "probe")
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    counted = Buffered()
+    owner = OwnGenerator(np.random.default_rng(1), lambda rng: rng.random())
+    record = {"image": IMAGE.copy()}
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    before = (random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state())
+
+    def spoil(value: Any) -> Any:
+        value["image"][:] = 0
+        return value
+
+    def draw(value: Any) -> Any:
+        return random.random(), np.random.rand(), torch.rand(())
+
+    for transform in (counted, owner, spoil, with_module_rng, draw):
+        verdict(transform, record)
+    assert same(before, (random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()))
+    assert owner.parts["rng"][0].random() == np.random.default_rng(1).random()
+    assert (counted.buffer == 0).all()
+    assert (record["image"] == IMAGE).all()
+
+
+class TestSplit:
+    def test_the_longest_deterministic_run_from_the_start(self) -> None:
+        resize, crop, normalise = foreign("Resize", V1), foreign("RandomCrop", V1), foreign("Normalize", V1)
+        parts = split(Compose([resize, torchvision_compose(plain, crop), normalise]), 1)
+        assert parts.deterministic.transforms == (resize, plain)
+        assert parts.random.transforms == (crop, normalise)
+        assert [v.reason for v in parts.verdicts] == ["torchvision", "probe", "torchvision", "torchvision"]
+        assert "cached  deterministic" in str(parts)
+
+    def test_random_after_deterministic_is_the_whole(self) -> None:
+        pipeline = Compose([lambda v: v + 1, lambda v: v * 2, mark_random(lambda v: v - 3)])
+        parts = split(pipeline, 1)
+        assert len(parts.deterministic) == 2
+        assert parts.random(parts.deterministic(5)) == pipeline(5) == 9
+
+    @pytest.mark.parametrize("transform", [None, Compose([])])
+    def test_nothing(self, transform: Any) -> None:
+        parts = split(transform)
+        assert (len(parts.deterministic), len(parts.random), parts.verdicts) == (0, 0, ())
+
+    def test_a_trial_gets_what_the_steps_before_it_give(self) -> None:
+        seen: list[Any] = []
+
+        def look(value: Any) -> Any:
+            seen.append(value)
+            return value
+
+        assert len(split(Compose([mark_deterministic(lambda v: v + 1), lambda v: v * 2, look]), 3).deterministic) == 3
+        assert seen == [8, 8]
+
+    @pytest.mark.parametrize(
+        ("transform", "probe", "why"),
+        [
+            (plain, None, "no sample"),
+            (lambda value: value["missing"], {}, "KeyError"),
+            (lambda value: threading.Lock(), 1, "cannot be compared"),
+            (lambda value: value if secrets.randbelow(2) else value, 1, "secrets"),
+            (lambda value: value if np.random.default_rng().random() < 2 else 0, 1, "default_rng"),
+        ],
+    )
+    def test_what_cannot_be_decided_is_random_with_one_warning(self, transform: Any, probe: Any, why: str) -> None:
+        with pytest.warns(StallfreeWarning, match=why) as caught:
+            parts = split(Compose([transform, plain, plain]), probe)
+        assert len(caught) == 1
+        message = str(caught[0].message)
+        assert parts.verdicts[0].step in message
+        assert "stallfree.mark_deterministic" in message
+        assert "stallfree.mark_random" in message
+        assert caught[0].filename == __file__
+        assert [v.reason for v in parts.verdicts] == ["undecided", "after", "after"]
+        assert len(parts.random) == 3
+
+    def test_a_failing_step_before_the_trial_is_told(self) -> None:
+        broken = mark_deterministic(lambda value: 1 / 0)
+        with pytest.warns(StallfreeWarning, match="a step before it raised ZeroDivisionError"):
+            split(Compose([broken, plain]), 1)
+
+    def test_no_library_is_imported(self) -> None:
+        code = (
+            "import sys, stallfree.pipeline as p; p.split(p.Compose([p.mark_random(len)]), 1); "
+            "sys.exit(any(name in sys.modules for name in ('torchvision', 'albumentations', 'monai')))"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        (float("nan"), float("nan"), True),
+        (np.array([1, np.nan]), np.array([1, np.nan]), True),
+        (torch.tensor([np.nan]), torch.tensor([np.nan]), True),
+        (1, 1.0, False),
+        (1, True, False),
+        (np.zeros(2), np.zeros(2, np.float32), False),
+        (np.zeros((2, 1)), np.zeros((1, 2)), False),
+        (np.array(["a", None], object), np.array(["a", None], object), True),
+        (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16), True),
+        (torch.tensor(1), torch.tensor(2), False),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        ([1, [2]], [1, [3]], False),
+        (Image.new("L", (2, 2)), Image.new("L", (2, 2)), True),
+        (Image.new("L", (2, 2)), Image.new("L", (2, 2), 9), False),
+        (object(), object(), None),
+        ([object(), 1], [object(), 2], False),
+        (OwnGenerator(1, 2), OwnGenerator(1, 2), True),
+        (OwnGenerator(1, 2), OwnGenerator(1, 3), False),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), None),
+    ],
+    ids=str,
+)
+def test_same(a: Any, b: Any, equal: bool | None) -> None:
+    assert same(a, b) is equal

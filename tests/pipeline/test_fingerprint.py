@@ -1,0 +1,435 @@
+"""The fingerprint changes with code and parameters, and with nothing else."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import functools
+import os
+import random
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from stallfree.errors import InputError
+from stallfree.pipeline import Compose, OnItem, fingerprint, mark_deterministic
+
+
+def define(source: str, name: str = "transform", **names: Any) -> Any:
+    """What `name` is after running `source` as a module of the user's."""
+    module = {"__name__": "users_module", **names}
+    exec(compile(textwrap.dedent(source), "users.py", "exec"), module)
+    return module[name]
+
+
+class Scale:
+    def __init__(self, by: float, offset: Any = None) -> None:
+        self.by = by
+        self.offset = offset
+
+    def __call__(self, value: Any) -> Any:
+        return value * self.by
+
+
+class Slotted:
+    __slots__ = ("__hidden", "by")
+
+    def __init__(self, by: int, hidden: int) -> None:
+        self.by = by
+        self.__hidden = hidden
+
+
+@dataclass(frozen=True)
+class Settings:
+    size: int
+    names: tuple[str, ...] = ()
+
+
+class Mode(enum.Enum):
+    NEAR = 0
+    FAR = 1
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Described:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.lock = threading.Lock()
+
+    def fingerprint(self) -> str:
+        return self.text
+
+
+class Picky:
+    """Its method is another matter: it needs an argument."""
+
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+    def fingerprint(self, of: Any) -> str:
+        return "always the same"
+
+
+def power(value: Any, exponent: int = 2, *, base: int = 0) -> Any:
+    return value**exponent + base
+
+
+DIFFERENT = [
+    1,
+    1.0,
+    True,
+    "1",
+    b"1",
+    bytearray(b"1"),
+    None,
+    0.0,
+    -0.0,
+    float("nan"),
+    1j,
+    2**70,
+    (1,),
+    [1],
+    {1},
+    frozenset({1}),
+    {1: 1},
+    {"1": 1},
+    {"a": 1, "b": 2},
+    {"a": 2, "b": 1},
+    OrderedDict(a=1, b=2),
+    (1, (2, 3)),
+    (1, 2, 3),
+    ("ab", "c"),
+    ("a", "bc"),
+    Mode.NEAR,
+    Mode.FAR,
+    Point(1, 2),
+    Point(2, 1),
+    Path("a/b"),
+    "a/b",
+    Settings(1),
+    Settings(2),
+    Settings(1, ("x",)),
+    Scale(2),
+    Scale(3),
+    Scale(2, offset=[1]),
+    Slotted(1, 2),
+    Slotted(1, 3),
+    np.zeros(4),
+    np.zeros((2, 2)),
+    np.zeros(4, np.float32),
+    np.array(["a", None], object),
+    np.array([Mode.NEAR], object),
+    torch.zeros(4),
+    torch.zeros(4, dtype=torch.bfloat16),
+    torch.ones(4),
+    nn.Conv2d(1, 1, 1),
+    nn.Linear(2, 2),
+    np.float32,
+    np.uint8,
+    np.dtype("f4"),
+    np.dtype("f8"),
+    torch.float32,
+    torch.float16,
+    slice(1),
+    slice(2),
+    range(3),
+    re.compile("a"),
+    re.compile("b"),
+    datetime.date(2020, 1, 1),
+    np.clip,
+    np.add,
+    np.multiply,
+    len,
+    "a,b".split,
+    "a.b".split,
+    str.upper,
+    str.lower,
+    power,
+    functools.partial(power, exponent=3),
+    functools.partial(power, exponent=4),
+    Scale(2).__call__,
+    Scale(3).__call__,
+    Scale,
+    Slotted,
+    lambda value: value + 1,
+    lambda value: value + 2,
+    lambda value: value - 1,
+    Described("a"),
+    Described("b"),
+    Picky(1),
+    Picky(2),
+    Compose([Scale(2)]),
+    Compose([Scale(3)]),
+    Compose([Scale(2), Scale(2)]),
+    OnItem(0, Scale(2)),
+    OnItem(1, Scale(2)),
+    A.Resize(4, 4),
+    A.Resize(4, 8),
+    A.Compose([A.Resize(4, 4)]),
+    A.Compose([A.Resize(4, 4)], p=0.5),
+]
+
+
+def test_different_things_differ() -> None:
+    found: dict[str, Any] = {}
+    for thing in DIFFERENT:
+        text = fingerprint(thing)
+        assert re.fullmatch("[0-9a-f]{32}", text)
+        assert text not in found, (thing, found[text])
+        found[text] = thing
+    assert fingerprint() != fingerprint(None) != fingerprint(None, None)
+    assert fingerprint(1, 2) != fingerprint(2, 1)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+    max_leaves=10,
+)
+
+
+@given(plain, plain)
+def test_plain_values_agree_exactly_when_their_text_does(a: Any, b: Any) -> None:
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return f"{{{sorted((repr(key), text(item)) for key, item in value.items())}}}"
+        if isinstance(value, (list, tuple)):
+            return f"{type(value).__name__}{[text(item) for item in value]}"
+        return repr(value)
+
+    assert (fingerprint(a) == fingerprint(b)) == (text(a) == text(b))
+
+
+@given(st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), st.integers()), st.randoms())
+def test_the_order_of_keys_does_not_count(mapping: dict[Any, int], shuffler: random.Random) -> None:
+    items = list(mapping.items())
+    shuffler.shuffle(items)
+    assert fingerprint(mapping) == fingerprint(dict(items))
+    assert fingerprint(set(mapping)) == fingerprint({key for key, _ in items})
+
+
+def test_equal_parts_count_alike_whether_shared_or_not() -> None:
+    shared = [1, 2]
+    assert fingerprint([shared, shared]) == fingerprint([[1, 2], [1, 2]])
+    array = np.zeros(2)
+    assert fingerprint(Scale(1, array), array) == fingerprint(Scale(1, np.zeros(2)), np.zeros(2))
+
+
+def test_cycles() -> None:
+    def ring(value: int) -> Any:
+        loop: list[Any] = [value]
+        loop.append(loop)
+        scale = Scale(value, loop)
+        loop.append({scale, "x"})
+        return scale
+
+    assert fingerprint(ring(1)) == fingerprint(ring(1)) != fingerprint(ring(2))
+
+
+USES_F = "def transform(v): return [f() for x in v]"
+
+
+class TestCode:
+    def change(self, before: str, after: str, **names: Any) -> bool:
+        """Whether the fingerprint of `transform` differs between two sources."""
+        return fingerprint(define(before, **names)) != fingerprint(define(after, **names))
+
+    def test_place_and_comments_do_not_count(self) -> None:
+        assert not self.change(
+            "def transform(v):\n    return [x + 1 for x in v]",
+            "import os\n\n\n# higher\ndef transform(v):\n    # by one\n    return [x + 1 for x in v]",
+        )
+
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            ("def transform(v): return v + 1", "def transform(v): return v + 2"),
+            ("def transform(v): return v + 1", "def transform(v): return v - 1"),
+            ("def transform(v): return v.min()", "def transform(v): return v.max()"),
+            ("def transform(v, by=1): return v * by", "def transform(v, by=2): return v * by"),
+            ("def transform(v, *, by=1): return v * by", "def transform(v, *, by=2): return v * by"),
+            ("def transform(v): return [x + 1 for x in v]", "def transform(v): return [x + 2 for x in v]"),
+            ("def transform(v): return v in {1, 2}", "def transform(v): return v in {1, 3}"),
+            ("MEAN = 1\ndef transform(v): return v - MEAN", "MEAN = 2\ndef transform(v): return v - MEAN"),
+            ("MEAN = 1\ndef transform(v): return v - MEAN", "MEAN = 1.0\ndef transform(v): return v - MEAN"),
+            ("def f(v): return 1\ndef transform(v): return f(v)", "def f(v): return 2\ndef transform(v): return f(v)"),
+            ("f = lambda: 1\n" + USES_F, "f = lambda: 2\n" + USES_F),
+        ],
+    )
+    def test_of_functions(self, before: str, after: str) -> None:
+        assert self.change(before, after)
+        assert not self.change(before, before)
+        assert not self.change(after, after)
+
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            ("def __call__(self, v): return v + 1", "def __call__(self, v): return v + 2"),
+            ("SIZE = 1", "SIZE = 2"),
+            ("@staticmethod\n    def f(): return 1", "@staticmethod\n    def f(): return 2"),
+            ("@property\n    def f(self): return 1", "@property\n    def f(self): return 2"),
+            ("@classmethod\n    def f(cls): return 1", "@classmethod\n    def f(cls): return 2"),
+        ],
+    )
+    def test_of_classes_and_their_bases(self, before: str, after: str) -> None:
+        itself = "class T:\n    {}\ntransform = T()"
+        inherited = "class B:\n    {}\nclass T(B): pass\ntransform = T()"
+        for source in (itself, inherited):
+            assert self.change(source.format(before), source.format(after))
+            assert not self.change(source.format(before), source.format(before))
+
+    def test_of_closures(self) -> None:
+        def shifted(by: Any) -> Any:
+            return lambda value: value + by
+
+        assert fingerprint(shifted(1)) == fingerprint(shifted(1)) != fingerprint(shifted(2))
+        assert fingerprint(shifted(Scale(1))) != fingerprint(shifted(Scale(2)))
+
+    def test_of_modules_that_are_the_users(self) -> None:
+        def use(factor: int) -> Any:
+            tools = type(sys)("users_tools")
+            tools.scale = define(f"def scale(v): return v * {factor}", "scale")  # type: ignore[attr-defined]
+            return define("def transform(v): return tools.scale(v)", tools=tools)
+
+        assert fingerprint(use(1)) == fingerprint(use(1)) != fingerprint(use(2))
+
+    def test_of_mutually_recursive_functions(self) -> None:
+        source = (
+            "def even(n): return n == 0 or odd(n - 1)\ndef odd(n): return n != {} and even(n - 1)\ntransform = even"
+        )
+        assert self.change(source.format(0), source.format(1))
+        assert not self.change(source.format(0), source.format(0))
+
+    def test_many_functions_that_use_each_other_take_no_time(self) -> None:
+        names = [f"f{n}" for n in range(40)]
+        source = "\n".join(f"def {name}(v): return {' + '.join(f'{other}(v)' for other in names)}" for name in names)
+        assert len(fingerprint(define(source, "f0"))) == 32
+
+    def test_a_name_that_means_a_lock_counts_by_its_type(self) -> None:
+        source = "def transform(v):\n    with LOCK: return v"
+        assert fingerprint(define(source, LOCK=threading.Lock())) == fingerprint(define(source, LOCK=threading.Lock()))
+
+
+def test_what_does_not_count() -> None:
+    def with_rng(seed: int) -> Scale:
+        rngs = [np.random.default_rng(seed), np.random.RandomState(seed), random.Random(seed), torch.Generator()]
+        rngs[3].manual_seed(seed)
+        return Scale(1, rngs)
+
+    assert fingerprint(with_rng(1)) == fingerprint(with_rng(2))
+    assert fingerprint(mark_deterministic(Scale(1))) == fingerprint(Scale(1))
+    assert fingerprint(Compose([Compose([Scale(1)]), power])) == fingerprint(Compose([Scale(1), power]))
+
+
+def test_use_does_not_change_it() -> None:
+    pipeline = Compose([A.Resize(4, 4, p=1), A.Compose([A.Normalize(p=1), A.HorizontalFlip()], seed=1)])
+    before = fingerprint(pipeline)
+    pipeline(np.zeros((8, 8, 3), np.uint8))
+    assert fingerprint(pipeline) == before
+
+
+def test_monai() -> None:
+    M = pytest.importorskip("monai.transforms")
+
+    def make(size: int) -> Any:
+        return M.Compose([M.LoadImaged("image"), M.Resized("image", (size, size)), M.RandFlipd("image")])
+
+    assert fingerprint(make(4)) == fingerprint(make(4)) != fingerprint(make(8))
+
+
+@pytest.mark.parametrize(
+    ("thing", "name"),
+    [
+        (threading.Lock(), "lock"),
+        (Scale(1, threading.Lock()), "lock"),
+        ({"a": [sys.stdout.buffer]}, "BufferedWriter|FileIO|BytesIO"),
+        ((n for n in range(3)), "generator"),
+        (torch.eye(2).to_sparse(), "Tensor"),
+    ],
+)
+def test_what_has_no_state_is_named(thing: Any, name: str) -> None:
+    with pytest.raises(InputError, match=name) as caught:
+        fingerprint(thing)
+    assert "fingerprint()" in str(caught.value)
+
+
+def test_too_deep_is_an_error() -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InputError, match="too deeply"):
+        fingerprint(deep)
+
+
+PROGRAM = """
+import enum, functools, sys
+import albumentations as A, numpy as np, torch
+from dataclasses import dataclass, field
+import stallfree.pipeline as p
+
+WORDS = {"cat", "dog", "cow", "hen"}
+
+@dataclass
+class Options:
+    names: set = field(default_factory=lambda: set(WORDS))
+    table: dict = field(default_factory=lambda: {word: len(word) for word in WORDS})
+
+class Mode(enum.Enum):
+    A = frozenset(WORDS)
+
+class Step:
+    kinds = frozenset(WORDS)
+    def __init__(self):
+        self.options, self.mode, self.rng = Options(), Mode.A, np.random.default_rng()
+    def __call__(self, value):
+        return value if value in {"x", "y", "z"} else helper(value)
+
+def helper(value, among=frozenset(WORDS)):
+    return value in among and value in WORDS
+
+pipeline = p.Compose([Step(), functools.partial(helper, among=WORDS), p.OnItem("image", A.Normalize(p=1)),
+                      lambda v: [helper(x) for x in v], torch.nn.Identity(), np.ascontiguousarray])
+"""
+
+
+@pytest.mark.parametrize("form", ["script", "module"])
+def test_the_same_in_every_process(tmp_path: Path, form: str) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "program.py").write_text("\n\n# elsewhere\n" + PROGRAM)
+    code = {"script": "exec(open('program.py').read())", "module": "from program import *; from program import p"}
+    found = set()
+    for hash_seed, folder in (("0", "."), ("1", "."), ("2", "moved")):
+        done = subprocess.run(
+            [sys.executable, "-c", code[form] + "\nprint(p.fingerprint(pipeline))"],
+            cwd=tmp_path / folder,
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+def test_a_namespace_counts_by_its_content() -> None:
+    assert fingerprint(SimpleNamespace(a=1)) == fingerprint(SimpleNamespace(a=1)) != fingerprint(SimpleNamespace(a=2))

@@ -1,0 +1,284 @@
+"""Files as samples: where they may lie, what may go wrong, and what it costs to keep their paths."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pictures import encode, picture
+
+from stallfree.errors import InputError, MissingExtraError, SampleError
+from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.protocol import Source
+from stallfree.sources import DecodeImage, FileDataset, ImageFolder, paths
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(5):
+        (tmp_path / f"{number}.bin").write_bytes(bytes([number]) * number)
+    return tmp_path
+
+
+@pytest.fixture
+def dataset(folder: Path) -> FileDataset:
+    return FileDataset([folder / f"{number}.bin" for number in range(5)], [10, 11, 12, 13, 14])
+
+
+def twice(data: bytes) -> bytes:
+    return data * 2
+
+
+def fetch_in_child(dataset: FileDataset, id: int, answer: Any) -> None:
+    answer.put(dataset.fetch(id))
+
+
+def test_fetch_reads_and_pipeline_prepares(folder: Path) -> None:
+    dataset = FileDataset([folder / "2.bin", str(folder / "3.bin")], [0, 1], Compose([twice, len]), decode=bytes.hex)
+    assert isinstance(dataset, Source)
+    assert len(dataset) == 2
+    assert dataset.fetch(0) == (b"\2\2", 0)
+    assert len(dataset.pipeline) == 3
+    assert dataset[0] == dataset.pipeline(dataset.fetch(0)) == (8, 0)
+    assert list(dataset) == [(8, 0), (12, 1)]
+
+
+def test_without_labels_a_sample_is_no_tuple(folder: Path) -> None:
+    dataset = FileDataset([folder / "2.bin"], transform=twice)
+    assert dataset.fetch(0) == b"\2\2"
+    assert dataset[0] == b"\2\2\2\2"
+
+
+def test_ids_as_lists_have_them(dataset: FileDataset) -> None:
+    for id in (-1, 4, np.int64(-1), np.uint8(4), torch.tensor(4)):
+        assert dataset[id] == (b"\4" * 4, 14)
+        assert dataset.fetch(id) == (b"\4" * 4, 14)
+        assert dataset.where(id).endswith("4.bin")
+    for id in (5, -6, 10**20):
+        for ask in (dataset.__getitem__, dataset.fetch, dataset.where):
+            with pytest.raises(IndexError, match="5 samples"):
+                ask(id)
+    with pytest.raises(TypeError):
+        dataset[1.0]  # type: ignore[index]
+
+
+def test_relative_paths_stay_where_they_were(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    dataset = FileDataset(["3.bin", "./4.bin", f"file://{folder}/2.bin"])
+    monkeypatch.chdir("/")
+    assert [len(data) for data in dataset] == [3, 4, 2]
+    assert dataset.where(1) == str(folder / "4.bin")
+
+
+def test_odd_names(tmp_path: Path) -> None:
+    names = ["a b.bin", "ü€.bin", "x::y.bin", os.fsdecode(b"\xff\xfe.bin"), "new\nline"]
+    for name in names:
+        (tmp_path / name).write_bytes(os.fsencode(name))
+    assert [os.fsdecode(data) for data in FileDataset([tmp_path / name for name in names])] == names
+
+
+def test_memory_url() -> None:
+    fsspec.filesystem("memory").pipe({"/stallfree-test/a": b"aa", "/stallfree-test/b": b"b"})
+    dataset = FileDataset(["memory://stallfree-test/a", "memory://stallfree-test/b"], [0, 1])
+    assert list(dataset) == [(b"aa", 0), (b"b", 1)]
+    assert dataset.where(1) == "memory://stallfree-test/b"
+    fsspec.filesystem("memory").rm("/stallfree-test", recursive=True)
+    with pytest.raises(SampleError, match="memory://stallfree-test/a"):
+        dataset.fetch(0)
+
+
+def test_http_in_threads_and_after_a_fork(folder: Path, serve: Callable[[Path], str]) -> None:
+    pytest.importorskip("aiohttp")
+    url = serve(folder)
+    dataset = FileDataset([f"{url}/{number}.bin" for number in range(5)] + [f"{url}/missing"])
+    expected = [bytes([number]) * number for number in range(5)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(dataset.fetch, list(range(5)) * 4)) == expected * 4
+    with pytest.raises(SampleError, match=f"sample 5 .*{url}/missing") as caught:
+        dataset.fetch(5)
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+    context = multiprocessing.get_context("fork")  # the parent's event loop lives in a thread that the child lacks
+    answer = context.SimpleQueue()
+    child = context.Process(target=fetch_in_child, args=(dataset, 4, answer))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert answer.get() == expected[4]
+    answer.close()
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(url: str) -> None:
+        raise ImportError("no aiohttp")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", not_installed)
+    with pytest.raises(SampleError, match=r"stallfree\[http\]"):
+        FileDataset(["https://127.0.0.1/a"]).fetch(0)
+    with pytest.raises(MissingExtraError, match=r"stallfree\[http\]"):
+        ImageFolder("http://127.0.0.1/a")
+    with pytest.raises(SampleError, match="no aiohttp"):
+        FileDataset(["s3://bucket/a"]).fetch(0)
+
+
+def test_spawn(dataset: FileDataset) -> None:
+    context = multiprocessing.get_context("spawn")
+    answer = context.SimpleQueue()
+    child = context.Process(target=fetch_in_child, args=(dataset, 3, answer))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert answer.get() == (b"\3" * 3, 13)
+    answer.close()
+
+
+def test_missing_file_names_id_and_path(dataset: FileDataset, folder: Path) -> None:
+    (folder / "3.bin").unlink()
+    with pytest.raises(SampleError) as caught:
+        dataset[-2]
+    error = caught.value
+    assert (error.id, error.where) == (3, str(folder / "3.bin"))
+    assert "sample 3" in str(error)
+    assert str(folder / "3.bin") in str(error)
+    assert isinstance(error.__cause__, FileNotFoundError)
+
+
+def test_what_is_no_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(SampleError, match="not a regular file"):
+            FileDataset([path]).fetch(0)
+
+
+def test_no_picture_names_id_and_path(tmp_path: Path) -> None:
+    whole = encode(picture())
+    (tmp_path / "good.jpg").write_bytes(whole)
+    (tmp_path / "half.jpg").write_bytes(whole[: len(whole) // 2])
+    dataset = FileDataset([tmp_path / "good.jpg", tmp_path / "half.jpg"], [0, 1], decode=DecodeImage())
+    assert dataset[0][0].shape == (24, 32, 3)
+    with pytest.raises(SampleError, match=r"preparing sample 1 \(.*half\.jpg\) failed: .*no whole picture") as caught:
+        dataset[1]
+    assert (caught.value.id, caught.value.where) == (1, str(tmp_path / "half.jpg"))
+    assert isinstance(caught.value.__cause__, InputError)
+
+
+def test_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytes(range(256)) * 4
+    (tmp_path / "file").write_bytes(data)
+    read = os.read
+    monkeypatch.setattr(paths.os, "read", lambda fd, size: read(fd, min(size, 100)))
+    assert paths.read_file(str(tmp_path / "file")) == data
+
+
+def test_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    read = os.read
+
+    def shrinking(fd: int, size: int) -> bytes:
+        os.truncate(path, 400)
+        return read(fd, size)
+
+    monkeypatch.setattr(paths.os, "read", shrinking)
+    with pytest.raises(SampleError, match="shrank by 600 bytes"):
+        FileDataset([path]).fetch(0)
+
+
+@pytest.mark.parametrize(
+    ("given", "labels", "message"),
+    [
+        ([], None, "length 0"),
+        (["a"], [], "0 labels for 1 paths"),
+        (["a", "b"], [1, 2, 3], "3 labels for 2 paths"),
+        ("a.jpg", None, "is one path"),
+        ([b"a.jpg"], None, "bytes"),
+        ([3], None, "int"),
+    ],
+)
+def test_bad_arguments(given: Any, labels: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        FileDataset(given, labels)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [1, 2, 3],
+        [0.5, 1.5, 2.5],
+        [1, 2.5, None],
+        [True, False, True],
+        [2**80, 0, 1],
+        ["cat", "dog", "cow"],
+        ({"box": 1}, {"box": 2}, {"box": 3}),
+        np.array([1, 2, 3], np.int16),
+        torch.tensor([1.0, 2.0, 3.0]),
+    ],
+    ids=repr,
+)
+def test_labels_come_out_as_they_went_in(folder: Path, labels: Any) -> None:
+    dataset = FileDataset([folder / f"{number}.bin" for number in range(3)], labels)
+    for id in range(3):
+        label = dataset.fetch(id)[1]
+        assert label == labels[id]
+        assert type(label) is type(labels[id])
+
+
+@pytest.mark.parametrize("labels", [np.zeros((5, 2)), torch.zeros(5, 2)], ids=["array", "tensor"])
+def test_changing_a_label_in_place_changes_nobody_elses(folder: Path, labels: Any) -> None:
+    dataset = FileDataset([folder / f"{number}.bin" for number in range(5)], labels)
+    dataset.fetch(1)[1][:] = 7
+    assert dataset.fetch(1)[1].tolist() == [0, 0]
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=20))
+def test_path_list_is_a_list(texts: list[str]) -> None:
+    kept = paths.PathList(texts)
+    assert list(kept) == texts
+    assert [kept[-1 - i] for i in range(len(texts))] == texts[::-1]
+    assert kept[1:7:2] == texts[1:7:2]
+    assert list(pickle.loads(pickle.dumps(kept))) == texts
+
+
+def test_paths_take_few_bytes_and_few_objects(tmp_path: Path) -> None:
+    count = 100_000
+    dataset = FileDataset([f"{tmp_path}/class/{number:08d}.jpg" for number in range(count)], list(range(count)))
+    assert dataset._paths.nbytes < 24 * count
+    assert len(pickle.dumps(dataset)) < 32 * count
+    assert dataset.where(77_777) == f"{tmp_path}/class/00077777.jpg"
+
+
+def test_fingerprint_changes_with_the_data(dataset: FileDataset, folder: Path) -> None:
+    files = [folder / f"{number}.bin" for number in range(5)]
+    labels = [10, 11, 12, 13, 14]
+    first = dataset.fingerprint()
+    assert FileDataset(files, labels).fingerprint() == first
+    assert FileDataset(files, labels, twice).fingerprint() == first
+    others = {
+        FileDataset(files, labels[::-1]).fingerprint(),
+        FileDataset(files[::-1], labels).fingerprint(),
+        FileDataset(files).fingerprint(),
+        FileDataset(files[:4], labels[:4]).fingerprint(),
+    }
+    (folder / "2.bin").write_bytes(b"another size")
+    others.add(FileDataset(files, labels).fingerprint())
+    (folder / "2.bin").unlink()
+    others.add(FileDataset(files, labels).fingerprint())
+    assert first not in others
+    assert len(others) == 6
+
+
+def test_many_threads_read_local_files(dataset: FileDataset) -> None:
+    expected = list(dataset)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(dataset.__getitem__, list(range(5)) * 40)) == expected * 40

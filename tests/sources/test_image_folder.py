@@ -1,0 +1,157 @@
+"""A folder of pictures: order, labels, places it may lie in, and what is wrong with some."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from pictures import encode, picture
+from PIL import Image
+
+from stallfree.errors import InputError, SampleError
+from stallfree.pipeline.protocol import Source
+from stallfree.sources import ImageFolder
+
+ORDER = ["cat/1.JPG", "cat/2.jpg", "cat/more/0.png", "dog/a.jpg", "dog/b.jpeg"]  # of torchvision's ImageFolder
+LABELS = [0, 0, 0, 1, 1]
+
+
+def test_order_and_labels_are_those_of_torchvision(image_root: Path) -> None:
+    folder = ImageFolder(image_root)
+    assert isinstance(folder, Source)
+    assert folder.classes == ["cat", "dog"]
+    assert folder.class_to_idx == {"cat": 0, "dog": 1}
+    expected = [(str(image_root / name), label) for name, label in zip(ORDER, LABELS, strict=True)]
+    assert list(folder.samples) == expected
+    assert folder.samples[-1] == expected[-1]
+    assert folder.samples[1:3] == expected[1:3]
+    assert len(folder.samples) == 5
+    assert folder.targets.tolist() == LABELS
+    assert not folder.targets.flags.writeable
+
+
+def test_a_folder_comes_before_the_files_of_one_with_a_longer_name(tmp_path: Path) -> None:
+    names = ["c/z.jpg", "c/a/b.jpg", "c/a-b/c.jpg", "c/a/a.jpg"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    ordered = [Path(path).relative_to(tmp_path).as_posix() for path, _ in ImageFolder(tmp_path).samples]
+    assert ordered == ["c/z.jpg", "c/a/a.jpg", "c/a/b.jpg", "c/a-b/c.jpg"]
+
+
+def test_samples_are_pictures(image_root: Path) -> None:
+    folder = ImageFolder(image_root, lambda image: image[:10])
+    data, label = folder.fetch(3)
+    assert (data, label) == ((image_root / "dog/a.jpg").read_bytes(), 1)
+    image, label = folder[3]
+    assert image.shape == (10, 32, 3)
+    assert image.dtype == np.uint8
+    assert type(label) is int
+    np.testing.assert_array_equal(folder.pipeline((data, label))[0], image)
+    assert [step_label for _, step_label in folder] == LABELS
+
+
+def test_pil_and_greyscale(image_root: Path) -> None:
+    assert isinstance(ImageFolder(image_root, output="pil")[0][0], Image.Image)
+    assert ImageFolder(image_root, mode="L")[0][0].shape == (24, 32)
+
+
+def test_extensions(image_root: Path) -> None:
+    assert len(ImageFolder(image_root, extensions=[".jpg"])) == 3
+    (image_root / "dog/x.scan").write_bytes(encode(picture(9)))
+    (image_root / "cat/x.SCAN").write_bytes(encode(picture(9)))
+    assert [Path(path).suffix for path, _ in ImageFolder(image_root, extensions=".scan").samples] == [".SCAN", ".scan"]
+
+
+def test_links_are_followed_but_not_in_circles(image_root: Path) -> None:
+    (image_root / "horse").symlink_to(image_root / "dog")
+    (image_root / "dog/round").symlink_to(image_root / "dog")
+    folder = ImageFolder(image_root)
+    assert folder.classes == ["cat", "dog", "horse"]
+    assert folder.targets.tolist() == [*LABELS, 2, 2]
+
+
+def test_memory_url(image_root: Path) -> None:
+    fsspec.filesystem("memory").put(str(image_root), "/stallfree-folder", recursive=True)
+    check_same(ImageFolder("memory://stallfree-folder"), ImageFolder(image_root), "memory://stallfree-folder")
+    check_same(ImageFolder("memory:///stallfree-folder/"), ImageFolder(image_root), "memory:///stallfree-folder")
+    fsspec.filesystem("memory").rm("/stallfree-folder", recursive=True)
+
+
+def test_http_url(image_root: Path, serve: Callable[[Path], str]) -> None:
+    pytest.importorskip("aiohttp")
+    (image_root / "dog").rename(image_root / "big dog")
+    shutil.copytree(image_root / "big dog", image_root / "dog")
+    url = serve(image_root)
+    folder = ImageFolder(url)
+    assert folder.classes == ["big dog", "cat", "dog"]
+    check_same(folder, ImageFolder(image_root), url, escape=" ")
+
+
+def test_zip_url(image_root: Path, tmp_path: Path) -> None:
+    archive = shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "pictures")
+    folder = ImageFolder(f"zip://pictures::{archive}")
+    assert folder.where(0) == f"zip://pictures/cat/1.JPG::{archive}"
+    assert [folder.fetch(id) for id in range(5)] == [ImageFolder(image_root).fetch(id) for id in range(5)]
+
+
+def check_same(remote: ImageFolder, local: ImageFolder, url: str, escape: str = "") -> None:
+    assert remote.classes == local.classes
+    assert [remote.fetch(id) for id in range(len(remote))] == [local.fetch(id) for id in range(len(local))]
+    first = str(Path(local.where(0)).relative_to(local.root))
+    assert remote.where(0) == f"{url}/{first}".replace(" ", "%20" if escape else " ")
+
+
+def test_pickle_needs_no_second_listing(image_root: Path) -> None:
+    folder = ImageFolder(image_root)
+    text = pickle.dumps(folder)
+    shutil.rmtree(image_root)
+    copy = pickle.loads(text)
+    assert list(copy.samples) == list(folder.samples)
+    assert copy.classes == folder.classes
+
+
+def test_fingerprint_changes_with_the_files(image_root: Path) -> None:
+    first = ImageFolder(image_root).fingerprint()
+    assert ImageFolder(f"{image_root}/", output="pil").fingerprint() == first
+    (image_root / "dog/c.jpg").write_bytes(encode(picture(7)))
+    assert ImageFolder(image_root).fingerprint() != first
+
+
+def test_a_file_that_is_no_picture(image_root: Path) -> None:
+    (image_root / "dog/a.jpg").write_text("this is no picture")
+    folder = ImageFolder(image_root)
+    assert folder.fetch(3)[0] == b"this is no picture"
+    with pytest.raises(SampleError, match="no whole picture in these 18 bytes") as caught:
+        folder[3]
+    assert (caught.value.id, caught.value.where) == (3, str(image_root / "dog/a.jpg"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: root / "missing", "cannot be listed"),
+        (lambda root: root / "readme.jpg", "cannot be listed"),
+        (lambda root: root / "dog", "has no folders: pictures are expected"),
+        (lambda root: f"memory://{root}", "cannot be listed|has no folders"),
+        (lambda root: 3, "give a str or a pathlib.Path"),
+    ],
+    ids=["missing", "file", "flat", "url", "number"],
+)
+def test_bad_roots(image_root: Path, make: Callable[[Path], Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ImageFolder(make(image_root))
+
+
+def test_classes_without_pictures(image_root: Path) -> None:
+    (image_root / "empty").mkdir()
+    (image_root / "texts").mkdir()
+    (image_root / "texts/a.txt").touch()
+    with pytest.raises(InputError, match=r"2 of 4 classes in .* have no picture: 'empty', 'texts'\."):
+        ImageFolder(image_root)

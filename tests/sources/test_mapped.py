@@ -1,0 +1,161 @@
+"""Other people's data sets as sources."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from stallfree.errors import InputError, SampleError
+from stallfree.pipeline.protocol import Source, sample_error
+from stallfree.sources import ImageFolder, MapSource, ThrottledSource, as_source
+
+
+class Squares(Dataset[int]):
+    def __init__(self, count: int = 5) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, id: int) -> int:
+        if id < 0:
+            raise AssertionError("ids are normalised before they come here")
+        if id == 3:
+            raise KeyError("three is broken")
+        return id * id
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+class NoLength:
+    def __getitem__(self, id: int) -> int:
+        return id
+
+
+class NoItems:
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_data_set_becomes_a_source() -> None:
+    source = as_source(Squares())
+    assert isinstance(source, MapSource)
+    assert isinstance(source, Source)
+    assert source.threads is False
+    assert len(source) == 5
+    assert len(source.pipeline) == 0
+    assert source.fetch(2) == source[2] == 4
+    assert source[-1] == source[np.int32(4)] == 16
+    assert source.where(0) == ""
+
+
+@pytest.mark.parametrize("dataset", [[1, 2, 3], (1, 2, 3), np.arange(1, 4), TensorDataset(torch.tensor([1, 2, 3]))])
+def test_all_that_can_be_indexed(dataset: Any) -> None:
+    assert [int(np.ravel(sample)[0]) for sample in as_source(dataset)] == [1, 2, 3]  # type: ignore[attr-defined]
+
+
+def test_an_error_names_the_sample_and_keeps_its_cause() -> None:
+    with pytest.raises(SampleError, match="fetching sample 3 failed: KeyError: 'three is broken'") as caught:
+        as_source(Squares())[-2]
+    assert caught.value.id == 3
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_an_index_error_within_the_data_set_does_not_end_it() -> None:
+    class Short(Squares):
+        def __getitem__(self, id: int) -> int:
+            return [0, 1][id]
+
+    with pytest.raises(SampleError, match="sample 2"):
+        list(MapSource(Short()))
+
+
+def test_a_source_stays_what_it_is(image_root: Path) -> None:
+    folder = ImageFolder(image_root)
+    assert as_source(folder) is folder
+    assert as_source(as_source(Squares())) is not None
+
+
+def test_a_subset_of_a_source_keeps_fetch_and_prep_apart(image_root: Path) -> None:
+    folder = ImageFolder(image_root)
+    (image_root / "dog/a.jpg").write_text("no picture")
+    (image_root / "dog/b.jpeg").unlink()
+    subset = as_source(Subset(Subset(folder, [0, 4, 3, 2]), torch.tensor([1, 2, -1])))
+    assert isinstance(subset, Source)
+    assert len(subset) == 3
+    assert subset.pipeline is folder.pipeline
+    assert subset.fetch(2) == folder.fetch(2)
+    assert subset.where(-1) == folder.where(2)
+    for id, place, doing in ((0, 4, "fetching"), (1, 3, "preparing")):
+        with pytest.raises(SampleError, match=f"{doing} sample {id} ") as caught:
+            subset[id]
+        assert (caught.value.id, caught.value.where) == (id, folder.where(place))
+        assert not isinstance(caught.value.__cause__, SampleError)
+    prints = {as_source(Subset(folder, indices)).fingerprint() for indices in ([0], [1], [0, 1])}
+    assert len(prints | {folder.fingerprint()}) == 4
+
+
+def test_other_subsets_are_data_sets(image_root: Path) -> None:
+    class Special(Subset[Any]):
+        def __getitem__(self, id: Any) -> Any:
+            return "special"
+
+        def __getitems__(self, ids: list[int]) -> list[Any]:
+            return [self[id] for id in ids]
+
+    assert as_source(Special(ImageFolder(image_root), [1]))[0] == "special"  # type: ignore[arg-type]
+    assert as_source(Subset(Squares(), [4, 2]))[0] == 16
+    with pytest.raises(InputError, match="length 0"):
+        as_source(Subset(ImageFolder(image_root), []))  # type: ignore[arg-type]
+
+
+def test_pickle() -> None:
+    source = pickle.loads(pickle.dumps(as_source(Squares())))
+    assert source[2] == 4
+
+
+def test_fingerprint_is_that_of_the_data_set() -> None:
+    assert as_source(Squares()).fingerprint() == as_source(Squares()).fingerprint()
+    assert as_source(Squares()).fingerprint() != as_source(Squares(6)).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (Stream(), "IterableDataset.*list"),
+        (NoLength(), "NoLength has no __len__: give a map-style"),
+        (NoItems(), "NoItems has no __getitem__"),
+        (Squares, "Squares is a class"),
+        (None, "NoneType has no __getitem__"),
+        (iter([1]), "has no __getitem__"),
+        ([], "list has length 0"),
+        (Squares(0), "Squares has length 0"),
+    ],
+)
+def test_what_is_no_data_set(dataset: Any, message: str) -> None:
+    for make in (as_source, ThrottledSource):
+        with pytest.raises(InputError, match=message):
+            make(dataset)
+
+
+def test_sample_error_names_the_place_when_there_is_one(image_root: Path) -> None:
+    folder = ImageFolder(image_root)
+    error = sample_error(ValueError("why"), folder, 1, "preparing")
+    assert str(error) == f"preparing sample 1 ({image_root}/cat/2.jpg) failed: ValueError: why"
+    assert (error.id, error.where) == (1, f"{image_root}/cat/2.jpg")
+    assert sample_error(error, folder, 2, "fetching") is error
+    assert sample_error(ValueError("why"), Squares(), 1, "fetching").where == ""
+    assert sample_error(ValueError("why"), folder, 99, "fetching").where == ""

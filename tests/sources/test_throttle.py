@@ -1,0 +1,325 @@
+"""Slow storage: exact arithmetic by a clock of our own, exact counts by real processes."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stallfree.errors import InputError, SampleError
+from stallfree.pipeline.protocol import Source
+from stallfree.sources import FileDataset, ImageFolder, throttle
+from stallfree.sources.throttle import payload_bytes
+from stallfree.testing import ThrottledSource
+
+
+class FakeClock:
+    """Waiting moves the time of this thread's own clock, and the waits are noted."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+        self.waits: list[float] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.time += seconds
+
+
+class StoppedClock(FakeClock):
+    """Notes the waits and does not move: all requests come at once."""
+
+    def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+
+RECORDS = [b"x" * 100, (b"y" * 300, 7), b""]
+
+
+def test_bandwidth() -> None:
+    clock = FakeClock()
+    with_limit = ThrottledSource(RECORDS, bandwidth=100.0, clock=clock)
+    assert [with_limit[0], with_limit[1], with_limit[2], with_limit[0]] == [*RECORDS, RECORDS[0]]
+    assert clock.waits == [1.0, 3.0, 1.0]
+    assert (with_limit.requests, with_limit.bytes) == (4, 500)
+
+
+def test_no_credit_for_idle_time() -> None:
+    clock = FakeClock()
+    source = ThrottledSource(RECORDS, bandwidth="100B/s", clock=clock)
+    source.fetch(0)
+    clock.time += 1000.0
+    source.fetch(0)
+    assert clock.waits == [1.0, 1.0]
+
+
+def test_all_that_come_at_once_stand_in_line() -> None:
+    clock = StoppedClock()
+    source = ThrottledSource(RECORDS, bandwidth=100, clock=clock)
+    for id in (0, 1, 0):
+        source.fetch(id)
+    assert clock.waits == [1.0, 4.0, 5.0]
+
+
+def test_iops() -> None:
+    clock = StoppedClock()
+    source = ThrottledSource(RECORDS, iops=4, clock=clock)
+    for _ in range(4):
+        source.fetch(0)
+    assert clock.waits == [0.25, 0.5, 0.75]
+
+
+def test_latency_holds_up_nobody_else() -> None:
+    clock = StoppedClock()
+    source = ThrottledSource(RECORDS, latency=2, clock=clock)
+    for _ in range(3):
+        source.fetch(0)
+    assert clock.waits == [2.0, 2.0, 2.0]
+
+
+def test_all_limits_together() -> None:
+    clock = StoppedClock()
+    source = ThrottledSource(RECORDS, bandwidth=100, latency=0.5, iops=0.5, clock=clock)
+    for id in (1, 0, 0):
+        source.fetch(id)
+    # starts at 0, 2, 4; the line is free at 3, 4, 5; half a second later each arrives
+    assert clock.waits == [3.5, 4.5, 5.5]
+
+
+def test_without_limits_nobody_waits() -> None:
+    clock = FakeClock()
+    source = ThrottledSource(RECORDS, latency=0, clock=clock)
+    assert list(source) == RECORDS
+    assert clock.waits == []
+    assert (source.requests, source.bytes) == (3, 400)
+
+
+@given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 500)), min_size=1, max_size=30))
+def test_in_any_window_at_most_the_bandwidth_and_one_record(requests: list[tuple[float, int]]) -> None:
+    clock = StoppedClock()
+    source = ThrottledSource([bytes(size) for _, size in requests], bandwidth=100, clock=clock)
+    arrivals = []
+    for id, (pause, size) in enumerate(requests):
+        clock.time += pause
+        clock.waits = [0.0]
+        source.fetch(id)
+        arrivals.append((clock.time + clock.waits[-1], size))
+    source.close()
+    for first in range(len(arrivals)):
+        for last in range(first, len(arrivals)):
+            window = arrivals[last][0] - arrivals[first][0]
+            total = sum(size for _, size in arrivals[first : last + 1])
+            assert total <= 100 * window + arrivals[first][1] + 1e-6
+
+
+def test_reset_counts_anew_and_forgives_nothing() -> None:
+    clock = StoppedClock()
+    source = ThrottledSource(RECORDS, bandwidth=100, clock=clock)
+    source.fetch(0)
+    source.reset()
+    assert (source.requests, source.bytes) == (0, 0)
+    source.fetch(0)
+    assert clock.waits == [1.0, 2.0]
+    assert (source.requests, source.bytes) == (1, 100)
+
+
+def test_what_fails_is_not_counted(tmp_path: Path) -> None:
+    source = ThrottledSource(FileDataset([tmp_path / "missing"]), bandwidth=100)
+    with pytest.raises(SampleError, match="missing"):
+        source.fetch(0)
+    with pytest.raises(IndexError):
+        source.fetch(1)
+    assert (source.requests, source.bytes) == (0, 0)
+
+
+def test_the_data_are_the_same(image_root: Path) -> None:
+    folder = ImageFolder(image_root)
+    source = ThrottledSource(folder)
+    assert isinstance(source, Source)
+    assert source.pipeline is folder.pipeline
+    assert source.fingerprint() == folder.fingerprint()
+    assert source.classes == folder.classes
+    assert source.class_to_idx == folder.class_to_idx
+    assert source.where(-1) == folder.where(-1)
+    assert len(source) == len(folder)
+    assert source.fetch(1) == folder.fetch(1)
+    np.testing.assert_array_equal(source[1][0], folder[1][0])
+    assert source.bytes == 2 * len(folder.fetch(1)[0])
+    with pytest.raises(AttributeError):
+        _ = ThrottledSource(RECORDS).classes
+
+
+@pytest.mark.parametrize(
+    ("record", "size"),
+    [
+        (b"12345", 5),
+        (bytearray(3), 3),
+        ((b"12345", 3), 5),
+        ({"image": np.zeros((2, 3), np.float32), "label": 1, "name": "text"}, 24),
+        ([torch.zeros(5, dtype=torch.int16), [b"1", (b"2",)]], 12),
+        (collections.namedtuple("Pair", "a b")(b"12", None), 2),
+        (np.float64(1), 0),
+        (torch.tensor(3), 0),
+        (np.array(3), 0),
+        (None, 0),
+        (memoryview(b"123"), 3),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_size_of_a_record(record: Any, size: int) -> None:
+    assert payload_bytes(record) == size
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("bandwidth", [0, -1.0, "60MB", True]),
+        ("iops", [0, -1, float("inf"), "100/s"]),
+        ("latency", [-1, float("nan"), "80ms", True]),
+    ],
+)
+def test_bad_limits(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(InputError, match=f"{name}="):
+            ThrottledSource(RECORDS, **{name: value})
+
+
+class Unsafe:
+    """A data set that notices two threads at once."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, id: int) -> bytes:
+        self.inside += 1
+        time.sleep(0.001)
+        assert self.inside == 1
+        self.inside -= 1
+        return b"x"
+
+
+def test_threads_take_turns_in_a_data_set_but_wait_together() -> None:
+    class Meeting:
+        """A clock whose sleepers wait for each other: with a lock around the wait, they would never meet."""
+
+        barrier = threading.Barrier(4, timeout=30)
+
+        def now(self) -> float:
+            return 0.0
+
+        def sleep(self, seconds: float) -> None:
+            self.barrier.wait()
+
+    source = ThrottledSource(Unsafe(), latency=1, clock=Meeting())
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(source.fetch, range(20))) == [b"x"] * 20
+    assert source.requests == 20
+
+
+def test_state_goes_with_the_last_object(store_root: Path) -> None:
+    source = ThrottledSource(RECORDS)
+    copy = pickle.loads(pickle.dumps(source))
+    copy.fetch(0)
+    source.fetch(0)
+    assert copy.requests == source.requests == 2
+    assert len(list(store_root.glob("throttle-*"))) == 1
+    del source
+    gc.collect()
+    copy.fetch(0)
+    assert copy.bytes == 300
+    copy.close()
+    copy.close()
+    assert not list(store_root.glob("throttle-*"))
+    with pytest.raises(InputError, match="closed"):
+        _ = copy.requests
+    with pytest.raises(SampleError, match="closed"):
+        copy.fetch(0)
+
+
+# Below, real processes.
+
+
+def fetch_many(source: ThrottledSource, times: int, threads: int) -> None:
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(source.fetch, [0] * times))
+
+
+def die_inside(source: ThrottledSource) -> None:
+    """Fetch, and be killed after the state was read and before it is written, with the lock held."""
+    throttle._State.store = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    source.fetch(0)
+
+
+@pytest.mark.parametrize(("method", "processes", "times"), [("fork", 4, 50), ("spawn", 2, 100)])
+def test_limits_and_counts_hold_across_processes(method: str, processes: int, times: int) -> None:
+    size, bandwidth, iops = 10_000, 20e6, 5_000
+    source = ThrottledSource([bytes(size)], bandwidth=bandwidth, iops=iops, latency=0.001)
+    context: Any = multiprocessing.get_context(method)
+    children = [context.Process(target=fetch_many, args=(source, times, 3)) for _ in range(processes)]
+    start = time.monotonic()
+    for child in children:
+        child.start()
+    fetch_many(source, times, 2)
+    for child in children:
+        child.join(120)
+    elapsed = time.monotonic() - start
+    assert [child.exitcode for child in children] == [0] * processes
+    total = times * (processes + 1)
+    assert (source.requests, source.bytes) == (total, total * size)
+    assert elapsed >= total * size / bandwidth
+    assert elapsed >= (total - 1) / iops
+
+
+def test_a_process_killed_with_the_lock_stops_nobody() -> None:
+    source = ThrottledSource(RECORDS, bandwidth="1GB/s")
+    context = multiprocessing.get_context("fork")
+    for _ in range(5):
+        child = context.Process(target=die_inside, args=(source,))
+        child.start()
+        source.fetch(0)
+        child.join(30)
+        assert child.exitcode == -signal.SIGKILL
+    source.fetch(1)
+    assert (source.requests, source.bytes) == (6, 800)
+
+
+def test_a_fork_in_the_midst_of_a_fetch() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Unsafe):
+        def __getitem__(self, id: int) -> bytes:
+            if id == 1:
+                entered.set()
+                leave.wait(30)
+            return b"x"
+
+    source = ThrottledSource(Slow())
+    thread = threading.Thread(target=source.fetch, args=(1,))
+    thread.start()
+    entered.wait(30)
+    child = multiprocessing.get_context("fork").Process(target=source.fetch, args=(0,))
+    child.start()
+    child.join(30)
+    leave.set()
+    thread.join()
+    assert child.exitcode == 0
+    assert source.requests == 2

@@ -1,0 +1,61 @@
+"""The fixture that looks for leaks finds them. A test of tests: if it were blind, nothing else would notice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LEAKS = """
+import mmap, os, pathlib, subprocess, sys, threading
+
+end = threading.Event()
+kept = []
+
+def test_process():
+    kept.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+
+def test_thread():
+    threading.Thread(target=end.wait, name="forgotten", daemon=True).start()
+
+def test_descriptor(tmp_path):
+    kept.append(open(tmp_path / "left open", "w"))
+
+def test_file():
+    (pathlib.Path(os.environ["STALLFREE_ROOT"]) / "cache").mkdir()
+
+def test_mapping():
+    path = pathlib.Path(os.environ["STALLFREE_ROOT"]) / "segment"
+    path.write_bytes(bytes(4096))
+    descriptor = os.open(path, os.O_RDWR)
+    kept.append(mmap.mmap(descriptor, 4096))
+    os.close(descriptor)
+    path.unlink()
+
+def test_clean():
+    threading.Thread(target=end.wait, args=(0.2,)).start()  # ends by itself
+"""
+
+
+def test_each_leak_fails_the_test_that_made_it(tmp_path: Path) -> None:
+    conftest = Path(__file__).with_name("conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(conftest.replace("PATIENCE = 5.0", "PATIENCE = 0.6"))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_leaks.py").write_text(LEAKS)
+    command = [sys.executable, "-m", "pytest", "-rE", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+
+    assert "6 passed, 5 errors" in done.stdout, done.stdout
+    for kind in ("process", "thread", "descriptor", "file", "mapping"):
+        report = done.stdout.split(f"ERROR at teardown of test_{kind} ")[1].split("ERROR at teardown")[0]
+        assert "the test left behind" in report
+        assert f"  {kind} " in report
+    assert "forgotten" in done.stdout
+    assert "left open" in done.stdout
+
+
+def test_the_store_is_the_tests_own() -> None:
+    root = Path(os.environ["STALLFREE_ROOT"])
+    assert root.name.startswith("stallfree-test-")
+    assert not list(root.iterdir())

@@ -1,0 +1,100 @@
+"""The tree of errors: what users catch, and what survives the way from a worker to the training process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+import stallfree.errors as errors
+from stallfree.errors import SampleError, StallfreeError, WorkerError, missing_extra
+
+ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+PLAIN = [kind for kind in ALL if kind not in (SampleError, WorkerError)]
+
+
+def sample_error() -> SampleError:
+    return SampleError("sample 7 is no picture: /data/a.jpg", id=7, where="/data/a.jpg")
+
+
+def raise_sample_error() -> None:
+    raise sample_error()
+
+
+def test_every_error_is_a_stallfree_error() -> None:
+    assert len(ALL) > 8
+    assert all(issubclass(kind, StallfreeError) for kind in ALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "builtin"),
+    [
+        ("InputError", ValueError),
+        ("CapacityError", ValueError),
+        ("FingerprintError", ValueError),
+        ("StorageError", OSError),
+        ("CodecError", TypeError),
+        ("WaitError", TimeoutError),
+        ("MissingExtraError", ImportError),
+    ],
+)
+def test_the_builtin_that_fits_catches_it(name: str, builtin: type[Exception]) -> None:
+    with pytest.raises(builtin, match="said so"):
+        raise getattr(errors, name)("said so")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_error_says_what_it_is_for(kind: type[Exception]) -> None:
+    assert kind.__doc__
+    assert kind.__name__ in (errors.__doc__ or "")
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("kind", PLAIN)
+def test_plain_errors_survive_pickle(kind: type[Exception], protocol: int) -> None:
+    back = pickle.loads(pickle.dumps(kind("what to do"), protocol))
+    assert type(back) is kind
+    assert str(back) == "what to do"
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_sample_error_survives_pickle(protocol: int) -> None:
+    back = pickle.loads(pickle.dumps(sample_error(), protocol))
+    assert type(back) is SampleError
+    assert (str(back), back.id, back.where) == (str(sample_error()), 7, "/data/a.jpg")
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_worker_error_survives_pickle(protocol: int) -> None:
+    back = pickle.loads(pickle.dumps(WorkerError("3 workers died", ids=[3, 1, 2]), protocol))
+    assert type(back) is WorkerError
+    assert (str(back), back.ids) == ("3 workers died", [3, 1, 2])
+
+
+def test_errors_can_be_copied() -> None:
+    assert copy.copy(sample_error()).id == 7
+    assert copy.deepcopy(WorkerError("died", ids=[1])).ids == [1]
+
+
+def test_sample_error_crosses_processes() -> None:
+    with (
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
+        pytest.raises(SampleError, match="no picture") as caught,
+    ):
+        pool.submit(raise_sample_error).result(timeout=60)
+    assert (caught.value.id, caught.value.where) == (7, "/data/a.jpg")
+
+
+def test_sample_error_without_a_place() -> None:
+    error = SampleError("broken", id=0)
+    assert (error.id, error.where, str(error)) == (0, "", "broken")
+
+
+def test_missing_extra_names_the_command() -> None:
+    error = missing_extra("simplejpeg", "turbo", "fast JPEG decoding")
+    assert "pip install 'stallfree[turbo]'" in str(error)
+    assert "simplejpeg" in str(error)
+    assert "fast JPEG decoding" in str(error)
