@@ -141,7 +141,7 @@ def alternate(contenders: Sequence[Contender], common: Json, rounds: int, scratc
 def scratch_folder() -> Iterator[Path]:
     """An empty folder in memory, removed afterwards."""
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="stallfree-bench-", dir=base))
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=base))
     try:
         yield folder
     finally:

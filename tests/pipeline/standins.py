@@ -8,7 +8,7 @@ V1 = "torchvision.transforms.transforms"
 
 
 def foreign(name: str, module: str, *bases: type, **members: Any) -> Any:
-    """An instance of a class `name` that claims to come from `module`; it returns its value unless `__call__` is given."""
+    """An instance of a class `name` that claims to come from `module` and, if no `__call__` is given, changes nothing."""
     members = {"__call__": lambda self, value: value} | members
     return type(name, bases, {"__module__": module, **members})()
 

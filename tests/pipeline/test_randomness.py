@@ -108,12 +108,18 @@ def test_another_key_gives_another_sample(one: tuple[int, int, int], other: tupl
 def test_all_generators_are_given_back(seed: int, ids: list[int]) -> None:
     owner = Owner()
     before = (global_states(), owner.states())
-    with pytest.raises(ZeroDivisionError), Randomness(Compose([draw_globals, owner])) as randomness:
+    with Randomness(Compose([draw_globals, owner])) as randomness:
         for id in ids:
             randomness.seed(seed, 0, id)
             draw_globals(0), owner(0)
-        raise ZeroDivisionError
     assert same(before, (global_states(), owner.states()))
+
+
+def test_an_error_gives_them_back_too() -> None:
+    before = global_states()
+    with pytest.raises(ZeroDivisionError), Randomness(draw_globals):
+        draw_globals(random.random() / 0)
+    assert same(before, global_states())
 
 
 def test_blocks_nest() -> None:

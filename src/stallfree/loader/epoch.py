@@ -7,7 +7,7 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -20,7 +20,7 @@ from stallfree.errors import InputError, StallfreeError, WaitError
 from stallfree.loader.collate import Collate
 from stallfree.loader.fill import Filler
 from stallfree.loader.lanes import GatherLane, WorkerLane, wait
-from stallfree.loader.messages import EMPTY, FAILED, INLINE, READY, UNDONE, Result, Task
+from stallfree.loader.messages import EMPTY, FAILED, INLINE, NO_SLOT, READY, UNDONE, Result, Task
 from stallfree.loader.reader import Pending, Reader
 from stallfree.loader.ring import Ring
 from stallfree.loader.worker import WorkerSetup
@@ -83,7 +83,7 @@ class Crew:
     def gather_lane(self) -> GatherLane:
         """The gathering thread, started when it is first needed."""
         if self.gatherer is None:
-            self.gatherer = GatherLane(self.filler)
+            self.gatherer = GatherLane(self.filler, self.ring)
         return self.gatherer
 
     def poll(self, wanted: int) -> list[Result]:
@@ -93,7 +93,7 @@ class Crew:
             for result in lane.poll() if lane is not None else ():
                 if result.token == wanted:
                     results.append(result)
-                else:
+                elif result.slot != NO_SLOT:
                     self.ring.give(result.slot)
         return results
 
@@ -166,6 +166,8 @@ class Epoch:
         self._results: dict[int, Result] = {}  # of those, the ones that are done
         self._pending: dict[int, Pending] = {}  # of those, the ones this process has to do itself
         self._next = first  # the next batch to start
+        self._undone: set[int] = set()  # that the gathering thread could not do
+        self._exhausted = False
         self._closed = False
 
     def __iter__(self) -> Epoch:
@@ -178,7 +180,11 @@ class Epoch:
                 raise StallfreeError("this iteration is over, because the loader was iterated again or closed")
             self._start_more()
             if self.handed_out not in self._tasks:
-                raise StopIteration
+                if self._exhausted:
+                    raise StopIteration
+                self.crew.wait(1.0)
+                self._collect()
+                continue
             started = time.perf_counter()
             result = self._wait_for(self.handed_out)
             waited = time.perf_counter() - started
@@ -193,26 +199,38 @@ class Epoch:
                 return batch
 
     def _start_more(self) -> None:
-        """Start batches until enough are under way or no slot is free."""
-        while len(self._tasks) < self.crew.ahead:
-            slot = self.crew.ring.take()
-            if slot is None:
-                return
+        """Start batches until enough are under way.
+
+        Batches under way and batches kept never take all slots. Only those that an iteration before this one has left
+        behind can: then this one begins with fewer, and waits when it would have none.
+        """
+        crew = self.crew
+        while len(self._tasks) < crew.ahead and crew.ring.free > self._without_slot():
             ids = next(self._batches, None)
             if ids is None:
-                self.crew.ring.give(slot)
+                self._exhausted = True
                 return
-            self._start(Task(self._token, self._next, slot, self.number, ids))
+            self._start(Task(self._token, self._next, NO_SLOT, self.number, ids))
             self._next += 1
 
-    def _start(self, task: Task, gather: bool = True) -> None:
+    def _without_slot(self) -> int:
+        return sum(task.slot == NO_SLOT for number, task in self._tasks.items() if number not in self._results)
+
+    def _start(self, task: Task) -> None:
+        crew = self.crew
+        if task.number not in self._undone and crew.filler.can_gather(task.ids):
+            self._tasks[task.number] = task
+            crew.gather_lane().submit(task)
+            return
+        if task.slot == NO_SLOT:
+            slot = crew.ring.take()
+            assert slot is not None
+            task = replace(task, slot=slot)
         self._tasks[task.number] = task
-        if gather and self.crew.filler.can_gather(task.ids):
-            self.crew.gather_lane().submit(task)
-        elif self.crew.workers is not None:
-            self.crew.workers.submit(task)
+        if crew.workers is not None:
+            crew.workers.submit(task)
         else:
-            self._pending[task.number] = self.crew.filler.start(task)
+            self._pending[task.number] = crew.filler.start(task)
 
     def _wait_for(self, number: int) -> Result:
         deadline = time.monotonic() + self.crew.seconds
@@ -238,7 +256,8 @@ class Epoch:
         for result in self.crew.poll(self._token):
             if result.status == UNDONE:
                 self.crew.counts["retries"] += 1
-                self._start(self._tasks[result.number], gather=False)
+                self._undone.add(result.number)
+                self._start(replace(self._tasks[result.number], slot=result.slot))
             else:
                 self._results[result.number] = result
 
@@ -299,7 +318,9 @@ class Epoch:
             if pending is not None:
                 for future in pending.fetches.values():
                     future.cancel()
-            if pending is not None or number in self._results:
+            if number in self._results:
+                self.crew.ring.give(self._results[number].slot)
+            elif pending is not None:
                 self.crew.ring.give(task.slot)
         self._tasks.clear()
         self._results.clear()

@@ -24,7 +24,8 @@ from typing import Any
 
 from stallfree.errors import InputError, WorkerError
 from stallfree.loader.fill import Filler
-from stallfree.loader.messages import STOP_MESSAGE, Result, Task, forget_message, unpack_result
+from stallfree.loader.messages import NO_SLOT, STOP_MESSAGE, UNDONE, Result, Task, forget_message, unpack_result
+from stallfree.loader.ring import Ring
 from stallfree.loader.worker import WorkerSetup, worker_main
 
 LIVES = 3
@@ -35,10 +36,11 @@ _trainer_ends: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class GatherLane:
-    """A thread that fills slots straight from the cache."""
+    """A thread that fills slots straight from the cache. It takes a slot only when it comes to a task, not before."""
 
-    def __init__(self, filler: Filler) -> None:
+    def __init__(self, filler: Filler, ring: Ring) -> None:
         self._filler = filler
+        self._ring = ring
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._done: deque[Result] = deque()
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -65,7 +67,11 @@ class GatherLane:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._done.append(self._filler.gather(task))
+            slot = self._ring.take()
+            if slot is None:  # never, as long as no more tasks are under way than there are slots for
+                self._done.append(Result(UNDONE, task.token, task.number, NO_SLOT))
+            else:
+                self._done.append(self._filler.gather(replace(task, slot=slot)))
             with contextlib.suppress(BlockingIOError):
                 os.write(self._write, b"x")
 

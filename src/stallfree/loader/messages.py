@@ -12,6 +12,9 @@ _TASK = struct.Struct("<BIqiq")
 _RESULT = struct.Struct("<BIqiqqqqddII")
 
 WORK, STOP, FORGET = 1, 2, 3
+NO_SLOT = -1
+"""The slot of a task that gets one only when it is its turn."""
+
 READY, FAILED, INLINE, EMPTY, UNDONE = 1, 2, 3, 4, 5
 
 

@@ -103,12 +103,20 @@ class Ring:
         self._leases: dict[int, weakref.finalize[Any, Any]] = {}
 
     def take(self) -> int | None:
-        """A free slot, if there is one."""
-        return self._free.popleft() if self._free else None
+        """A free slot, if there is one: the one used last, which the processor's caches still hold. Any thread may ask."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
 
     def give(self, slot: int) -> None:
         """The slot is free again. Safe to be called by a finaliser, in any thread."""
         self._free.append(slot)
+
+    @property
+    def free(self) -> int:
+        """Number of free slots."""
+        return len(self._free)
 
     @property
     def leased(self) -> int:
