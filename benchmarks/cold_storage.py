@@ -71,8 +71,9 @@ def run(options: Options) -> Report:
         rows=rows,
         checks=checks,
         notes=[
-            f"{what}, behind a `ThrottledSource` that counts; random order, batches of 64, 2 workers. Shares are of bytes; "
-            "what is resident is looked up before each epoch. Records lie in blocks, so slightly less fits than was asked."
+            f"{what}, behind a `ThrottledSource` that counts; random order, batches of 64, 2 workers. Shares are of "
+            "bytes; what is resident is looked up before each epoch. Records lie in blocks, so slightly less fits than "
+            "was asked."
         ],
         versions=runs[-1]["versions"],
         raw=runs,

@@ -71,7 +71,7 @@ def make_samples(task: Task) -> Path:
     path = samples_path(task)
     if not path.exists():
         shape = (task.samples, task.side, task.side, 3)
-        out = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)  # type: ignore[no-untyped-call]
+        out = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
         generator = np.random.default_rng(task.side)
         for start in range(0, task.samples, 256):
             out[start : start + 256] = generator.integers(0, 256, out[start : start + 256].shape, dtype=np.uint8)

@@ -72,9 +72,7 @@ def run_child(module: str, params: Json, *, scratch: Path, python: str | Path = 
     }
     command = [str(python), "-m", module, json.dumps(params)]
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=CHILD_SECONDS
-        )
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=CHILD_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise BenchmarkError(f"{module} has not ended for {CHILD_SECONDS:.0f} s") from error
     lines = done.stdout.strip().splitlines()

@@ -16,8 +16,8 @@ from stallfree.cache.index import index_bytes
 
 NAME = "lru_formula"
 QUESTION = (
-    "Each epoch visits every sample once, in another random order. Does `lru` hit as theory says, c + (1-c) ln(1-c) for "
-    "a cache of the share c?"
+    "Each epoch visits every sample once, in another random order. Does `lru` hit as theory says, c + (1-c) ln(1-c) "
+    "for a cache of the share c?"
 )
 SHARES = (0.2, 0.4, 0.6, 0.8)
 EPOCHS = 10
@@ -27,9 +27,7 @@ BATCH = 8
 def run(options: Options) -> Report:
     ids = 4_000 if options.quick else 20_000
     with scratch_folder() as scratch:
-        runs = [
-            run_child("benchmarks.lru_formula", {"ids": ids, "share": share}, scratch=scratch) for share in SHARES
-        ]
+        runs = [run_child("benchmarks.lru_formula", {"ids": ids, "share": share}, scratch=scratch) for share in SHARES]
     rows, checks = [], []
     for found in runs:
         share, ratio = found["share"], found["hits"] / found["asked"]

@@ -35,7 +35,7 @@ def report(options: Options, *, side: int, samples: int, batch: int, wanted: dic
         alternate(list(found.values()), asdict(task), options.rounds, scratch)
     ours = found["stallfree"]
     rows, checks = [], []
-    for key, contender in found.items():
+    for contender in found.values():
         if contender.missing:
             rows.append([contender.name, contender.missing, ""])
             continue
@@ -50,10 +50,10 @@ def report(options: Options, *, side: int, samples: int, batch: int, wanted: dic
         checks=checks,
         notes=[
             f"{samples:,} pictures of {side}x{side}x3 bytes ({samples * side * side * 3 / 2**30:.2f} GiB) in memory, "
-            f"batches of {batch}, another random order each epoch, 2 workers or threads. Whole epochs are timed; the loop "
-            "receives each batch and touches nothing. Each contender's first epoch is not timed but checked: every "
-            f"sample once, with its label and its pixels. Median of {options.rounds} rounds of all contenders in turns "
-            "(lowest to highest); ratios within a round.",
+            f"batches of {batch}, another random order each epoch, 2 workers or threads. Whole epochs are timed; the "
+            "loop receives each batch and touches nothing. Each contender's first epoch is not timed but checked: "
+            f"every sample once, with its label and its pixels. Median of {options.rounds} rounds of all contenders "
+            "in turns (lowest to highest); ratios within a round.",
             *(
                 f"{c.name}: best of {len(c.tried)} settings tried before the rounds: {c.params['setting']}."
                 for c in found.values()
@@ -62,7 +62,9 @@ def report(options: Options, *, side: int, samples: int, batch: int, wanted: dic
         ],
         versions={name: text for c in found.values() for r in c.results[:1] for name, text in r["versions"].items()}
         | _versions(found["stallfree"]),
-        raw={c.name: {"setting": c.params.get("setting"), "tried": c.tried, "rounds": c.results} for c in found.values()},
+        raw={
+            c.name: {"setting": c.params.get("setting"), "tried": c.tried, "rounds": c.results} for c in found.values()
+        },
     )
 
 

@@ -44,7 +44,7 @@ def main() -> int:
     options = harness.Options(data=given.data, quick=given.quick)
     failed = []
     for name in given.names or NAMES:
-        case: harness.Case = importlib.import_module(f"benchmarks.{name}")  # type: ignore[assignment]
+        case: harness.Case = importlib.import_module(f"benchmarks.{name}")
         harness.say(f"{name}: {case.QUESTION}")
         try:
             report = case.run(options)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ class Files(Dataset[tuple[torch.Tensor, int]]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.change(self.decode(self.paths[index].read_bytes())), self.labels[index]
+        return self.change(np.asarray(self.decode(self.paths[index].read_bytes()))), self.labels[index]
 
 
 def main() -> None:
@@ -41,7 +41,6 @@ def main() -> None:
     folder, batch, workers = Path(given["photos"]), given["batch"], given["workers"]
     torch_data = Files(folder)
     size = sum(len(path.read_bytes()) for path in torch_data.paths)  # warms the files, too
-    loader: Iterable[Any]
     options: dict[str, Any] = {
         "batch_size": batch,
         "shuffle": True,
@@ -50,35 +49,38 @@ def main() -> None:
         "drop_last": True,
     }
     if given["who"] == "torch":
-        loader = torch.utils.data.DataLoader(torch_data, **options)
+        rates = time_loader(torch.utils.data.DataLoader(torch_data, **options), len(torch_data) // batch, given)
     else:
         source = sf.ImageFolder(folder, CropAndFlip())
-        cached = sf.CachedDataset(source, capacity=2 * size + (64 << 20), form="fetched")
-        loader = sf.DataLoader(cached, **options)
-    batches = len(torch_data) // batch
+        with sf.CachedDataset(source, capacity=2 * size + (64 << 20), form="fetched") as cached:
+            with sf.DataLoader(cached, **options) as loader:
+                rates = time_loader(loader, len(torch_data) // batch, given)
+            stats = cached.stats()
+        if stats.resident_items != len(torch_data) or stats.storage_reads > len(torch_data) + 1:
+            raise AssertionError(f"not all files stayed in the cache: {stats}")
+    try:
+        decoder = {"simplejpeg": version("simplejpeg")}
+    except PackageNotFoundError:
+        decoder = {"pillow": version("pillow")}
+    emit({"rates": rates}, stallfree=version("stallfree"), torch=torch.__version__, numpy=np.__version__, **decoder)
+
+
+def time_loader(loader: Iterable[Any], batches: int, given: dict[str, Any]) -> list[float]:
+    """Samples/s of each epoch but the first, which fills the cache."""
     rates: list[float] = []
-    for epoch in range(10_000):
+    spent = 0.0
+    for epoch in itertools.count():
         start = time.perf_counter()
         got = sum(1 for _batch in loader)
         taken = time.perf_counter() - start
         if got != batches:
             raise AssertionError(f"{got} batches instead of {batches}")
-        if epoch > 0:  # the first fills the cache
-            rates.append(batch * batches / taken)
-        if len(rates) >= MIN_EPOCHS and sum(batch * batches / rate for rate in rates) > given["seconds"]:
+        if epoch > 0:
+            rates.append(given["batch"] * batches / taken)
+            spent += taken
+        if len(rates) >= MIN_EPOCHS and spent > given["seconds"]:
             break
-    result: dict[str, Any] = {"rates": rates, "median": statistics.median(rates)}
-    if given["who"] != "torch":
-        stats = cached.stats()
-        if stats.resident_items != len(torch_data) or stats.storage_reads > len(torch_data) + 1:
-            raise AssertionError(f"not all files stayed in the cache: {stats}")
-        loader.close()  # type: ignore[attr-defined]
-        cached.close()
-    try:
-        decoder = {"simplejpeg": version("simplejpeg")}
-    except PackageNotFoundError:
-        decoder = {"pillow": version("pillow")}
-    emit(result, stallfree=version("stallfree"), torch=torch.__version__, numpy=np.__version__, **decoder)
+    return rates
 
 
 if __name__ == "__main__":

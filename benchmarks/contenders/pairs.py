@@ -13,7 +13,7 @@ class Pairs(Dataset[tuple[torch.Tensor, int]]):
 
     def __init__(self, task: Task) -> None:
         images, _ = load_samples(task)
-        self.images = torch.empty(images.shape, dtype=torch.uint8).share_memory_()
+        self.images = torch.empty(images.shape, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
         self.images.numpy()[:] = images
 
     def __len__(self) -> int:

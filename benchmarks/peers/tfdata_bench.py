@@ -28,9 +28,7 @@ def main() -> None:
     def gather(calls: int | None, ahead: int) -> Epoch:
         """Shuffle the indices, gather whole batches: tf.data's fastest form."""
         data = tf.data.Dataset.range(task.samples).shuffle(task.samples).batch(task.batch, drop_remainder=True)
-        data = data.map(
-            lambda ids: (tf.gather(all_images, ids), tf.gather(all_labels, ids)), num_parallel_calls=calls
-        )
+        data = data.map(lambda ids: (tf.gather(all_images, ids), tf.gather(all_labels, ids)), num_parallel_calls=calls)
         return repeat(data.prefetch(ahead))
 
     def by_sample(cache: bool, calls: int | None) -> Epoch:

@@ -45,11 +45,8 @@ def build(name: str) -> str | None:
             return f"the development files of {library} are not installed (see requirements-{name}.txt)"
     if not python_of(name).exists():
         venv.create(HOME / name, with_pip=True)
-    pip = [python_of(name), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    steps = [
-        ["setuptools", "wheel"],
-        ["--no-build-isolation", "-r", HERE / f"requirements-{name}.txt"],
-    ]
+    pip = [str(python_of(name)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    steps = (("setuptools", "wheel"), ("--no-build-isolation", "-r", str(HERE / f"requirements-{name}.txt")))
     for step in steps:
         done = subprocess.run([*pip, *step], capture_output=True, text=True)
         if done.returncode:

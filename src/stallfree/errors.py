@@ -71,6 +71,13 @@ class WorkerError(StallfreeError):
         super().__init__(message)
         self.ids = ids
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _make_worker_error, (str(self), self.ids)
+
+
+def _make_worker_error(message: str, ids: list[int]) -> WorkerError:
+    return WorkerError(message, ids=ids)
+
 
 class WaitError(StallfreeError, TimeoutError):
     """A wait reached its limit. The message says what was waited for and how long."""

@@ -1,11 +1,12 @@
 """Folders that several processes share, and that vanish with the last of them.
 
 A cache, a staging ring and a throttle each live in a folder of their own below a root that belongs to one user (mode
-0700). Every attached process holds a shared `flock` on the file `attached`; the kernel drops it when the process dies, so
-whoever can get the lock for itself alone knows that nobody is attached. The last one out removes the folder, and what
-killed processes left behind is removed by the next `sweep`.
+0700). Every attached process holds a shared `flock` on the file `attached`; the kernel drops it when the process dies,
+so whoever can get the lock for itself alone knows that nobody is attached. The last one out removes the folder, and
+what killed processes left behind is removed by the next `sweep`.
 
-A folder is made under another name and renamed when it is whole: nobody ever sees half of one.
+A folder is made under another name and renamed when it is whole: nobody ever sees half of one. Folders that lack the
+file `attached` are not ours and are never touched.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -26,6 +28,7 @@ from stallfree.errors import FingerprintError, InputError, StorageError, WaitErr
 ATTACH_SECONDS = 10.0
 """Longest wait for a folder that another process is just making or removing."""
 
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,119}")
 _ATTACHED = "attached"
 _PERSIST = "persist"
 _MAKING = ".new-"
@@ -33,13 +36,26 @@ _REMOVING = ".del-"
 
 
 def default_root() -> Path:
-    """The folder of this user's shared memory: `$STALLFREE_ROOT`, else `/dev/shm/stallfree-UID`, else a temporary folder."""
+    """The folder of this user's shared memory: `$STALLFREE_ROOT`, else one in `/dev/shm`, else a temporary one.
+
+    Where others may write too, it is the folder `stallfree-UID` in there.
+    """
     if given := os.environ.get("STALLFREE_ROOT"):
-        return Path(given)
-    base = Path("/dev/shm")
-    if not os.access(base, os.W_OK):
-        base = Path(tempfile.gettempdir())
+        base = Path(given).absolute()
+        if not _open_to_others(base):
+            return base
+    else:
+        base = Path("/dev/shm")
+        if not os.access(base, os.W_OK):
+            base = Path(tempfile.gettempdir())
     return base / f"stallfree-{os.getuid()}"
+
+
+def _open_to_others(path: Path) -> bool:
+    try:
+        return bool(os.stat(path).st_mode & 0o022)
+    except OSError:
+        return False
 
 
 def user_root(store: str | Path) -> Path:
@@ -48,7 +64,7 @@ def user_root(store: str | Path) -> Path:
 
 
 def prepare_root(root: Path) -> None:
-    """Make `root` with mode 0700 if it is missing. Raises `FingerprintError` if another user owns it."""
+    """Make `root` with mode 0700 if it is missing. Raises `FingerprintError` if it is not this user's alone."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = os.lstat(root)
@@ -59,15 +75,19 @@ def prepare_root(root: Path) -> None:
             f"{root} belongs to user {found.st_uid} or is no folder, and you are user {os.getuid()}: "
             "a cache is read by its own user only. Give another folder"
         )
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        os.chmod(root, 0o700)
+    if found.st_mode & 0o022:
+        raise FingerprintError(
+            f"other users may write to {root} (mode {stat.S_IMODE(found.st_mode):o}): "
+            f"a cache is written by its own user only. Give another folder, or `chmod 700 {root}`"
+        )
 
 
 def check_name(name: str) -> str:
     """`name` if it can be the name of a folder, else `InputError`."""
-    if not name or len(name) > 120 or name[0] in ".-" or not all(c.isalnum() or c in "._-" for c in name):
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise InputError(
-            f"name={name!r} cannot name a cache: use 1 to 120 letters, digits, '.', '_' and '-', not starting with '.' or '-'"
+            f"name={name!r} cannot name a cache: use 1 to 120 of the letters a-z and A-Z, digits, '.', '_' and '-', "
+            "not starting with '.' or '-'"
         )
     return name
 
@@ -80,14 +100,15 @@ class SharedFolder:
         root: the folder above; `default_root()` if None.
         initialize: called with the path of a new, still private folder to put files into it. Not called when the folder
             exists.
-        persist: keep the folder when the last process leaves.
+        persist: keep the folder when the last process leaves. Once anyone has asked for that, it holds for all.
 
     Attributes:
         path: the folder.
         created: whether this call made it.
 
-    A forked child shares its parent's attachment and must not close it for the parent: `close` in a child only drops the
-    child's part. Raises `WaitError` when another process has been making or removing the folder for 10 s.
+    A forked child shares its parent's attachment and must not close it for the parent: `close` in a child only drops
+    the child's part. Raises `WaitError` when another process has been making or removing the folder for 10 s,
+    `StorageError` when something else has that name or the folder cannot be made.
     """
 
     def __init__(
@@ -96,54 +117,70 @@ class SharedFolder:
         self.root = default_root() if root is None else Path(root)
         self.path = self.root / check_name(name)
         self.persist = persist
+        self.created = False
         self._owner = os.getpid()
         prepare_root(self.root)
+        self._fd = self._attach_or_create(initialize)
+
+    def _attach_or_create(self, initialize: Callable[[Path], None]) -> int:
         deadline = time.monotonic() + ATTACH_SECONDS
         while True:
             fd = self._attach()
             if fd is not None:
-                self.created = False
-                break
-            if not os.path.lexists(self.path):
+                if self.persist:
+                    _keep(self.path)
+                return fd
+            if self._is_free():
                 fd = self._create(initialize)
                 if fd is not None:
                     self.created = True
-                    break
+                    return fd
             if time.monotonic() > deadline:
                 raise WaitError(f"another process holds {self.path} for itself for more than {ATTACH_SECONDS:.0f} s")
             time.sleep(0.001)
-        self._fd = fd
 
     def _attach(self) -> int | None:
         file = self.path / _ATTACHED
         try:
             fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            if self.path.is_dir() and not file.exists() and any(self.path.iterdir()):
-                raise StorageError(f"{self.path} exists and is no stallfree folder: give another name or store") from None
             return None
         if _lock(fd, fcntl.LOCK_SH) and _same_file(fd, file):
             return fd
         os.close(fd)
         return None
 
+    def _is_free(self) -> bool:
+        """Whether there is nothing at `path`, or an empty folder. Raises `StorageError` if something else is there."""
+        try:
+            found = os.listdir(self.path)
+        except FileNotFoundError:
+            found = [self.path.name] if self.path.is_symlink() else []
+        except OSError:
+            found = [self.path.name]
+        if found and _ATTACHED not in found:
+            raise StorageError(f"{self.path} exists and is no stallfree folder: give another name or store")
+        return not found
+
     def _create(self, initialize: Callable[[Path], None]) -> int | None:
         making = self.root / f"{_MAKING}{os.getpid()}-{secrets.token_hex(6)}"
-        making.mkdir(mode=0o700)
-        fd = os.open(making / _ATTACHED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = -1
         try:
+            making.mkdir(mode=0o700)
+            fd = os.open(making / _ATTACHED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             _lock(fd, fcntl.LOCK_SH)
             if self.persist:
-                (making / _PERSIST).touch(mode=0o600)
+                _keep(making)
             initialize(making)
-            os.rename(making, self.path)
+            if _renamed(making, self.path):
+                return fd
         except BaseException as error:
-            os.close(fd)
-            shutil.rmtree(making, ignore_errors=True)
-            if isinstance(error, OSError) and os.path.lexists(self.path):
-                return None  # another process was faster
-            raise
-        return fd
+            _discard(fd, making)
+            if not isinstance(error, OSError) or isinstance(error, StorageError):
+                raise
+            raise StorageError(f"the folder {self.path} cannot be made: {error}. Give another folder") from error
+        _discard(fd, making)
+        return None
 
     def close(self) -> None:
         """Leave the folder; the last one out removes it unless it persists. May be called twice."""
@@ -151,10 +188,32 @@ class SharedFolder:
         if fd < 0:
             return
         try:
-            if os.getpid() == self._owner and not self.persist and _lock(fd, fcntl.LOCK_EX):
+            if os.getpid() == self._owner and _lock(fd, fcntl.LOCK_EX) and not is_persistent(self.path):
                 _remove(self.path, fd)
         finally:
             os.close(fd)
+
+
+def _keep(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        (path / _PERSIST).touch(mode=0o600)
+
+
+def _renamed(making: Path, path: Path) -> bool:
+    """Give the new folder its name; False if another process was faster."""
+    try:
+        os.rename(making, path)
+    except OSError:
+        if os.path.lexists(path):
+            return False
+        raise
+    return True
+
+
+def _discard(fd: int, making: Path) -> None:
+    if fd >= 0:
+        os.close(fd)
+    shutil.rmtree(making, ignore_errors=True)
 
 
 def sweep(root: Path) -> list[str]:
@@ -164,13 +223,14 @@ def sweep(root: Path) -> list[str]:
         for entry in list(root.iterdir()):
             if entry.is_symlink() or not entry.is_dir():
                 continue
-            if (entry / _ATTACHED).exists():
-                if is_persistent(entry) and not entry.name.startswith((_MAKING, _REMOVING)):
-                    continue
-                if remove_unused(entry):
-                    removed.append(entry.name)
-            elif entry.name.startswith((_MAKING, _REMOVING)) and not _pid_alive(entry.name):
+            if entry.name.startswith(_REMOVING):
                 shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name.startswith(_MAKING):
+                # Whoever makes it may not have locked it yet, so its number counts too.
+                if not _pid_alive(entry.name) and not in_use(entry):
+                    shutil.rmtree(entry, ignore_errors=True)
+            elif not is_persistent(entry) and remove_unused(entry):
+                removed.append(entry.name)
     return removed
 
 

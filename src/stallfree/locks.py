@@ -1,14 +1,17 @@
 """A lock between processes that a dead process cannot keep.
 
-POSIX record locks belong to a process: the kernel frees them when it dies, and a forked child does not inherit them. They
-have one trap: a process loses *all* its locks on a file when it closes *any* descriptor of it. Hence one descriptor per file
-and process, shared by all `FileLock` objects of that file, together with a thread lock for the threads of the process.
+POSIX record locks belong to a process: the kernel frees them when it dies, and a forked child does not inherit them.
+They have one trap: a process loses *all* its locks on a file when it closes *any* descriptor of it. Hence one
+descriptor per file and process, shared by all `FileLock` objects of that file, together with a thread lock for the
+threads of the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stallfree.errors import WaitError
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
 class _Open:
@@ -47,16 +52,27 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.touch(mode=0o600)
+        self._claims: set[int] = set()
+        self._pid = os.getpid()
         with _registry_lock:
-            # Looked up before it is opened: a second descriptor could never be closed without losing the locks.
-            found = os.stat(path)
-            self._key = (found.st_dev, found.st_ino)
+            self._entry: _Open | None = self._open()
+
+    def _open(self) -> _Open:
+        # Looked up before it is opened: a second descriptor could never be closed without losing the locks.
+        found: os.stat_result | None = None
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(self.path)
+        if found is None:
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            found = os.stat(self.path)
+        self._key = (found.st_dev, found.st_ino)
+        while True:
             entry = _open_files.get(self._key)
             if entry is None:
-                entry = _open_files[self._key] = _Open(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+                entry = _open_files[self._key] = _Open(os.open(self.path, os.O_RDWR | os.O_CLOEXEC))
             entry.users += 1
-        self._entry: _Open | None = entry
+            if _open_files.get(self._key) is entry:  # else a finalizer has just closed it in this very thread
+                return entry
 
     @contextmanager
     def hold(self, seconds: float, what: str) -> Iterator[None]:
@@ -82,24 +98,42 @@ class FileLock:
             entry.thread_lock.release()
 
     def claim(self, byte: int) -> bool:
-        """Take `byte` (1 or more) until this process dies or releases it; False if anyone has it already."""
+        """Take `byte` (1 or more) until this process dies, releases it or closes; False if anyone has it already."""
         entry = self._entry
-        if entry is None or byte in entry.claims or not _try(entry.fd, byte):
+        if entry is None:
             return False
-        entry.claims.add(byte)
+        with _registry_lock:
+            if byte in entry.claims or not _try(entry.fd, byte):
+                return False
+            entry.claims.add(byte)
+        if self._pid != os.getpid():  # what the parent claimed is not ours
+            self._claims, self._pid = set(), os.getpid()
+        self._claims.add(byte)
         return True
 
     def release(self, byte: int) -> None:
         """Give `byte` back."""
-        if self._entry is not None:
+        if self._entry is not None and self._pid == os.getpid() and byte in self._claims:
+            self._claims.discard(byte)
             self._entry.claims.discard(byte)
             fcntl.lockf(self._entry.fd, fcntl.LOCK_UN, 1, byte)
 
+    def claimed_elsewhere(self) -> bool:
+        """Whether another process has claimed any byte."""
+        if self._entry is None:
+            return False
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0, 0)
+        kind, *_ = _FLOCK.unpack(fcntl.fcntl(self._entry.fd, fcntl.F_GETLK, asked))
+        return kind != fcntl.F_UNLCK
+
     def close(self) -> None:
-        """Close the file when this was the last object of this process that uses it."""
-        entry, self._entry = self._entry, None
+        """Release the claims of this object; close the file when it was the last one of this process that uses it."""
+        entry = self._entry
         if entry is None:
             return
+        for byte in list(self._claims):
+            self.release(byte)
+        self._entry = None
         with _registry_lock:
             entry.users -= 1
             if entry.users == 0:

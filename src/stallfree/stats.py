@@ -56,14 +56,13 @@ class LoaderStats:
         fetch_seconds: seconds that workers spent waiting for fetches.
         prep_seconds: seconds that workers spent preparing and collating.
         wait_seconds: seconds that the training loop waited in `next`.
-        stall_fetch_seconds: the part of `wait_seconds` put down to fetching: the share of fetching in the batch waited for.
-        stall_prep_seconds: the rest of `wait_seconds`.
         queue_depth: ready batches at this moment.
         retries: batches done again because a worker died or a cached sample vanished.
         workers_replaced: workers that died and were replaced.
         skips: samples left out because of an error (`on_error="skip"`).
         private_copies: batches copied out of the ring because older ones were kept.
         staging_bytes: bytes of the staging ring.
+        num_workers: worker processes.
     """
 
     batches: int
@@ -74,11 +73,25 @@ class LoaderStats:
     fetch_seconds: float
     prep_seconds: float
     wait_seconds: float
-    stall_fetch_seconds: float
-    stall_prep_seconds: float
     queue_depth: int
     retries: int
     workers_replaced: int
     skips: int
     private_copies: int
     staging_bytes: int
+    num_workers: int
+
+    @property
+    def stall_fetch_seconds(self) -> float:
+        """The part of `wait_seconds` that would go if every fetch were instant.
+
+        A worker that never waited for a fetch would be done earlier by what it waited; the workers share that. So this is
+        the fetch stall as DS-Analyzer defines it (Mohan et al., VLDB 2021, section 3: the time that fetching adds to a run
+        whose data are in memory), found without a second run.
+        """
+        return min(self.wait_seconds, self.fetch_seconds / max(1, self.num_workers))
+
+    @property
+    def stall_prep_seconds(self) -> float:
+        """The rest of `wait_seconds`: waits that remain when every fetch is instant."""
+        return self.wait_seconds - self.stall_fetch_seconds

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from stallfree.cli import main
+
 
 def run_cli(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     """`python -m stallfree` with these arguments."""
@@ -29,15 +31,23 @@ def test_the_script_is_the_same_as_the_module() -> None:
     assert done.stdout == run_cli("--version").stdout
 
 
-def test_help_names_the_commands() -> None:
-    done = run_cli("--help")
-    assert done.returncode == 0
-    for word in ("stallfree", "demo", "cache", "--version"):
-        assert word in done.stdout
+def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of `stallfree` with these arguments, in this process."""
+    monkeypatch.setattr(sys, "argv", ["stallfree", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert isinstance(exit.value.code, int)
+    return exit.value.code
 
 
-def test_no_arguments_show_help() -> None:
-    assert "Usage" in run_cli().stdout + run_cli().stderr
+@pytest.mark.parametrize("arguments", [("--help",), ("-h",), ()])
+def test_help_names_the_commands(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_here(monkeypatch, *arguments)
+    shown = "".join(capsys.readouterr())
+    for word in ("Usage", "stallfree", "demo", "cache", "--version"):
+        assert word in shown
 
 
 @pytest.mark.parametrize(
@@ -51,17 +61,24 @@ def test_no_arguments_show_help() -> None:
         (("cache", "rm", "../up"), "'../up'"),
     ],
 )
-def test_an_error_is_one_clear_line(arguments: tuple[str, ...], words: str) -> None:
-    done = run_cli(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
+def test_an_error_is_one_clear_line(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(monkeypatch, *arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert words in shown.err
+
+
+def test_an_error_shows_no_traceback() -> None:
+    done = run_cli("cache", "rm", "nobody")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: there is no cache 'nobody'")
     assert done.stderr.count("\n") == 1
-    assert words in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [("nonsense",), ("demo", "--epochs", "0"), ("demo", "--workers", "none")])
-def test_wrong_options(arguments: tuple[str, ...]) -> None:
-    done = run_cli(*arguments)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+def test_wrong_options(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_here(monkeypatch, *arguments) == 2

@@ -8,7 +8,7 @@ V1 = "torchvision.transforms.transforms"
 
 
 def foreign(name: str, module: str, *bases: type, **members: Any) -> Any:
-    """An instance of a class `name` that claims to come from `module` and, if no `__call__` is given, changes nothing."""
+    """An instance of a class `name` that says it is from `module`; it changes nothing unless given a `__call__`."""
     members = {"__call__": lambda self, value: value} | members
     return type(name, bases, {"__module__": module, **members})()
 

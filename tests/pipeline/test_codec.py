@@ -564,7 +564,7 @@ def test_wrong_arguments_are_refused() -> None:
         write_record(structure, leaf_arrays, np.empty(10, np.uint8))
     with pytest.raises(CodecError, match="1 leaves"):
         write_record(structure, leaf_arrays[:1], np.empty(1000, np.uint8))
-    with pytest.raises(CodecError, match="record of .* bytes: 10 bytes"):
+    with pytest.raises(CodecError, match=r"record of .* bytes: 10 bytes"):
         open_record(structure, np.empty(10, np.uint8))
     with pytest.raises(CodecError, match="do not vary"):
         open_record(encode("text")[0], np.empty(1000, np.uint8))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from stallfree.cache.index import Field, Index, index_bytes
-from stallfree.cache.layout import Meta
+from stallfree.cache.index import Field, Index
+from stallfree.cache.layout import META, Meta
 from stallfree.errors import InputError, StorageError
 from stallfree.folders import check_name, default_root, in_use, is_persistent, remove_unused, sweep, user_root
 
@@ -49,22 +49,25 @@ def list_caches(root: Path) -> list[CacheInfo]:
     """The caches below `root`, by name."""
     if not root.is_dir():
         return []
-    return [_info(path) for path in sorted(root.iterdir()) if (path / "meta.json").exists() and path.name[0] != "."]
+    return [_info(path) for path in sorted(root.iterdir()) if _is_cache(path)]
+
+
+def _is_cache(path: Path) -> bool:
+    return path.name[0] != "." and any((path / file).is_file() for file in (META, "index"))
 
 
 def _info(path: Path) -> CacheInfo:
     state = {"name": path.name, "path": path, "in_use": in_use(path), "persist": is_persistent(path)}
     try:
         meta = Meta.load(path)
-        kinds = {"scored": meta.scored, "checked": meta.on_disk}
-        header = Index(path / "index", meta.num_ids, meta.num_blocks, **kinds).header
+        header = Index(path / "index", meta.num_ids, meta.num_blocks, **meta.kinds).header
     except (StorageError, OSError):
         return CacheInfo(**state)  # type: ignore[arg-type]
     return CacheInfo(
         **state,  # type: ignore[arg-type]
         samples=meta.num_ids,
         resident_items=int(header[Field.RESIDENT]),
-        used_bytes=index_bytes(meta.num_ids, meta.num_blocks, **kinds) + int(header[Field.BACKED]) * meta.block,
+        used_bytes=meta.index_bytes + int(header[Field.BACKED]) * meta.block,
         capacity_bytes=meta.capacity,
         policy=meta.policy,
         fingerprint=meta.fingerprint,
@@ -74,7 +77,7 @@ def _info(path: Path) -> CacheInfo:
 def remove(root: Path, name: str) -> None:
     """Remove the cache `name` below `root`. Raises `InputError` if there is none or a process is attached to it."""
     path = root / check_name(name)
-    if not (path / "meta.json").exists():
+    if not _is_cache(path):
         there = ", ".join(info.name for info in list_caches(root)) or "none"
         raise InputError(f"there is no cache {name!r} in {root}; there are: {there}")
     if not remove_unused(path):

@@ -1,8 +1,8 @@
 """Where the bytes of records lie: blocks of one size in one sparse file.
 
-In memory the file is mapped and a batch is read by one gather per leaf. On a disk it is read and written by system calls,
-so that a bad sector or a file cut short is an error that can be handled and not a fault. Either way a block is touched only
-after `posix_fallocate` has got its memory: a full file system means a smaller cache, never SIGBUS.
+In memory the file is mapped and a batch is read by one gather per leaf. On a disk it is read and written by system
+calls, so that a bad sector or a file cut short is an error that can be handled and not a fault. Either way a block is
+touched only after `posix_fallocate` has got its memory: a full file system means a smaller cache, never SIGBUS.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stallfree.cache.index import DamagedError
+from stallfree.cache.serial import one_thread
+
 Array = npt.NDArray[Any]
 
 SEGMENT = 64 << 20
 """Bytes of memory that are taken at a time, or one block if that is larger."""
 
+_MOST_PARTS = 1024  # that one call may read into
 _POPULATE_READ = 22
 _POPULATE_STEP = 32 << 20
 
@@ -35,7 +40,10 @@ class Arena(ABC):
     def __init__(self, file: Path, block: int, num_blocks: int) -> None:
         self.block = block
         self.num_blocks = num_blocks
-        self._fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise DamagedError(f"the file {file} of a cache cannot be opened: {error}") from error
 
     @staticmethod
     def create(file: Path, block: int, num_blocks: int) -> None:
@@ -46,25 +54,49 @@ class Arena(ABC):
         finally:
             os.close(fd)
 
-    def back(self, start: int, count: int) -> bool:
-        """Get memory for `count` blocks from block `start` on; False if the file system has none."""
+    def back(self, start: int, count: int) -> int:
+        """Get memory for `count` blocks from block `start` on, or for as many as there is room for; their number.
+
+        When the file system is filling up, a 16th of what it has left stays free for others.
+        """
+        if self._back(start, count):
+            return count
+        found = os.fstatvfs(self._fd)
+        space = found.f_bavail * found.f_frsize
+        fewer = min(count - 1, (space - space // 16) // self.block)
+        return fewer if fewer > 0 and self._back(start, fewer) else 0
+
+    def _back(self, start: int, count: int) -> bool:
         try:
             os.posix_fallocate(self._fd, start * self.block, count * self.block)
         except OSError:
             return False
         return True
 
+    def whole(self) -> int:
+        """Blocks that the file has; it is made as long as it should be if it is not."""
+        there = os.fstat(self._fd).st_size
+        if there != self.num_blocks * self.block:
+            os.ftruncate(self._fd, self.num_blocks * self.block)
+        return min(there // self.block, self.num_blocks)
+
     @abstractmethod
     def read(self, blocks: Array, out: Array) -> None:
-        """Copy `blocks` (integers) one after the other into `out`, (len(blocks), block) bytes. May raise `OSError`."""
+        """Copy `blocks` (integers) one after the other into `out`, (len(blocks), block) bytes.
+
+        What a disk does not give is zero in `out`: the checksum of the record tells.
+        """
 
     @abstractmethod
     def write(self, blocks: Array, data: Array) -> None:
         """Copy the rows of `data`, (len(blocks), block) bytes, into `blocks`. May raise `OSError`."""
 
     @abstractmethod
-    def gather(self, blocks: Array, offset: int, out: Array) -> None:
-        """Copy the bytes from `offset` on of each of `blocks` into the rows of `out`, (len(blocks), bytes)."""
+    def gather(self, blocks: Array, offsets: Sequence[int], outs: Sequence[Array]) -> None:
+        """Copy the bytes from `offsets[k]` on of each of `blocks` into the rows of `outs[k]`, (len(blocks), bytes).
+
+        The offsets rise, and the parts do not overlap. What a disk does not give is zero.
+        """
 
     def close(self) -> None:
         """Give the descriptor back."""
@@ -78,7 +110,11 @@ class MemoryArena(Arena):
 
     def __init__(self, file: Path, block: int, num_blocks: int) -> None:
         super().__init__(file, block, num_blocks)
-        self._map = mmap.mmap(self._fd, block * num_blocks)
+        try:
+            self._map = mmap.mmap(self._fd, block * num_blocks)
+        except ValueError as error:
+            os.close(self._fd)
+            raise DamagedError(f"{file} is not the one of this cache: {error}") from error
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._map, np.uint8)
@@ -99,19 +135,23 @@ class MemoryArena(Arena):
         """The bytes of one block, to be written in place."""
         return self._rows[block]  # type: ignore[no-any-return]
 
-    def gather(self, blocks: Array, offset: int, out: Array) -> None:
-        width = out.shape[1]
+    def gather(self, blocks: Array, offsets: Sequence[int], outs: Sequence[Array]) -> None:
         index = torch.from_numpy(blocks)
+        with one_thread():
+            for offset, out in zip(offsets, outs, strict=True):
+                source, target = self._leaf(offset, out)
+                torch.index_select(source, 0, index, out=target)
+
+    def _leaf(self, offset: int, out: Array) -> tuple[torch.Tensor, torch.Tensor]:
+        """One leaf of all blocks, and `out`, as tensors of the widest elements that fit."""
+        width = out.shape[1]
+        if width % 8 or not out.flags.c_contiguous or out.ctypes.data % 8:
+            return self._tensor.as_strided((self.num_blocks, width), (self.block, 1), offset), torch.from_numpy(out)
+        target = torch.from_numpy(out.view(np.int64))
         if width == 8:
-            source = self._words.as_strided((self.num_blocks,), (self.block // 8,), offset // 8)
-            torch.index_select(source, 0, index, out=torch.from_numpy(out.view(np.int64)[:, 0]))
-        elif width % 8 == 0 and out.flags.c_contiguous and out.ctypes.data % 8 == 0:
-            words = (self.num_blocks, width // 8)
-            source = self._words.as_strided(words, (self.block // 8, 1), offset // 8)
-            torch.index_select(source, 0, index, out=torch.from_numpy(out.view(np.int64)))
-        else:
-            source = self._tensor.as_strided((self.num_blocks, width), (self.block, 1), offset)
-            torch.index_select(source, 0, index, out=torch.from_numpy(out))
+            return self._words.as_strided((self.num_blocks,), (self.block // 8,), offset // 8), target[:, 0]
+        words = (self.num_blocks, width // 8)
+        return self._words.as_strided(words, (self.block // 8, 1), offset // 8), target
 
     def populate(self, blocks: int) -> None:
         """Map the first `blocks` blocks in the background, so that reading them does not fault page by page."""
@@ -135,8 +175,9 @@ class MemoryArena(Arena):
 
     def close(self) -> None:
         self._stop.set()
-        if self._populating is not None and self._populating.is_alive():
-            self._populating.join()
+        thread = self._populating
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join()
         super().close()
 
 
@@ -145,26 +186,44 @@ class DiskArena(Arena):
 
     def read(self, blocks: Array, out: Array) -> None:
         for start, count, at in _runs(blocks):
-            view = memoryview(out[at : at + count]).cast("B")
-            done = 0
-            while done < len(view):
-                got = os.preadv(self._fd, [view[done:]], start * self.block + done)
-                if got == 0:
-                    raise OSError("the file of the cache was cut short")
-                done += got
+            rows = out[at : at + count]
+            self._read([rows.data.cast("B")], start * self.block)
 
     def write(self, blocks: Array, data: Array) -> None:
         for start, count, at in _runs(blocks):
-            view = memoryview(data[at : at + count]).cast("B")
+            view = data[at : at + count].data.cast("B")
             done = 0
             while done < len(view):
                 done += os.pwritev(self._fd, [view[done:]], start * self.block + done)
 
-    def gather(self, blocks: Array, offset: int, out: Array) -> None:
-        width = out.shape[1]
+    def gather(self, blocks: Array, offsets: Sequence[int], outs: Sequence[Array]) -> None:
+        if not outs:
+            return
+        gaps = [
+            memoryview(bytearray(max(0, after - offset - out.shape[1])))
+            for offset, after, out in zip(offsets, (*offsets[1:], 0), outs, strict=True)
+        ]
+        views = [out.data for out in outs]
         for row, block in enumerate(blocks.tolist()):
-            if os.preadv(self._fd, [out[row]], block * self.block + offset) != width:
-                raise OSError("the file of the cache was cut short")
+            parts = [part for view, gap in zip(views, gaps, strict=True) for part in (view[row : row + 1], gap)]
+            self._read([part.cast("B") for part in parts if part.nbytes], block * self.block + offsets[0])
+
+    def _read(self, views: list[memoryview], at: int) -> None:
+        """Fill `views` from place `at` of the file; with zeros where that fails or the file ends."""
+        while views:
+            try:
+                got = os.preadv(self._fd, views[:_MOST_PARTS], at)
+            except OSError:
+                got = 0
+            if got == 0:
+                for view in views:
+                    view[:] = bytes(len(view))
+                return
+            at += got
+            while views and got >= len(views[0]):
+                got -= len(views.pop(0))
+            if got:
+                views[0] = views[0][got:]
 
 
 def _runs(blocks: Array) -> list[tuple[int, int, int]]:

@@ -1,7 +1,7 @@
 """The index of a sample cache: arrays in one shared file, one entry per id.
 
     header      64 numbers of 8 bytes (`Field`)
-    counters    one row of 16 numbers per attached process; row 0 sums up those that have left
+    counters    rows of 16 numbers; each attached process adds to one of its own (see counters.py)
     victims     ids that are next to be evicted, with the scores they were chosen by (see policies.py)
     first       u32 per id     first block + 1, or 0: not resident. Written last, so it makes a record visible
     length      u32 per id     bytes of the record, or 0: laid out as the cache's common structure says
@@ -29,7 +29,12 @@ from stallfree.errors import StorageError
 
 Array = npt.NDArray[Any]
 
-MAGIC = 0x5741_4C4C_4652_0001
+
+class DamagedError(StorageError):
+    """The files of a cache are not what was written."""
+
+
+MAGIC = 0x5741_4C4C_4652_0002
 ROWS = 256
 COLUMNS = 16
 _HEADER = 64
@@ -61,53 +66,84 @@ def victims_size(num_ids: int) -> int:
     return max(64, min(num_ids // 64, 1 << 17))
 
 
+def _arrays(num_ids: int, num_blocks: int, scored: bool, checked: bool) -> dict[str, tuple[Any, int, int]]:
+    """Type, length and place of each array."""
+    victims = victims_size(num_ids) if scored else 0
+    sizes = {
+        "header": (np.int64, _HEADER),
+        "counters": (np.int64, ROWS * COLUMNS),
+        "victims_limit": (np.float64, 2),
+        "victim_scores": (np.float64, victims),
+        "score": (np.float64, num_ids if scored else 0),
+        "victim_ids": (np.uint32, victims),
+        "first": (np.uint32, num_ids),
+        "length": (np.uint32, num_ids),
+        "generation": (np.uint32, num_ids),
+        "checksum": (np.uint32, num_ids if checked else 0),
+        "next": (np.uint32, num_blocks),
+        "free": (np.uint32, num_blocks),
+    }
+    places: dict[str, tuple[Any, int, int]] = {}
+    at = 0
+    for name, (dtype, count) in sizes.items():
+        places[name] = dtype, count, at
+        at += -(-count * np.dtype(dtype).itemsize // 64) * 64
+    return places
+
+
 def index_bytes(num_ids: int, num_blocks: int, *, scored: bool, checked: bool) -> int:
     """Bytes of the index file."""
-    fixed = 8 * _HEADER + 8 * ROWS * COLUMNS + 8
-    if scored:
-        fixed += 12 * victims_size(num_ids)
-    per_id = 12 + (8 if scored else 0) + (4 if checked else 0)
-    return _page(fixed + 64 * 8 + per_id * num_ids + 8 * num_blocks)
+    dtype, count, at = _arrays(num_ids, num_blocks, scored, checked)["free"]
+    return whole_pages(at + count * np.dtype(dtype).itemsize)
 
 
-def _page(size: int) -> int:
+def whole_pages(size: int) -> int:
+    """`size` rounded up to pages, which is what a file of that size takes."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Index:
     """The arrays of the index in `file`, shared by all processes that map it.
 
-    Raises `StorageError` when the file is not an index of these numbers.
+    Raises `DamagedError` when the file is not an index of these numbers.
     """
+
+    header: Array
+    counters: Array
+    victims_limit: Array
+    victim_scores: Array
+    victim_ids: Array
+    first: Array
+    length: Array
+    generation: Array
+    next: Array
+    free: Array
 
     def __init__(self, file: Path, num_ids: int, num_blocks: int, *, scored: bool, checked: bool) -> None:
         size = index_bytes(num_ids, num_blocks, scored=scored, checked=checked)
-        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise DamagedError(f"the index {file} of a cache cannot be opened: {error}") from error
         try:
             if os.fstat(fd).st_size != size:
-                raise StorageError(f"{file} has {os.fstat(fd).st_size} bytes, an index of this cache has {size}")
+                raise DamagedError(f"{file} has {os.fstat(fd).st_size} bytes, an index of this cache has {size}")
             self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        self._at = 0
-        self.header: Array = self._take(_HEADER, np.int64)
-        self.counters: Array = self._take(ROWS * COLUMNS, np.int64).reshape(ROWS, COLUMNS)
-        self.victims_limit: Array = self._take(1, np.float64)
-        room = victims_size(num_ids) if scored else 0
-        self.victim_scores: Array = self._take(room, np.float64)
-        self.score: Array | None = self._take(num_ids, np.float64) if scored else None
-        self.victim_ids: Array = self._take(room, np.uint32)
-        self.first: Array = self._take(num_ids, np.uint32)
-        self.length: Array = self._take(num_ids, np.uint32)
-        self.generation: Array = self._take(num_ids, np.uint32)
-        self.checksum: Array | None = self._take(num_ids, np.uint32) if checked else None
-        self.next: Array = self._take(num_blocks, np.uint32)
-        self.free: Array = self._take(num_blocks, np.uint32)
+        arrays = {
+            name: np.frombuffer(self._map, dtype, count, at)
+            for name, (dtype, count, at) in _arrays(num_ids, num_blocks, scored, checked).items()
+        }
+        self.__dict__.update(arrays)
+        self.counters = arrays["counters"].reshape(ROWS, COLUMNS)
+        self.score: Array | None = arrays["score"] if scored else None
+        self.checksum: Array | None = arrays["checksum"] if checked else None
 
-    def _take(self, count: int, dtype: Any) -> Array:
-        array = np.frombuffer(self._map, dtype, count, self._at)
-        self._at += -(-array.nbytes // 64) * 64
-        return array
+    def belongs_to(self, num_ids: int, num_blocks: int, block: int) -> bool:
+        """Whether the header says the same."""
+        said = [int(self.header[field]) for field in (Field.MAGIC, Field.NUM_IDS, Field.NUM_BLOCKS, Field.BLOCK)]
+        return said == [MAGIC, num_ids, num_blocks, block]
 
     @staticmethod
     def create(file: Path, num_ids: int, num_blocks: int, block: int, *, scored: bool, checked: bool) -> None:
@@ -117,7 +153,9 @@ class Index:
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
-            raise StorageError(f"no room for the {size:,} bytes of the cache's index in {file.parent}: {error}") from error
+            raise StorageError(
+                f"no room for the {size:,} bytes of the cache's index in {file.parent}: {error}"
+            ) from error
         finally:
             os.close(fd)
         header = Index(file, num_ids, num_blocks, scored=scored, checked=checked).header

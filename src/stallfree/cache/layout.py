@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import mmap
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from stallfree.cache.index import index_bytes
+import xxhash
+
+from stallfree.cache.index import DamagedError, index_bytes, whole_pages
 from stallfree.errors import CapacityError, StorageError
-from stallfree.pipeline.codec import Structure, structure_of
+from stallfree.pipeline.structure import Structure, structure_of
 from stallfree.units import format_size
 
-VERSION = 1
+META = "meta.json"
+VERSION = 2
 ALIGN = 64
 LARGE_BLOCK = 16 << 10
 SMALL_BLOCK = 256
@@ -28,6 +33,7 @@ class Meta:
         block: bytes per block.
         num_blocks: blocks at most.
         policy: name of the policy.
+        scored: whether the policy keeps a score per id.
         common: key of the structure that all samples share, or "" if their sizes differ.
         capacity: bytes asked for.
         on_disk: whether the arena is read by system calls.
@@ -48,22 +54,47 @@ class Meta:
         """The structure that all samples share, if they do."""
         return structure_of(self.common.encode("latin-1")) if self.common else None
 
+    @property
+    def kinds(self) -> dict[str, bool]:
+        """Which optional arrays the index has."""
+        return {"scored": self.scored, "checked": self.on_disk}
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index."""
+        return index_bytes(self.num_ids, self.num_blocks, **self.kinds)
+
     def save(self, folder: Path) -> None:
         """Write `meta.json`."""
-        (folder / "meta.json").write_text(json.dumps(asdict(self), indent=1))
+        fields = asdict(self)
+        (folder / META).write_text(json.dumps({**fields, "check": _check(fields)}, indent=1))
 
     @staticmethod
     def load(folder: Path) -> Meta:
-        """Read `meta.json`. Raises `StorageError` if it is missing, damaged or of another version."""
+        """Read `meta.json`.
+
+        Raises `StorageError` if it is of another version, `DamagedError` if it is missing or not what was written.
+        """
         try:
-            fields = json.loads((folder / "meta.json").read_text())
-            if fields.get("version") != VERSION:
-                raise ValueError(f"version {fields.get('version')}, this is version {VERSION}")
-            return Meta(**fields)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise StorageError(
+            fields = json.loads((folder / META).read_text())
+            check = fields.pop("check")
+            if check != _check(fields):
+                raise ValueError("its checksum is wrong")
+            version = fields["version"]
+            if version == VERSION:
+                return Meta(**fields)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise DamagedError(
                 f"{folder} holds no cache that can be read ({error}): remove it with `stallfree cache rm {folder.name}`"
             ) from error
+        raise StorageError(
+            f"the cache in {folder} was made by another version of stallfree (format {version}, this is {VERSION}): "
+            f"give another name, or remove it with `stallfree cache rm {folder.name}`"
+        )
+
+
+def _check(fields: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())
 
 
 def plan_layout(
@@ -79,8 +110,9 @@ def plan_layout(
 ) -> Meta:
     """Share `capacity` bytes between index and blocks.
 
-    With a `structure` of fixed size a block is one record; else records of about `typical` bytes are chained from blocks of
-    an eighth of that, at least 256 bytes and at most 16 KiB. Raises `CapacityError` if the index alone is larger.
+    With a `structure` of fixed size a block is one record; else records of about `typical` bytes are chained from
+    blocks of an eighth of that, at least 256 bytes and at most 16 KiB. Raises `CapacityError` if the index alone is
+    larger.
     """
     common = ""
     if structure is not None and structure.fixed and structure.size > 0:
@@ -92,13 +124,19 @@ def plan_layout(
         while block < LARGE_BLOCK and block * 16 <= typical:
             block *= 2
         at_most = (1 << 32) - 2
-    empty = index_bytes(num_ids, 0, scored=scored, checked=on_disk)
+    kinds = {"scored": scored, "checked": on_disk}
+    beside = whole_pages(1024 + 2 * len(common)) + mmap.PAGESIZE  # meta.json and the folder
+    empty = index_bytes(num_ids, 0, **kinds) + beside
+
+    def taken(blocks: int) -> int:
+        return beside + index_bytes(num_ids, blocks, **kinds) + whole_pages(blocks * block)
+
     num_blocks = min(max(0, (capacity - empty) // (block + 8)), at_most)
-    while num_blocks > 0 and index_bytes(num_ids, num_blocks, scored=scored, checked=on_disk) + num_blocks * block > capacity:
+    while num_blocks > 0 and taken(num_blocks) > capacity:
         num_blocks -= 1
     if num_blocks < 1:
         raise CapacityError(
             f"capacity={format_size(capacity)} holds no record: the index of {num_ids:,} samples takes "
-            f"{format_size(empty)} and a block {format_size(block)}. Give {format_size(empty + 8 * (block + 4096))} or more"
+            f"{format_size(empty)} and a block {format_size(block)}. Give {format_size(taken(8))} or more"
         )
     return Meta(VERSION, fingerprint, num_ids, block, num_blocks, policy, scored, common, capacity, on_disk)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
+
+from stallfree.errors import CapacityError
+from stallfree.units import format_size
 
 
 def free_memory() -> int:
@@ -16,6 +20,30 @@ def free_space(folder: Path) -> int:
     """Bytes that a user may still write to the file system of `folder`."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
+
+
+def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
+    """Bytes to plan with when `size` were asked for: fewer, with a warning, if the file system of `folder` is small.
+
+    Raises `CapacityError` for more than the free memory.
+    """
+    if not on_disk and size > (free := free_memory()):
+        raise CapacityError(
+            f"capacity={format_size(size)} for the cache {name!r} is more than the {format_size(free)} of memory that "
+            "are free here (of the host and of this control group): give less"
+        )
+    space = free_space(folder)
+    if size <= space:
+        return size
+    room = space - space // 16
+    advice = "Another store helps" if on_disk else "A larger /dev/shm (docker: --shm-size) or another store helps"
+    warnings.warn(
+        f"the file system of {folder.parent} has only {format_size(space)} free: the cache {name!r} takes "
+        f"{format_size(room)} in place of the {format_size(size)} asked for. {advice}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return room
 
 
 def _available() -> int:

@@ -2,12 +2,12 @@
 
 | policy | score | admission when full | source |
 | --- | --- | --- | --- |
-| minio | none | never | Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021, section 4.1 |
+| minio | none | never | Mohan et al., "Analyzing and Mitigating Data Stalls", VLDB 2021, section 4.1 |
 | fifo / lru / lfu | time of entry / time of last use / number of uses | always | |
 | random | drawn when victims are looked for | always | |
 
-The resident of lowest score goes. Victims are found many at a time (`Victims`), by one partition of the scores of all
-residents, so that an eviction costs the same however many there are.
+The resident of lowest score goes; of several, the one of lowest id. Victims are found many at a time (`Victims`), by
+one partition of the scores of all residents, so that an eviction costs the same however many there are.
 """
 
 from __future__ import annotations
@@ -106,13 +106,15 @@ class VictimState(Protocol):
 
 
 class Victims:
-    """A queue of residents in order of rising score; the cheapest way to the lowest scores of all.
+    """A queue of residents in order of rising (score, id); the cheapest way to the lowest of all.
 
-    Of all residents, those in the queue have the lowest scores, all at most `limit`. A resident whose score has risen
-    since is put where it belongs, or dropped when it rose above the limit; a newcomer below the limit is put in. When the
-    queue is empty it is filled again. So each choice is the one that sorting all residents anew would give.
+    The queue holds those residents that are not above `limit`, a pair (score, id), in that order. A resident whose
+    score has risen since is put where it belongs, or dropped when it rose above the limit; a newcomer not above the
+    limit is put in. When the queue is empty it is filled again. So each choice is the one that sorting all residents
+    anew would give.
 
-    `span` is a pair of integers (position, end) that may lie in shared memory. All calls are made under the lock of writers.
+    `span` is a pair of integers (position, end) that may lie in shared memory. All calls are made under the lock of
+    writers.
     """
 
     def __init__(self, policy: Policy, state: VictimState, span: Array) -> None:
@@ -125,18 +127,17 @@ class Victims:
         self._span[:] = 0
 
     def entered(self, score: Array, ids: Array) -> None:
-        """`ids` have become resident with scores that may be below the limit."""
-        at, end = self._span
-        if at < end:
+        """`ids` have become resident, perhaps with scores below the limit, or were chosen and are to stay after all."""
+        if self._span[0] < self._span[1]:
             scores = score[ids]
-            low = scores < self._state.victims_limit[0]
+            low = self._within(ids, scores)
             if low.any():
                 self._insert(ids[low], scores[low])
 
     def choose(self, count: int, score: Array, tick: int) -> Array:
         """Up to `count` residents of lowest score, lowest first; fewer only when no more are resident.
 
-        The caller must make them absent before the next call.
+        The caller must make them absent before the next call, or give them back with `entered`.
         """
         chosen: list[Array] = []
         while count > 0:
@@ -145,39 +146,47 @@ class Victims:
             taken = self._take(count, score)
             chosen.append(taken)
             count -= len(taken)
-        return np.concatenate(chosen) if chosen else np.empty(0, np.uint32)
+        none: Array = np.empty(0, np.uint32)
+        return np.concatenate([none, *chosen])
+
+    def _within(self, ids: Array, scores: Array) -> Array:
+        limit, last = self._state.victims_limit
+        within: Array = (scores < limit) | ((scores == limit) & (ids <= last))
+        return within
 
     def _take(self, count: int, score: Array) -> Array:
         state = self._state
         at, end = self._span
         stop = min(at + count, end)
-        ids = state.victim_ids[at:stop].copy()
-        known = state.victim_scores[at:stop].copy()
-        self._span[0] = stop
+        ids: Array = state.victim_ids[at:stop].copy()
+        known = state.victim_scores[at:stop]
         now = score[ids]
         alive = state.first[ids] != 0
+        self._span[0] = stop
         if alive.all() and (now == known).all():
             return ids
-        keep = alive & (now <= state.victims_limit[0])
+        keep = alive & self._within(ids, now)
         ids, now = ids[keep], now[keep]
         order = np.lexsort((ids, now))
         ids, now = ids[order], now[order]
-        bound = state.victim_scores[stop] if stop < end else state.victims_limit[0]
-        surely = now <= bound
-        if not surely.all():
-            self._insert(ids[~surely], now[~surely])
-        return ids[surely]
+        if stop < end:
+            score_after, id_after = state.victim_scores[stop], state.victim_ids[stop]
+            surely = (now < score_after) | ((now == score_after) & (ids < id_after))
+            if not surely.all():
+                self._insert(ids[~surely], now[~surely])
+                ids = ids[surely]
+        return ids
 
     def _insert(self, ids: Array, scores: Array) -> None:
         state = self._state
         at, end = (int(n) for n in self._span)
         all_ids = np.concatenate((state.victim_ids[at:end], ids.astype(np.uint32)))
         all_scores = np.concatenate((state.victim_scores[at:end], scores))
-        order = np.argsort(all_scores, kind="stable")
+        order = np.lexsort((all_ids, all_scores))
         room = len(state.victim_ids)
         if len(order) > room:
             order = order[:room]
-            state.victims_limit[0] = all_scores[order[-1]]
+            state.victims_limit[:] = all_scores[order[-1]], all_ids[order[-1]]
         state.victim_ids[: len(order)] = all_ids[order]
         state.victim_scores[: len(order)] = all_scores[order]
         self._span[:] = 0, len(order)
@@ -192,10 +201,12 @@ class Victims:
         self.policy.before_choice(score, residents, tick)
         scores = score[residents]
         size = min(max(16, len(residents) // 64), len(state.victim_ids), len(residents))
-        lowest = np.argpartition(scores, size - 1)[:size]
-        lowest = lowest[np.lexsort((residents[lowest], scores[lowest]))]
+        bound = np.partition(scores, size - 1)[size - 1]
+        lowest = np.flatnonzero(scores < bound)
+        same = np.flatnonzero(scores == bound)[: size - len(lowest)]  # residents are in order of ids
+        lowest = np.concatenate((lowest[np.argsort(scores[lowest], kind="stable")], same))
         state.victim_ids[:size] = residents[lowest]
         state.victim_scores[:size] = scores[lowest]
-        state.victims_limit[0] = scores[lowest[-1]]
+        state.victims_limit[:] = bound, residents[lowest[-1]]
         self._span[:] = 0, size
         return True

@@ -1,7 +1,7 @@
 """Make an index whole again after a writer died at any instant, or after a disk damaged it.
 
-What counts is `first`, because it is written last: an id is resident if and only if its chain of blocks is sound. All the
-rest (free blocks, counters, victims) follows from it.
+What counts is `first`, because it is written last: an id is resident if and only if its chain of blocks is sound. All
+the rest (free blocks, counters, victims) follows from it.
 """
 
 from __future__ import annotations
@@ -42,15 +42,33 @@ def blocks_of(length: Array, block: int) -> Array:
     return np.maximum(1, -(-length.astype(np.int64) // block))
 
 
-def recover(index: Index) -> int:
-    """Rebuild what follows from `first`, drop records whose chain is not sound; their number.
+def check_disk(index: Index, block: int, uniform: bool, backed: int) -> int:
+    """Make an index that was found on a disk usable, whatever stands in it; the number of records dropped.
 
-    The caller holds the lock of writers.
+    Only the first process to attach may do this. `backed` is the number of blocks that the file of the arena has.
+    Records that look sound and are not are found out by their checksums.
     """
     header = index.header
-    block = int(header[Field.BLOCK])
-    backed = int(np.clip(header[Field.BACKED], 0, len(index.next)))
-    header[Field.BACKED] = backed
+    header[Field.LIMIT] = len(index.next)  # the disk may have more room than last time
+    header[Field.BACKED] = min(max(0, int(header[Field.BACKED])), backed)
+    if not 0 <= header[Field.TICK] < 1 << 52:
+        header[Field.TICK] = 0
+    if index.score is not None:
+        index.score[~np.isfinite(index.score)] = 0
+    if not uniform:
+        index.first[(index.first != 0) & (index.length == 0)] = 0
+    dropped = recover(index, block)
+    header[Field.DIRTY] = 0
+    return dropped
+
+
+def recover(index: Index, block: int) -> int:
+    """Rebuild what follows from `first`, drop records whose chain is not sound; their number.
+
+    The caller holds the lock of writers. May itself be cut short at any instant and done again.
+    """
+    header = index.header
+    backed = int(header[Field.BACKED])
     # A reader may be at a record that the dead writer had dropped but not yet marked.
     index.generation[index.first == 0] += 1
     residents = np.flatnonzero(index.first)
@@ -61,11 +79,10 @@ def recover(index: Index) -> int:
     bad = residents[~sound]
     residents, heads, counts = residents[sound], heads[sound], counts[sound]
     blocks = chains(index, heads, counts)
-    times_used = np.bincount(blocks, minlength=backed)
     owner = np.repeat(np.arange(len(residents)), counts)
-    wrong = np.zeros(len(residents), bool)
     clash = blocks >= backed
-    clash |= times_used[blocks] > 1
+    clash |= np.bincount(blocks, minlength=len(index.next))[blocks] > 1
+    wrong = np.zeros(len(residents), bool)
     wrong[owner[clash]] = True
     bad = np.concatenate((bad, residents[wrong]))
     index.first[bad] = 0
@@ -83,3 +100,25 @@ def recover(index: Index) -> int:
     header[Field.VICTIMS_AT] = header[Field.VICTIMS_END] = 0
     header[Field.RECOVERIES] += 1
     return len(bad)
+
+
+def find_problems(index: Index, block: int) -> list[str]:
+    """What is wrong with the bookkeeping of an index that no writer is at, as sentences; none if all is well."""
+    header = index.header
+    high, backed, height = (int(header[field]) for field in (Field.HIGH, Field.BACKED, Field.FREE))
+    residents = np.flatnonzero(index.first)
+    lengths = index.length[residents].astype(np.int64)
+    used = chains(index, index.first[residents].astype(np.int64) - 1, blocks_of(lengths, block))
+    free = index.free[:height].astype(np.int64)
+    times = np.bincount(np.concatenate((used, free)), minlength=high)
+    stored = int(np.where(lengths == 0, block, lengths).sum())
+    problems = {
+        f"{high} blocks were in use, {backed} have memory behind them": high > backed,
+        f"{backed} blocks have memory, {header[Field.LIMIT]} may": backed > header[Field.LIMIT],
+        "blocks are used that never were handed out": len(times) > high,
+        f"blocks {np.flatnonzero(times > 1)[:5]} are used more than once": bool((times > 1).any()),
+        f"blocks {np.flatnonzero(times == 0)[:5]} are lost": bool((times == 0).any()),
+        f"{len(residents)} records are there, {header[Field.RESIDENT]} counted": len(residents) != header[Field.RESIDENT],
+        f"{stored} bytes are there, {header[Field.RESIDENT_BYTES]} counted": stored != header[Field.RESIDENT_BYTES],
+    }
+    return [problem for problem, found in problems.items() if found]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
+import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ import xxhash
 
 from stallfree.cache import MISS, SampleCache
 from stallfree.cache.policies import Policy
-from stallfree.errors import InputError
+from stallfree.errors import CodecError, InputError, WaitError
 from stallfree.folders import check_name
 from stallfree.stats import CacheStats
 from stallfree.units import parse_size
@@ -29,8 +33,8 @@ class CacheLoader:
         value = cache.get("clip-17", load)          # calls load("clip-17") when it is not there
 
     The cache has one place for each 1 KiB of its capacity (4 million at most). A key has 8 places that it may take, by its
-    hash; when all are taken by others, its value is not stored. Keys are kept with the values, so a key never gets
-    another's value.
+    hash. When all are taken by others, its value takes one of them under a policy that evicts, and is not stored under
+    "minio". Keys are kept with the values, so a key never gets another's value.
 
     Args:
         capacity: bytes for values and index, as an int or such as "4GiB".
@@ -62,54 +66,108 @@ class CacheLoader:
             name=check_name(name),
             persist=persist,
         )
+        self._begin()
+
+    def _begin(self) -> None:
+        self._last: CacheStats | None = None
+        self._finalizer = weakref.finalize(self, self.cache.close)
+        self._chance = random.Random()
 
     def get(self, key: str | int, load: Callable[[Any], Any]) -> Any:
         """The value of `key`; `load(key)` when it is not in the cache, which then keeps it.
 
-        A value that `load` gives may be anything that the cache can store, None included. What `load` raises is passed on.
+        A value that `load` gives may be anything that the cache can store, None included; the caller may change what is
+        returned. What `load` raises is passed on, and nothing is stored. Processes that miss the same key at the same time
+        each load it. Raises `CodecError` for a value that cannot be stored, `InputError` for a key that is no str or int.
         """
-        places = self._places(key)
-        value = self._find(key, places)
+        plain, places = self._places(key)
+        value = self._find(plain, places)
         if value is not MISS:
             return value
         value = load(key)
         self.cache.count_fetch(1, 0)
-        free = places[~self.cache.resident(places)]
-        if len(free):
-            self.cache.put(int(free[0]), (key, value))
+        self._keep(plain, value, places)
         return value
 
+    def _keep(self, key: str | int, value: Any, places: npt.NDArray[np.int64]) -> None:
+        free = places[~self.cache.resident(places)]
+        if not len(free) and self.cache.policy.evicts:
+            free = places[[self._chance.randrange(_WAYS)]]
+            with contextlib.suppress(WaitError):  # another process is writing: the value is not stored this time
+                self.cache.drop(free)
+        if len(free):
+            try:
+                self.cache.put(int(free[0]), (key, value))
+            except CodecError as error:
+                raise CodecError(f"the value of the key {key!r} cannot be stored: {error}") from error
+
     def __contains__(self, key: str | int) -> bool:
-        return self._find(key, self._places(key)) is not MISS
+        return self._find(*self._places(key)) is not MISS
 
     def _find(self, key: str | int, places: npt.NDArray[np.int64]) -> Any:
-        for place in places[self.cache.resident(places)].tolist():
+        resident = self.cache.resident(places)
+        for place in places[resident].tolist():
             found = self.cache.get(place)
             if found is not MISS and type(found[0]) is type(key) and found[0] == key:
                 return found[1]
+        if not resident.all():
+            self.cache.get(int(places[~resident][0]))  # counted as a miss
         return MISS
 
-    def _places(self, key: str | int) -> npt.NDArray[np.int64]:
-        if not isinstance(key, (str, int)) or isinstance(key, bool):
+    def _places(self, key: str | int) -> tuple[str | int, npt.NDArray[np.int64]]:
+        """`key` as a plain str or int, and the places that it may take."""
+        self._check()
+        plain: str | int
+        if isinstance(key, str):
+            plain = str.__str__(key)
+            text = f"str:{plain}"
+        elif hasattr(type(key), "__index__") and not isinstance(key, bool):
+            plain = operator.index(key)
+            text = f"int:{plain:x}"
+        else:
             raise InputError(f"key={key!r}: a key is a str or an int")
-        text = f"{type(key).__name__}:{key}"
-        start = xxhash.xxh3_64_intdigest(text.encode()) % self.cache.num_ids
-        return (start + np.arange(_WAYS)) % self.cache.num_ids
+        start = _hash(text.encode("utf-8", "surrogatepass")) % self.cache.num_ids
+        return plain, (start + np.arange(_WAYS)) % self.cache.num_ids
+
+    def _check(self) -> None:
+        if self._last is not None:
+            raise InputError(f"the CacheLoader {self.cache.name!r} is closed: make a new one")
 
     def stats(self) -> CacheStats:
-        """The counts of the cache. A look at a place that holds another key counts as a hit too."""
-        return self.cache.stats()
+        """The counts of the cache; after `close`, those of that moment.
+
+        A look at a place that holds another key counts as a hit. `storage_reads` are the calls of `load`; what they brought
+        is not in `storage_bytes`.
+        """
+        return self.cache.stats() if self._last is None else self._last
 
     def clear(self) -> None:
         """Forget all values."""
+        self._check()
         self.cache.clear()
 
     def close(self) -> None:
         """Leave the cache; the last process out removes it unless it persists. May be called twice."""
-        self.cache.close()
+        if self._last is None:
+            self._last = self.cache.stats()
+            self._finalizer()
 
     def __enter__(self) -> CacheLoader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (self.cache,)
+
+
+def _attach(cache: SampleCache) -> CacheLoader:
+    loader = CacheLoader.__new__(CacheLoader)
+    loader.cache = cache
+    loader._begin()
+    return loader
+
+
+def _hash(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data)

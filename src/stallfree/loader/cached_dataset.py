@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import operator
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stallfree.cache import SampleCache
-from stallfree.cache.policies import Policy
-from stallfree.errors import InputError, SampleError
+from stallfree.cache.policies import Policy, make_policy
+from stallfree.errors import InputError, StorageError
+from stallfree.folders import check_name, default_root, user_root
+from stallfree.loader.first_look import Sample, choose_form, look, look_again
 from stallfree.loader.reader import Reader
-from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose, Transform
-from stallfree.pipeline.determinism import split
 from stallfree.pipeline.fingerprint import fingerprint
-from stallfree.pipeline.probe import try_step
 from stallfree.pipeline.protocol import Source
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
-from stallfree.units import format_size, parse_size
+from stallfree.units import parse_size
 
 _FORMAT = "records-1"
-_PROBES = 4
+_MOST_EPOCHS = 2**31 - 2
 
 log = logging.getLogger("stallfree")
 
@@ -36,29 +38,34 @@ class CachedDataset:
 
     A sample is `random_part(deterministic_part(fetch(id)))`. What is cached is the record as it was fetched, or what the
     deterministic part made of it; the random part runs each time anew, as a function of (seed, epoch, id). Under another
-    loader than stallfree's the epoch of a sample is how often it has been asked for, or what `set_epoch` says.
+    loader than stallfree's the epoch of a sample is how often it has been asked for, or what `set_epoch` says; that is
+    counted in shared memory, 4 bytes per sample, by all workers together.
+
+    A sample belongs to the caller, who may change it. Those of one `__getitems__` may share one piece of memory, which
+    lives as long as any of them: copy a sample that is to be kept for long.
 
     Args:
         dataset: a source such as `ImageFolder`, or any map-style data set. One that gives random samples cannot be cached:
-            give its transform here.
+            give its transform here. To see whether it does, the first sample of a plain data set is read twice.
         capacity: bytes for records and index, as an int or such as "4GiB".
         policy: "minio", "fifo", "lru", "lfu" or "random".
         store: "memory" (shared memory of this host) or a folder on a local disk.
         form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them, "auto"
-            (the default) the prepared form if all of it fits, else the fetched one.
+            (the default) the prepared form if all of it fits, else the smaller one.
         name: of the cache; processes that give the same name share it. By default it follows from what is cached, so that
             jobs with the same data, policy and capacity share one.
         persist: keep the cache when the last process has left.
-        transform: applied to the samples of `dataset` after its own steps, and split like them.
+        transform: applied to the samples of `dataset` after its own steps, and split like them. A sample may be a pair of
+            picture and label: `OnItem(0, step)` is for the picture alone.
         seed: of the randomness.
 
     Attributes:
         cache: the `SampleCache`.
         form: "fetched" or "prepared".
-        decision: one line that says why.
+        decision: one line that says why. It goes to the log `stallfree` too, as information.
 
     Raises `InputError` (and its subclasses `CapacityError`, `FingerprintError`) for arguments that cannot be used,
-    `SampleError` when none of the first samples can be read.
+    `SampleError` when none of the first samples can be had, `StorageError` when there is no shared memory left.
     """
 
     def __init__(
@@ -76,36 +83,49 @@ class CachedDataset:
     ) -> None:
         if form not in ("auto", "fetched", "prepared"):
             raise InputError(f"form={form!r}: use 'fetched', 'prepared' or 'auto'")
-        size = parse_size(capacity, "capacity")
+        size, policy = parse_size(capacity, "capacity"), make_policy(policy)
+        if name is not None:
+            check_name(name)
+        store = str(store)
         self.source: Source = as_source(dataset)
-        self.seed = seed
-        steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
-        probe_id, record = _probe(self.source)
-        parts = split(steps, probe=record)
-        prepared = parts.deterministic(record) if form != "fetched" else record
-        self.form, self.decision = _choose(form, size, len(self.source), record, prepared, len(parts.deterministic))
+        self.seed = operator.index(seed)
+        self._steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
+        first = look(self.source, self._steps)
+        self.form, self.decision = choose_form(
+            form, first, len(self.source), size, scored=policy.scored, on_disk=store != "memory"
+        )
         log.info("%s", self.decision)
-        if self.form == "prepared":
-            before, rest, value = parts.deterministic, parts.random, prepared
-        else:
-            before, rest, value = Compose([]), steps, record
+        parts, prepared = first.parts, self.form == "prepared"
+        before, rest = (parts.deterministic, parts.random) if prepared else (Compose([]), self._steps)
+        fresh = len(parts.random) > 0
+        self._epochs = _shared_counts(1 + (len(self.source) if fresh else 0))
+        key = fingerprint(self.source.fingerprint(), before, _FORMAT)
+        name = name or f"{key[:20]}-{policy.name}-{size}"
+        samples = [Sample(first.id, first.record, first.prepared if prepared else first.record)]
+        example = samples[0].value
+        if not ((default_root() if store == "memory" else user_root(store)) / name).exists():
+            second, example = look_again(self.source, before, samples[0])
+            samples += [] if second is None else [second]
         self.cache = SampleCache(
             len(self.source),
             capacity=size,
-            fingerprint=fingerprint(self.source.fingerprint(), before, _FORMAT),
+            fingerprint=key,
             policy=policy,
             store=store,
             name=name,
             persist=persist,
-            example=value,
+            example=example,
         )
-        self.cache.count_fetch(1, payload_bytes(record))
-        self.cache.put(probe_id, value)
-        fresh = len(parts.random) > 0
-        self.reader = Reader(self.source, self.cache, before, rest, fresh=fresh)
-        # Shared with the workers of any loader: how often each sample was asked for, and the epoch that was set.
-        self._visits = torch.zeros(len(self.source) if fresh else 1, dtype=torch.int32).share_memory_()
-        self._epoch = torch.full((1,), -1, dtype=torch.int64).share_memory_()
+        self._last: CacheStats | None = None
+        try:
+            self.reader = Reader(self.source, self.cache, before, rest, fresh=fresh)
+            for sample in samples:
+                self.cache.count_fetch(1, payload_bytes(sample.record))
+                self.cache.put(sample.id, sample.value)
+        except BaseException:
+            self.cache.close()
+            raise
+        weakref.finalize(self.reader, self.cache.close)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -113,40 +133,57 @@ class CachedDataset:
     def __getitem__(self, id: int) -> Any:
         return self.__getitems__([id])[0]
 
-    def __getitems__(self, ids: list[int]) -> list[Any]:
+    def __getitems__(self, ids: Sequence[int]) -> list[Any]:
         """The samples of a whole batch: one look into the cache for all. Raises `SampleError`, `IndexError`."""
-        length = len(self)
-        wanted = np.asarray(ids, np.int64)
-        if len(wanted) and (wanted.min() < -length or wanted.max() >= length):
-            raise IndexError(f"ids {ids} are not all within the data set of {length} samples")
-        wanted = np.where(wanted < 0, wanted + length, wanted)
-        return self.reader.finish(self.reader.start(wanted), self.seed, self._epoch_of(), skip=False).values
+        wanted = _checked(ids, len(self.source))
+        pending = self.reader.start(wanted)
+        return self.reader.finish(pending, self.seed, self._epoch_of(wanted), skip=False).values
 
-    def _epoch_of(self) -> int | Callable[[int], int]:
-        epoch = int(self._epoch[0])
-        return epoch if epoch >= 0 else self._visit
-
-    def _visit(self, id: int) -> int:
-        visits = int(self._visits[id])
-        self._visits[id] = visits + 1
-        return visits
+    def _epoch_of(self, ids: npt.NDArray[np.int64]) -> int | list[int]:
+        """The epoch that was set, or how often each of `ids` has been asked for."""
+        counts = self._epochs.numpy()
+        if counts[0] > 0 or len(counts) == 1:
+            return max(0, int(counts[0]) - 1)
+        at = ids + 1
+        if len(set(at.tolist())) == len(at):
+            visits = counts[at]
+            counts[at] = visits + 1
+            return visits.tolist()  # type: ignore[no-any-return]
+        each = []
+        for place in at.tolist():
+            each.append(int(counts[place]))
+            counts[place] += 1
+        return each
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the samples from now on, in the workers too. Only for loaders other than stallfree's."""
-        self._epoch[0] = epoch
+        self.reader.check()
+        if not 0 <= operator.index(epoch) <= _MOST_EPOCHS:
+            raise InputError(f"epoch={epoch}: give 0 or more, and less than 2**31 - 1")
+        self._epochs[0] = epoch + 1
 
     def where(self, id: int) -> str:
         """Where sample `id` lies, for messages."""
         return self.source.where(id)
 
+    def fingerprint(self) -> str:
+        """Changes with the fingerprint of the source and with the steps after it."""
+        return f"CachedDataset {fingerprint(self.source.fingerprint(), self._steps)}"
+
     def stats(self) -> CacheStats:
-        """The counts of the cache, over all processes attached to it."""
-        return self.cache.stats()
+        """The counts of the cache, over all processes attached to it; after `close`, those of that moment."""
+        return self.cache.stats() if self._last is None else self._last
 
     def close(self) -> None:
-        """Leave the cache. The last process out removes it, unless it persists. May be called twice."""
-        self.reader.close()
-        self.cache.close()
+        """Leave the cache. The last process out removes it, unless it persists. May be called twice.
+
+        Samples cannot be read any more after that. Happens by itself when this object is freed.
+        """
+        if self._last is None:
+            self.reader.end(f"{self!r} is closed: make a new one to read samples")
+            self._last = self.cache.stats()
+            self.cache.close()
+            self._epochs = torch.empty(0, dtype=torch.int32)
 
     def __enter__(self) -> CachedDataset:
         return self
@@ -154,50 +191,30 @@ class CachedDataset:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        weakref.finalize(self.reader, self.cache.close)
+
     def __repr__(self) -> str:
         return f"CachedDataset({self.source!r}, {self.form}, cache={self.cache.name!r})"
 
 
-def _probe(source: Source) -> tuple[int, Any]:
-    """An id that can be read and its record. Raises `InputError` if a plain data set gives random samples."""
-    last: SampleError | None = None
-    for id in range(min(_PROBES, len(source))):
-        try:
-            if getattr(source, "threads", True):
-                record = source.fetch(id)
-            else:
-                trial = try_step(source.fetch, id)
-                if trial.random is not False:
-                    raise InputError(
-                        f"sample {id} of {type(getattr(source, 'dataset', source)).__name__} was another one when it was "
-                        f"read again ({trial.why}): a cache would freeze its augmentation. Make the data set without its "
-                        "random transforms and give them as CachedDataset(..., transform=...); or, if its samples are always "
-                        "the same, wrap it in a source of your own (stallfree.pipeline.protocol.Source)"
-                    )
-                record = trial.output
-            return id, record
-        except SampleError as error:
-            last = error
-    assert last is not None
-    raise last
+def _shared_counts(length: int) -> torch.Tensor:
+    """Zeros that forked and spawned workers share: the epoch that was set and 1, then the visits of each sample."""
+    try:
+        counts = torch.zeros(length, dtype=torch.int32)
+        counts.share_memory_()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise StorageError(
+            f"there is no shared memory left for {4 * length} bytes that count epochs ({error}): a larger /dev/shm helps"
+        ) from error
+    return counts
 
 
-def _choose(
-    form: str, capacity: int, samples: int, record: Any, prepared: Any, steps: int
-) -> tuple[str, str]:
-    """The form to cache and the line that explains it."""
-    if form != "auto":
-        return form, f"caching samples as {form}, as asked"
-    if steps == 0:
-        return "fetched", "caching samples as fetched: no deterministic step comes first"
-    sizes = []
-    for value in (record, prepared):
-        structure, arrays = encode(value, allow_pickle=True)
-        sizes.append(record_size(structure, arrays))
-    fetched_all, prepared_all = (samples * size for size in sizes)
-    chosen = "prepared" if prepared_all <= 0.98 * capacity or prepared_all <= fetched_all else "fetched"
-    return chosen, (
-        f"caching samples as {chosen}: prepared they take about {format_size(prepared_all)}, "
-        f"as fetched {format_size(fetched_all)}, and there are {format_size(capacity)}"
-    )
-
+def _checked(ids: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+    """`ids` as an array, negative ones counted from the end. Raises `IndexError`, and `TypeError` for what is no integer."""
+    wanted = np.array([operator.index(id) for id in ids], np.int64)
+    bad = wanted[(wanted < -length) | (wanted >= length)]
+    if len(bad):
+        raise IndexError(f"id {bad[0]} is out of range: the data set has {length} samples")
+    return np.where(wanted < 0, wanted + length, wanted)

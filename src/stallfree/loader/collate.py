@@ -1,8 +1,8 @@
 """Samples to batches, straight into the memory of a slot where that is possible.
 
-`torch.utils.data.default_collate` says what a batch is. When all samples share one fixed structure, the bytes of a batch are
-those of its samples, leaf by leaf and row by row; then the batch is composed in the slot and no memory is made. Whether this
-holds for a structure is not argued but tried once, with random bytes, against torch's own function.
+`torch.utils.data.default_collate` says what a batch is. When all samples share one fixed structure, the bytes of a
+batch are those of its samples, leaf by leaf and row by row; then the batch is composed in the slot, and no memory is
+made. Whether this holds for a structure is not argued but tried once, with random bytes, against torch's function.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import default_collate
+from torch.utils.data._utils import worker as torch_worker
 
+from stallfree.errors import CodecError
 from stallfree.pipeline.codec import Structure, encode, open_record, record_size, stack_build, write_record
 
 Bytes = npt.NDArray[np.uint8]
 Collate = Callable[[list[Any]], Any]
-Reserve = Callable[[int], Bytes | None]
+Reserve = Callable[[int], Bytes]
 
 
 @lru_cache(maxsize=256)
@@ -30,7 +32,7 @@ def batch_structure(sample: Structure, count: int) -> Structure | None:
     rng = np.random.default_rng(0)
     columns = [_random_rows(rng, leaf.kind, leaf.nbytes, count) for leaf in sample.leaves]
     try:
-        structure, arrays = encode(default_collate(stack_build(sample, [c.copy() for c in columns], count)))
+        structure, arrays = encode(collate_default(stack_build(sample, [c.copy() for c in columns], count)))
     except Exception:
         return None  # torch cannot collate them: let the real call say so
     same = structure.fixed and len(arrays) == len(columns)
@@ -47,55 +49,57 @@ def _random_rows(rng: np.random.Generator, kind: str, nbytes: int, count: int) -
     return rows
 
 
-def batch_bytes(structure: Structure) -> int:
-    """Bytes of a batch of a fixed structure."""
-    return record_size(structure, [])
+def collate_default(samples: list[Any]) -> Any:
+    """`default_collate`, without the shared memory of torch's own that it would take in a worker."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        return default_collate(samples)
+    finally:
+        torch_worker._worker_info = info
 
 
 def compose(sample: Structure, count: int, reserve: Reserve) -> tuple[list[Bytes], int] | None:
-    """Room for `count` samples in the memory that `reserve(bytes)` gives: one (count, bytes) array per leaf, and the size.
+    """Room for `count` samples in the memory that `reserve(bytes)` gives: (count, bytes) per leaf, and the bytes used.
 
     None when the batch has to be made in another way.
     """
     structure = batch_structure(sample, count)
-    memory = None if structure is None else reserve(batch_bytes(structure))
-    if structure is None or memory is None:
+    if structure is None:
         return None
-    regions = open_record(structure, memory)
+    size = record_size(structure, [])
+    regions = open_record(structure, reserve(size))
     rows = [region.reshape(count, leaf.nbytes) for region, leaf in zip(regions, sample.leaves, strict=True)]
-    return rows, batch_bytes(structure)
+    return rows, size
 
 
-def write_batch(samples: list[Any], collate: Collate | None, reserve: Reserve) -> int | Bytes:
-    """Collate `samples` into the memory that `reserve(bytes)` gives; the bytes used.
-
-    When there is no room for the batch, the batch itself is returned as bytes. `collate` None stands for torch's default.
-    Raises `CodecError` for a batch that cannot even be pickled, and what `collate` raises.
-    """
-    if collate is None and (used := _stack(samples, reserve)):
-        return used
-    batch = (collate or default_collate)(samples)
-    structure, arrays = encode(batch, allow_pickle=True)
-    size = record_size(structure, arrays)
-    memory = reserve(size)
-    if memory is None:
-        memory = np.empty(size, np.uint8)
-        write_record(structure, arrays, memory)
-        return memory
-    return write_record(structure, arrays, memory)
-
-
-def _stack(samples: Sequence[Any], reserve: Reserve) -> int:
-    """Compose the batch in place; 0 when the samples do not share one fixed structure."""
-    encoded = [encode(sample, allow_pickle=True) for sample in samples]
-    first = encoded[0][0]
-    if any(structure is not first for structure, _ in encoded):
+def stack(samples: Sequence[Any], reserve: Reserve) -> int:
+    """Collate `samples` as torch would, in place; the bytes used, or 0 when they do not share one fixed structure."""
+    try:
+        first, arrays = encode(samples[0])
+        if not first.fixed:
+            return 0
+        rows_of = [arrays]
+        for sample in samples[1:]:
+            structure, arrays = encode(sample)
+            if structure is not first:
+                return 0
+            rows_of.append(arrays)
+    except CodecError:
         return 0
     room = compose(first, len(samples), reserve)
     if room is None:
         return 0
-    rows, size = room
-    for at, (_, arrays) in enumerate(encoded):
-        for leaf, array in zip(rows, arrays, strict=True):
-            leaf[at] = array
+    columns, size = room
+    for at, arrays in enumerate(rows_of):
+        for column, array in zip(columns, arrays, strict=True):
+            column[at] = array
     return size
+
+
+def write_batch(batch: Any, reserve: Reserve) -> int:
+    """Write a batch that is made into the memory that `reserve(bytes)` gives; the bytes used.
+
+    Raises `CodecError` for one that cannot even be pickled.
+    """
+    structure, arrays = encode(batch, allow_pickle=True)
+    return write_record(structure, arrays, reserve(record_size(structure, arrays)))

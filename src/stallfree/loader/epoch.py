@@ -2,264 +2,192 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import pickle
+import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
-from multiprocessing import get_context
-from multiprocessing.context import BaseContext
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
-from stallfree.errors import InputError, StallfreeError, WaitError
-from stallfree.loader.collate import Collate
-from stallfree.loader.fill import Filler
-from stallfree.loader.lanes import GatherLane, WorkerLane, wait
-from stallfree.loader.messages import EMPTY, FAILED, INLINE, NO_SLOT, READY, UNDONE, Result, Task
-from stallfree.loader.reader import Pending, Reader
-from stallfree.loader.ring import Ring
-from stallfree.loader.worker import WorkerSetup
+from stallfree.errors import StallfreeError, WaitError
+from stallfree.loader.crew import KEPT, Crew
+from stallfree.loader.fill import unpack_error
+from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
+from stallfree.loader.reader import Pending
 from stallfree.pipeline.codec import read_record
-from stallfree.stats import LoaderStats
-
-KEPT = 3
-"""Slots beyond those under way: batches that the training loop may keep before it gets copies."""
+from stallfree.units import format_size
 
 _REPORTED_SKIPS = 5
 
 log = logging.getLogger("stallfree")
-Ids = npt.NDArray[np.int64]
 
 
-class Crew:
-    """The ring and the lanes of a loader, for one epoch or, with persistent workers, for many."""
+class Progress:
+    """How far an epoch has come. It outlives the iteration: a state can be taken when that is over.
 
-    def __init__(
-        self,
-        *,
-        reader: Reader,
-        dataset: Any,
-        collate: Collate | None,
-        seed: int,
-        skip: bool,
-        workers: int,
-        ahead: int,
-        context: str | BaseContext | None,
-        worker_init: Callable[[int], None] | None,
-        seconds: float,
-        staging: int | None,
-    ) -> None:
-        self.ahead = ahead
-        self.seconds = seconds
-        self.closed = False
-        self.token = 0
-        self.counts = dict.fromkeys((field.name for field in fields(LoaderStats)), 0.0)
-        self.ring = Ring(ahead + KEPT, staging)
-        self.filler = Filler(reader, self.ring.slots, collate, seed, skip)
-        self.gatherer: GatherLane | None = None
-        self.workers: WorkerLane | None = None
+    Args:
+        batches: the ids of each batch that is left.
+        number: of the epoch.
+        first: number of the first of `batches`; those before it were handed out by an earlier process.
+
+    Attributes:
+        handed_out: batches handed out, those before `first` included.
+        problem: what the sampler raised, which ends the epoch.
+    """
+
+    def __init__(self, batches: Iterator[Ids], number: int, first: int) -> None:
+        self.number = number
+        self.handed_out = first
+        self.problem: Exception | None = None
+        self._batches = batches
+        self._ready: deque[Ids] = deque()  # out of the sampler, not started
+        self._started: dict[int, Ids] = {}
+
+    def peek(self) -> Ids | None:
+        """The ids of the next batch to start, None at the end."""
+        if not self._ready:
+            self._draw(1)
+        return self._ready[0] if self._ready else None
+
+    def _draw(self, count: int | None) -> None:
         try:
-            if workers:
-                chosen = get_context(context) if isinstance(context, str) else context
-                base = int(torch.empty((), dtype=torch.int64).random_().item())
-                setup = WorkerSetup(0, workers, self.filler, dataset, base, worker_init, 0)
-                self.workers = WorkerLane(setup, chosen)
-        except ValueError as error:
-            self.ring.close()
-            if isinstance(error, StallfreeError):
-                raise
-            raise InputError(f"multiprocessing_context={context!r}: {error}") from error
-        except BaseException:
-            self.ring.close()
-            raise
-        if reader.cache is not None:
-            reader.cache.populate()
+            if self.problem is None:
+                self._ready.extend(islice(self._batches, count))
+        except Exception as problem:
+            self.problem = problem
 
-    def gather_lane(self) -> GatherLane:
-        """The gathering thread, started when it is first needed."""
-        if self.gatherer is None:
-            self.gatherer = GatherLane(self.filler, self.ring)
-        return self.gatherer
+    def start(self) -> tuple[int, Ids]:
+        """Take the batch that `peek` showed: its number and ids."""
+        number = self.handed_out + len(self._started)
+        ids = self._started[number] = self._ready.popleft()
+        return number, ids
 
-    def poll(self, wanted: int) -> list[Result]:
-        """Results that are there, of the iteration `wanted`. Slots of older ones go back."""
-        results = []
-        for lane in (self.gatherer, self.workers):
-            for result in lane.poll() if lane is not None else ():
-                if result.token == wanted:
-                    results.append(result)
-                elif result.slot != NO_SLOT:
-                    self.ring.give(result.slot)
-        return results
+    def hand_out(self) -> None:
+        """The first of the batches under way is out."""
+        del self._started[self.handed_out]
+        self.handed_out += 1
 
-    def wait(self, seconds: float) -> None:
-        """Wait for a result."""
-        wait([fd for lane in (self.gatherer, self.workers) if lane is not None for fd in lane.descriptors], seconds)
-
-    def begin(self) -> int:
-        """A new iteration; older ones are over. Its token."""
-        self.token += 1
-        if self.workers is not None and self.token > 1:
-            self.workers.forget(self.token)
-        return self.token
-
-    @staticmethod
-    def no_stats() -> LoaderStats:
-        """All counts zero."""
-        return _stats_of({})
-
-    @staticmethod
-    def add_stats(a: LoaderStats, b: LoaderStats) -> LoaderStats:
-        """Counts of two added; the state (queue, staging) is that of `b`."""
-        sums = {field.name: getattr(a, field.name) + getattr(b, field.name) for field in fields(LoaderStats)}
-        return _stats_of({**sums, "queue_depth": b.queue_depth, "staging_bytes": b.staging_bytes})
-
-    def stats(self) -> LoaderStats:
-        """What this crew has done."""
-        replaced = self.workers.replaced if self.workers is not None else 0
-        counts = {**self.counts, "workers_replaced": replaced}
-        if not self.closed:
-            counts["staging_bytes"] = self.ring.bytes
-        return _stats_of(counts)
-
-    def close(self) -> None:
-        """End threads and workers, remove the ring. Batches that are kept stay valid."""
-        if self.closed:
-            return
-        self.counts["staging_bytes"] = self.ring.bytes
-        self.closed = True
-        for lane in (self.gatherer, self.workers):
-            if lane is not None:
-                lane.close()
-        self.filler.reader.close()
-        self.ring.close()
-
-
-def _stats_of(counts: dict[str, Any]) -> LoaderStats:
-    return LoaderStats(
-        **{f.name: (float if f.type == "float" else int)(counts.get(f.name, 0)) for f in fields(LoaderStats)}
-    )
+    def rest(self) -> list[list[int]]:
+        """The ids of all batches that have not been handed out. Reads the rest of the sampler."""
+        self._draw(None)
+        if self.problem is not None:
+            raise self.problem
+        return [ids.tolist() for ids in (*self._started.values(), *self._ready)]
 
 
 class Epoch:
     """Yields `(batch, ids)` in the order of the plan.
 
+    After an error with a batch the next call goes on with the batch that follows.
+
     Args:
         crew: does the work.
-        batches: the ids of each batch.
-        number: of the epoch.
-        first: number of the first batch; those before it were handed out by an earlier process.
+        progress: says what is left to do.
     """
 
-    def __init__(self, crew: Crew, batches: Iterator[Ids], number: int, first: int) -> None:
+    def __init__(self, crew: Crew, progress: Progress) -> None:
         self.crew = crew
-        self.number = number
-        self.handed_out = first
-        self._batches = batches
+        self.progress = progress
+        self.closed = False
+        self._owner = os.getpid()
         self._token = crew.begin()
         self._tasks: dict[int, Task] = {}  # started, not handed out
         self._results: dict[int, Result] = {}  # of those, the ones that are done
         self._pending: dict[int, Pending] = {}  # of those, the ones this process has to do itself
-        self._next = first  # the next batch to start
-        self._undone: set[int] = set()  # that the gathering thread could not do
-        self._exhausted = False
-        self._closed = False
+        self._start_more()
 
     def __iter__(self) -> Epoch:
         return self
 
     def __next__(self) -> tuple[Any, Ids]:
-        counts = self.crew.counts
         while True:
-            if self._closed or self._token != self.crew.token:
-                raise StallfreeError("this iteration is over, because the loader was iterated again or closed")
-            self._start_more()
-            if self.handed_out not in self._tasks:
-                if self._exhausted:
-                    raise StopIteration
-                self.crew.wait(1.0)
-                self._collect()
-                continue
-            started = time.perf_counter()
-            result = self._wait_for(self.handed_out)
-            waited = time.perf_counter() - started
-            work = result.fetch_seconds + result.prep_seconds
-            fetching = waited * result.fetch_seconds / work if work > 0 else 0.0
-            counts["wait_seconds"] += waited
-            counts["stall_fetch_seconds"] += fetching
-            counts["stall_prep_seconds"] += waited - fetching
+            result = self._next_result()
+            if result is None:
+                raise self.progress.problem or StopIteration
             self._count(result)
             batch = self._hand_out(result)
             if batch is not None:
                 return batch
 
-    def _start_more(self) -> None:
-        """Start batches until enough are under way.
+    def _next_result(self) -> Result | None:
+        """Wait for the next result; None at the end.
 
-        Batches under way and batches kept never take all slots. Only those that an iteration before this one has left
-        behind can: then this one begins with fewer, and waits when it would have none.
+        Whatever interrupts this, but for a limit that was reached, ends the iteration.
         """
-        crew = self.crew
-        while len(self._tasks) < crew.ahead and crew.ring.free > self._without_slot():
-            ids = next(self._batches, None)
-            if ids is None:
-                self._exhausted = True
-                return
-            self._start(Task(self._token, self._next, NO_SLOT, self.number, ids))
-            self._next += 1
+        if self.closed or self.crew.closed or self._token != self.crew.token:
+            raise StallfreeError(
+                "this iteration is over: the loader was iterated again or closed, or an error ended it"
+            )
+        try:
+            self._start_more()
+            started = time.perf_counter()
+            number = self.progress.handed_out
+            while number not in self._tasks:
+                if self.progress.peek() is None:
+                    return None
+                self._wait(started, None)  # batches of an earlier iteration still have all slots
+                self._start_more()
+            while number not in self._results:
+                self._wait(started, self._tasks[number])
+            self._book_wait(time.perf_counter() - started, self._results[number])
+            return self._results.pop(number)
+        except WaitError:
+            raise
+        except BaseException:
+            self.close()
+            self.crew.close()
+            raise
 
-    def _without_slot(self) -> int:
-        return sum(task.slot == NO_SLOT for number, task in self._tasks.items() if number not in self._results)
+    def _start_more(self) -> None:
+        """Start batches until enough are under way or no slot is free."""
+        crew, progress = self.crew, self.progress
+        while len(self._tasks) < crew.ahead and crew.room and progress.peek() is not None:
+            number, ids = progress.start()
+            self._start(Task(self._token, number, NO_SLOT, progress.number, ids), crew.filler.can_gather(ids))
 
-    def _start(self, task: Task) -> None:
-        crew = self.crew
-        if task.number not in self._undone and crew.filler.can_gather(task.ids):
-            self._tasks[task.number] = task
-            crew.gather_lane().submit(task)
-            return
-        if task.slot == NO_SLOT:
-            slot = crew.ring.take()
-            assert slot is not None
-            task = replace(task, slot=slot)
+    def _start(self, task: Task, gather: bool) -> None:
+        if not gather and task.slot == NO_SLOT:
+            slot = self.crew.ring.take()
+            task = task if slot is None else replace(task, slot=slot)
         self._tasks[task.number] = task
-        if crew.workers is not None:
-            crew.workers.submit(task)
+        if not self.crew.submit(task, gather=gather):
+            self._pending[task.number] = self.crew.filler.start(task)
+
+    def _wait(self, started: float, task: Task | None) -> None:
+        """Bring `task` (or the end of any) nearer: take the results that are there, do it, or wait."""
+        if self._collect() and (task is None or task.number in self._results):
+            return
+        pending = None if task is None else self._pending.pop(task.number, None)
+        if task is not None and pending is not None:
+            self._results[task.number] = self.crew.filler.finish(task, pending, here=True)
+            return
+        left = self.crew.seconds - (time.perf_counter() - started)
+        if left > 0:
+            self.crew.wait(left)
+        elif task is None:
+            raise WaitError(
+                f"no slot of the staging ring came free within {self.crew.seconds:g} s: workers are still busy with "
+                "batches of an earlier iteration. Give a larger timeout if they take so long"
+            )
         else:
-            self._pending[task.number] = crew.filler.start(task)
+            raise WaitError(
+                f"batch {task.number} of epoch {task.epoch} did not come within {self.crew.seconds:g} s; it is with "
+                f"{self.crew.describe(task)}; its samples are {task.ids.tolist()}. "
+                "Give a larger timeout if they take so long"
+            )
 
-    def _wait_for(self, number: int) -> Result:
-        deadline = time.monotonic() + self.crew.seconds
-        while number not in self._results:
-            self._collect()
-            if number in self._results:
-                break
-            pending = self._pending.pop(number, None)
-            if pending is not None:
-                self._results[number] = self.crew.filler.finish(self._tasks[number], pending)
-                break
-            left = deadline - time.monotonic()
-            if left <= 0:
-                who = "the gathering thread" if self.crew.workers is None else self.crew.workers.describe(number)
-                raise WaitError(
-                    f"batch {number} of epoch {self.number} did not come within {self.crew.seconds:g} s; it is with {who}; "
-                    f"its samples are {self._tasks[number].ids.tolist()}. Give a larger timeout if they take so long"
-                )
-            self.crew.wait(min(left, 1.0))
-        return self._results.pop(number)
-
-    def _collect(self) -> None:
-        for result in self.crew.poll(self._token):
+    def _collect(self) -> bool:
+        """Take the results that are there; whether there were any."""
+        results = self.crew.poll()
+        for result in results:
             if result.status == UNDONE:
                 self.crew.counts["retries"] += 1
-                self._undone.add(result.number)
-                self._start(replace(self._tasks[result.number], slot=result.slot))
+                self._start(replace(self._tasks[result.number], slot=result.slot), gather=False)
             else:
                 self._results[result.number] = result
+        return bool(results)
 
     def _count(self, result: Result) -> None:
         counts = self.crew.counts
@@ -270,15 +198,16 @@ class Epoch:
         counts["prep_seconds"] += result.prep_seconds
         counts["queue_depth"] = len(self._results)
         if result.skipped:
-            if counts["skips"] < _REPORTED_SKIPS and result.status != INLINE:
-                log.warning("left out %d samples: %s", result.skipped, result.payload.decode())
+            room = max(0, _REPORTED_SKIPS - counts["skips"])
             counts["skips"] += result.skipped
+            for line in result.note.decode().split("\n")[:room]:
+                log.warning("left out a sample: %s", line)
 
     def _hand_out(self, result: Result) -> tuple[Any, Ids] | None:
         """The batch in a result, None if it is empty."""
         ring, counts = self.crew.ring, self.crew.counts
-        self._tasks.pop(result.number)
-        self.handed_out += 1
+        del self._tasks[result.number]
+        self.progress.hand_out()
         if result.status == READY and ring.leased < KEPT:
             memory = ring.slots.view(result.slot, result.size)
             ring.lease(result.slot, memory)
@@ -286,58 +215,66 @@ class Epoch:
         else:
             try:
                 if result.status == FAILED:
-                    raise_error(result.payload)
+                    _raise(result)
                 if result.status == EMPTY:
                     return None
-                if result.status == INLINE:
-                    memory = np.frombuffer(bytearray(result.payload), np.uint8)
-                    data = read_record(memory, copy=False, allow_pickle=True)
-                else:
-                    data = read_record(ring.slots.view(result.slot, result.size), copy=True, allow_pickle=True)
-                counts["private_copies"] += 1
+                data = self._apart(result)
             finally:
                 ring.give(result.slot)
         counts["batches"] += 1
         counts["samples"] += len(result.ids)
         return data, result.ids
 
-    def rest(self) -> list[list[int]]:
-        """The ids of all batches that have not been handed out. Reads the rest of the sampler."""
-        later = list(self._batches)
-        self._batches = iter(later)
-        return [self._tasks[number].ids.tolist() for number in sorted(self._tasks)] + [ids.tolist() for ids in later]
+    def _apart(self, result: Result) -> Any:
+        """A batch that is to have no slot."""
+        if result.status == WHOLE:
+            return result.value
+        self.crew.counts["private_copies"] += 1
+        if result.status == READY:
+            return read_record(self.crew.ring.slots.view(result.slot, result.size), copy=True, allow_pickle=True)
+        if not self.crew.warned_of_size:
+            self.crew.warned_of_size = True
+            limit = self.crew.ring.slots.limit
+            log.warning(
+                "a batch of %s has no room in the staging ring (%s) and is copied: give a larger staging",
+                format_size(result.size),
+                "shared memory is full" if limit is None else f"slots of {format_size(limit)}",
+            )
+        assert result.memory is not None
+        return read_record(result.memory, copy=False, allow_pickle=True)
 
     def close(self) -> None:
         """Stop. Slots of batches that are still being prepared go back when their results come."""
-        if self._closed:
+        if self.closed or os.getpid() != self._owner:
             return
-        self._closed = True
-        self._collect_quietly()
+        self.closed = True
         for number, task in self._tasks.items():
             pending = self._pending.pop(number, None)
             if pending is not None:
                 for future in pending.fetches.values():
                     future.cancel()
-            if number in self._results:
-                self.crew.ring.give(self._results[number].slot)
-            elif pending is not None:
                 self.crew.ring.give(task.slot)
+            elif number in self._results:
+                self.crew.ring.give(self._results[number].slot)
         self._tasks.clear()
         self._results.clear()
-
-    def _collect_quietly(self) -> None:
         if not self.crew.closed and self._token == self.crew.token:
-            with contextlib.suppress(StallfreeError):
-                for result in self.crew.poll(self._token):
-                    self._results[result.number] = result
+            self.crew.begin()  # whatever is still under way is not wanted
 
 
-def raise_error(payload: bytes) -> None:
-    """Raise the error of a worker, with its traceback there as the cause."""
-    error, trace = pickle.loads(payload)
+def _raise(result: Result) -> None:
+    """Raise the error of a batch; one of a worker has its traceback there as the cause."""
+    error, trace = result.value, None
     if error is None:
-        raise StallfreeError(f"a batch could not be made:\n{trace}")
-    raise error from RemoteTraceback(trace)
+        error, text = unpack_error(result.note)
+        trace = RemoteTraceback(text)
+    if error is None:
+        raise StallfreeError(f"batch {result.number} could not be made:\n{trace}") from trace
+    if isinstance(error, StopIteration):  # would end the loop as if all were well
+        raise StallfreeError(f"batch {result.number} could not be made: StopIteration was raised") from (trace or error)
+    if trace is None:
+        raise error
+    raise error from trace
 
 
 class RemoteTraceback(Exception):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import pickle
+import struct
 import time
 import traceback
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from torch.utils.data import default_convert
 
-from stallfree.loader.collate import Bytes, Collate, batch_structure, compose, write_batch
-from stallfree.loader.messages import EMPTY, FAILED, INLINE, READY, UNDONE, Result, Task
-from stallfree.loader.reader import Pending, Reader
+from stallfree.errors import CodecError
+from stallfree.loader.collate import Bytes, Collate, batch_structure, collate_default, compose, stack, write_batch
+from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHOLE, Ids, Result, Task
+from stallfree.loader.reader import Pending, Reader, Samples
 from stallfree.loader.ring import Slots
+from stallfree.pipeline.randomness import Randomness
+
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass
@@ -24,7 +29,8 @@ class Filler:
     Attributes:
         reader: gives samples.
         slots: where batches go.
-        collate: the user's function, or None for torch's default.
+        collate: the user's function, or None for torch's default. What it draws is a function of (seed, epoch, batch).
+        single: a batch is one sample, which is not collated but converted.
         seed: of the randomness.
         skip: leave samples out that cannot be had.
     """
@@ -32,14 +38,20 @@ class Filler:
     reader: Reader
     slots: Slots
     collate: Collate | None
+    single: bool
     seed: int
     skip: bool
+    _drawing: Randomness = field(init=False)
 
-    def can_gather(self, ids: Any) -> bool:
+    def __post_init__(self) -> None:
+        self._drawing = Randomness(self.collate)
+
+    def can_gather(self, ids: Ids) -> bool:
         """Whether the batch is nothing but a gather out of the cache at this moment."""
         cache = self.reader.cache
         return (
             self.collate is None
+            and not self.single
             and cache is not None
             and self.reader.plain
             and cache.structure is not None
@@ -48,39 +60,58 @@ class Filler:
         )
 
     def gather(self, task: Task) -> Result:
-        """Fill the slot straight from the cache. `UNDONE` when a sample has vanished or the slot is too small."""
+        """Fill the slot straight from the cache. UNDONE when that cannot be done, as when a sample has vanished."""
         started = time.perf_counter()
-        cache, undone = self.reader.cache, Result(UNDONE, task.token, task.number, task.slot)
+        undone = Result(UNDONE, task.token, task.number, task.slot)
+        cache = self.reader.cache
         if cache is None or cache.structure is None:
             return undone
-        count = len(task.ids)
-        room = compose(cache.structure, count, partial(self.slots.reserve, task.slot))
-        if room is None or not cache.gather(task.ids, room[0]).all():
-            return undone
-        spent = time.perf_counter() - started
-        return Result(
-            READY, task.token, task.number, task.slot, room[1], hits=count, prep_seconds=spent, ids=task.ids
+        place = _Place(self.slots, task.slot)
+        try:
+            room = compose(cache.structure, len(task.ids), place.reserve)
+            if room is None or not cache.gather(task.ids, room[0]).all():
+                return undone
+        except Exception:
+            return undone  # it will be done in another way; if that fails too, the error is heard of
+        return replace(
+            undone,
+            status=place.status,
+            size=room[1],
+            hits=len(task.ids),
+            prep_seconds=time.perf_counter() - started,
+            ids=task.ids,
+            memory=place.memory,
         )
 
     def start(self, task: Task) -> Pending:
         """Start the fetches of a task."""
-        return self.reader.start(task.ids)
-
-    def finish(self, task: Task, pending: Pending) -> Result:
-        """Prepare and collate a task that was started. Errors are in the result."""
-        started = time.perf_counter()
         try:
-            if not pending.fetches and self.can_gather(task.ids):
-                done = self.gather(task)
-                if done.status == READY:
-                    return done
+            return self.reader.start(task.ids)
+        except Exception:  # it will come again, and be heard of, when the task is done
+            return Pending(task.ids, {})
+
+    def finish(self, task: Task, pending: Pending, *, here: bool) -> Result:
+        """Prepare and collate a task that was started. Errors are in the result.
+
+        Args:
+            task: what to do.
+            pending: its fetches.
+            here: whether the result stays in this process, so that objects may be handed over as they are.
+        """
+        if not pending.fetches and self.can_gather(task.ids):
+            done = self.gather(task)
+            if done.status != UNDONE:
+                return done
+        started = time.perf_counter()
+        place = _Place(self.slots, task.slot)
+        status, size, value = EMPTY, 0, None
+        try:
             samples = self.reader.finish(pending, self.seed, task.epoch, skip=self.skip)
-            status, size, payload = EMPTY, 0, b""
             if samples.values:
-                used = write_batch(samples.values, self.collate, partial(self.slots.reserve, task.slot))
-                status, size, payload = _placed(used)
+                status, size, value = self._collate(task, samples, place, here)
         except Exception as error:
-            return Result(FAILED, task.token, task.number, task.slot, payload=pack_error(error))
+            return failure(task, error, here=here)
+        spent = time.perf_counter() - started
         return Result(
             status,
             task.token,
@@ -91,25 +122,83 @@ class Filler:
             misses=samples.misses,
             storage_bytes=samples.storage_bytes,
             fetch_seconds=samples.fetch_seconds,
-            prep_seconds=time.perf_counter() - started - samples.fetch_seconds,
-            ids=np.asarray(samples.ids, np.int64),
+            prep_seconds=max(0.0, spent - samples.fetch_seconds),
             skipped=len(samples.skipped),
-            payload=payload or "\n".join(map(str, samples.skipped)).encode(),
+            ids=np.asarray(samples.ids, np.int64),
+            note="\n".join(str(error).replace("\n", " ") for error in samples.skipped).encode(errors="replace"),
+            memory=place.memory if status == PRIVATE else None,
+            value=value,
         )
 
+    def _collate(self, task: Task, samples: Samples, place: _Place, here: bool) -> tuple[int, int, Any]:
+        """Status, size and value of the batch. One that was made in fresh memory and stays here needs no slot."""
+        values = samples.values
+        if self.collate is not None:
+            with self._drawing as drawing:
+                drawing.seed(self.seed, task.epoch, -1 - task.number)
+                value = self.collate(values[0] if self.single else values)
+        elif self.single:
+            value = default_convert(values[0])  # type: ignore[no-untyped-call]  # which may be memory of the data set
+        else:
+            size = stack(values, place.reserve)
+            if size:
+                return place.status, size, None
+            value = collate_default(values)
+        if here and (self.collate is not None or not self.single):
+            return WHOLE, 0, value
+        try:
+            size = write_batch(value, place.reserve)
+        except CodecError:
+            if not here:
+                raise
+            return WHOLE, 0, value
+        return place.status, size, None
 
-def _placed(used: int | Bytes) -> tuple[int, int, bytes]:
-    if isinstance(used, int):
-        return READY, used, b""
-    return INLINE, used.size, used.tobytes()
+
+class _Place:
+    """Where a batch goes: into its slot, or into memory of its own when the slot has no room for it."""
+
+    def __init__(self, slots: Slots, slot: int) -> None:
+        self._slots = slots
+        self._slot = slot
+        self.memory: Bytes | None = None
+
+    def reserve(self, size: int) -> Bytes:
+        there = self._slots.reserve(self._slot, size)
+        if there is not None:
+            self.memory = None
+            return there
+        self.memory = np.empty(size, np.uint8)
+        return self.memory
+
+    @property
+    def status(self) -> int:
+        return READY if self.memory is None else PRIVATE
 
 
-def pack_error(error: Exception) -> bytes:
-    """The error and its traceback, as text where it cannot be pickled."""
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+def failure(task: Task, error: Exception, *, here: bool) -> Result:
+    """The result of a task that ended in `error`: the error itself, or for another process its bytes."""
+    failed = Result(FAILED, task.token, task.number, task.slot)
+    return replace(failed, value=error) if here else replace(failed, note=_pack_error(error))
+
+
+def _pack_error(error: Exception) -> bytes:
+    """The traceback as text, and the error if it can be pickled."""
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).encode(errors="replace")
     try:
-        data = pickle.dumps((error, trace))
+        data = pickle.dumps(error)
         pickle.loads(data)
     except Exception:
-        return pickle.dumps((None, trace))
-    return data
+        data = b""
+    return _LENGTH.pack(len(trace)) + trace + data
+
+
+def unpack_error(note: bytes) -> tuple[Exception | None, str]:
+    """The error in a failed result, None if it could not be brought over, and its traceback as text."""
+    end = _LENGTH.size + _LENGTH.unpack_from(note)[0]
+    trace = note[_LENGTH.size : end].decode(errors="replace")
+    try:
+        error = pickle.loads(note[end:])
+    except Exception:
+        return None, trace
+    return (error if isinstance(error, Exception) else None), trace

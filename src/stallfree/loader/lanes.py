@@ -1,13 +1,12 @@
-"""Lanes: the ways in which a task gets done. Worker processes, a gathering thread, or the training loop itself.
+"""Lanes: the ways in which a task gets done beside the training loop. Worker processes, and a gathering thread.
 
-Every lane takes tasks with `submit` and gives results from `poll`, in any order. A lane wakes the waiting loop through a
-descriptor, so that one wait covers all lanes.
+Every lane takes tasks with `submit` and gives results from `poll`, in any order; neither waits. A lane wakes the
+waiting loop through descriptors, so that one wait covers all lanes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import queue
 import select
@@ -20,10 +19,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 from stallfree.errors import InputError, WorkerError
-from stallfree.loader.fill import Filler
+from stallfree.loader.channel import Channel
+from stallfree.loader.fill import Filler, failure
 from stallfree.loader.messages import NO_SLOT, STOP_MESSAGE, UNDONE, Result, Task, forget_message, unpack_result
 from stallfree.loader.ring import Ring
 from stallfree.loader.worker import WorkerSetup, worker_main
@@ -32,7 +31,8 @@ LIVES = 3
 """Workers that may die on one batch before that is an error."""
 
 _STOP_SECONDS = 5.0
-_trainer_ends: weakref.WeakSet[Any] = weakref.WeakSet()
+_NO_MORE = 1 << 62
+_trainer_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class GatherLane:
@@ -41,6 +41,9 @@ class GatherLane:
     def __init__(self, filler: Filler, ring: Ring) -> None:
         self._filler = filler
         self._ring = ring
+        self._submitted = 0
+        self._begun = 0
+        self._wanted = 0
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._done: deque[Result] = deque()
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -48,13 +51,23 @@ class GatherLane:
         self._thread.start()
 
     @property
-    def descriptors(self) -> list[int]:
-        """Readable when there is a result."""
-        return [self._read]
+    def descriptors(self) -> list[tuple[int, int]]:
+        """What to wait for, as descriptors and events of `poll`."""
+        return [(self._read, select.POLLIN)]
+
+    @property
+    def slots_to_take(self) -> int:
+        """Free slots that the tasks under way will take. Rather one too many than one too few."""
+        return self._submitted - self._begun
 
     def submit(self, task: Task) -> None:
-        """Take a task."""
+        """Take a task that has no slot."""
+        self._submitted += 1
         self._tasks.put(task)
+
+    def forget(self, token: int) -> None:
+        """Batches of iterations before `token` are not wanted any more."""
+        self._wanted = token
 
     def poll(self) -> list[Result]:
         """The results that are there."""
@@ -65,118 +78,156 @@ class GatherLane:
             results.append(self._done.popleft())
         return results
 
+    def check(self) -> None:
+        """A thread does not die."""
+
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            slot = self._ring.take()
-            if slot is None:  # never, as long as no more tasks are under way than there are slots for
-                self._done.append(Result(UNDONE, task.token, task.number, NO_SLOT))
-            else:
-                self._done.append(self._filler.gather(replace(task, slot=slot)))
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._write, b"x")
+        try:
+            while (task := self._tasks.get()) is not None:
+                self._done.append(self._do(task))
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._write, b"x")
+        finally:
+            os.close(self._write)
+
+    def _do(self, task: Task) -> Result:
+        wanted = task.token >= self._wanted
+        slot = self._ring.take() if wanted else None
+        self._begun += 1
+        if slot is not None:
+            task = replace(task, slot=slot)
+        return self._filler.gather(task) if wanted else Result(UNDONE, task.token, task.number, NO_SLOT)
 
     def close(self) -> None:
         """End the thread."""
         self._tasks.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # the garbage collector may come by here in any thread
+            self._thread.join()
         os.close(self._read)
-        os.close(self._write)
 
 
 @dataclass
 class _Worker:
     process: BaseProcess
-    connection: Connection
+    channel: Channel
     tasks: list[Task] = field(default_factory=list)
+    dead: bool = False
 
 
 class WorkerLane:
-    """Worker processes. One that dies is replaced, and its batches are done again.
+    """Worker processes, each started with its first task. One that dies is replaced, and its batches are done again.
 
-    Raises `InputError` when something cannot be sent to a worker, `WorkerError` when a batch has killed three workers.
+    A batch that has killed three workers has a `WorkerError` for its result. `submit` and `poll` raise `InputError`
+    when something cannot be sent to a worker.
+
+    Attributes:
+        replaced: how many workers died.
     """
 
-    def __init__(self, setup: WorkerSetup, context: BaseContext | None) -> None:
-        self._context = context or multiprocessing.get_context()
+    def __init__(self, setup: WorkerSetup, context: BaseContext) -> None:
+        self._context = context
         self._setup = setup
         self._deaths: dict[tuple[int, int], int] = {}
+        self._wanted = 0
+        self._workers: list[_Worker | None] = [None] * setup.workers
         self.replaced = 0
-        self._workers: list[_Worker] = []
-        try:
-            for number in range(setup.workers):
-                self._workers.append(self._start(number))
-        except BaseException:
-            self.close()
-            raise
 
     @property
-    def descriptors(self) -> list[int]:
-        """Readable when there is a result or a worker has died."""
-        return [worker.connection.fileno() for worker in self._workers]
+    def descriptors(self) -> list[tuple[int, int]]:
+        """What to wait for, as descriptors and events of `poll`: a result, the death of a worker, room for tasks."""
+        return [
+            (worker.channel.fileno(), select.POLLIN | (select.POLLOUT if worker.channel.writing else 0))
+            for worker in self._workers
+            if worker is not None
+        ]
 
-    def describe(self, task_number: int) -> str:
-        """Who works on the batch of that number, for messages."""
+    def describe(self, task: Task) -> str:
+        """Who has that task, for messages."""
         for worker in self._workers:
-            if any(task.number == task_number for task in worker.tasks):
+            if worker is not None and any(mine is task for mine in worker.tasks):
                 alive = "alive" if worker.process.is_alive() else "dead"
                 return f"worker process {worker.process.pid}, {alive}, with {len(worker.tasks)} batches to do"
-        return "nobody"
+        return "the gathering thread"
 
     def submit(self, task: Task) -> None:
         """Give a task to the worker with the fewest."""
-        worker = min(self._workers, key=lambda worker: len(worker.tasks))
+        loads = [0 if worker is None else len(worker.tasks) for worker in self._workers]
+        number = loads.index(min(loads))
+        worker = self._workers[number]
+        if worker is None:
+            worker = self._workers[number] = self._start(number)
         worker.tasks.append(task)
-        with contextlib.suppress(OSError):  # a dead worker: found out, and made good, by `poll`
-            worker.connection.send_bytes(task.pack())
+        worker.channel.send(task.pack())  # to a dead worker: found out, and made good, by `poll`
 
     def forget(self, token: int) -> None:
         """Batches of iterations before `token` need not be prepared any more."""
+        self._wanted = token
         for worker in self._workers:
-            with contextlib.suppress(OSError):
-                worker.connection.send_bytes(forget_message(token))
+            if worker is not None:
+                worker.channel.send(forget_message(token))
 
     def poll(self) -> list[Result]:
         """The results that are there. Replaces workers that died."""
         results: list[Result] = []
         for number, worker in enumerate(self._workers):
+            if worker is None:
+                continue
+            worker.channel.flush()
             try:
-                while worker.connection.poll():
-                    result = unpack_result(worker.connection.recv_bytes())
+                while (message := worker.channel.receive()) is not None:
+                    result = unpack_result(message)
                     results.append(result)
                     worker.tasks = [t for t in worker.tasks if (t.token, t.number) != (result.token, result.number)]
                     self._deaths.pop((result.token, result.number), None)
-            except (EOFError, OSError):
-                self._replace(number, worker)
+            except EOFError:
+                worker.dead = True
+            if worker.dead:
+                self._replace(number, worker, results)
         return results
 
-    def _replace(self, number: int, dead: _Worker) -> None:
-        dead.connection.close()
-        dead.process.join(_STOP_SECONDS)
+    def check(self) -> None:
+        """Look for workers that died while another process keeps their end of the connection open."""
+        for worker in self._workers:
+            if worker is not None and not worker.process.is_alive():
+                worker.dead = True
+
+    def _replace(self, number: int, dead: _Worker, results: list[Result]) -> None:
+        """Make sure that it is dead, and give its tasks to a fresh one."""
+        self._workers[number] = None
         self.replaced += 1
-        if dead.tasks:
-            first = dead.tasks[0]
-            key = (first.token, first.number)
-            deaths = self._deaths[key] = self._deaths.get(key, 0) + 1
-            if deaths >= LIVES:
-                ids = first.ids.tolist()
-                raise WorkerError(
-                    f"{deaths} worker processes died one after the other (the last with exit code {dead.process.exitcode}) "
-                    f"on batch {first.number}, which holds the samples {ids}. -9 often means out of memory. "
-                    "Prepare these samples with num_workers=0 to see why",
-                    ids=ids,
-                )
-        fresh = self._workers[number] = self._start(number)
+        exit_code = _end(dead, time.monotonic() + _STOP_SECONDS)
+        tasks = []
         for task in dead.tasks:
-            fresh.tasks.append(task)
-            with contextlib.suppress(OSError):
-                fresh.connection.send_bytes(task.pack())
+            if task.token < self._wanted:
+                results.append(Result(UNDONE, task.token, task.number, task.slot))
+            else:
+                tasks.append(task)
+        if tasks and self._lives_left(tasks[0]) <= 0:
+            results.append(failure(tasks[0], _killer(tasks.pop(0), exit_code), here=True))
+        if tasks:
+            fresh = self._workers[number] = self._start(number)
+            for task in tasks:
+                fresh.tasks.append(task)
+                fresh.channel.send(task.pack())
+
+    def _lives_left(self, task: Task) -> int:
+        key = (task.token, task.number)
+        deaths = self._deaths[key] = self._deaths.get(key, 0) + 1
+        if deaths >= LIVES:
+            del self._deaths[key]
+        return LIVES - deaths
 
     def _start(self, number: int) -> _Worker:
         ours, theirs = self._context.Pipe()
         _trainer_ends.add(ours)
         method = self._context.get_start_method()
-        direct = os.getpid() if method in ("fork", "spawn") else 0
-        setup = replace(self._setup, worker=number, seed=self._setup.seed + number, parent=direct)
+        setup = replace(
+            self._setup,
+            worker=number,
+            seed=self._setup.seed + number,
+            trainer=os.getpid(),
+            child=method != "forkserver",
+        )
         foreign = list(_trainer_ends) if method == "fork" else []
         process = self._context.Process(  # type: ignore[attr-defined]
             target=worker_main, args=(theirs, setup, foreign), name=f"stallfree-worker-{number}", daemon=True
@@ -188,37 +239,58 @@ class WorkerLane:
             raise _cannot_send(setup, method, error) from error
         finally:
             theirs.close()
-        return _Worker(process, ours)
+        return _Worker(process, Channel(ours))
 
     def close(self) -> None:
         """End the workers; those that do not end in 5 s are killed."""
-        for worker in self._workers:
-            with contextlib.suppress(OSError):
-                worker.connection.send_bytes(STOP_MESSAGE)
         deadline = time.monotonic() + _STOP_SECONDS
-        for worker in self._workers:
-            self._drain(worker, deadline)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-            worker.connection.close()
-            worker.process.close()
-        self._workers = []
+        workers = [worker for worker in self._workers if worker is not None]
+        self._workers = [None] * self._setup.workers
+        for worker in workers:
+            worker.channel.send(forget_message(_NO_MORE))
+            worker.channel.send(STOP_MESSAGE)
+        for worker in workers:
+            _end(worker, deadline)
 
-    def _drain(self, worker: _Worker, deadline: float) -> None:
-        """Read what a worker still sends, so that it is not stuck in a full pipe, until it has ended."""
-        while worker.process.is_alive() and time.monotonic() < deadline:
-            with contextlib.suppress(EOFError, OSError):
-                if worker.connection.poll(0.01):
-                    worker.connection.recv_bytes()
-                    continue
-            worker.process.join(0.01)
+
+def _end(worker: _Worker, deadline: float) -> int | None:
+    """Wait for the end of a worker, reading what it still sends so that it is not stuck; kill it at the deadline."""
+    process, channel = worker.process, worker.channel
+    open_end = True
+    while process.is_alive() and time.monotonic() < deadline:
+        try:
+            while open_end and channel.receive() is not None:
+                pass
+            channel.flush()
+        except EOFError:
+            open_end = False
+        events = select.POLLIN | (select.POLLOUT if channel.writing else 0)
+        wait([(process.sentinel, select.POLLIN), *([(channel.fileno(), events)] if open_end else [])], 0.1)
+    if process.is_alive():
+        process.kill()
+    process.join()
+    code = process.exitcode
+    channel.close()
+    process.close()
+    return code
+
+
+def _killer(task: Task, exit_code: int | None) -> WorkerError:
+    ids = task.ids.tolist()
+    return WorkerError(
+        f"{LIVES} worker processes died one after the other (the last with exit code {exit_code}) on batch "
+        f"{task.number} of epoch {task.epoch}, which holds the samples {ids}. -9 often means out of memory. "
+        "Prepare these samples with num_workers=0 to see why",
+        ids=ids,
+    )
 
 
 def _cannot_send(setup: WorkerSetup, method: str, error: Exception) -> Exception:
     """Find what cannot be pickled, and say so."""
+    if method == "fork":
+        return error
     reader = setup.filler.reader
-    parts: list[tuple[str, Any]] = [
+    parts = [
         *((f"the transform {step!r}", step) for step in (*reader.deterministic, *reader.rest)),
         ("collate_fn", setup.filler.collate),
         ("worker_init_fn", setup.worker_init),
@@ -236,10 +308,9 @@ def _cannot_send(setup: WorkerSetup, method: str, error: Exception) -> Exception
     return error
 
 
-def wait(descriptors: list[int], seconds: float) -> None:
-    """Return when one of `descriptors` is readable or closed, or after `seconds`."""
+def wait(descriptors: list[tuple[int, int]], seconds: float) -> bool:
+    """Wait until something happens to a descriptor, or for so many seconds. Whether something did."""
     poller = select.poll()
-    for descriptor in descriptors:
-        poller.register(descriptor, select.POLLIN)
-    poller.poll(max(0.0, seconds) * 1000)
-
+    for descriptor, events in descriptors:
+        poller.register(descriptor, events)
+    return bool(poller.poll(max(0.0, seconds) * 1000))

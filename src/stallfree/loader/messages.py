@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-_TASK = struct.Struct("<BIqiq")
-_RESULT = struct.Struct("<BIqiqqqqddII")
+Ids = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+_TASK = struct.Struct("<iiqqq")
+_RESULT = struct.Struct("<iiqqqqqqddqqqq")
+_ALIGNMENT = 64
+
+NO_SLOT = -1
+"""The slot of a task that gets one only when it is its turn, or none at all."""
 
 WORK, STOP, FORGET = 1, 2, 3
-NO_SLOT = -1
-"""The slot of a task that gets one only when it is its turn."""
+READY, PRIVATE, WHOLE, FAILED, EMPTY, UNDONE = 1, 2, 3, 4, 5, 6
 
-READY, FAILED, INLINE, EMPTY, UNDONE = 1, 2, 3, 4, 5
+NOTHING: Ids = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Task:
     Attributes:
         token: which iteration asked; results of others are thrown away.
         number: position of the batch in the epoch.
-        slot: where to put it.
+        slot: where to put it, or `NO_SLOT`.
         epoch: of the randomness.
         ids: the samples.
     """
@@ -34,20 +41,19 @@ class Task:
     number: int
     slot: int
     epoch: int
-    ids: npt.NDArray[np.int64]
+    ids: Ids
 
     def pack(self, kind: int = WORK) -> bytes:
         """As bytes."""
-        return _TASK.pack(kind, self.token, self.number, self.slot, self.epoch) + self.ids.tobytes()
+        return _TASK.pack(kind, self.slot, self.token, self.number, self.epoch) + self.ids.tobytes()
 
 
-def unpack_task(data: bytes) -> tuple[int, Task]:
+def unpack_task(data: bytes | bytearray) -> tuple[int, Task]:
     """Kind and task of a message."""
-    kind, token, number, slot, epoch = _TASK.unpack_from(data)
+    kind, slot, token, number, epoch = _TASK.unpack_from(data)
     return kind, Task(token, number, slot, epoch, np.frombuffer(data, np.int64, offset=_TASK.size))
 
 
-NOTHING = np.empty(0, np.int64)
 STOP_MESSAGE = Task(0, 0, 0, 0, NOTHING).pack(STOP)
 
 
@@ -61,10 +67,12 @@ class Result:
     """What became of a task.
 
     Attributes:
-        status: READY (the slot holds `size` bytes), INLINE (the batch is in `payload`), FAILED (`payload` is a pickled error
-            and its traceback), EMPTY (all samples were skipped), UNDONE (not wanted, or a cached sample vanished).
+        status: READY (the slot holds `size` bytes), PRIVATE (the batch is in `memory`, because the slot has no room for
+            it), WHOLE (`value` is the batch; within one process only), FAILED (`value` is the error, or `note` tells
+            it), EMPTY (all samples were skipped), UNDONE (not wanted any more, or a cached sample vanished).
+        token, number, slot: of the task.
         ids: those really served.
-        skipped: number of samples left out; unless INLINE, `payload` says why, a line each.
+        skipped: number of samples left out; then `note` says why, a line each.
     """
 
     status: int
@@ -77,32 +85,41 @@ class Result:
     storage_bytes: int = 0
     fetch_seconds: float = 0.0
     prep_seconds: float = 0.0
-    ids: npt.NDArray[np.int64] = field(default_factory=lambda: NOTHING)
     skipped: int = 0
-    payload: bytes = b""
+    ids: Ids = field(default_factory=lambda: NOTHING)
+    note: bytes = b""
+    memory: Bytes | None = None
+    value: Any = None
 
-    def pack(self) -> bytes:
-        """As bytes."""
+    def pack(self) -> list[bytes | memoryview]:
+        """As pieces of bytes, one after the other."""
+        memory = b"" if self.memory is None else memoryview(self.memory[: self.size])  # type: ignore[arg-type]
         head = _RESULT.pack(
             self.status,
+            self.slot,
             self.token,
             self.number,
-            self.slot,
             self.size,
             self.hits,
             self.misses,
             self.storage_bytes,
             self.fetch_seconds,
             self.prep_seconds,
-            len(self.ids),
             self.skipped,
+            len(self.ids),
+            len(self.note),
+            len(memory),
         )
-        return b"".join((head, self.ids.tobytes(), self.payload))
+        start = head + self.ids.tobytes() + self.note
+        return [start + bytes(-len(start) % _ALIGNMENT), memory] if len(memory) else [start]
 
 
-def unpack_result(data: bytes) -> Result:
-    """The result in a message."""
-    status, token, number, slot, size, hits, misses, read, fetch, prep, count, skipped = _RESULT.unpack_from(data)
+def unpack_result(data: bytearray) -> Result:
+    """The result in a message, whose memory it keeps."""
+    head = _RESULT.unpack_from(data)
+    status, slot, token, number, size, hits, misses, read, fetch, prep, skipped, count, noted, private = head
     ids = np.frombuffer(data, np.int64, count, _RESULT.size)
-    payload = data[_RESULT.size + 8 * count :]
-    return Result(status, token, number, slot, size, hits, misses, read, fetch, prep, ids, skipped, payload)
+    at = _RESULT.size + 8 * count
+    note = bytes(data[at : at + noted])
+    memory = None if not private else np.frombuffer(data, np.uint8, private, len(data) - private)
+    return Result(status, token, number, slot, size, hits, misses, read, fetch, prep, skipped, ids, note, memory)

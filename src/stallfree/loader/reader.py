@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from stallfree.cache import MISS, SampleCache
-from stallfree.errors import SampleError
+from stallfree.errors import CodecError, InputError, SampleError, StallfreeError
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
-from stallfree.sources.throttle import payload_bytes
+from stallfree.sources.mapped import MapSource, SubsetSource
+from stallfree.sources.throttle import ThrottledSource, payload_bytes
 
 IO_THREADS = 8
 """Fetches under way at once in one process. They wait for storage, so there may be more of them than cores."""
+
+_UNCHANGING = frozenset({bytes, str, int, float, bool, complex, type(None)})
 
 
 @dataclass
@@ -48,7 +54,7 @@ class Samples:
 
 
 class Reader:
-    """How samples of one data set come to be.
+    """How samples of one data set come to be. Only one thread of a process may be in `finish` at a time.
 
     Args:
         source: where records come from.
@@ -66,13 +72,17 @@ class Reader:
         self.deterministic = deterministic
         self.rest = rest
         self.fresh = fresh
-        self._threads = bool(getattr(source, "threads", True))
+        # Without a cache, a plain data set may augment its samples itself: they are drawn in the thread that is seeded.
+        plain = plain_beneath(source, 0) if cache is None else None
+        self._threads = plain is None and bool(getattr(source, "threads", True))
+        self._drawn = fresh and plain is not None
         drawing: Callable[[Any], Any] | None = rest if len(rest) else None
-        if cache is None and not self._threads:
-            drawing = _FromSource(source)
+        if plain is not None:
+            drawing = _Drawing(plain[0].dataset, rest)
         self._randomness = Randomness(drawing if fresh else None)
         self._pool: ThreadPoolExecutor | None = None
         self._pid = -1
+        self._ended = ""
 
     @property
     def plain(self) -> bool:
@@ -80,110 +90,76 @@ class Reader:
         return self.cache is not None and len(self.rest) == 0
 
     def start(self, ids: npt.NDArray[np.int64]) -> Pending:
-        """Start fetching what `ids` miss. Returns at once."""
+        """Start fetching what `ids` miss. Returns at once. Raises `InputError` after `end`."""
+        self.check()
         fetches: dict[int, Future[Any]] = {}
         if self._threads:
             missing = ids if self.cache is None else ids[~self.cache.resident(ids)]
-            pool = self._executor() if len(missing) else None
-            for id in missing.tolist():
-                if id not in fetches and pool is not None:
-                    fetches[id] = pool.submit(self.source.fetch, id)
+            self._submit(missing.tolist(), fetches)
         return Pending(ids, fetches)
 
-    def finish(self, pending: Pending, seed: int, epoch: int | Callable[[int], int], *, skip: bool) -> Samples:
-        """The samples of a batch that was started.
+    def finish(self, pending: Pending, seed: int, epoch: int | Sequence[int], *, skip: bool) -> Samples:
+        """The samples of a batch that was started; `epoch` is that of all, or one for each.
 
-        Raises `SampleError` for the first sample that cannot be had, unless `skip`: then it is left out.
+        Raises `SampleError` for the first sample that cannot be had, unless `skip`: then it is left out. A sample that
+        cannot be stored is an error in any case. The values belong to the caller; those of one batch may share one piece
+        of memory, which lives as long as any of them.
         """
+        self.check()
         ids = pending.ids.tolist()
         found = [MISS] * len(ids) if self.cache is None else self.cache.get_many(pending.ids)
-        samples = Samples([], [])
-        samples.misses = sum(value is MISS for value in found)
-        samples.hits = len(ids) - samples.misses
+        missing = [at for at, value in enumerate(found) if value is MISS]
+        samples = Samples([], [], hits=len(ids) - len(missing), misses=len(missing))
+        epochs = [epoch] * len(ids) if isinstance(epoch, int) else epoch
         try:
             with self._randomness:
-                if samples.misses:
-                    self._fill(ids, found, pending.fetches, samples, seed, epoch, skip)
-                for id, value in zip(ids, found, strict=True):
-                    if value is not MISS:
-                        self._prepare(id, value, samples, seed, epoch, skip)
+                if missing:
+                    _Filling(self, ids, found, pending.fetches, samples, skip).run(missing, seed, epochs)
+                self._prepare(ids, found, samples, seed, epochs, skip)
         finally:
-            for future in pending.fetches.values():
-                future.cancel()
+            self._give_up(pending.fetches)
         return samples
 
-    def _fill(
-        self,
-        ids: list[int],
-        found: list[Any],
-        fetches: dict[int, Future[Any]],
-        samples: Samples,
-        seed: int,
-        epoch: int | Callable[[int], int],
-        skip: bool,
-    ) -> None:
-        new_ids: list[int] = []
-        new_values: list[Any] = []
-        reads = 0
-        try:
-            for at, id in enumerate(ids):
-                if found[at] is not MISS:
-                    continue
-                try:
-                    self._seed(id, seed, epoch)
-                    record = self._fetch(id, fetches.get(id), samples)
-                    reads += 1
-                    samples.storage_bytes += payload_bytes(record)
-                    found[at] = self._apply(self.deterministic, record, id)
-                except SampleError as error:
-                    if not skip:
-                        raise
-                    samples.skipped.append(error)
-                    continue
-                new_ids.append(id)
-                new_values.append(found[at])
-        finally:
-            if self.cache is not None:
-                self.cache.count_fetch(reads, samples.storage_bytes)
-                if new_ids:
-                    self.cache.put_many(new_ids, new_values)
-
-    def _fetch(self, id: int, future: Future[Any] | None, samples: Samples) -> Any:
-        started = time.perf_counter()
-        try:
-            return self.source.fetch(id) if future is None else future.result()
-        except Exception as error:
-            raise sample_error(error, self.source, id, "fetching") from error
-        finally:
-            if self._threads:
-                samples.fetch_seconds += time.perf_counter() - started
-
     def _prepare(
-        self, id: int, value: Any, samples: Samples, seed: int, epoch: int | Callable[[int], int], skip: bool
+        self, ids: list[int], found: list[Any], samples: Samples, seed: int, epochs: Sequence[int], skip: bool
     ) -> None:
-        try:
-            if len(self.rest):
-                self._seed(id, seed, epoch)
-                value = self._apply(self.rest, value, id)
-        except SampleError as error:
-            if not skip:
-                raise
-            samples.skipped.append(error)
+        """Apply what is left to do to all values that are there."""
+        rest, seeder = self.rest, self._randomness.seed if self.fresh else None
+        if not len(rest) and not samples.skipped:
+            samples.ids, samples.values = ids, found
             return
-        samples.ids.append(id)
-        samples.values.append(value)
+        for id, value, epoch in zip(ids, found, epochs, strict=True):
+            if value is MISS:
+                continue
+            try:
+                if seeder is not None:
+                    seeder(seed, epoch, id)
+                samples.values.append(rest(value))
+                samples.ids.append(id)
+            except Exception as error:
+                problem = sample_error(error, self.source, id, "preparing")
+                if not skip:
+                    raise_from(problem, error)
+                samples.skipped.append(problem)
 
-    def _seed(self, id: int, seed: int, epoch: int | Callable[[int], int]) -> None:
-        if self.fresh:
-            self._randomness.seed(seed, epoch if isinstance(epoch, int) else epoch(id), id)
+    def _submit(self, ids: list[int], fetches: dict[int, Future[Any]]) -> None:
+        """Have `ids` fetched, unless they are in `fetches` already."""
+        pool = self._executor() if ids else None
+        for id in ids:
+            if id not in fetches and pool is not None:
+                fetches[id] = pool.submit(self.source.fetch, id)
 
-    def _apply(self, steps: Compose, value: Any, id: int) -> Any:
-        if not len(steps):
-            return value
-        try:
-            return steps(value)
-        except Exception as error:
-            raise sample_error(error, self.source, id, "preparing") from error
+    def _give_up(self, fetches: dict[int, Future[Any]]) -> None:
+        """Nobody needs these any more; those that run already are reads all the same."""
+        for future in fetches.values():
+            if not future.cancel() and self.cache is not None:
+                future.add_done_callback(self._count_unused)
+        fetches.clear()
+
+    def _count_unused(self, future: Future[Any]) -> None:
+        if self.cache is not None and not future.cancelled() and future.exception() is None:
+            with contextlib.suppress(StallfreeError, ValueError):  # the cache may have been closed meanwhile
+                self.cache.count_fetch(1, payload_bytes(future.result()))
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._pool is None or self._pid != os.getpid():
@@ -191,22 +167,161 @@ class Reader:
             self._pid = os.getpid()
         return self._pool
 
+    def check(self) -> None:
+        """Raise `InputError` after `end`."""
+        if self._ended:
+            raise InputError(self._ended)
+
     def close(self) -> None:
-        """End the threads that fetch, once they are through."""
-        if self._pool is not None and self._pid == os.getpid():
-            self._pool.shutdown(wait=True, cancel_futures=True)
-        self._pool = None
+        """End the threads that fetch, once they are through. They start anew when they are needed again."""
+        pool, self._pool = self._pool, None
+        if pool is not None and self._pid == os.getpid():
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def end(self, why: str) -> None:
+        """Close for good: from now on `start` and `finish` raise `InputError(why)`."""
+        self._ended = why
+        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None, "_pid": -1}
 
 
-class _FromSource:
-    """The fetch of a plain data set, which may draw random numbers itself."""
+@dataclass
+class _Filling:
+    """Getting what is missing in one batch from the source, and into the cache."""
 
-    def __init__(self, source: Source) -> None:
-        self.dataset = getattr(source, "dataset", source)
+    reader: Reader
+    ids: list[int]
+    found: list[Any]
+    fetches: dict[int, Future[Any]]
+    samples: Samples
+    skip: bool
+    reads: int = 0
+    failed: dict[int, SampleError] = field(default_factory=dict)
+
+    def run(self, missing: list[int], seed: int, epochs: Sequence[int]) -> None:
+        """Fill in `found` at the positions `missing`; what cannot be had stays `MISS`."""
+        reader = self.reader
+        at_first: dict[int, int] = {}
+        for at in missing:
+            at_first.setdefault(self.ids[at], at)
+        if reader._threads and len(at_first) > 1:
+            reader._submit(list(at_first), self.fetches)  # those that were resident at the start and no longer are
+        try:
+            for id, at in at_first.items():
+                if reader._drawn:
+                    reader._randomness.seed(seed, epochs[at], id)
+                self._attempt(id, at)
+        finally:
+            self._store([(id, self.found[at]) for id, at in at_first.items() if self.found[at] is not MISS])
+        for at in missing:
+            first = at_first[self.ids[at]]
+            if at != first:
+                self._repeat(at, first)
+
+    def _attempt(self, id: int, at: int) -> None:
+        try:
+            self.found[at] = self._value(id)
+        except SampleError as error:
+            if not self.skip:
+                raise
+            self.failed[id] = error
+            self.samples.skipped.append(error)
+
+    def _value(self, id: int) -> Any:
+        reader = self.reader
+        record = self._fetch(id, self.fetches.pop(id, None))
+        self.reads += 1
+        self.samples.storage_bytes += payload_bytes(record)
+        if reader.cache is not None:
+            record = private(record)  # the source may keep what it gave
+        if not len(reader.deterministic):
+            return record
+        try:
+            return reader.deterministic(record)
+        except Exception as error:
+            raise_from(sample_error(error, reader.source, id, "preparing"), error)
+
+    def _fetch(self, id: int, future: Future[Any] | None) -> Any:
+        source, started = self.reader.source, time.perf_counter()
+        try:
+            if future is not None:
+                with contextlib.suppress(CancelledError):  # by another loader of this process, which ended
+                    return future.result()
+            return source.fetch(id)
+        except Exception as error:
+            raise_from(sample_error(error, source, id, "fetching"), error)
+        finally:
+            if self.reader._threads:
+                self.samples.fetch_seconds += time.perf_counter() - started
+
+    def _repeat(self, at: int, first: int) -> None:
+        """An id that is twice in a batch: the second sample is its own, not the first one again."""
+        if self.found[first] is MISS:
+            self.samples.skipped.append(self.failed[self.ids[at]])
+        else:
+            self.found[at] = private(self.found[first])
+
+    def _store(self, new: list[tuple[int, Any]]) -> None:
+        cache = self.reader.cache
+        if cache is None:
+            return
+        if self.reads:
+            cache.count_fetch(self.reads, self.samples.storage_bytes)
+        try:
+            if new:
+                cache.put_many([id for id, _ in new], [value for _, value in new])
+        except CodecError:
+            for id, value in new:
+                try:
+                    cache.put(id, value)
+                except CodecError as error:
+                    raise sample_error(error, self.reader.source, id, "storing") from error
+
+
+class _Drawing:
+    """A plain data set and the steps after it: whatever may hold generators of random numbers."""
+
+    def __init__(self, dataset: Any, rest: Compose) -> None:
+        self.dataset = dataset
+        self.rest = rest
 
     def __call__(self, id: int) -> Any:
-        return self.dataset[id]
+        return self.rest(self.dataset[id])
 
+
+def plain_beneath(source: Source, id: int) -> tuple[MapSource, int] | None:
+    """The plain data set that `source` reads sample `id` from, and the id there; None when there is none."""
+    inner: Any = source
+    while isinstance(inner, (SubsetSource, ThrottledSource)):
+        if isinstance(inner, SubsetSource):
+            id = int(inner.indices[id])
+        inner = inner.source
+    return (inner, id) if isinstance(inner, MapSource) else None
+
+
+def private(value: Any) -> Any:
+    """A copy of `value` that shares no memory with it; `value` itself where it cannot change or cannot be copied."""
+    kind = type(value)
+    if kind in _UNCHANGING:
+        return value
+    if kind is tuple:
+        return tuple([private(item) for item in value])
+    if kind is list:
+        return [private(item) for item in value]
+    if kind is dict:
+        return {key: private(item) for key, item in value.items()}
+    if kind is torch.Tensor:  # deepcopy would copy all that a view is a part of
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a lock, an open file, a handle of a C library
+        return value
+
+
+def raise_from(problem: SampleError, error: BaseException) -> NoReturn:
+    """Raise `problem`, caused by `error`; a `SampleError` that came up as such keeps its own cause."""
+    if problem is error:
+        raise problem
+    raise problem from error

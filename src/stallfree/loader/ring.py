@@ -1,8 +1,8 @@
 """The staging ring: standing slots of shared memory that hold ready batches, used again and again.
 
-A slot is a file of its own, which grows to the largest batch that was put into it; nobody has to know the size of a batch
-beforehand. Who fills a slot and when is decided in one place, by the process that iterates. A batch that was handed out
-holds its slot on *lease*: when the last tensor made from it is freed, the slot goes back.
+A slot is a file of its own, which grows to the largest batch that was put into it; nobody has to know the size of a
+batch beforehand. Who fills a slot and when is decided in one place, by the process that iterates. A batch that
+was handed out holds its slot on *lease*: when the last tensor made from it is freed, the slot goes back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.errors import StorageError
-from stallfree.folders import SharedFolder
+from stallfree.folders import SharedFolder, default_root, sweep
+from stallfree.loader.messages import NO_SLOT
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,6 +37,8 @@ class Slots:
 
     def reserve(self, slot: int, size: int) -> Bytes | None:
         """The memory of `slot`, grown to `size` bytes or more; None when there is no room for so much."""
+        if slot == NO_SLOT:
+            return None
         there = self._maps.get(slot)
         if there is None or len(there) < size:
             if self.limit is not None and size > self.limit:
@@ -51,7 +54,9 @@ class Slots:
         if there is None or len(there) < size:
             there = self._map(slot)
             if len(there) < size:
-                raise StorageError(f"slot {slot} of the staging ring has {len(there)} bytes, a batch of {size} was announced")
+                raise StorageError(
+                    f"slot {slot} of the staging ring has {len(there)} bytes, a batch of {size} was announced"
+                )
         return np.frombuffer(there, np.uint8)
 
     def _grow(self, slot: int, size: int) -> mmap.mmap | None:
@@ -83,6 +88,10 @@ class Slots:
     def _file(self, slot: int) -> Path:
         return self.folder / f"slot-{slot}"
 
+    def close(self) -> None:
+        """Let go of the memory. What batches are kept in stays until they are freed."""
+        self._maps.clear()
+
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "limit": self.limit, "_maps": {}}
 
@@ -96,22 +105,26 @@ class Ring:
     """
 
     def __init__(self, count: int, capacity: int | None) -> None:
+        sweep(default_root())  # what killed processes left
         self._folder = SharedFolder(f"ring-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
         self.count = count
-        self.slots = Slots(self._folder.path, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE)
+        self.slots = Slots(
+            self._folder.path, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE
+        )
         self._free: deque[int] = deque(range(count))
         self._leases: dict[int, weakref.finalize[Any, Any]] = {}
 
     def take(self) -> int | None:
-        """A free slot, if there is one: the one used last, which the processor's caches still hold. Any thread may ask."""
+        """A free slot, if there is one: the one used last, which caches still hold. Any thread may ask."""
         try:
             return self._free.pop()
         except IndexError:
             return None
 
     def give(self, slot: int) -> None:
-        """The slot is free again. Safe to be called by a finaliser, in any thread."""
-        self._free.append(slot)
+        """The slot is free again. Safe to be called by a finaliser, in any thread. `NO_SLOT` is none."""
+        if slot != NO_SLOT:
+            self._free.append(slot)
 
     @property
     def free(self) -> int:
@@ -135,11 +148,14 @@ class Ring:
     def bytes(self) -> int:
         """Bytes of all slots."""
         with contextlib.suppress(OSError):
-            return sum(entry.stat().st_size for entry in os.scandir(self._folder.path) if entry.name.startswith("slot-"))
+            return sum(
+                entry.stat().st_size for entry in os.scandir(self._folder.path) if entry.name.startswith("slot-")
+            )
         return 0
 
     def close(self) -> None:
         """Remove the files. Batches that are still kept stay valid: their memory lives as long as they do."""
+        self.slots.close()
         self._folder.close()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import random
+import select
 import signal
 import threading
 from collections.abc import Callable
@@ -11,14 +14,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from stallfree.loader.fill import Filler, pack_error
-from stallfree.loader.messages import FAILED, FORGET, STOP, UNDONE, Result, Task, unpack_task
+from stallfree.loader.channel import receive_message, send_message
+from stallfree.loader.fill import Filler, failure
+from stallfree.loader.messages import FORGET, STOP, UNDONE, Result, Task, unpack_task
 from stallfree.loader.reader import Pending
 
-_PARENT_CHECK_SECONDS = 1.0
+_TRAINER_CHECK_MILLISECONDS = 1000
 
 
 @dataclass
@@ -32,7 +37,8 @@ class WorkerSetup:
         dataset: as the user gave it, for `torch.utils.data.get_worker_info()`.
         seed: of this worker's own generators; samples do not depend on it.
         worker_init: the user's `worker_init_fn`, or None.
-        parent: process id of the trainer if the worker is its direct child, else 0.
+        trainer: process id of the iterating process.
+        child: whether the worker is its direct child.
     """
 
     worker: int
@@ -41,77 +47,105 @@ class WorkerSetup:
     dataset: Any
     seed: int
     worker_init: Callable[[int], None] | None
-    parent: int
+    trainer: int = 0
+    child: bool = False
 
 
 def worker_main(connection: Connection, setup: WorkerSetup, foreign: list[Connection]) -> None:
-    """The life of a worker. `foreign` are the trainer's ends of pipes that a fork brought along."""
+    """The life of a worker. `foreign` are the trainer's ends of connections that a fork brought along."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of the trainer is none of ours
     for other in foreign:
         other.close()
-    torch.set_num_threads(1)
-    torch.manual_seed(setup.seed)
-    torch_worker._worker_info = torch_worker.WorkerInfo(  # type: ignore[assignment]
-        id=setup.worker, num_workers=setup.workers, seed=setup.seed, dataset=setup.dataset
-    )
-    failure: Exception | None = None
-    if setup.worker_init is not None:
-        try:
-            setup.worker_init(setup.worker)
-        except Exception as error:
-            failure = error
-    inbox = _Inbox(connection, setup)
+    inbox = _Inbox(connection.fileno(), setup)
     inbox.start()
+    problem = _prepare_process(setup)
+    inbox.ahead = problem is None
     while (item := inbox.get()) is not None:
         task, pending = item
         if task.token < inbox.wanted:
             result = Result(UNDONE, task.token, task.number, task.slot)
-        elif failure is not None:
-            result = Result(FAILED, task.token, task.number, task.slot, payload=pack_error(failure))
+        elif problem is not None:
+            result = failure(task, problem, here=False)
         else:
-            result = setup.filler.finish(task, pending)
+            result = setup.filler.finish(task, pending or setup.filler.start(task), here=False)
         try:
-            connection.send_bytes(result.pack())
+            send_message(connection.fileno(), result.pack())
         except OSError:
             break  # the trainer is gone
     setup.filler.reader.close()
 
 
-class _Inbox:
-    """Reads tasks as they come and starts their fetches at once, while the worker prepares an earlier one."""
+def _prepare_process(setup: WorkerSetup) -> Exception | None:
+    """Make the process what torch's workers are. Returns what the user's function raised."""
+    torch.set_num_threads(1)
+    random.seed(setup.seed)
+    np.random.seed(setup.seed & 0xFFFFFFFF)
+    torch.manual_seed(setup.seed)
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=setup.worker, num_workers=setup.workers, seed=setup.seed, dataset=setup.dataset
+    )
+    try:
+        if setup.worker_init is not None:
+            setup.worker_init(setup.worker)
+    except Exception as error:
+        return error
+    return None
 
-    def __init__(self, connection: Connection, setup: WorkerSetup) -> None:
-        self._connection = connection
+
+class _Inbox:
+    """Reads tasks as they come and starts their fetches at once, while the worker prepares an earlier one.
+
+    It also ends the worker when the trainer dies, whatever the main thread is in the midst of.
+    """
+
+    def __init__(self, fd: int, setup: WorkerSetup) -> None:
+        self._fd = fd
         self._setup = setup
-        self._tasks: queue.SimpleQueue[tuple[Task, Pending] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Task, Pending | None] | None] = queue.SimpleQueue()
+        self.ahead = False
+        """Whether to start fetches: not before the user's `worker_init_fn` has run."""
         self.wanted = 0
         """Batches of iterations before this one are no longer wanted."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="stallfree-inbox", daemon=True).start()
 
-    def get(self) -> tuple[Task, Pending] | None:
-        """The next task with its fetches under way; None at the end."""
+    def get(self) -> tuple[Task, Pending | None] | None:
+        """The next task, with its fetches if they are under way; None at the end."""
         return self._tasks.get()
 
     def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        trainer = -1
+        with contextlib.suppress(OSError, AttributeError):  # not in every kernel and sandbox
+            trainer = os.pidfd_open(self._setup.trainer)
+            poller.register(trainer, select.POLLIN)
         while True:
+            ready = [fd for fd, _ in poller.poll(_TRAINER_CHECK_MILLISECONDS)]
+            if trainer in ready or self._orphaned():
+                os._exit(1)
+            if self._fd not in ready:
+                continue
             try:
-                while not self._connection.poll(_PARENT_CHECK_SECONDS):
-                    if self._setup.parent and os.getppid() != self._setup.parent:
-                        os._exit(1)
-                kind, task = unpack_task(self._connection.recv_bytes())
+                kind, task = unpack_task(receive_message(self._fd))
             except (EOFError, OSError):
-                os._exit(1)  # the trainer died; the main thread may be deep in the user's code
+                os._exit(1)
             if kind == STOP:
                 self._tasks.put(None)
-                return
+                continue
             self.wanted = max(self.wanted, task.token)
             if kind != FORGET:
-                self._tasks.put((task, self._start(task)))
+                self._tasks.put((task, self._setup.filler.start(task) if self.ahead else None))
 
-    def _start(self, task: Task) -> Pending:
+    def _orphaned(self) -> bool:
+        if self._setup.child:
+            return os.getppid() != self._setup.trainer
         try:
-            return self._setup.filler.start(task)
-        except Exception:  # it will come again, and be reported, when the task is done
-            return Pending(task.ids, {})
+            os.kill(self._setup.trainer, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return False

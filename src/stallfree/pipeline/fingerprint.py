@@ -25,6 +25,8 @@ from stallfree.pipeline.marks import MARK
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list"})
 """What albumentations notes in a transform while it runs, or only about its generators."""
+_MANY = 256
+"""From this length on, a list of plain values is fed at once: data sets list a million samples."""
 _VALUES = (list, tuple, dict, set, frozenset, np.ndarray, np.generic, torch.Tensor, enum.Enum, functools.partial)
 
 
@@ -37,7 +39,8 @@ def fingerprint(*objects: Any) -> str:
     libraries, names and versions. File names, line numbers, the order of a mapping's keys and the states of random
     generators do not count.
 
-    An object with a method `fingerprint()` that needs no argument is stood for by what that returns.
+    An object with a method `fingerprint()` that needs no argument is stood for by what that returns, together with its
+    `pipeline` if it is a source.
 
     Raises `InputError`, which names the object, for one that has no state to look at, such as a lock or an open file.
     """
@@ -116,6 +119,8 @@ class _Walker:
         elif (own := _own_fingerprint(thing)) is not None:
             self._feed("own", type(thing).__qualname__.encode())
             self.visit(own())
+            if callable(pipeline := getattr(thing, "pipeline", None)):
+                self.visit(pipeline)  # a source speaks for its records alone
         elif isinstance(thing, enum.Enum):
             self._feed("enum", f"{type(thing).__qualname__}.{thing.name}".encode())
             self.visit(thing.value)
@@ -253,8 +258,30 @@ class _Walker:
                 self._unordered("pairs", container.items())
         elif isinstance(container, (set, frozenset)):
             self._unordered("items", container)
-        else:
+        elif len(container) < _MANY or not self._in_bulk(container):
             self._parts("items", container)
+
+    def _in_bulk(self, items: Any) -> bool:
+        """Feed the many items of a list or tuple at once; whether they are of one kind, so that this can be done."""
+        kinds = set(map(type, items))
+        kind = kinds.pop()
+        if kinds:
+            return False
+        if kind is str:
+            texts = [text.encode("utf-8", "surrogatepass") for text in items]
+            self._feed("lengths", np.fromiter(map(len, texts), "<i8", len(texts)).data.cast("B"))
+            self._feed("strs", b"".join(texts))
+        elif kind is int or kind is bool:
+            self._feed(f"{kind.__name__}s", repr(list(items)).encode())
+        elif kind is float:
+            self._feed("floats", np.fromiter(items, "<f8", len(items)).data.cast("B"))
+        elif kind is tuple and items[0] and len(set(map(len, items))) == 1:
+            self._feed("rows", f"{len(items)} {len(items[0])}".encode())
+            for place in range(len(items[0])):
+                self._container([row[place] for row in items])
+        else:
+            return False
+        return True
 
     def _instance(self, thing: Any) -> None:
         """Feed class and state of `thing`, as `copy` and `pickle` would take them."""

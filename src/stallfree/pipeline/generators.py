@@ -18,6 +18,7 @@ from stallfree.pipeline._objects import attributes, class_functions, closure_val
 GENERATOR_TYPES = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 _OPAQUE = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.Tensor, type, ModuleType)
+_INERT = frozenset({str, bytes, int, float, bool, complex, type(None)})
 _CONTAINERS = (dict, list, tuple, set, frozenset)  # no others: iterating over a data set would load it
 
 
@@ -140,10 +141,18 @@ def _references(thing: Any) -> Iterator[object]:
     elif isinstance(thing, BuiltinFunctionType):
         yield thing.__self__
     elif isinstance(thing, _CONTAINERS):
-        yield from thing.values() if isinstance(thing, dict) else thing
-        yield from attributes(thing).values()
+        values = thing.values() if isinstance(thing, dict) else thing
+        yield from (value for value in values if not _inert(value))
+        if type(thing) not in _CONTAINERS:
+            yield from attributes(thing).values()
     else:
         yield from _references_of_instance(thing)
+
+
+def _inert(thing: object) -> bool:
+    """Whether `thing` refers to nothing of interest; quick, for data sets that list a million samples."""
+    kind = type(thing)
+    return kind in _INERT or (kind in (tuple, list) and all(type(item) in _INERT for item in thing))  # type: ignore[attr-defined]
 
 
 def _references_of_instance(thing: object) -> Iterator[object]:

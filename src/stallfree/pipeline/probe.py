@@ -24,7 +24,7 @@ from stallfree.pipeline.generators import (
     used_functions,
 )
 
-_UNSEEN = frozenset({"default_rng", "SystemRandom", "urandom", "getrandom", "secrets", "uuid1", "uuid4"})
+UNSEEN = frozenset({"default_rng", "SystemRandom", "urandom", "getrandom", "secrets", "uuid1", "uuid4"})
 T = TypeVar("T")
 
 _SEEDS = (0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D)
@@ -66,7 +66,7 @@ def try_step(step: Transform, value: Any) -> Trial:
     equal = same(*outputs)
     if equal is None:
         return Trial(None, f"its outputs, of type {type(outputs[0]).__name__}, cannot be compared", outputs[0])
-    suspects = _UNSEEN & {name for function in used_functions(step) for name in code_names(function.__code__)}
+    suspects = UNSEEN & {name for function in used_functions(step) for name in code_names(function.__code__)}
     if equal and suspects:
         return Trial(None, f"it uses {', '.join(sorted(suspects))}, whose numbers a trial cannot control", outputs[0])
     return Trial(not equal, "", outputs[0])

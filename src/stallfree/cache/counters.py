@@ -1,0 +1,63 @@
+"""What the processes attached to a cache have done, summed without a lock and without losing what dead ones counted.
+
+Each process adds to a row of its own, which it has claimed with a lock that the kernel drops when the process dies. A
+row is never emptied: the next process that claims it goes on from there, so the sum of all rows is exact at any
+instant.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.locks import FileLock
+
+Array = npt.NDArray[Any]
+
+
+class Count(enum.IntEnum):
+    """What stands where in a row."""
+
+    HITS = 0
+    MISSES = 1
+    EVICTIONS = 2
+    REJECTED = 3
+    DAMAGED = 4
+    READS = 5
+    BYTES = 6
+
+
+class Counters:
+    """The counts of this process and of all.
+
+    Args:
+        rows: one row per process. Row 0 is shared by those that find no other: beyond 255 processes counts may be lost.
+    """
+
+    def __init__(self, rows: Array) -> None:
+        self._rows = rows
+        self._row = rows[0]
+        self._lock = threading.Lock()
+
+    def claim(self, file_lock: FileLock) -> None:
+        """Take a row for this process; again after a fork."""
+        self._lock = threading.Lock()  # a thread of the parent may have held the old one
+        for row in range(1, len(self._rows)):
+            if file_lock.claim(row):
+                self._row = self._rows[row]
+                return
+        self._row = self._rows[0]
+
+    def add(self, *counts: tuple[Count, int]) -> None:
+        """Add to the row of this process."""
+        with self._lock:
+            for column, number in counts:
+                self._row[column] += number
+
+    def totals(self) -> list[int]:
+        """The sums over all processes that are or were attached, by `Count`."""
+        return [int(n) for n in np.asarray(self._rows).sum(axis=0)]

@@ -1,0 +1,169 @@
+"""How records are read: without a lock, a whole batch at a time.
+
+A reader looks at the generation, then at the place, copies, and looks at the generation again. Whoever sees `first`
+sees a whole record, and whoever copied from blocks that were given away meanwhile sees another generation: a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache.arena import Arena
+from stallfree.cache.index import Index
+from stallfree.cache.layout import Meta
+from stallfree.cache.recovery import blocks_of, chains
+from stallfree.cache.writer import checksum, checksum_of, fence
+from stallfree.errors import CodecError
+from stallfree.pipeline.codec import read_record, stack_build
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class Found:
+    """What a reader saw of a batch of ids: places first, and in the end which of them were good.
+
+    Attributes:
+        ids: that were asked for.
+        generation, first, length, checksum: what the index said of them at the beginning.
+        good: which were read whole.
+        damaged: positions of those that were read as they were written, and are not what was written.
+    """
+
+    ids: Array
+    generation: Array
+    first: Array
+    length: Array
+    checksum: Array | None
+    good: Array
+    damaged: list[int]
+
+
+class Records:
+    """Reads the records of a cache.
+
+    Args:
+        meta: what the cache is made of.
+        index, arena: its parts.
+        allow_pickle: whether pickled leaves are loaded.
+    """
+
+    def __init__(self, meta: Meta, index: Index, arena: Arena, allow_pickle: bool) -> None:
+        self._index, self._arena, self._block, self._num_blocks = index, arena, meta.block, meta.num_blocks
+        self._allow_pickle = allow_pickle
+        self._local = threading.local()
+        self.common = meta.structure()
+        leaves = () if self.common is None else self.common.leaves
+        self._filled = [number for number, leaf in enumerate(leaves) if leaf.nbytes]
+        self._offsets = [] if self.common is None else [self.common.offsets[number] for number in self._filled]
+
+    def look(self, ids: Array) -> Found:
+        """Where the records of `ids` are now."""
+        index = self._index
+        generation = index.generation[ids]
+        fence()
+        first, length = index.first[ids], index.length[ids]
+        sums = None if index.checksum is None else index.checksum[ids]
+        return Found(ids, generation, first, length, sums, first != 0, [])
+
+    def gather(self, found: Found, outs: Sequence[Array]) -> None:
+        """Copy the records of the common structure, leaf by leaf, into `outs`."""
+        found.good &= found.length == 0
+        if not found.good.any():
+            return
+        blocks = found.first.astype(np.int64)
+        blocks -= 1
+        if not found.good.all():
+            blocks[~found.good] = blocks[found.good.argmax()]  # any block that has memory behind it
+        outs = [outs[number] for number in self._filled]
+        self._arena.gather(blocks, self._offsets, outs)
+        self._still(found, slice(None))
+        if found.checksum is not None:
+            known = found.checksum.tolist()
+            for at in np.flatnonzero(found.good).tolist():
+                if checksum_of([out[at] for out in outs], int(found.ids[at])) != known[at]:
+                    found.good[at] = False
+                    found.damaged.append(at)
+
+    def read(self, found: Found, values: list[Any]) -> None:
+        """Put the values that are there into `values`, at the positions of their ids."""
+        plain = found.good & (found.length == 0)
+        if plain.all():
+            self._read_plain(found, values)
+            return
+        chained = np.flatnonzero(found.good & (found.length != 0))
+        at = np.flatnonzero(plain)
+        if len(at):
+            some = _part(found, at)
+            into: list[Any] = [None] * len(at)
+            self._read_plain(some, into)
+            for position, value, good in zip(at.tolist(), into, some.good.tolist(), strict=True):
+                if good:
+                    values[position] = value
+            found.good[at] = some.good
+            found.damaged += at[some.damaged].tolist()
+        if len(chained):
+            self._read_chained(found, chained, values)
+
+    def _read_plain(self, found: Found, values: list[Any]) -> None:
+        """The same for records of the common structure only."""
+        if self.common is None or len(values) == 0:
+            found.good[:] = False
+            return
+        columns = [np.empty((len(values), leaf.nbytes), np.uint8) for leaf in self.common.leaves]
+        self.gather(found, columns)
+        built = stack_build(self.common, columns, len(values))
+        if found.good.all():
+            values[:] = built
+            return
+        for at in np.flatnonzero(found.good).tolist():
+            values[at] = built[at]
+
+    def _read_chained(self, found: Found, at: Array, values: list[Any]) -> None:
+        block = self._block
+        counts = blocks_of(found.length[at], block)
+        fits = counts <= self._num_blocks
+        if not fits.all():  # a writer is changing it just now
+            found.good[at[~fits]] = False
+            at, counts = at[fits], counts[fits]
+        blocks = chains(self._index, found.first[at].astype(np.int64) - 1, counts)
+        data = self._scratch(len(blocks) * block)
+        self._arena.read(blocks, data.reshape(len(blocks), block))
+        self._still(found, at)
+        starts = (np.cumsum(counts) - counts) * block
+        good = found.good[at].tolist()
+        for position, start, unchanged in zip(at.tolist(), starts.tolist(), good, strict=True):
+            if not unchanged:
+                continue
+            record = data[start : start + int(found.length[position])]
+            id = int(found.ids[position])
+            try:
+                if found.checksum is not None and checksum(record, id) != found.checksum[position]:
+                    raise CodecError("the checksum is wrong")
+                values[position] = read_record(record, copy=True, allow_pickle=self._allow_pickle)
+            except CodecError:
+                found.good[position] = False
+                found.damaged.append(position)
+
+    def _still(self, found: Found, at: Any) -> None:
+        fence()
+        found.good[at] &= self._index.generation[found.ids[at]] == found.generation[at]
+
+    def _scratch(self, size: int) -> Array:
+        """Memory of this thread that is used again and again."""
+        there: Array | None = getattr(self._local, "memory", None)
+        if there is None or len(there) < size:
+            there = self._local.memory = np.empty(size + size // 4, np.uint8)
+        return there[:size]
+
+
+def _part(found: Found, at: Array) -> Found:
+    """The same for the ids at the positions `at` only."""
+    sums = None if found.checksum is None else found.checksum[at]
+    return Found(found.ids[at], found.generation[at], found.first[at], found.length[at], sums, found.good[at], [])

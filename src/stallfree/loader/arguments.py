@@ -1,0 +1,85 @@
+"""Checks of the arguments of a loader."""
+
+from __future__ import annotations
+
+import math
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+
+from stallfree.errors import InputError
+from stallfree.loader.cached_dataset import CachedDataset
+
+WAIT_SECONDS = 300.0
+"""Longest wait for a batch unless `timeout` says otherwise."""
+
+
+def check_numbers(
+    num_workers: Any, batch_size: Any, timeout: Any, prefetch_factor: Any, persistent_workers: bool
+) -> None:
+    """Raise `InputError` for a number that cannot be used."""
+    if not _is_int(num_workers) or num_workers < 0:
+        raise InputError(f"num_workers={num_workers!r}: give 0 (no worker processes) or more")
+    if batch_size is not None and (not _is_int(batch_size) or batch_size < 1):
+        raise InputError(f"batch_size={batch_size!r}: give an int of 1 or more, or None for single samples")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
+        raise InputError(f"timeout={timeout!r}: give seconds, or 0 for {WAIT_SECONDS:.0f} s")
+    if prefetch_factor is not None and (not _is_int(prefetch_factor) or prefetch_factor < 1):
+        raise InputError(f"prefetch_factor={prefetch_factor!r}: give an int of 1 or more")
+    if persistent_workers and num_workers == 0:
+        raise InputError("persistent_workers=True needs num_workers of 1 or more")
+
+
+def check_sampling(
+    batch_size: int | None, shuffle: bool | None, sampler: Any, batch_sampler: Any, drop_last: bool
+) -> None:
+    """Raise `InputError` for arguments that contradict each other."""
+    if sampler is not None and shuffle:
+        raise InputError("shuffle=True and a sampler were given: the sampler decides the order, so leave out shuffle")
+    if batch_sampler is not None and (batch_size != 1 or shuffle or sampler is not None or drop_last):
+        raise InputError("batch_sampler decides the batches: leave out batch_size, shuffle, sampler and drop_last")
+    if batch_size is None and drop_last:
+        raise InputError("drop_last=True needs a batch_size")
+    for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+        if value is not None and not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
+            raise InputError(f"{name}={value!r} cannot be iterated: give one that yields ids")
+
+
+def check_functions(collate_fn: Any, worker_init_fn: Any, on_error: Any) -> None:
+    """Raise `InputError` for what cannot be called, and for an unknown way to handle errors."""
+    for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
+        if value is not None and not callable(value):
+            raise InputError(f"{name}={value!r} cannot be called: give a function, or None")
+    if on_error not in ("raise", "skip"):
+        raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
+
+
+def context_of(given: Any) -> BaseContext:
+    """The context that `multiprocessing_context` stands for; Python's default for None."""
+    if isinstance(given, BaseContext):
+        return given
+    if given is not None and not isinstance(given, str):
+        raise InputError(f"multiprocessing_context={given!r}: give 'fork', 'forkserver', 'spawn' or a context of these")
+    try:
+        return get_context(given)
+    except ValueError as error:
+        raise InputError(f"multiprocessing_context={given!r}: {error}; use 'fork', 'forkserver' or 'spawn'") from error
+
+
+def seed_of(dataset: Any, seed: Any, generator: Any) -> int:
+    """The seed: as given, else that of the generator, else that of the cached data set, else 0."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InputError(f"generator={generator!r}: give a torch.Generator, or None")
+    if seed is None:
+        if generator is not None:
+            return generator.initial_seed()
+        return dataset.seed if isinstance(dataset, CachedDataset) else 0
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise InputError(f"seed={seed!r}: give an int, or None")
+    return int(seed)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

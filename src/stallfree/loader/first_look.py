@@ -1,0 +1,248 @@
+"""What a data set and its pipeline are like, found out on one of the first samples before anything is cached."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import ConcatDataset
+
+from stallfree.cache.layout import plan_layout
+from stallfree.errors import CapacityError, CodecError, InputError, SampleError
+from stallfree.loader.reader import plain_beneath, private, raise_from
+from stallfree.pipeline._objects import code_names
+from stallfree.pipeline.codec import encode, record_size
+from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.determinism import Split, split
+from stallfree.pipeline.generators import Handle, preserved, used_functions
+from stallfree.pipeline.marks import mark_of
+from stallfree.pipeline.probe import UNSEEN, all_generators, run_step, same
+from stallfree.pipeline.protocol import Source, sample_error
+from stallfree.sources.mapped import MapSource
+from stallfree.units import format_size
+
+ATTEMPTS = 4
+"""Samples that are tried in turn when the first cannot be read."""
+
+_PARTS = 16
+"""Parts of a `ConcatDataset` of which one sample each is tried."""
+
+_TRIALS = 8
+"""Readings of a sample whose data set uses generators that cannot be watched."""
+
+_SEEDS = (0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D)
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """One sample, and how the pipeline splits.
+
+    Attributes:
+        id: of the sample.
+        record: as it was fetched.
+        prepared: what the deterministic part made of it.
+        parts: of the pipeline.
+    """
+
+    id: int
+    record: Any
+    prepared: Any
+    parts: Split
+
+
+def look(source: Source, steps: Compose) -> FirstLook:
+    """Fetch and prepare the first sample that can be had.
+
+    A plain data set is read once more, to see whether its samples stay the same; that reading does not pass a
+    `ThrottledSource`. Raises `SampleError` when none of the first samples can be had, `InputError` for a plain data set
+    with random samples.
+    """
+    problems: list[SampleError] = []
+    for id in range(min(ATTEMPTS, len(source))):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = _look_at(source, steps, id)
+            except SampleError as error:
+                problems.append(error)
+                continue
+        for warning in caught:
+            warnings.warn(warning.message, stacklevel=3)
+        return found
+    raise problems[0]
+
+
+def _look_at(source: Source, steps: Compose, id: int) -> FirstLook:
+    record = private(_read(source, id))
+    parts = split(steps, probe=record)
+    try:
+        prepared = parts.deterministic(private(record))
+        tried = len(parts.deterministic)
+        if tried < len(parts.verdicts) and parts.verdicts[tried].reason == "undecided":
+            run_step(parts.random.transforms[0], prepared)  # raises what the trial met, if it met anything
+    except Exception as error:
+        raise_from(sample_error(error, source, id, "preparing"), error)
+    return FirstLook(id, record, prepared, parts)
+
+
+def _read(source: Source, id: int) -> Any:
+    beneath = plain_beneath(source, id)
+    if beneath is not None:
+        mark = mark_of(beneath[0].dataset)
+        if mark:
+            raise InputError(f"{_name(beneath[0])} is marked as random: {_FREEZE}")
+        if mark is None:
+            return _read_watched(source, id, *beneath)
+    try:
+        return source.fetch(id)
+    except Exception as error:
+        raise_from(sample_error(error, source, id, "fetching"), error)
+
+
+_FREEZE = (
+    "a cache would freeze its augmentation. Make the data set without its random transforms and give them as "
+    "CachedDataset(..., transform=...)"
+)
+_INSIST = "if its samples are always the same, say so with stallfree.mark_deterministic(dataset)"
+
+
+def _read_watched(source: Source, id: int, plain: MapSource, inner: int) -> Any:
+    """The record of `id`, after a look at whether the data set draws random numbers for it or for its other parts."""
+    handles = all_generators(plain.dataset)
+    with preserved(handles):
+        record, moved = _draw(handles, _SEEDS[0], source, id)
+        record = private(record)
+        if moved:
+            raise InputError(f"reading sample {id} of {_name(plain)} drew random numbers: {_FREEZE}; or, {_INSIST}")
+        if _differs(record, handles, plain, inner, f"sample {id} of {_name(plain)}"):
+            raise InputError(
+                f"sample {id} of {_name(plain)} was another one when it was read again: {_FREEZE}; or, {_INSIST}"
+            )
+        for other in _other_parts(plain.dataset):
+            with suppress(SampleError):
+                if _draw(handles, _SEEDS[1], plain, other)[1]:
+                    raise InputError(
+                        f"reading sample {other} of {_name(plain)} drew random numbers: {_FREEZE}; or, {_INSIST}"
+                    )
+    return record
+
+
+def _draw(handles: list[Handle], seed: int, source: Source, id: int) -> tuple[Any, bool]:
+    """The record of `id`, and whether a generator moved while it was read."""
+    for place, handle in enumerate(handles):
+        handle.seed(seed + place)
+    before = [handle.get() for handle in handles]
+    record = source.fetch(id)
+    return record, not all(same(handle.get(), state) for handle, state in zip(handles, before, strict=True))
+
+
+def _differs(record: Any, handles: list[Handle], plain: MapSource, id: int, what: str) -> bool:
+    """Whether `id` is another sample when it is read again."""
+    names = {name for function in used_functions(plain.dataset) for name in code_names(function.__code__)}
+    for _ in range(_TRIALS - 1 if names & UNSEEN else 1):
+        again, moved = _draw(handles, _SEEDS[1], plain, id)
+        equal = same(record, again)
+        if equal is None:
+            equal = _same_pickles(record, again)
+        if equal is None:
+            raise InputError(
+                f"cannot tell whether {what} is always the same: two readings, of type {type(again).__name__}, cannot be "
+                f"compared. A cache would freeze random samples, so {_INSIST}"
+            )
+        if moved or not equal:
+            return True
+    return False
+
+
+def _same_pickles(a: Any, b: Any) -> bool | None:
+    with suppress(Exception):
+        return True if pickle.dumps(a) == pickle.dumps(b) else None
+    return None
+
+
+def _other_parts(dataset: Any) -> Iterator[int]:
+    """The first ids of the parts of a `ConcatDataset` but the first: others may be augmented where that one is not."""
+    if isinstance(dataset, ConcatDataset):
+        yield from dataset.cumulative_sizes[: min(_PARTS, len(dataset.datasets)) - 1]
+
+
+def _name(plain: MapSource) -> str:
+    return type(plain.dataset).__name__
+
+
+def choose_form(
+    form: str, first: FirstLook, samples: int, capacity: int, *, scored: bool, on_disk: bool
+) -> tuple[str, str]:
+    """The form to cache, "fetched" or "prepared", and the line that explains it."""
+    if form != "auto":
+        return form, f"caching samples as {form}, as asked"
+    if len(first.parts.deterministic) == 0:
+        return "fetched", "caching samples as fetched: no deterministic step comes first"
+    fetched = _room(first.record, samples, capacity, scored, on_disk)
+    prepared = _room(first.prepared, samples, capacity, scored, on_disk)
+    if prepared is None or fetched is None:
+        chosen, other = ("fetched", "prepared") if prepared is None else ("prepared", "fetched")
+        return chosen, f"caching samples as {chosen}: {other} they cannot be stored"
+    chosen = "prepared" if prepared[1] or prepared[0] <= fetched[0] else "fetched"
+    return chosen, (
+        f"caching samples as {chosen}: prepared they take about {format_size(prepared[0])} "
+        f"({'all fit' if prepared[1] else 'not all fit'}), as fetched {format_size(fetched[0])} "
+        f"({'all fit' if fetched[1] else 'not all fit'}), and there are {format_size(capacity)}"
+    )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample that was read to learn how samples are stored.
+
+    Attributes:
+        id: of the sample.
+        record: as it was fetched.
+        value: what the cache is to hold.
+    """
+
+    id: int
+    record: Any
+    value: Any
+
+
+def look_again(source: Source, before: Compose, first: Sample) -> tuple[Sample | None, Any]:
+    """Another sample, if there is one, and an example for the layout of a new cache.
+
+    One sample cannot tell whether all have its size, so the last one is read too, unless the first one's size is variable
+    by its nature, as that of encoded pictures is.
+    """
+    id = len(source) - 1
+    with suppress(CodecError, RecursionError):
+        structure, arrays = encode(first.value, allow_pickle=True)
+        if id == first.id or not (structure.fixed and structure.has_views):
+            return None, first.value
+        with suppress(Exception):  # it will come again when the sample is asked for
+            record = private(source.fetch(id))
+            second = Sample(id, record, before(private(record)))
+            other, other_arrays = encode(second.value, allow_pickle=True)
+            if other is structure:
+                return second, first.value
+            size = max(record_size(structure, arrays), record_size(other, other_arrays))
+            return second, bytes(size)  # of no fixed size
+    return None, first.value
+
+
+def _room(value: Any, samples: int, capacity: int, scored: bool, on_disk: bool) -> tuple[int, bool] | None:
+    """Bytes that all samples take if they are like `value`, and whether all fit; None if it cannot be stored."""
+    try:
+        structure, arrays = encode(value, allow_pickle=True)
+    except (CodecError, RecursionError):
+        return None
+    size = record_size(structure, arrays)
+    layout = {"fingerprint": "", "policy": "", "scored": scored, "on_disk": on_disk}
+    try:
+        meta = plan_layout(samples, capacity, structure=structure, typical=size, **layout)  # type: ignore[arg-type]
+    except CapacityError:
+        return samples * size, False
+    blocks = 1 if meta.common else -(-size // meta.block)
+    return samples * size, samples * blocks <= (1.0 if meta.common else 0.98) * meta.num_blocks

@@ -1,0 +1,129 @@
+"""In which order a loader asks for samples: its own plan, the user's sampler or the user's batch sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DistributedSampler
+
+from stallfree.errors import InputError
+from stallfree.loader.messages import Ids
+from stallfree.plans import make_plan
+
+
+class Order:
+    """Batches of ids, epoch by epoch.
+
+    Args:
+        samples: of the data set.
+        batch_size: None stands for single samples.
+        shuffle: in the loader's own plan.
+        sampler: gives ids, or None.
+        batch_sampler: gives lists of ids, or None.
+        drop_last: leave out a last batch that is not full.
+        seed: of the loader's own plan.
+
+    Attributes:
+        own: whether the order is the loader's own plan, which (seed, epoch) decides.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        batch_size: int | None,
+        shuffle: bool,
+        sampler: Iterable[Any] | None,
+        batch_sampler: Iterable[Any] | None,
+        drop_last: bool,
+        seed: int,
+    ) -> None:
+        self.own = sampler is None and batch_sampler is None
+        self._samples = samples
+        self._size = 1 if batch_size is None else batch_size
+        self._shuffle = shuffle
+        self._sampler = sampler
+        self._batch_sampler = batch_sampler
+        self._drop_last = drop_last
+        self._seed = seed
+        self._distributed = _distributed(batch_sampler if sampler is None else sampler)
+        self._told = None if self._distributed is None else self._distributed.epoch
+        self._user_tells = False
+
+    def __len__(self) -> int:
+        """Number of batches. Raises `TypeError` if the sampler has no length."""
+        if self._batch_sampler is not None:
+            return len(self._batch_sampler)  # type: ignore[arg-type]
+        samples = self._samples if self._sampler is None else len(self._sampler)  # type: ignore[arg-type]
+        return samples // self._size if self._drop_last else -(-samples // self._size)
+
+    def describe(self) -> dict[str, Any]:
+        """What must be the same for a position in one loader to be that position in another."""
+        if not self.own:
+            return {"samples": self._samples}
+        return {
+            "samples": self._samples,
+            "batch_size": self._size,
+            "shuffle": self._shuffle,
+            "drop_last": self._drop_last,
+        }
+
+    def batches(self, epoch: int, first: int) -> Iterator[Ids]:
+        """The ids of each batch of an epoch, from batch `first` on."""
+        if self.own:
+            plan = make_plan(self._samples, shuffle=self._shuffle, seed=self._seed, epoch=epoch)
+            end = len(self) * self._size
+            return (plan.ids[at : at + self._size] for at in range(first * self._size, end, self._size))
+        self._tell_epoch(epoch)
+        if self._batch_sampler is not None:
+            return (self._checked(ids) for ids in self._batch_sampler)
+        assert self._sampler is not None
+        return self._chunks(self._sampler)
+
+    def _chunks(self, sampler: Iterable[Any]) -> Iterator[Ids]:
+        chunk: list[Any] = []
+        for id in sampler:
+            chunk.append(id)
+            if len(chunk) == self._size:
+                yield self._checked(chunk)
+                chunk = []
+        if chunk and not self._drop_last:
+            yield self._checked(chunk)
+
+    def _checked(self, ids: Any) -> Ids:
+        """Ids as an array; negative ones count from the end, as in a list."""
+        given = ids if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor, range)) else list(ids)
+        array = np.asarray(given)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            hint = "an empty batch" if not len(given) else repr(given)
+            raise InputError(
+                f"the sampler gave {hint[:200]}: ids of samples must be integers, in a list for each batch"
+            )
+        bad = array[(array < -self._samples) | (array >= self._samples)]
+        if len(bad):
+            raise InputError(
+                f"the sampler gave the id {bad[0]}, and the data set has the ids 0 to {self._samples - 1}: "
+                "give a sampler made for this data set"
+            )
+        array = array.astype(np.int64)
+        return np.where(array < 0, array + self._samples, array) if array.min() < 0 else array
+
+    def _tell_epoch(self, epoch: int) -> None:
+        """A `DistributedSampler` shuffles by its epoch, which users forget to set. Those who do set it decide."""
+        sampler = self._distributed
+        if sampler is None:
+            return
+        self._user_tells = self._user_tells or sampler.epoch != self._told
+        if not self._user_tells:
+            sampler.set_epoch(epoch)
+            self._told = epoch
+
+
+def _distributed(sampler: Any) -> DistributedSampler[Any] | None:
+    """The `DistributedSampler` in a sampler or batch sampler, if there is one."""
+    for candidate in (sampler, getattr(sampler, "sampler", None)):
+        if isinstance(candidate, DistributedSampler):
+            return candidate
+    return None

@@ -1,0 +1,92 @@
+"""Forked processes for tests: they need not import everything anew."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+PATIENCE = 60.0  # seconds until a child that does not end is taken for hung
+
+
+class Child:
+    """A forked process that runs `target(*arguments)`; an exception in it makes `wait` give 1."""
+
+    def __init__(self, target: Callable[..., Any], *arguments: Any) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                target(*arguments)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once, and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+    def wait(self) -> int:
+        """Wait until it has ended: its exit code, or minus the signal that ended it. A child that hangs fails the test."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.001)
+        self.kill()
+        pytest.fail(f"a child process has not ended after {PATIENCE:.0f} s")
+
+    def wait_until_stopped(self) -> None:
+        """Wait until it has stopped itself with SIGSTOP."""
+        os.waitpid(self.pid, os.WUNTRACED)
+
+
+class Holder:
+    """A forked process that runs `begin()` and then waits until it is told to end, runs what `begin` gave back, and ends.
+
+    It has begun when the constructor returns.
+    """
+
+    def __init__(self, begin: Callable[[], Callable[[], Any]]) -> None:
+        begun, tell_begun = os.pipe()
+        told, self._tell = os.pipe()
+
+        def run() -> None:
+            os.close(self._tell)
+            end = begin()
+            os.write(tell_begun, b"x")
+            os.read(told, 1)
+            end()
+
+        self._child = Child(run)
+        os.close(tell_begun)
+        os.close(told)
+        assert os.read(begun, 1) == b"x"
+        os.close(begun)
+
+    def end(self) -> None:
+        """Let it end, and wait for it."""
+        os.close(self._tell)
+        assert self._child.wait() == 0
+
+    def kill(self) -> None:
+        """End it at once, and wait until it is gone."""
+        os.close(self._tell)
+        self._child.kill()

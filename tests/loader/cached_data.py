@@ -1,0 +1,153 @@
+"""Sources, data sets and transforms of known values, importable by processes that tests start."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from stallfree import Compose, mark_deterministic
+from stallfree.sources import BaseSource
+
+
+class Numbers(BaseSource):
+    """`samples` records `(int64 array, id)` kept in memory, so that whoever changes one in place changes it for good.
+
+    Args:
+        samples: how many.
+        steps: of the pipeline.
+        size: numbers in a record.
+        spread: with it, record `id` has `size + id % spread` numbers.
+    """
+
+    def __init__(self, samples: int = 12, steps: Sequence[Any] = (), *, size: int = 16, spread: int = 1) -> None:
+        self.pipeline = Compose(steps)
+        self.spread = spread
+        self.records = [np.full(size + id % spread, id, np.int64) for id in range(samples)]
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def _record(self, id: int) -> Any:
+        return self.records[id], id
+
+    def _where(self, id: int) -> str:
+        return f"memory {id}"
+
+    def fingerprint(self) -> str:
+        return f"Numbers {len(self)} {len(self.records[0])} {self.spread}"
+
+
+class Given(BaseSource):
+    """Records as they are given; an exception among them is raised."""
+
+    def __init__(self, records: Sequence[Any], steps: Sequence[Any] = ()) -> None:
+        self.records = list(records)
+        self.pipeline = Compose(steps)
+        self.fetched: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def _record(self, id: int) -> Any:
+        self.fetched.append(id)
+        if isinstance(self.records[id], Exception):
+            raise self.records[id]
+        return self.records[id]
+
+    def _where(self, id: int) -> str:
+        return f"given/{id}"
+
+    def fingerprint(self) -> str:
+        return f"Given {len(self)} {self.records!r}"
+
+
+class Meeting(BaseSource):
+    """Fetches that wait for one another: they pass only when `parties` of them are under way at once."""
+
+    def __init__(self, samples: int, parties: int) -> None:
+        self.pipeline = Compose([])
+        self.samples = samples
+        self.barrier = threading.Barrier(parties)
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def _record(self, id: int) -> Any:
+        self.barrier.wait(60)
+        return id
+
+    def _where(self, id: int) -> str:
+        return ""
+
+    def fingerprint(self) -> str:
+        return "Meeting"
+
+
+class Plain(Dataset[Any]):
+    """A plain data set, with a transform of its own if one is given."""
+
+    def __init__(self, samples: int = 12, transform: Callable[[Any], Any] | None = None, *, width: int = 4) -> None:
+        self.values = torch.arange(samples * width, dtype=torch.float32).reshape(samples, width)
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, id: int) -> Any:
+        value = self.values[id]
+        return (value if self.transform is None else self.transform(value)), id
+
+
+@mark_deterministic
+def doubled_in_place(sample: Any) -> Any:
+    """`(2 * array, label)`, in the memory of the array."""
+    sample[0][...] *= 2
+    return sample
+
+
+def doubled(sample: Any) -> Any:
+    """`(2 * array, label)`."""
+    return sample[0] * 2, sample[1]
+
+
+def tripled(sample: Any) -> Any:
+    """`(3 * array, label)`."""
+    return sample[0] * 3, sample[1]
+
+
+def widened(sample: Any) -> Any:
+    """16 times as many numbers."""
+    return np.repeat(sample[0], 16), sample[1]
+
+
+def shifted_in_place(sample: Any) -> Any:
+    """Adds a number that is drawn, in the memory of the array."""
+    sample[0][...] += random.randrange(1, 1 << 40)
+    return sample
+
+
+def with_draws(sample: Any) -> Any:
+    """`(array, label, draws)`: numbers from each of the global generators."""
+    return sample[0], sample[1], random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def jittered(value: torch.Tensor) -> torch.Tensor:
+    """A random augmentation."""
+    return value + torch.rand(())
+
+
+def as_plain(value: Any) -> Any:
+    """`value` with arrays and tensors as lists beside their types, to be compared."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return type(value), str(value.dtype), value.tolist()
+    if isinstance(value, (tuple, list)):
+        return type(value), [as_plain(item) for item in value]
+    if isinstance(value, dict):
+        return type(value), [(key, as_plain(item)) for key, item in value.items()]
+    return type(value), value

@@ -1,0 +1,163 @@
+"""Data sets, functions and comparisons for the tests of the loader. At top level, so that every worker can import them."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+METHODS = ("fork", "forkserver", "spawn")
+
+
+class Made:
+    """A data set of `count` samples that `make(id)` gives."""
+
+    def __init__(self, count: int, make: Callable[[int], Any]) -> None:
+        self.count = count
+        self.make = make
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, id: int) -> Any:
+        return self.make(id)
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: float
+
+
+Pair = namedtuple("Pair", "left right")  # noqa: PYI024
+
+
+def picture(id: int) -> tuple[torch.Tensor, int]:
+    """A picture that its id decides, and its id for a label."""
+    return pixels(id), id
+
+
+def pixels(id: int, side: int = 16) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(id).integers(0, 256, (side, side, 3), np.uint8))
+
+
+def checksum(image: torch.Tensor) -> int:
+    return zlib.crc32(image.contiguous().numpy().tobytes())
+
+
+def floats(id: int) -> torch.Tensor:
+    return torch.arange(6, dtype=torch.float32).reshape(2, 3) + id
+
+
+def arrays(id: int) -> Any:
+    return np.full((2, 2), id, np.int16)
+
+
+def scalars(id: int) -> Any:
+    return np.float32(id / 2), np.int8(id), np.bool_(id % 2)
+
+
+def numbers(id: int) -> Any:
+    return [id, id / 3, id % 2 == 0]
+
+
+def words(id: int) -> Any:
+    return floats(id), "word" * id
+
+
+def octets(id: int) -> Any:
+    return {"raw": bytes([id]) * 3, "id": id}
+
+
+def record(id: int) -> Any:
+    return {"image": floats(id), "label": id, "name": f"n{id}"}
+
+
+def nested(id: int) -> Any:
+    return {"a": [floats(id), (id, {"b": np.arange(3) * id})], "c": Point(floats(id), id / 7)}
+
+
+def pair(id: int) -> Any:
+    return Pair(Pair(id, floats(id)), arrays(id))
+
+
+def halves(id: int) -> Any:
+    return floats(id).to(torch.bfloat16), floats(id).to(torch.complex64), floats(id) > id
+
+
+def with_none(id: int) -> Any:
+    return floats(id), None
+
+
+def ragged(id: int) -> torch.Tensor:
+    return torch.arange(id + 1)
+
+
+def empty(id: int) -> Any:
+    return torch.zeros(0, 3), id
+
+
+def zero_dim(id: int) -> torch.Tensor:
+    return torch.tensor(id)
+
+
+def padded(samples: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True), [len(sample) for sample in samples]
+
+
+def as_list(samples: list[Any]) -> list[Any]:
+    return list(samples)
+
+
+class Bag:
+    """A batch of a class of the user's own."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bag) and same(self.samples, other.samples)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are equal in type, dtype, shape and value, through all containers."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(np.array_equal(a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+class Noisy:
+    """A random step: adds noise from all three generators."""
+
+    def __call__(self, sample: Any) -> Any:
+        image, label = sample
+        noise = torch.rand(()) + random.random() + float(np.random.rand())
+        return image.float() + noise, label
+
+
+def brighter(sample: Any) -> Any:
+    """A deterministic step."""
+    image, label = sample
+    return image // 2 + 100, label
+
+
+def noisy_collate(samples: list[Any]) -> Any:
+    return torch.stack([image for image, _ in samples]) * torch.rand(()), torch.tensor([id for _, id in samples])
+
+
+def labels_of(batches: list[Any]) -> list[int]:
+    return [label for _, labels in batches for label in labels.tolist()]

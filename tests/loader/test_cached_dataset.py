@@ -1,0 +1,257 @@
+"""`CachedDataset`: what a sample is, whichever way it came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from cached_data import (
+    Given,
+    Numbers,
+    Plain,
+    as_plain,
+    doubled,
+    doubled_in_place,
+    shifted_in_place,
+    tripled,
+    with_draws,
+)
+
+import stallfree as sf
+from stallfree.cache import POLICIES
+
+STORES = ("memory", "disk")
+FEW = 160_000  # bytes: some of the samples fit, and some do not
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    yield "memory" if request.param == "memory" else str(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["fetched", "prepared"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_hit_is_what_a_miss_was(policy: str, form: str, store: str) -> None:
+    records = [
+        (np.arange(6, dtype=np.uint8).reshape(2, 3), 7),
+        {"image": torch.arange(4.0), "name": "ü", "none": None},
+        [b"", "", 0, False, 0.0],
+        Pair(np.float32(2.5), (1 << 90, -1)),
+        None,
+        0,
+        "",
+        {"set": {1, 2}, "range": range(3)},
+        torch.arange(6).reshape(2, 3).t(),
+        np.array(["a", "bc"]),
+    ]
+    source = Given(records, [sf.mark_deterministic(wrapped)])
+    with sf.CachedDataset(source, capacity="1MiB", policy=policy, store=store, form=form) as data:
+        assert data.form == form
+        missed = [as_plain(data[id]) for id in range(len(records))]
+        hit = [as_plain(data[id]) for id in range(len(records))]
+        together = [as_plain(sample) for sample in data.__getitems__(list(range(len(records))))]
+        assert data.stats().misses == len(records) - 2  # the first and the last were stored at the start
+    assert missed == hit == together == [as_plain(wrapped(record)) for record in records]
+
+
+def wrapped(record: Any) -> Any:
+    return {"it": record}
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_samples_are_right_when_few_of_them_fit(policy: str, store: str) -> None:
+    source = Numbers(64, [doubled], size=512)
+    with sf.CachedDataset(source, capacity=FEW, policy=policy, store=store, form="prepared") as data:
+        for seed in range(4):
+            ids = np.random.default_rng(seed).permutation(64).tolist()
+            for at in range(0, 64, 16):
+                for id, (array, label) in zip(
+                    ids[at : at + 16], data.__getitems__(ids[at : at + 16]), strict=True
+                ):
+                    assert label == id
+                    assert array.tolist() == [2 * id] * 512
+        stats = data.stats()
+    assert 0 < stats.resident_items < 64
+    assert stats.hits > 0
+    assert (stats.evictions > 0) == (policy != "minio")
+
+
+@pytest.mark.parametrize("form", ["fetched", "prepared"])
+@pytest.mark.parametrize("capacity", ["1MiB", FEW])
+def test_who_changes_a_sample_changes_nobody_elses(form: str, capacity: str | int) -> None:
+    source = Numbers(16, [doubled_in_place, shifted_in_place], size=2048)
+    with sf.CachedDataset(source, capacity=capacity, form=form) as data:
+        data.set_epoch(3)
+        first = [[array.tolist() for array, _ in data.__getitems__(list(range(16)))] for _ in range(3)]
+        for array, _ in data.__getitems__(list(range(16))):
+            array[...] = -1
+        assert [array.tolist() for array, _ in data.__getitems__(list(range(16)))] == first[0]
+        assert first[0] == first[1] == first[2]
+        twins = [array for array, _ in data.__getitems__([5, 5, 15, 15])]
+        assert [twin.tolist() for twin in twins] == [first[0][5]] * 2 + [first[0][15]] * 2
+    assert all((record == id).all() for id, record in enumerate(source.records))
+
+
+def test_a_sample_twice_in_one_batch_is_fetched_once_and_given_twice() -> None:
+    source = Given([np.full(4, id) for id in range(4)], [sf.mark_deterministic(incremented)])
+    with sf.CachedDataset(source, capacity="1MiB", form="prepared") as data:
+        one, two, other = data.__getitems__([2, 2, 3])
+        one[...] = -1
+        assert two.tolist() == [3] * 4
+        assert other.tolist() == [4] * 4
+        assert source.fetched == [0, 3, 2]
+        assert data.stats().storage_reads == 3
+        assert data[2].tolist() == [3] * 4
+
+
+def incremented(array: Any) -> Any:
+    array += 1
+    return array
+
+
+def test_a_plain_data_set_keeps_its_own_memory() -> None:
+    plain = Plain(64, width=1024)
+    with sf.CachedDataset(plain, capacity=FEW) as data:
+        for _ in range(2):
+            for value, _ in data.__getitems__(list(range(64))):
+                value.zero_()
+    assert plain.values.flatten().tolist() == list(range(64 * 1024))
+
+
+def test_ids_count_from_the_end_and_must_be_in_range() -> None:
+    with sf.CachedDataset(Numbers(5), capacity="1MiB") as data:
+        assert len(data) == 5
+        assert [label for _, label in data.__getitems__([-1, -5, 4, 0])] == [4, 0, 4, 0]
+        assert data[np.int64(3)][1] == data[torch.tensor(3)][1] == 3
+        assert [label for _, label in data] == [0, 1, 2, 3, 4]
+        assert data.__getitems__([]) == []
+        for id in (5, -6):
+            with pytest.raises(IndexError, match=f"id {id} is out of range: the data set has 5 samples"):
+                data[id]
+        for wrong in (1.5, "1", None):
+            with pytest.raises(TypeError):
+                data[wrong]
+
+
+def test_randomness_is_fresh_with_every_visit_and_a_function_of_the_epoch() -> None:
+    def draws(data: sf.CachedDataset) -> list[Any]:
+        return [data[id][2:] for id in range(8)]
+
+    with sf.CachedDataset(Numbers(8, [with_draws]), capacity="1MiB") as data:
+        visits = [draws(data) for _ in range(3)]
+        data.set_epoch(1)
+        assert draws(data) == draws(data) == visits[1]
+        data.set_epoch(0)
+        assert draws(data) == visits[0]
+    assert len({sample for visit in visits for sample in visit}) == 24
+    with sf.CachedDataset(Numbers(8, [with_draws]), capacity="1MiB", seed=1) as data:
+        assert not {sample for visit in visits for sample in visit} & set(draws(data))
+
+
+def test_the_epoch_is_the_same_for_a_hit_and_a_miss() -> None:
+    source = Numbers(64, [with_draws], size=512)
+    with sf.CachedDataset(source, capacity="4MiB") as all_fit, sf.CachedDataset(source, capacity=FEW) as few_fit:
+        for _ in range(3):
+            assert [s[2:] for s in all_fit] == [s[2:] for s in few_fit]
+        assert few_fit.stats().misses > 0
+
+
+def test_twins_in_a_batch_are_visits_of_their_own() -> None:
+    with sf.CachedDataset(Numbers(4, [with_draws]), capacity="1MiB") as data:
+        twins = [sample[2:] for sample in data.__getitems__([1, 1, 1])]
+        assert len(set(twins)) == 3
+        data.set_epoch(1)
+        assert data[1][2:] == twins[1]
+
+
+@pytest.mark.parametrize("epoch", [-1, 2**31, "1"])
+def test_an_epoch_must_be_a_count(epoch: Any) -> None:
+    with sf.CachedDataset(Numbers(4), capacity="1MiB") as data, pytest.raises((sf.InputError, TypeError)):
+        data.set_epoch(epoch)
+
+
+def test_reading_leaves_the_generators_alone() -> None:
+    import random
+
+    with sf.CachedDataset(Numbers(8, [with_draws]), capacity="1MiB") as data:
+        random.seed(5), np.random.seed(5), torch.manual_seed(5)
+        undisturbed = (random.random(), np.random.rand(), torch.rand(()).item())
+        random.seed(5), np.random.seed(5), torch.manual_seed(5)
+        list(data)
+        assert (random.random(), np.random.rand(), torch.rand(()).item()) == undisturbed
+
+
+@pytest.mark.parametrize("form", ["fetched", "prepared", "auto"])
+def test_the_transform_argument_comes_after_the_steps_of_the_source(form: str) -> None:
+    with sf.CachedDataset(Numbers(6, [doubled]), capacity="1MiB", form=form, transform=tripled) as data:
+        for _ in range(2):
+            assert [array.tolist() for array, _ in data] == [[6 * id] * 16 for id in range(6)]
+    with sf.CachedDataset(Plain(6), capacity="1MiB", form=form, transform=tripled) as data:
+        assert [value.tolist() for value, _ in data] == (Plain(6).values * 3).tolist()
+
+
+def test_an_item_larger_than_the_cache_passes_through_and_is_counted() -> None:
+    source = Given([b"small", b"x" * 300_000, b"small too"])
+    with sf.CachedDataset(source, capacity=FEW) as data:
+        for _ in range(2):
+            assert list(data) == source.records
+        stats = data.stats()
+    assert stats.resident_items == 2
+    assert stats.rejected == 2
+    assert stats.storage_reads == 4
+    assert source.fetched == [0, 1, 2, 1]
+
+
+def test_a_sample_that_cannot_be_stored_is_an_error_with_its_id() -> None:
+    source = Given([1, 2, lambda: None, 4])
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        with pytest.raises(sf.SampleError, match=r"storing sample 2 \(given/2\)") as caught:
+            data.__getitems__([1, 2, 3])
+        assert caught.value.id == 2
+        assert isinstance(caught.value.__cause__, sf.CodecError)
+        assert data.cache.resident([0, 1, 2, 3]).tolist() == [True, True, False, False]
+
+
+def test_a_sample_that_cannot_be_had_is_an_error_with_its_id() -> None:
+    source = Given([1, 2, OSError("gone"), 4])
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        with pytest.raises(sf.SampleError, match=r"fetching sample 2 \(given/2\) failed: OSError: gone") as caught:
+            data.__getitems__([1, 2, 3])
+        assert isinstance(caught.value.__cause__, OSError)
+        assert data[1] == 2
+
+
+def test_closing_is_final_and_may_be_done_twice(store_root: Path) -> None:
+    data = sf.CachedDataset(Numbers(4, [with_draws]), capacity="1MiB")
+    list(data)
+    data.close()
+    data.close()
+    assert data.stats().storage_reads == 4
+    for use in (lambda: data[0], lambda: data.__getitems__([1]), lambda: data.set_epoch(1)):
+        with pytest.raises(sf.InputError, match=r"CachedDataset\(.*\) is closed: make a new one"):
+            use()
+    assert not list(store_root.iterdir())
+
+
+def test_a_cache_that_was_forgotten_is_removed(store_root: Path) -> None:
+    data = sf.CachedDataset(Numbers(4), capacity="1MiB")
+    assert list(store_root.iterdir())
+    del data
+    assert not list(store_root.iterdir())
+
+
+def test_what_it_says_of_itself() -> None:
+    with sf.CachedDataset(Numbers(4), capacity="1MiB", name="numbers") as data:
+        assert "numbers" in repr(data)
+        assert data.where(2) == "memory 2"
+        with sf.CachedDataset(Numbers(4), capacity="1MiB", transform=doubled) as other:
+            assert data.fingerprint() != other.fingerprint()

@@ -1,0 +1,255 @@
+"""`CachedDataset` under torch's loader and under ours, with worker processes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cached_data import Numbers, Plain, doubled, jittered, with_draws
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+import stallfree as sf
+from stallfree.testing import ThrottledSource
+
+WAYS = [(0, None, False), (2, "fork", False), (2, "fork", True), (2, "spawn", True)]
+SLOW = pytest.param(2, "spawn", False, marks=pytest.mark.slow)
+FEW = 160_000  # bytes: some of the samples of 4 KiB fit, and some do not
+
+
+def torch_loader(data: Any, workers: int, context: str | None = None, persistent: bool = False, **options: Any) -> Any:
+    options = {"batch_size": 4, "shuffle": True} | options
+    return DataLoader(
+        data, num_workers=workers, multiprocessing_context=context, persistent_workers=persistent, **options
+    )
+
+
+def own_loader(data: Any, workers: int, context: str | None = None, persistent: bool = False, **options: Any) -> Any:
+    options = {"batch_size": 4, "shuffle": True} | options
+    return sf.DataLoader(
+        data, num_workers=workers, multiprocessing_context=context, persistent_workers=persistent, **options
+    )
+
+
+def end(loader: Any) -> None:
+    """End the workers of a loader."""
+    if isinstance(loader, sf.DataLoader):
+        loader.close()
+    elif loader._iterator is not None:
+        loader._iterator._shutdown_workers()
+
+
+@pytest.fixture
+def source() -> Iterator[ThrottledSource]:
+    throttled = ThrottledSource(Numbers(26, [doubled, with_draws]))
+    yield throttled
+    throttled.close()
+
+
+def epoch_of(loader: Any) -> dict[int, tuple[Any, ...]]:
+    """The draws of each sample, after a look at whether it is the right one."""
+    seen: dict[int, tuple[Any, ...]] = {}
+    for arrays, labels, *draws in loader:
+        for array, label, *drawn in zip(arrays.tolist(), labels.tolist(), *(d.tolist() for d in draws), strict=True):
+            assert array == [2 * label] * 16
+            assert label not in seen
+            seen[label] = tuple(drawn)
+    return seen
+
+
+@pytest.mark.parametrize(("workers", "context", "persistent"), [*WAYS, SLOW])
+def test_torchs_loader_gives_each_sample_once_and_fetches_it_once(
+    source: ThrottledSource, workers: int, context: str | None, persistent: bool
+) -> None:
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        loader = torch_loader(data, workers, context, persistent)
+        epochs = [epoch_of(loader) for _ in range(3)]
+        end(loader)
+        stats = data.stats()
+    assert [sorted(epoch) for epoch in epochs] == [list(range(26))] * 3
+    draws = [drawn for epoch in epochs for drawn in epoch.values()]
+    assert len(set(draws)) == len(draws)
+    assert stats.storage_reads == source.requests == 26
+    assert stats.storage_bytes == source.bytes == 26 * 128
+    assert stats.hits + stats.misses == 3 * 26
+    assert stats.misses == 26 - 2  # two were stored when the data set was made
+
+
+def test_augmentation_does_not_depend_on_the_workers(source: ThrottledSource) -> None:
+    seen = []
+    for workers, context, persistent in WAYS:
+        with sf.CachedDataset(source, capacity="1MiB", seed=7) as data:
+            loader = torch_loader(data, workers, context, persistent)
+            seen.append([epoch_of(loader) for _ in range(2)])
+            end(loader)
+    assert all(epochs == seen[0] for epochs in seen)
+    assert seen[0][0] != seen[0][1]
+
+
+def test_augmentation_is_the_same_under_both_loaders(source: ThrottledSource) -> None:
+    with sf.CachedDataset(source, capacity="1MiB", seed=7) as data:
+        ours = own_loader(data, 2)
+        epochs = [epoch_of(ours) for _ in range(2)]
+        assert [epoch_of(torch_loader(data, 2)) for _ in range(2)] == epochs
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_set_epoch_reaches_persistent_workers(source: ThrottledSource, context: str) -> None:
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        loader = torch_loader(data, 2, context, persistent=True)
+        seen = {}
+        for epoch in (5, 0, 5, 1):
+            data.set_epoch(epoch)
+            now = epoch_of(loader)
+            assert seen.setdefault(epoch, now) == now
+        end(loader)
+        assert seen[5] != seen[0] != seen[1]
+
+
+class Watched(sf.CachedDataset):
+    """Notes how it is asked."""
+
+    def __getitems__(self, ids: Any) -> Any:
+        self.asked.append(list(ids))
+        return super().__getitems__(ids)
+
+
+def test_torchs_loader_asks_for_whole_batches(source: ThrottledSource) -> None:
+    with Watched(source, capacity="1MiB") as data:
+        data.asked = []
+        for _ in torch_loader(data, 0, shuffle=False, batch_size=10):
+            pass
+        assert data.asked == [list(range(10)), list(range(10, 20)), list(range(20, 26))]
+
+
+@pytest.mark.parametrize("spread", [1, 5])
+@pytest.mark.parametrize("make", [torch_loader, own_loader])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_storage_gives_what_is_not_resident_and_nothing_more(
+    make: Callable[..., Any], workers: int, spread: int
+) -> None:
+    inner = Numbers(64, [with_draws], size=512, spread=spread)
+    source = ThrottledSource(inner)
+    total = sum(record.nbytes for record in inner.records)
+    with sf.CachedDataset(source, capacity=FEW) as data:
+        loader = make(data, workers, collate_fn=labels_of)
+        for epoch in range(4):
+            before = data.stats(), source.bytes, source.requests
+            assert sorted(label for labels in loader for label in labels) == list(range(64))
+            if epoch == 0:
+                continue
+            after = data.stats()
+            resident = data.cache.resident(range(64))
+            share = sum(record.nbytes for record, there in zip(inner.records, resident, strict=True) if there) / total
+            assert 0.2 < share < 0.8
+            read = after.storage_bytes - before[0].storage_bytes
+            assert read == source.bytes - before[1] == round((1 - share) * total)
+            assert after.storage_reads - before[0].storage_reads == source.requests - before[2] == 64 - resident.sum()
+            assert after.hits - before[0].hits == resident.sum()
+        end(loader)
+        stats = data.stats()
+        assert (stats.storage_reads, stats.storage_bytes) == (source.requests, source.bytes)
+        assert stats.evictions == 0
+    source.close()
+
+
+def labels_of(samples: list[Any]) -> list[int]:
+    """The labels of a batch."""
+    for array, label, *_ in samples:
+        assert (array == label).all()
+    return [label for _, label, *_ in samples]
+
+
+class Given(Sampler[int]):
+    """The ids as they are given."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@pytest.mark.parametrize("make", [torch_loader, own_loader])
+def test_ids_that_come_twice(make: Callable[..., Any], source: ThrottledSource) -> None:
+    ids = [3, 3, 4, 3, 9, 9, 9, 4]
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        for _ in range(2):
+            labels = [label for batch in make(data, 0, shuffle=False, sampler=Given(ids)) for label in batch[1].tolist()]
+            assert labels == ids
+    assert data.stats().storage_reads == source.requests
+    assert source.requests == 5 or make is own_loader  # which has batches under way that know nothing of one another
+
+
+def test_it_travels_to_a_worker_with_its_epochs() -> None:
+    with sf.CachedDataset(Numbers(8, [with_draws]), capacity="1MiB", seed=3) as data:
+        data.set_epoch(4)
+        there = pickle.loads(pickle.dumps(data))
+        assert [sample[2:] for sample in there] == [sample[2:] for sample in data]
+        assert there.stats() == data.stats()
+        there.close()
+        assert data[1][1] == 1
+
+
+def test_two_loaders_at_once_over_one_data_set(source: ThrottledSource) -> None:
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        one, two = iter(own_loader(data, 0)), iter(own_loader(data, 0, shuffle=False))
+        next(one), next(two)
+        assert len(list(one)) == 6  # its end must not take the fetches of the other one away
+        assert len(list(two)) == 6
+    assert data.stats().storage_reads == source.requests
+
+
+@pytest.mark.parametrize("make", [torch_loader, own_loader])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_over_a_data_set_that_was_closed(
+    make: Callable[..., Any], workers: int, source: ThrottledSource
+) -> None:
+    data = sf.CachedDataset(source, capacity="1MiB")
+    loader = make(data, workers, "fork" if workers else None)
+    data.close()
+    with pytest.raises(sf.InputError, match="is closed"):
+        list(loader)
+
+
+class Shape(Dataset[Any]):
+    """A plain data set that augments its samples itself, by a library with generators of its own."""
+
+    def __init__(self) -> None:
+        albumentations = pytest.importorskip("albumentations")
+        self.transform = albumentations.Compose(
+            [albumentations.RandomBrightnessContrast(p=0.5), albumentations.RandomCrop(6, 6)], seed=1
+        )
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, id: int) -> Any:
+        picture = np.random.RandomState(id).randint(0, 256, (10, 10, 3), np.uint8)
+        return torch.from_numpy(self.transform(image=picture)["image"].copy()), id
+
+
+@pytest.mark.parametrize("make", [Shape, lambda: Plain(16, jittered), lambda: ThrottledSource(Plain(16, jittered))])
+def test_augmentation_within_a_plain_data_set_is_a_function_of_the_epoch(make: Callable[[], Any]) -> None:
+    plain = make()
+    seen = []
+    for workers, batch_size, shuffle in ((0, 4, False), (2, 4, True), (1, 3, True), (0, 16, True)):
+        with sf.DataLoader(plain, batch_size, shuffle, num_workers=workers, seed=2) as loader:
+            epochs = []
+            for _ in range(2):
+                epoch = {
+                    id: value.tolist() for values, ids in loader for value, id in zip(values, ids.tolist(), strict=True)
+                }
+                assert sorted(epoch) == list(range(16))
+                epochs.append(epoch)
+            seen.append(epochs)
+    assert all(epochs == seen[0] for epochs in seen)
+    assert seen[0][0] != seen[0][1]
+    if isinstance(plain, ThrottledSource):
+        plain.close()

@@ -1,0 +1,332 @@
+"""`DataLoader` gives what `torch.utils.data.DataLoader` gives, and refuses what cannot be meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loader_data import (
+    METHODS,
+    Bag,
+    Made,
+    arrays,
+    as_list,
+    empty,
+    floats,
+    halves,
+    nested,
+    numbers,
+    octets,
+    padded,
+    pair,
+    picture,
+    ragged,
+    record,
+    same,
+    scalars,
+    with_none,
+    words,
+    zero_dim,
+)
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+import stallfree as sf
+
+SAMPLES = [floats, zero_dim, arrays, scalars, numbers, words, octets, record, nested, pair, halves, empty, picture]
+
+
+def theirs(dataset: Any, **arguments: Any) -> list[Any]:
+    arguments.pop("multiprocessing_context", None)
+    return list(torch.utils.data.DataLoader(dataset, **{**arguments, "num_workers": 0}))
+
+
+def ours(dataset: Any, **arguments: Any) -> list[Any]:
+    return list(sf.DataLoader(dataset, **arguments))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", SAMPLES, ids=lambda make: make.__name__)
+def test_samples_of_every_kind(make: Any, workers: int) -> None:
+    dataset = Made(7, make)
+    for arguments in ({"batch_size": 3}, {"batch_size": None}):
+        expected = theirs(dataset, **arguments)
+        got = ours(dataset, **arguments, num_workers=workers)
+        assert len(got) == len(expected)
+        for a, b in zip(got, expected, strict=True):
+            assert same(a, b), (a, b)
+
+
+@pytest.mark.parametrize("make", SAMPLES, ids=lambda make: make.__name__)
+def test_samples_of_every_kind_out_of_the_cache(make: Any) -> None:
+    expected = theirs(Made(7, make), batch_size=3)
+    with sf.CachedDataset(Made(7, make), capacity="32MiB") as cached:
+        for _ in range(2):
+            got = ours(cached, batch_size=3)
+            assert len(got) == 3
+            for a, b in zip(got, expected, strict=True):
+                assert same(a, b), (a, b)
+        assert cached.stats().hits >= 7
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("make", "collate"),
+    [
+        (ragged, padded),
+        (ragged, as_list),
+        (with_none, as_list),
+        (picture, Bag),
+        (floats, torch.stack),
+        (floats, torch.utils.data.default_collate),
+        (zero_dim, sum),
+        (ragged, len),
+    ],
+)
+def test_collate_fn(make: Any, collate: Any, workers: int) -> None:
+    dataset = Made(5, make)
+    expected = theirs(dataset, batch_size=2, collate_fn=collate)
+    for a, b in zip(ours(dataset, batch_size=2, collate_fn=collate, num_workers=workers), expected, strict=True):
+        assert same(a, b), (a, b)
+
+
+def test_collate_fn_without_batching() -> None:
+    for workers in (0, 1):
+        got = ours(Made(3, numbers), batch_size=None, collate_fn=tuple, num_workers=workers)
+        assert got == [tuple(numbers(id)) for id in range(3)]
+
+
+def test_without_workers_objects_are_handed_over_as_they_are() -> None:
+    things = [object(), lambda: 1]
+    assert ours(Made(2, things.__getitem__), batch_size=2, collate_fn=as_list) == [things]
+    grad = torch.ones(2, requires_grad=True)
+    assert ours(Made(1, lambda _: grad * 2), collate_fn=as_list)[0][0].grad_fn is not None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"batch_size": 4},
+        {"batch_size": 5, "drop_last": True},
+        {"batch_size": 20},
+        {"batch_size": 20, "drop_last": True},
+        {"sampler": [3, 1, 2, 1]},
+        {"sampler": range(9, 0, -2), "batch_size": 2},
+        {"sampler": torch.tensor([4, 2]), "batch_size": 2},
+        {"sampler": [np.int32(3), 2, -1], "batch_size": 3},
+        {"sampler": SequentialSampler(range(6)), "batch_size": 4, "drop_last": True},
+        {"sampler": [3, 0], "batch_size": None},
+        {"batch_sampler": [[1, 2, 3], [0], (4, 5)]},
+        {"batch_sampler": BatchSampler(SequentialSampler(range(10)), 4, False)},
+        {"batch_size": 3, "prefetch_factor": 1},
+        {"batch_size": 3, "prefetch_factor": 7},
+        {"batch_size": 2, "shuffle": False, "timeout": 60},
+    ],
+    ids=str,
+)
+def test_arguments(arguments: dict[str, Any], workers: int) -> None:
+    dataset = [picture(id) for id in range(11)]
+    plain = {key: value for key, value in arguments.items() if key not in ("prefetch_factor", "timeout")}
+    expected = theirs(dataset, **plain)
+    loader = sf.DataLoader(dataset, num_workers=workers, **arguments)
+    got = list(loader)
+    assert same(got, expected)
+    assert len(loader) == len(expected)
+
+
+@pytest.mark.parametrize(
+    "make_sampler",
+    [
+        lambda: RandomSampler(range(20)),
+        lambda: RandomSampler(range(20), replacement=True, num_samples=9),
+        lambda: RandomSampler(range(20), generator=torch.Generator().manual_seed(5)),
+        lambda: WeightedRandomSampler([1.0] * 10 + [3.0] * 10, 15),
+    ],
+)
+def test_random_samplers_give_the_order_that_they_give_to_torch(make_sampler: Any) -> None:
+    dataset = Made(20, picture)
+    torch.manual_seed(7)
+    expected = theirs(dataset, batch_size=4, sampler=make_sampler())
+    for workers in (0, 1):
+        torch.manual_seed(7)
+        assert same(ours(dataset, batch_size=4, sampler=make_sampler(), num_workers=workers), expected)
+
+
+def test_a_sampler_may_be_an_iterator_and_has_no_length_then() -> None:
+    loader = sf.DataLoader(Made(9, zero_dim), batch_size=2, sampler=iter([1, 2, 3]))
+    with pytest.raises(TypeError, match="len"):
+        len(loader)
+    assert [batch.tolist() for batch in loader] == [[1, 2], [3]]
+    assert list(loader) == []
+
+
+def test_batches_of_a_batch_sampler_may_be_any_iterable() -> None:
+    loader = sf.DataLoader(Made(9, zero_dim), batch_sampler=[iter([3, 4]), torch.tensor([5]), np.array([1, 2])])
+    assert [batch.tolist() for batch in loader] == [[3, 4], [5], [1, 2]]
+
+
+def test_distributed_sampler_shuffles_anew_without_set_epoch() -> None:
+    def orders(tell: bool) -> list[list[int]]:
+        sampler: DistributedSampler[Any] = DistributedSampler(range(20), num_replicas=2, rank=1, seed=3)
+        loader = sf.DataLoader(Made(20, zero_dim), batch_size=10, sampler=sampler)
+        found = []
+        for epoch in range(3):
+            if tell:
+                sampler.set_epoch(epoch + 5)
+            found.append(next(iter(loader)).tolist())
+        return found
+
+    def expected(epoch: int) -> list[int]:
+        sampler: DistributedSampler[Any] = DistributedSampler(range(20), num_replicas=2, rank=1, seed=3)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert orders(tell=False) == [expected(0), expected(1), expected(2)]
+    assert orders(tell=True) == [expected(5), expected(6), expected(7)]
+
+
+def info(id: int) -> tuple[int, int, int, bool]:
+    found = torch.utils.data.get_worker_info()
+    assert found is not None
+    return found.id, found.num_workers, len(found.dataset), found.seed >= 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_get_worker_info(method: str) -> None:
+    batches = ours(Made(6, info), batch_size=1, num_workers=2, multiprocessing_context=method, collate_fn=tuple)
+    found = [sample for batch in batches for sample in batch]
+    assert {worker for worker, *_ in found} == {0, 1}
+    assert {rest for _, *rest in map(tuple, found) for rest in [tuple(rest)]} == {(2, 6, True)}
+    assert torch.utils.data.get_worker_info() is None
+
+
+told = []
+
+
+def remember(worker: int) -> None:
+    told.append(worker)
+
+
+def what_was_told(id: int) -> int:
+    (worker,) = told
+    found = torch.utils.data.get_worker_info()
+    assert found is not None
+    assert found.id == worker
+    return worker
+
+
+def test_worker_init_fn() -> None:
+    got = ours(Made(6, what_was_told), num_workers=2, worker_init_fn=remember)
+    assert {int(batch) for batch in got} == {0, 1}
+    assert told == []
+    ours(Made(1, zero_dim), worker_init_fn=remember)
+    assert told == []
+
+
+def test_batches_are_the_loops_own() -> None:
+    """A loop may change a batch in place, and the data set stays as it is."""
+    data = torch.arange(6)
+    with sf.CachedDataset(Made(6, lambda id: data[id]), capacity="32MiB") as cached:
+        for dataset in (Made(6, lambda id: data[id]), cached):
+            for size in (2, None):
+                for batch in sf.DataLoader(dataset, batch_size=size):
+                    batch += 1
+        assert data.tolist() == [0, 1, 2, 3, 4, 5]
+        assert [int(batch) for batch in sf.DataLoader(cached)] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"num_workers": 1.5}, "num_workers=1.5"),
+        ({"num_workers": "2"}, "num_workers='2'"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": -3}, "batch_size=-3"),
+        ({"batch_size": 2.0}, "batch_size=2.0"),
+        ({"batch_size": True}, "batch_size=True"),
+        ({"timeout": -1}, "timeout=-1"),
+        ({"timeout": "soon"}, "timeout='soon'"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"prefetch_factor": 0}, "prefetch_factor=0"),
+        ({"prefetch_factor": 1.5}, "prefetch_factor=1.5"),
+        ({"persistent_workers": True}, "num_workers of 1 or more"),
+        ({"on_error": "ignore"}, "on_error='ignore'"),
+        ({"shuffle": True, "sampler": [1]}, "leave out shuffle"),
+        ({"batch_sampler": [[1]], "batch_size": 2}, "leave out batch_size"),
+        ({"batch_sampler": [[1]], "shuffle": True}, "leave out batch_size"),
+        ({"batch_sampler": [[1]], "sampler": [1]}, "leave out batch_size"),
+        ({"batch_sampler": [[1]], "drop_last": True}, "leave out batch_size"),
+        ({"batch_size": None, "drop_last": True}, "needs a batch_size"),
+        ({"sampler": 5}, "sampler=5"),
+        ({"batch_sampler": 5}, "batch_sampler=5"),
+        ({"collate_fn": "stack"}, "collate_fn='stack'"),
+        ({"worker_init_fn": 3}, "worker_init_fn=3"),
+        ({"multiprocessing_context": "threads", "num_workers": 1}, "multiprocessing_context='threads'"),
+        ({"multiprocessing_context": 3, "num_workers": 1}, "multiprocessing_context=3"),
+        ({"generator": 3}, "generator=3"),
+        ({"seed": "x"}, "seed='x'"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"staging": -1}, "staging=-1"),
+        ({"staging": "much"}, "staging='much'"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(sf.InputError, match=message):
+        sf.DataLoader(Made(3, zero_dim), **arguments)
+
+
+@pytest.mark.parametrize("dataset", [[], Made(0, zero_dim), 5, iter([1]), Made])
+def test_data_sets_that_cannot_be_used(dataset: Any) -> None:
+    with pytest.raises(sf.InputError):
+        sf.DataLoader(dataset)
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, "2", None, True])
+def test_set_epoch_needs_a_number(epoch: Any) -> None:
+    with pytest.raises(sf.InputError, match="epoch="):
+        sf.DataLoader(Made(3, zero_dim)).set_epoch(epoch)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        ([0, 1, 7], "the id 7.*ids 0 to 4"),
+        ([0, 1, -6], "the id -6.*ids 0 to 4"),
+        ([0, "one"], "must be integers"),
+        ([0.5], "must be integers"),
+        ([True], "must be integers"),
+        ([[0, 1]], "must be integers"),
+        ([None], "must be integers"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samplers_that_give_something_else(sampler: Any, message: str, workers: int) -> None:
+    loader = sf.DataLoader(Made(5, zero_dim), sampler=[2, *sampler], num_workers=workers)
+    got = []
+    with pytest.raises(sf.InputError, match=message):
+        got.extend(loader)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [2]  # what came before the fault is handed out
+
+
+@pytest.mark.parametrize("batch", [[], 3, "ab"])
+def test_batch_samplers_that_give_something_else(batch: Any) -> None:
+    with pytest.raises((sf.InputError, TypeError)):
+        list(sf.DataLoader(Made(5, zero_dim), batch_sampler=[batch]))
+
+
+def test_a_sampler_that_raises() -> None:
+    def ids() -> Any:
+        yield from (1, 2, 3)
+        raise ZeroDivisionError("in the sampler")
+
+    iterator = iter(sf.DataLoader(Made(5, zero_dim), sampler=ids(), batch_size=2))
+    assert next(iterator).tolist() == [1, 2]
+    with pytest.raises(ZeroDivisionError, match="in the sampler"):
+        next(iterator)
