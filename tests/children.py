@@ -43,7 +43,7 @@ class Child:
         os.waitpid(self.pid, 0)
 
     def wait(self) -> int:
-        """Wait until it has ended: its exit code, or minus the signal that ended it. A child that hangs fails the test."""
+        """Wait until it has ended: its exit code, or minus the signal that ended it. One that hangs fails the test."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -59,7 +59,7 @@ class Child:
 
 
 class Holder:
-    """A forked process that runs `begin()` and then waits until it is told to end, runs what `begin` gave back, and ends.
+    """A forked process that runs `begin()`, waits until it is told to end, and runs what `begin` gave back.
 
     It has begun when the constructor returns.
     """

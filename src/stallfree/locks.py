@@ -124,7 +124,7 @@ class FileLock:
             return False
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0, 0)
         kind, *_ = _FLOCK.unpack(fcntl.fcntl(self._entry.fd, fcntl.F_GETLK, asked))
-        return kind != fcntl.F_UNLCK
+        return bool(kind != fcntl.F_UNLCK)
 
     def close(self) -> None:
         """Release the claims of this object; close the file when it was the last one of this process that uses it."""

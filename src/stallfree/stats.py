@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -95,3 +95,12 @@ class LoaderStats:
     def stall_prep_seconds(self) -> float:
         """The rest of `wait_seconds`: waits that remain when every fetch is instant."""
         return self.wait_seconds - self.stall_fetch_seconds
+
+    def __sub__(self, before: LoaderStats) -> LoaderStats:
+        """What was done since `before`, for instance in one epoch. States (queue, staging, workers) are those of now."""
+        states = ("queue_depth", "staging_bytes", "num_workers")
+        names = [field.name for field in fields(self)]
+        now = {name: getattr(self, name) for name in names}
+        return LoaderStats(
+            **{name: now[name] if name in states else now[name] - getattr(before, name) for name in names}
+        )

@@ -52,11 +52,11 @@ def fill_for_ever(cache: SampleCache, seed: int, sizes: tuple[int, ...]) -> None
         fill(cache, seed, sizes, 100)
 
 
-# -- at every line ------------------------------------------------------------------------------------------------------
+# -- at every line ---------------------------------------------------------------------------------------------------
 
 
 def killed_at_line(number: int, files: set[str | None], function: str, work: Callable[..., Any], *args: Any) -> None:
-    """Do `work` and die before line `number` that runs in `files` (in `function` and what it calls, if that is given)."""
+    """Do `work` and die before line `number` that runs in `files` (in and below `function`, if given)."""
     left = [number]
     inside: list[FrameType] = []
 
@@ -134,7 +134,7 @@ def test_recovery_killed_at_every_line() -> None:
         verify(cache)
 
 
-# -- at random points ---------------------------------------------------------------------------------------------------
+# -- at random points ------------------------------------------------------------------------------------------------
 
 
 def kill_at_random(times: int, place: str, tmp_path: Path, sizes: tuple[int, ...]) -> None:

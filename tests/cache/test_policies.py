@@ -32,7 +32,7 @@ def residents(cache: SampleCache) -> list[int]:
     return np.flatnonzero(cache.resident(np.arange(cache.num_ids))).tolist()
 
 
-# By hand: three places. A number puts that id (one that is there is just asked for), and what is there afterwards follows.
+# Three places. A number puts that id (one that is there is just asked for); what is there afterwards follows.
 BY_HAND = {
     "minio": [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 3]), (1, [1, 2, 3]), (5, [1, 2, 3])],
     "fifo": [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (1, [1, 2, 3]), (4, [2, 3, 4]), (2, [2, 3, 4]), (5, [3, 4, 5])],

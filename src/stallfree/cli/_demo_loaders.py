@@ -108,13 +108,8 @@ class StallfreeJob:
 
     def waits(self, waited: float) -> Waits:
         before, size = self._before
-        now = self._loader.stats()
-        return Waits(
-            now.stall_fetch_seconds - before.stall_fetch_seconds,
-            now.stall_prep_seconds - before.stall_prep_seconds,
-            now.hits - before.hits,
-            self._source.bytes - size,
-        )
+        epoch = self._loader.stats() - before
+        return Waits(epoch.stall_fetch_seconds, epoch.stall_prep_seconds, epoch.hits, self._source.bytes - size)
 
     def read_cache(self, ids: Sequence[int]) -> None:
         """Reads `ids` out of the cache, in one call."""

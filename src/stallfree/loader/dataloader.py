@@ -261,14 +261,12 @@ class _Iteration:
         self._with_ids = loader.with_ids
         self._pin = loader.pin_memory and torch.cuda.is_available()
         self._through = False
-        own = None if crew is loader._crew else crew
+        self._own = None if crew is loader._crew else crew
         try:
             self._epoch = Epoch(crew, progress)
         except BaseException:
             crew.close()
             raise
-        self._close = weakref.finalize(self, _close, self._epoch, own)
-        self._close.atexit = False  # a crew ends by itself
 
     def __iter__(self) -> _Iteration:
         return self
@@ -292,13 +290,13 @@ class _Iteration:
 
     def close(self) -> None:
         """End this pass. May be called twice."""
-        self._close()
+        self._epoch.close()
+        if self._own is not None:
+            self._own.close()
 
-
-def _close(epoch: Epoch, own: Crew | None) -> None:
-    epoch.close()
-    if own is not None:
-        own.close()
+    def __del__(self) -> None:
+        if hasattr(self, "_epoch"):
+            self.close()
 
 
 def _reader_of(dataset: Any) -> Reader:

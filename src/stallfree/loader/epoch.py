@@ -34,14 +34,13 @@ class Progress:
 
     Attributes:
         handed_out: batches handed out, those before `first` included.
-        problem: what the sampler raised, which ends the epoch.
     """
 
     def __init__(self, batches: Iterator[Ids], number: int, first: int) -> None:
         self.number = number
         self.handed_out = first
-        self.problem: Exception | None = None
         self._batches = batches
+        self._problem: Exception | None = None  # what the sampler raised, which ends the epoch
         self._ready: deque[Ids] = deque()  # out of the sampler, not started
         self._started: dict[int, Ids] = {}
 
@@ -53,10 +52,16 @@ class Progress:
 
     def _draw(self, count: int | None) -> None:
         try:
-            if self.problem is None:
+            if self._problem is None:
                 self._ready.extend(islice(self._batches, count))
         except Exception as problem:
-            self.problem = problem
+            self._problem = problem
+            self._batches = iter(())
+
+    def take_problem(self) -> Exception | None:
+        """What the sampler raised. Not kept here: its traceback refers to whoever iterates."""
+        problem, self._problem = self._problem, None
+        return problem
 
     def start(self) -> tuple[int, Ids]:
         """Take the batch that `peek` showed: its number and ids."""
@@ -72,8 +77,8 @@ class Progress:
     def rest(self) -> list[list[int]]:
         """The ids of all batches that have not been handed out. Reads the rest of the sampler."""
         self._draw(None)
-        if self.problem is not None:
-            raise self.problem
+        if self._problem is not None:
+            raise StallfreeError(f"there is no state to take: the sampler raised {self._problem!r}")
         return [ids.tolist() for ids in (*self._started.values(), *self._ready)]
 
 
@@ -105,7 +110,7 @@ class Epoch:
         while True:
             result = self._next_result()
             if result is None:
-                raise self.progress.problem or StopIteration
+                raise self.progress.take_problem() or StopIteration
             self._count(result)
             batch = self._hand_out(result)
             if batch is not None:
@@ -131,7 +136,7 @@ class Epoch:
                 self._start_more()
             while number not in self._results:
                 self._wait(started, self._tasks[number])
-            self._book_wait(time.perf_counter() - started, self._results[number])
+            self.crew.counts["wait_seconds"] += time.perf_counter() - started
             return self._results.pop(number)
         except WaitError:
             raise
