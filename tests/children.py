@@ -83,10 +83,11 @@ class Holder:
 
     def end(self) -> None:
         """Let it end, and wait for it."""
-        os.close(self._tell)
+        os.write(self._tell, b"x")
         assert self._child.wait() == 0
+        os.close(self._tell)
 
     def kill(self) -> None:
         """End it at once, and wait until it is gone."""
-        os.close(self._tell)
         self._child.kill()
+        os.close(self._tell)

@@ -149,6 +149,11 @@ class Noisy:
         return image.float() + noise, label
 
 
+def jittered(id: int) -> Any:
+    """A sample of a data set that is random itself."""
+    return Noisy()(picture(id))
+
+
 def brighter(sample: Any) -> Any:
     """A deterministic step."""
     image, label = sample

@@ -162,7 +162,7 @@ def test_closing_is_final_and_may_be_done_twice(store_root: Path) -> None:
     cache.close()
     assert cache.stats().storage_reads == 1
     for use in (lambda: cache.get("a", Load()), lambda: "a" in cache, cache.clear):
-        with pytest.raises(sf.InputError, match="'values' is closed"):
+        with pytest.raises(sf.InputError, match="the cache 'values' is closed"):
             use()
     assert not list(store_root.iterdir())
 

@@ -51,8 +51,9 @@ def check_disk(index: Index, block: int, uniform: bool, backed: int) -> int:
     header = index.header
     header[Field.LIMIT] = len(index.next)  # the disk may have more room than last time
     header[Field.BACKED] = min(max(0, int(header[Field.BACKED])), backed)
-    if not 0 <= header[Field.TICK] < 1 << 52:
-        header[Field.TICK] = 0
+    for field in (Field.TICK, Field.RECOVERIES):
+        if not 0 <= header[field] < 1 << 52:
+            header[field] = 0
     if index.score is not None:
         index.score[~np.isfinite(index.score)] = 0
     if not uniform:
@@ -118,7 +119,8 @@ def find_problems(index: Index, block: int) -> list[str]:
         "blocks are used that never were handed out": len(times) > high,
         f"blocks {np.flatnonzero(times > 1)[:5]} are used more than once": bool((times > 1).any()),
         f"blocks {np.flatnonzero(times == 0)[:5]} are lost": bool((times == 0).any()),
-        f"{len(residents)} records are there, {header[Field.RESIDENT]} counted": len(residents) != header[Field.RESIDENT],
+        f"{len(residents)} records are there, {header[Field.RESIDENT]} counted": len(residents)
+        != header[Field.RESIDENT],
         f"{stored} bytes are there, {header[Field.RESIDENT_BYTES]} counted": stored != header[Field.RESIDENT_BYTES],
     }
     return [problem for problem, found in problems.items() if found]

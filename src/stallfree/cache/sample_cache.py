@@ -151,6 +151,7 @@ class SampleCache:
     ) -> None:
         self.name, self.policy, self._root, self._allow_pickle = name, policy, root, allow_pickle
         self._skip_puts, self._warned_of_lock = 0, False
+        self._last: CacheStats | None = None
         with contextlib.ExitStack() as undo:
             folder = SharedFolder(name, root=root, initialize=initialize, persist=persist)
             undo.callback(folder.close)
@@ -201,7 +202,9 @@ class SampleCache:
         return self._index.first[self._ids(ids)] != 0  # type: ignore[no-any-return]
 
     def stats(self) -> CacheStats:
-        """The counts over all processes."""
+        """The counts over all processes; after `close`, those of that moment."""
+        if self._last is not None:
+            return self._last
         sums = self._counters.totals()
         header = self._index.header
         return CacheStats(
@@ -365,9 +368,16 @@ class SampleCache:
                 self._pid = os.getpid()
 
     def close(self) -> None:
-        """Leave the cache; the last process out removes it unless it persists. May be called twice."""
+        """Leave the cache; the last process out removes it unless it persists. May be called twice.
+
+        The memory is given back at once, even if this object lives on.
+        """
         self._pid = -1
-        self._leave()
+        if self._leave.alive:
+            self._last = self.stats()
+            self._leave()
+            gone: Any = _Closed(self.name)
+            self._index = self._arena = self._counters = self._records = self._writer = gone
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach, (self._root, self.name, self.policy, self._allow_pickle)
@@ -377,6 +387,16 @@ class SampleCache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Closed:
+    """Stands for the parts of a cache that was closed, so that they are not kept in memory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise InputError(f"the cache {self._name!r} is closed")
 
 
 _after_fork = threading.RLock()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import random
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from stallfree.units import parse_size
 _WAYS = 8
 _BYTES_PER_PLACE = 1024
 _MOST_PLACES = 1 << 22
+_MOST_TYPICAL = 1 << 20
 
 
 class CacheLoader:
@@ -42,6 +42,8 @@ class CacheLoader:
         name: of the cache; who gives the same name, capacity and policy shares it.
         policy: "minio", "fifo", "lru", "lfu" or "random".
         persist: keep the cache when the last process has left.
+        typical: bytes of a usual value. Memory is given out in blocks of about an eighth of that: larger blocks are read
+            faster, and small values waste less of smaller ones. Who makes the cache decides.
 
     Raises `CapacityError` and `FingerprintError` like `CachedDataset`. An object can be sent to other processes.
     """
@@ -54,6 +56,7 @@ class CacheLoader:
         name: str,
         policy: str | Policy = "minio",
         persist: bool = False,
+        typical: int | str = "16KiB",
     ) -> None:
         size = parse_size(capacity, "capacity")
         places = min(max(size // _BYTES_PER_PLACE, _WAYS), _MOST_PLACES)
@@ -65,12 +68,8 @@ class CacheLoader:
             store=store,
             name=check_name(name),
             persist=persist,
+            example=bytes(min(parse_size(typical, "typical"), _MOST_TYPICAL)),
         )
-        self._begin()
-
-    def _begin(self) -> None:
-        self._last: CacheStats | None = None
-        self._finalizer = weakref.finalize(self, self.cache.close)
         self._chance = random.Random()
 
     def get(self, key: str | int, load: Callable[[Any], Any]) -> Any:
@@ -116,22 +115,15 @@ class CacheLoader:
 
     def _places(self, key: str | int) -> tuple[str | int, npt.NDArray[np.int64]]:
         """`key` as a plain str or int, and the places that it may take."""
-        self._check()
         plain: str | int
         if isinstance(key, str):
             plain = str.__str__(key)
             text = f"str:{plain}"
-        elif hasattr(type(key), "__index__") and not isinstance(key, bool):
-            plain = operator.index(key)
-            text = f"int:{plain:x}"
         else:
-            raise InputError(f"key={key!r}: a key is a str or an int")
+            plain = _as_int(key)
+            text = f"int:{plain:x}"
         start = _hash(text.encode("utf-8", "surrogatepass")) % self.cache.num_ids
         return plain, (start + np.arange(_WAYS)) % self.cache.num_ids
-
-    def _check(self) -> None:
-        if self._last is not None:
-            raise InputError(f"the CacheLoader {self.cache.name!r} is closed: make a new one")
 
     def stats(self) -> CacheStats:
         """The counts of the cache; after `close`, those of that moment.
@@ -139,18 +131,15 @@ class CacheLoader:
         A look at a place that holds another key counts as a hit. `storage_reads` are the calls of `load`; what they brought
         is not in `storage_bytes`.
         """
-        return self.cache.stats() if self._last is None else self._last
+        return self.cache.stats()
 
     def clear(self) -> None:
         """Forget all values."""
-        self._check()
         self.cache.clear()
 
     def close(self) -> None:
         """Leave the cache; the last process out removes it unless it persists. May be called twice."""
-        if self._last is None:
-            self._last = self.cache.stats()
-            self._finalizer()
+        self.cache.close()
 
     def __enter__(self) -> CacheLoader:
         return self
@@ -158,15 +147,12 @@ class CacheLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (self.cache,)
 
-
-def _attach(cache: SampleCache) -> CacheLoader:
-    loader = CacheLoader.__new__(CacheLoader)
-    loader.cache = cache
-    loader._begin()
-    return loader
+def _as_int(key: Any) -> int:
+    if not isinstance(key, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(key)
+    raise InputError(f"key={key!r}: a key is a str or an int")
 
 
 def _hash(data: bytes) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,6 @@ class CachedDataset:
             persist=persist,
             example=example,
         )
-        self._last: CacheStats | None = None
         try:
             self.reader = Reader(self.source, self.cache, before, rest, fresh=fresh)
             for sample in samples:
@@ -125,7 +123,6 @@ class CachedDataset:
         except BaseException:
             self.cache.close()
             raise
-        weakref.finalize(self.reader, self.cache.close)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -172,28 +169,22 @@ class CachedDataset:
 
     def stats(self) -> CacheStats:
         """The counts of the cache, over all processes attached to it; after `close`, those of that moment."""
-        return self.cache.stats() if self._last is None else self._last
+        return self.cache.stats()
 
     def close(self) -> None:
         """Leave the cache. The last process out removes it, unless it persists. May be called twice.
 
         Samples cannot be read any more after that. Happens by itself when this object is freed.
         """
-        if self._last is None:
-            self.reader.end(f"{self!r} is closed: make a new one to read samples")
-            self._last = self.cache.stats()
-            self.cache.close()
-            self._epochs = torch.empty(0, dtype=torch.int32)
+        self.reader.end(f"{self!r} is closed: make a new one to read samples")
+        self.cache.close()
+        self._epochs = torch.zeros(1, dtype=torch.int32)
 
     def __enter__(self) -> CachedDataset:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        weakref.finalize(self.reader, self.cache.close)
 
     def __repr__(self) -> str:
         return f"CachedDataset({self.source!r}, {self.form}, cache={self.cache.name!r})"

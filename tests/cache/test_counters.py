@@ -1,0 +1,120 @@
+"""Statistics are exact over all processes, living and dead."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cache_tools import make
+
+from children import Child, Holder
+from stallfree.cache import SampleCache
+from stallfree.cache.counters import Count, Counters
+from stallfree.locks import FileLock
+
+
+def work(cache: SampleCache, rounds: int = 50) -> None:
+    """Each round: two hits, one miss, one fetch of ten bytes, one sample that is too large and rejected."""
+    for _ in range(rounds):
+        cache.get_many([0, 9, 1])
+        cache.count_fetch(1, 10)
+        cache.put(9, bytes(1 << 20))
+
+
+def counts(cache: SampleCache) -> tuple[int, ...]:
+    stats = cache.stats()
+    return stats.hits, stats.misses, stats.storage_reads, stats.storage_bytes, stats.rejected
+
+
+def cache_of(name: str) -> SampleCache:
+    cache = make(10, 4, example=b"x" * 300, name=name)
+    cache.put_many([0, 1], [b"zero", b"one"])
+    return cache
+
+
+def expected(rounds: int) -> tuple[int, ...]:
+    return 2 * rounds, rounds, rounds, 10 * rounds, rounds
+
+
+def work_and_die(cache: SampleCache) -> None:
+    work(cache)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_forked_processes_living_and_dead() -> None:
+    with cache_of("counts") as cache:
+        for _ in range(3):
+            children = [Child(work, cache), Child(work_and_die, cache), Child(work, cache)]
+            work(cache)
+            assert [child.wait() for child in children] == [0, -signal.SIGKILL, 0]
+        assert counts(cache) == expected(3 * 4 * 50)
+
+
+def test_processes_that_attach_by_name_and_leave() -> None:
+    with cache_of("counts") as cache:
+
+        def attach(how: str) -> None:
+            with SampleCache(10, capacity=0, fingerprint="data", name="counts") as mine:
+                (work if how == "leave" else work_and_die)(mine)
+
+        for how in ("leave", "die", "leave", "die", "leave"):
+            Child(attach, how).wait()
+        assert counts(cache) == expected(5 * 50)
+
+
+def test_spawned_processes() -> None:
+    with cache_of("counts") as cache:
+        context = multiprocessing.get_context("spawn")
+        processes = [context.Process(target=target, args=(cache,)) for target in (work, work_and_die)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        assert counts(cache) == expected(2 * 50)
+
+
+def test_two_objects_and_threads_of_one_process() -> None:
+    with cache_of("counts") as cache, cache_of("counts") as other:
+        threads = [threading.Thread(target=work, args=(one,)) for one in (cache, other, cache, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert counts(cache) == counts(other) == expected(4 * 50)
+
+
+def test_hit_ratio() -> None:
+    with cache_of("counts") as cache:
+        assert cache.stats().hit_ratio == 0
+        work(cache)
+        assert cache.stats().hit_ratio == pytest.approx(2 / 3)
+
+
+def test_more_processes_than_rows_still_count(tmp_path: Path) -> None:
+    rows = np.zeros((3, 16), np.int64)
+    lock = FileLock(tmp_path / "lock")
+    counters = [Counters(rows) for _ in range(4)]
+    for one in counters:
+        one.claim(lock)
+        one.add((Count.HITS, 1), (Count.MISSES, 2))
+    assert counters[0].totals()[:3] == [4, 8, 0]
+    lock.close()
+
+
+def test_holders_of_rows_do_not_share_them() -> None:
+    with cache_of("counts") as cache:
+
+        def begin() -> Callable[[], None]:
+            work(cache)
+            return lambda: work(cache)
+
+        holders = [Holder(begin) for _ in range(5)]
+        for holder in holders:
+            holder.end()
+        assert counts(cache) == expected(10 * 50)

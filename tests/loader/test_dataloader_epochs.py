@@ -1,0 +1,332 @@
+"""What an epoch consists of, what differs from epoch to epoch, and what remains when one is not finished."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+from loader_data import Made, Noisy, as_list, brighter, jittered, labels_of, noisy_collate, picture, same, zero_dim
+
+import stallfree as sf
+
+
+def order(loader: sf.DataLoader) -> list[int]:
+    return labels_of(list(loader))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("cached", [False, True])
+def test_each_sample_once_per_epoch(workers: int, cached: bool) -> None:
+    dataset: Any = sf.CachedDataset(Made(50, picture), capacity="32MiB") if cached else Made(50, picture)
+    loader = sf.DataLoader(
+        dataset, batch_size=7, shuffle=True, num_workers=workers, persistent_workers=workers > 0, with_ids=True
+    )
+    orders = []
+    for _ in range(3):
+        batches = list(loader)
+        for (images, labels), ids, weights in batches:
+            assert labels.tolist() == ids.tolist()
+            assert ids.dtype == torch.int64
+            assert weights is None
+            assert all(torch.equal(image, picture(id)[0]) for image, id in zip(images, ids.tolist(), strict=True))
+        orders.append([id for batch in batches for id in batch.ids.tolist()])
+        assert sorted(orders[-1]) == list(range(50))
+    assert len(set(map(tuple, orders))) == 3
+    loader.close()
+    if cached:
+        dataset.close()
+
+
+def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+    dataset = Made(30, picture)
+
+    def orders(**arguments: Any) -> list[list[int]]:
+        loader = sf.DataLoader(dataset, batch_size=8, shuffle=True, **arguments)
+        return [order(loader) for _ in range(2)]
+
+    first = orders(seed=1)
+    torch.manual_seed(99)
+    assert orders(seed=1) == first
+    assert orders(seed=1, num_workers=2) == first
+    assert orders(generator=torch.Generator().manual_seed(1)) == first
+    assert orders(seed=2) != first
+    assert orders(seed=-1) != first
+    with sf.CachedDataset(dataset, capacity="32MiB", seed=1) as cached:
+        loader = sf.DataLoader(cached, batch_size=8, shuffle=True)
+        assert [order(loader) for _ in range(2)] == first
+    loader = sf.DataLoader(dataset, batch_size=8, shuffle=True, seed=1)
+    loader.set_epoch(1)
+    assert order(loader) == first[1]
+    loader.set_epoch(0)
+    assert order(loader) == first[0]
+
+
+def test_an_epoch_that_was_broken_off_is_not_begun_again() -> None:
+    loader = sf.DataLoader(Made(30, picture), batch_size=8, shuffle=True)
+    broken_off = next(iter(loader))[1].tolist()
+    assert order(loader)[:8] != broken_off
+    whole = sf.DataLoader(Made(30, picture), batch_size=8, shuffle=True)
+    assert order(whole)[:8] == broken_off
+
+
+def noisy(workers: int, method: str | None, dataset: Any, epochs: int = 2) -> list[Any]:
+    loader = sf.DataLoader(
+        dataset, batch_size=4, num_workers=workers, multiprocessing_context=method, seed=5, shuffle=True
+    )
+    return [[(image.clone(), label.clone()) for image, label in loader] for _ in range(epochs)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "method", "form"),
+    [
+        (0, None, "prepared"),
+        (0, None, "auto"),
+        (1, "fork", "fetched"),
+        (1, "fork", "prepared"),
+        (2, "fork", "fetched"),
+        (2, "fork", "prepared"),
+        (2, "forkserver", "fetched"),
+        (2, "spawn", "prepared"),
+    ],
+)
+def test_augmentation_is_a_function_of_seed_epoch_and_id(
+    workers: int, method: str | None, form: str
+) -> None:
+    def cached(form: str, capacity: str) -> sf.CachedDataset:
+        steps = sf.Compose([sf.mark_deterministic(brighter), sf.mark_random(Noisy())])
+        return sf.CachedDataset(Made(12, picture), capacity=capacity, form=form, transform=steps, name="noise")
+
+    with cached("fetched", "8MiB") as dataset:
+        expected = noisy(0, None, dataset)
+    assert not same(expected[0], expected[1])
+    for epoch in expected:
+        flat = {float(image.flatten()[0] - brighter(picture(int(label)))[0].flatten()[0])
+                for images, labels in epoch for image, label in zip(images, labels, strict=True)}
+        assert len(flat) == 12  # another noise for every sample
+    with cached(form, "8MiB") as dataset:
+        torch.manual_seed(workers)
+        assert same(noisy(workers, method, dataset), expected)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_augmentation_within_a_plain_data_set(workers: int) -> None:
+    expected = noisy(0, None, Made(12, jittered))
+    assert not same(expected[0], expected[1])
+    assert same(noisy(workers, "fork", Made(12, jittered)), expected)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_collate_fn_draws(workers: int) -> None:
+    """A mix-up in `collate_fn` is fresh for each batch and epoch, and does not depend on the workers."""
+
+    def epochs(workers: int) -> list[Any]:
+        loader = sf.DataLoader(Made(12, picture), batch_size=4, collate_fn=noisy_collate, num_workers=workers)
+        return [list(loader) for _ in range(2)]
+
+    expected = epochs(0)
+    factors = {float(images.flatten().max()) for epoch in expected for images, _ in epoch}
+    assert len(factors) == 6
+    assert same(epochs(workers), expected)
+
+
+def test_the_loops_own_random_numbers_are_left_alone() -> None:
+    torch.manual_seed(3)
+    torch.empty((), dtype=torch.int64).random_()  # what torch's loader draws, once per epoch
+    expected = torch.rand(5)
+    torch.manual_seed(3)
+    list(sf.DataLoader(Made(12, jittered), batch_size=4, collate_fn=as_list))
+    assert torch.equal(torch.rand(5), expected)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_break_and_begin_again(persistent: bool) -> None:
+    with sf.DataLoader(
+        Made(60, picture), batch_size=4, num_workers=2, persistent_workers=persistent, shuffle=True
+    ) as loader:
+        for taken in (0, 1, 2, 5, 14):
+            seen = []
+            iterator = iter(loader)
+            for _ in range(taken):
+                seen += next(iterator)[1].tolist()
+            del iterator
+            assert len(set(seen)) == 4 * taken
+        assert sorted(order(loader)) == list(range(60))
+
+
+def test_persistent_workers_persist() -> None:
+    def pids(loader: sf.DataLoader) -> set[int]:
+        return {pid for batch in loader for pid in batch}
+
+    dataset = Made(8, lambda id: os.getpid())
+    with sf.DataLoader(dataset, num_workers=2, persistent_workers=True, collate_fn=as_list) as loader:
+        first = pids(loader)
+        assert len(first) == 2
+        assert pids(loader) == first
+        loader.close()
+        assert not pids(loader) & first
+    loader = sf.DataLoader(dataset, num_workers=2, collate_fn=as_list)
+    assert not pids(loader) & pids(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cached", [False, True])
+def test_two_loaders_at_once(workers: int, cached: bool) -> None:
+    base = Made(40, picture)
+    dataset: Any = sf.CachedDataset(base, capacity="32MiB") if cached else base
+    a = sf.DataLoader(dataset, batch_size=4, shuffle=True, num_workers=workers, seed=1)
+    b = sf.DataLoader(dataset, batch_size=8, num_workers=workers, seed=2)
+    seen_a, seen_b = [], []
+    iterator = iter(a)
+    for images, labels in b:
+        seen_b += labels.tolist()
+        for _ in range(2):
+            other, its = next(iterator)
+            seen_a += its.tolist()
+            assert all(torch.equal(other[k], picture(int(id))[0]) for k, id in enumerate(its))
+        assert all(torch.equal(images[k], picture(int(id))[0]) for k, id in enumerate(labels))
+    assert sorted(seen_a) == seen_b == list(range(40))
+    assert next(iterator, None) is None
+    if cached:
+        dataset.close()
+
+
+def test_a_loader_that_ends_does_not_disturb_another_over_the_same_source(tmp_path: Any) -> None:
+    """Both fetch in threads; those of one must not be ended with the other."""
+    paths = []
+    for id in range(20):
+        paths.append(tmp_path / str(id))
+        paths[-1].write_bytes(bytes([id]))
+    source = sf.FileDataset([str(path) for path in paths], list(range(20)), transform=as_list)
+    with sf.CachedDataset(source, capacity="32MiB", form="fetched") as cached:
+        long = iter(sf.DataLoader(cached, batch_size=2, collate_fn=as_list))
+        next(long)
+        next(iter(sf.DataLoader(cached, batch_size=2, collate_fn=as_list)))
+        assert len(list(long)) == 9
+
+
+def test_two_iterations_of_one_loader_are_independent() -> None:
+    loader = sf.DataLoader(Made(12, picture), batch_size=4, num_workers=1)
+    pairs = [(a[1].tolist(), b[1].tolist()) for a, b in zip(loader, loader, strict=True)]
+    assert pairs == [([0, 1, 2, 3],) * 2, ([4, 5, 6, 7],) * 2, ([8, 9, 10, 11],) * 2]
+
+
+def test_persistent_workers_serve_the_latest_iteration() -> None:
+    with sf.DataLoader(Made(40, picture), batch_size=4, num_workers=2, persistent_workers=True) as loader:
+        first = iter(loader)
+        next(first)
+        second = iter(loader)
+        assert next(second)[1].tolist() == [0, 1, 2, 3]
+        with pytest.raises(sf.StallfreeError, match="iterated again"):
+            next(first)
+        assert len(list(second)) == 9
+        with pytest.raises(StopIteration):
+            next(second)
+
+
+def test_closing_ends_an_iteration() -> None:
+    loader = sf.DataLoader(Made(40, picture), batch_size=4, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    with pytest.raises(sf.StallfreeError, match="closed"):
+        next(iterator)
+    assert len(list(loader)) == 10
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("taken", [0, 1])
+def test_an_iteration_that_is_dropped_leaves_nothing(persistent: bool, taken: int) -> None:
+    """The fixture `no_leaks` looks for processes, descriptors, threads, mappings and files."""
+    iterator = iter(
+        sf.DataLoader(Made(40, picture), batch_size=4, num_workers=2, persistent_workers=persistent)
+    )
+    kept = [next(iterator) for _ in range(taken)]
+    del iterator
+    gc.collect()
+    assert all(same(batch[1].tolist(), [0, 1, 2, 3]) for batch in kept)
+
+
+def descriptors() -> list[str]:
+    """What is open, but the slots of rings: they are mapped one by one, when they are first used."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}").split(":")[0])
+    return sorted(target for target in found if "/slot-" not in target and "/ring-" not in target)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}])
+def test_no_descriptor_is_lost_from_epoch_to_epoch(arguments: dict[str, Any]) -> None:
+    with (
+        sf.CachedDataset(Made(20, picture), capacity="32MiB", transform=sf.mark_random(Noisy())) as cached,
+        sf.DataLoader(cached, batch_size=4, **arguments) as loader,
+    ):
+        list(loader)
+        before = descriptors()
+        for _ in range(5):
+            list(loader)
+            next(iter(loader))
+        assert descriptors() == before
+
+
+def test_no_worker_is_started_when_all_can_be_gathered() -> None:
+    def init(worker: int) -> None:
+        raise AssertionError("a worker was started")
+
+    with sf.CachedDataset(Made(20, picture), capacity="32MiB") as cached:
+        list(sf.DataLoader(cached, batch_size=4))
+        loader = sf.DataLoader(cached, batch_size=4, num_workers=2, worker_init_fn=init)
+        assert order(loader) == list(range(20))
+
+
+def test_more_batches_ahead_than_there_are() -> None:
+    assert order(sf.DataLoader(Made(3, picture), batch_size=2, num_workers=2, prefetch_factor=50)) == [0, 1, 2]
+
+
+def test_very_long_tasks() -> None:
+    """Ids of a batch, and a batch by way of the connection, that are larger than any buffer of the kernel."""
+    count = 200_000
+    loader = sf.DataLoader(
+        Made(count, zero_dim), batch_size=count // 4, num_workers=1, prefetch_factor=4, staging="1MiB", with_ids=True
+    )
+    seen = []
+    for data, ids, _ in loader:
+        assert torch.equal(data, ids)
+        seen.append(ids)
+    assert torch.equal(torch.cat(seen), torch.arange(count))
+
+
+def test_statistics_add_up() -> None:
+    with sf.CachedDataset(Made(30, picture), capacity="32MiB") as cached:
+        before = cached.stats()
+        with sf.DataLoader(cached, batch_size=4, num_workers=2, persistent_workers=True, shuffle=True) as loader:
+            for epoch in range(1, 4):
+                list(loader)
+                stats = loader.stats()
+                assert stats.batches == 8 * epoch
+                assert stats.samples == stats.hits + stats.misses == 30 * epoch
+                assert stats.misses == 30 - before.resident_items  # what the first look at the data set has stored
+            assert cached.stats().storage_reads - before.storage_reads == stats.misses
+            assert cached.stats().hits - before.hits >= stats.hits
+            assert stats.skips == stats.retries == stats.workers_replaced == 0
+            assert stats.wait_seconds >= 0
+            assert stats.stall_fetch_seconds + stats.stall_prep_seconds == pytest.approx(stats.wait_seconds)
+            assert stats.num_workers == 2
+            assert stats.staging_bytes == loader.stats().staging_bytes > 0
+        assert loader.stats() == stats
+        next(iter(loader))
+        assert loader.stats().batches == 25
+
+
+def test_statistics_without_a_cache() -> None:
+    loader = sf.DataLoader(Made(10, picture), batch_size=4)
+    for epoch in (1, 2):
+        list(loader)
+        stats = loader.stats()
+        assert (stats.batches, stats.samples, stats.hits, stats.misses) == (3 * epoch, 10 * epoch, 0, 10 * epoch)
+        assert isinstance(stats.hits, int)
+        assert isinstance(stats.wait_seconds, float)

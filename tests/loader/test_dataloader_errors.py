@@ -1,0 +1,312 @@
+"""Whatever goes wrong is heard of, with the sample, or left out and counted where that was asked for."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loader_data import Made, Noisy, as_list, picture, same, zero_dim
+
+import stallfree as sf
+
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+BAD = (3, 4, 5, 9)
+
+
+def broken(id: int) -> Any:
+    if id in BAD:
+        raise KeyError(f"no sample {id} here")
+    return torch.tensor(id)
+
+
+def first_three_broken(id: int) -> Any:
+    return broken(id + 3)
+
+
+class Odd(Exception):
+    """Cannot be pickled: its constructor wants more than its message."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"odd {a} {b}")
+
+
+def odd(id: int) -> Any:
+    raise Odd(id, 2)
+
+
+def odd_collate(samples: list[Any]) -> Any:
+    raise Odd(len(samples), 2)
+
+
+def bad_collate(samples: list[Any]) -> Any:
+    raise ZeroDivisionError("in collate_fn")
+
+
+def stopping_collate(samples: list[Any]) -> Any:
+    raise StopIteration
+
+
+def bad_init(worker: int) -> None:
+    raise ZeroDivisionError(f"in worker_init_fn of {worker}")
+
+
+def chain(error: BaseException | None) -> str:
+    """The messages of an error and of all its causes."""
+    texts = []
+    while error is not None:
+        texts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return "\n".join(texts)
+
+
+@WORKERS
+def test_an_error_in_a_sample(workers: int) -> None:
+    loader = sf.DataLoader(Made(12, broken), batch_size=2, num_workers=workers)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    with pytest.raises(sf.SampleError, match="sample 3 failed: KeyError: .*no sample 3 here") as caught:
+        next(iterator)
+    assert caught.value.id == 3
+    assert caught.value.where == ""
+    assert "KeyError" in chain(caught.value)
+    if workers:
+        assert "in broken" in chain(caught.value)  # a line of the original traceback
+    else:
+        assert isinstance(caught.value.__cause__, KeyError)
+    # A loop that goes on gets the batches that follow.
+    with pytest.raises(sf.SampleError, match="sample 4"):
+        next(iterator)
+    assert next(iterator).tolist() == [6, 7]
+    with pytest.raises(sf.SampleError, match="sample 9"):
+        next(iterator)
+    assert next(iterator).tolist() == [10, 11]
+    assert next(iterator, None) is None
+
+
+@WORKERS
+def test_where_a_file_lies(workers: int, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"no picture")
+    source = sf.FileDataset([str(tmp_path / "a"), str(tmp_path / "b")], [0, 1], transform=sf.OnItem(0, sf.DecodeImage()))
+    with pytest.raises(sf.SampleError, match="preparing sample 0") as caught:
+        list(sf.DataLoader(source, num_workers=workers))
+    assert caught.value.where == str(tmp_path / "a")
+    (tmp_path / "a").unlink()
+    with pytest.raises(sf.SampleError, match="fetching sample 0") as caught:
+        list(sf.DataLoader(source, num_workers=workers))
+    assert "FileNotFoundError" in chain(caught.value)
+
+
+@WORKERS
+@pytest.mark.parametrize("cached", [False, True])
+def test_skip(workers: int, cached: bool, caplog: pytest.LogCaptureFixture) -> None:
+    base = Made(12, broken)
+    dataset: Any = sf.CachedDataset(base, capacity="32MiB") if cached else base
+    loader = sf.DataLoader(
+        dataset, batch_size=2, num_workers=workers, on_error="skip", with_ids=True, persistent_workers=workers > 0
+    )
+    with caplog.at_level(logging.WARNING, "stallfree"):
+        batches = list(loader)
+    expected = [[0, 1], [2], [6, 7], [8], [10, 11]]  # 4 and 5 were a whole batch
+    assert [batch.ids.tolist() for batch in batches] == expected
+    assert [batch.data.tolist() for batch in batches] == expected
+    assert [f"sample {id} " in record.message for id, record in zip(BAD, caplog.records, strict=True)] == [True] * 4
+    list(loader)
+    stats = loader.stats()
+    assert stats.skips == 8
+    assert stats.samples == 16
+    assert stats.batches == 10
+    assert stats.hits + stats.misses == stats.samples + stats.skips
+    assert len(caplog.records) == 5  # only the first ones are reported
+    loader.close()
+    if cached:
+        dataset.close()
+
+
+@WORKERS
+def test_skip_of_everything(workers: int) -> None:
+    loader = sf.DataLoader(Made(3, first_three_broken), batch_size=2, num_workers=workers, on_error="skip")
+    assert list(loader) == []
+    assert loader.stats().skips == 3
+    assert loader.stats().batches == 0
+
+
+def test_skip_does_not_hide_other_errors() -> None:
+    loader = sf.DataLoader(Made(3, zero_dim), collate_fn=bad_collate, on_error="skip")
+    with pytest.raises(ZeroDivisionError):
+        list(loader)
+
+
+@WORKERS
+def test_an_exception_that_cannot_be_pickled(workers: int) -> None:
+    with pytest.raises(sf.SampleError, match="sample 0 failed: Odd: odd 0 2"):
+        list(sf.DataLoader(Made(3, odd), num_workers=workers))
+    expected = Odd if workers == 0 else sf.StallfreeError
+    with pytest.raises(expected, match="odd 1 2"):
+        list(sf.DataLoader(Made(3, zero_dim), collate_fn=odd_collate, num_workers=workers))
+
+
+@WORKERS
+def test_an_error_in_collate_fn(workers: int) -> None:
+    iterator = iter(sf.DataLoader(Made(4, zero_dim), collate_fn=bad_collate, batch_size=2, num_workers=workers))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="in collate_fn") as caught:
+            next(iterator)
+        if workers:
+            assert "in bad_collate" in chain(caught.value)
+    assert next(iterator, None) is None
+    with pytest.raises(sf.StallfreeError, match="StopIteration"):
+        list(sf.DataLoader(Made(4, zero_dim), collate_fn=stopping_collate, num_workers=workers))
+    with pytest.raises(TypeError, match="default_collate"):
+        list(sf.DataLoader(Made(4, lambda id: object()), num_workers=workers))
+
+
+@WORKERS
+def test_samples_that_torch_cannot_collate(workers: int) -> None:
+    with pytest.raises(RuntimeError, match="equal size"):
+        list(sf.DataLoader(Made(4, torch.zeros), batch_size=2, num_workers=workers))
+
+
+def test_an_error_in_worker_init_fn() -> None:
+    with pytest.raises(ZeroDivisionError, match="in worker_init_fn of") as caught:
+        list(sf.DataLoader(Made(4, zero_dim), num_workers=2, worker_init_fn=bad_init))
+    assert "in bad_init" in chain(caught.value)
+
+
+def test_batches_that_cannot_be_brought_over() -> None:
+    with pytest.raises(sf.CodecError, match="pickled"):
+        list(sf.DataLoader(Made(4, lambda id: lambda: id), collate_fn=as_list, num_workers=1))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("make", "culprit"),
+    [
+        (lambda: {"dataset": sf.FileDataset(["x"], [0], transform=lambda item: item)}, "the transform .*lambda"),
+        (lambda: {"dataset": Made(4, zero_dim), "collate_fn": lambda samples: samples}, "collate_fn"),
+        (lambda: {"dataset": Made(4, zero_dim), "worker_init_fn": lambda worker: None}, "worker_init_fn"),
+        (lambda: {"dataset": Made(4, lambda id: id)}, "the data set"),
+    ],
+    ids=["transform", "collate_fn", "worker_init_fn", "dataset"],
+)
+def test_what_cannot_be_sent_to_a_worker(method: str, make: Any, culprit: str) -> None:
+    loader = sf.DataLoader(**make(), num_workers=2, multiprocessing_context=method)
+    for _ in range(2):
+        with pytest.raises(sf.InputError, match=f"{culprit}.* cannot be sent to a worker .*'{method}'"):
+            list(loader)
+
+
+gate = multiprocessing.get_context("fork").Event()
+
+
+def behind_the_gate(id: int) -> Any:
+    if id == 5:
+        gate.wait()
+    return torch.tensor(id)
+
+
+def test_a_wait_has_a_limit_and_says_for_what() -> None:
+    gate.clear()
+    with sf.DataLoader(
+        Made(8, behind_the_gate), batch_size=2, num_workers=1, timeout=0.3, multiprocessing_context="fork"
+    ) as loader:
+        iterator = iter(loader)
+        got = [next(iterator).tolist() for _ in range(2)]
+        with pytest.raises(sf.WaitError, match=r"batch 2 of epoch 0 .* 0\.3 s.*samples are \[4, 5\].*timeout") as caught:
+            next(iterator)
+        assert isinstance(caught.value, TimeoutError)
+        (worker,) = multiprocessing.active_children()
+        assert f"worker process {worker.pid}, alive" in str(caught.value)
+        gate.set()  # the wait may be taken up again
+        loader._options.__dict__["seconds"] = 60
+        got += [batch.tolist() for batch in patient(iterator)]
+    assert got == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def patient(iterator: Any) -> Any:
+    """Goes on after a wait that was too long."""
+    while True:
+        try:
+            yield next(iterator)
+        except sf.WaitError:
+            continue
+        except StopIteration:
+            return
+
+
+def interrupting(id: int) -> Any:
+    if id == 5:
+        signal.raise_signal(signal.SIGINT)
+    return torch.tensor(id)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_keyboard_interrupt_in_the_loop(persistent: bool) -> None:
+    with sf.DataLoader(Made(30, picture), 4, num_workers=2, persistent_workers=persistent) as loader:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            for number, _ in enumerate(loader):
+                if number == 2:
+                    signal.raise_signal(signal.SIGINT)
+        assert len(list(loader)) == 8
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_keyboard_interrupt_while_waiting(persistent: bool) -> None:
+    gate.clear()
+    with sf.DataLoader(
+        Made(8, behind_the_gate), 2, num_workers=1, persistent_workers=persistent, multiprocessing_context="fork"
+    ) as loader:
+        iterator = iter(loader)
+        got = [next(iterator).tolist(), next(iterator).tolist()]
+        old = signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGINT))
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                next(iterator)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, old)
+        gate.set()
+        with pytest.raises(sf.StallfreeError, match="this iteration is over"):
+            next(iterator)
+        assert got == [[0, 1], [2, 3]]
+        assert len(list(loader)) == 4
+
+
+def test_keyboard_interrupt_in_a_sample_of_the_loops_own_process() -> None:
+    loader = sf.DataLoader(Made(8, interrupting), 2)
+    with pytest.raises(KeyboardInterrupt):
+        list(loader)
+
+
+def test_a_data_set_that_was_closed() -> None:
+    for arguments in ({}, {"num_workers": 1}):
+        cached = sf.CachedDataset(Made(20, picture), capacity="32MiB", transform=sf.mark_random(Noisy()))
+        loader = sf.DataLoader(cached, 4, **arguments)
+        list(loader)
+        cached.close()
+        with pytest.raises(sf.InputError, match="closed"):
+            list(loader)
+
+
+def test_errors_do_not_cost_slots() -> None:
+    """Many batches fail in a ring of few slots, and those that follow still come."""
+    with sf.DataLoader(
+        Made(400, lambda id: broken(3 if id % 4 else id)), num_workers=2, persistent_workers=True, prefetch_factor=1
+    ) as loader:
+        for _ in range(2):
+            iterator, good, bad = iter(loader), [], 0
+            while True:
+                try:
+                    good.append(next(iterator))
+                except sf.SampleError:
+                    bad += 1
+                except StopIteration:
+                    break
+            assert bad == 300 + len([id for id in BAD if id % 4 == 0])
+            assert same(torch.cat(good), torch.tensor([id for id in range(0, 400, 4) if id not in BAD]))

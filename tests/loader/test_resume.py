@@ -1,0 +1,169 @@
+"""A state taken at any step, and loaded into another loader, gives exactly what was left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loader_data import Made, jittered, noisy_collate, picture, same
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+
+import stallfree as sf
+
+SAMPLES = 23
+
+Arguments = Callable[[], dict[str, Any]]
+ORDERS: dict[str, Arguments] = {
+    "in order": lambda: {"batch_size": 4},
+    "shuffled": lambda: {"batch_size": 4, "shuffle": True},
+    "shuffled, drop_last": lambda: {"batch_size": 4, "shuffle": True, "drop_last": True},
+    "single": lambda: {"batch_size": None, "shuffle": True},
+    "RandomSampler": lambda: {"batch_size": 4, "sampler": RandomSampler(range(SAMPLES))},
+    "RandomSampler with a generator": lambda: {
+        "batch_size": 4,
+        "sampler": RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(1)),
+    },
+    "batch_sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(SAMPLES)), 5, False)},
+    "DistributedSampler": lambda: {
+        "batch_size": 3,
+        "sampler": DistributedSampler(range(SAMPLES), num_replicas=2, rank=0, seed=4),
+    },
+}
+
+
+def values(batch: Any) -> Any:
+    return [batch.ids.tolist(), batch.data]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ORDERS)
+def test_resume_at_every_step(name: str, workers: int) -> None:
+    def make() -> sf.DataLoader:
+        return sf.DataLoader(Made(SAMPLES, jittered), num_workers=workers, seed=6, with_ids=True, **ORDERS[name]())
+
+    loader = make()
+    list(loader)  # in the second epoch
+    states = [loader.state_dict()]
+    batches = []
+    for batch in loader:
+        batches.append(values(batch))
+        states.append(loader.state_dict())
+    states.append(loader.state_dict())
+    assert states[-1]["epoch"] == 2
+    own = loader._order.own
+    after = [values(batch) for batch in loader]
+    for step, state in enumerate(states[:-1]):
+        resumed = make()
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        assert resumed.state_dict() == state
+        if step == 0 and not own:
+            continue  # nothing was drawn yet, so a random sampler is as free as it was
+        assert same([values(batch) for batch in resumed], batches[step:]), step
+        if own or "Distributed" in name:
+            assert same([values(batch) for batch in resumed], after), step
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_resume_of_a_resumed_epoch(workers: int) -> None:
+    def make() -> sf.DataLoader:
+        return sf.DataLoader(
+            Made(SAMPLES, picture), 4, sampler=RandomSampler(range(SAMPLES)), num_workers=workers,
+            collate_fn=noisy_collate,
+        )  # fmt: skip
+
+    torch.manual_seed(0)
+    expected = list(make())
+    torch.manual_seed(0)
+    loader, got = make(), []
+    for _ in range(len(expected)):
+        iterator = iter(loader)
+        got.append(next(iterator))
+        state = loader.state_dict()
+        loader = make()
+        loader.load_state_dict(state)
+    assert same(got, expected)
+    assert list(loader) == []
+
+
+def test_a_state_after_a_break() -> None:
+    """Batches that were under way when the loop was left are not lost."""
+    for workers in (0, 2):
+        loader = sf.DataLoader(Made(20, picture), 2, sampler=list(range(19, -1, -1)), num_workers=workers)
+        for step, _ in enumerate(loader):
+            if step == 2:
+                break
+        resumed = sf.DataLoader(Made(20, picture), 2, sampler=[])
+        resumed.load_state_dict(loader.state_dict())
+        assert [id for _, labels in resumed for id in labels.tolist()] == list(range(13, -1, -1))
+
+
+def test_a_state_does_not_disturb_the_iteration() -> None:
+    loader = sf.DataLoader(Made(20, picture), 3, sampler=RandomSampler(range(20)))
+    seen = []
+    for _, labels in loader:
+        seen += labels.tolist()
+        assert loader.state_dict() == loader.state_dict()
+    assert sorted(seen) == list(range(20))
+
+
+def test_load_into_the_same_loader() -> None:
+    loader = sf.DataLoader(Made(20, picture), 3, shuffle=True)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    expected = [labels.tolist() for _, labels in iterator]
+    loader.load_state_dict(state)
+    assert [labels.tolist() for _, labels in loader] == expected
+    loader.load_state_dict(state)
+    loader.set_epoch(state["epoch"])  # asks for the whole epoch
+    assert len(list(loader)) == 7
+
+
+def test_a_fresh_state() -> None:
+    loader = sf.DataLoader(Made(20, picture), 3, shuffle=True)
+    state = loader.state_dict()
+    expected = [labels.tolist() for _, labels in loader]
+    loader.load_state_dict(state)
+    assert [labels.tolist() for _, labels in loader] == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 0}, "version 0, expected 1"),
+        ({"version": None}, "version None"),
+        ({"seed": 1}, "seed=1, this loader has seed=0"),
+        ({"order": {"samples": 20, "batch_size": 5, "shuffle": True, "drop_last": False}}, "batch_size"),
+        ({"order": {"samples": 19, "batch_size": 3, "shuffle": True, "drop_last": False}}, "samples"),
+    ],
+    ids=str,
+)
+def test_states_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+    loader = sf.DataLoader(Made(20, picture), 3, shuffle=True)
+    with pytest.raises(sf.InputError, match=message):
+        loader.load_state_dict({**loader.state_dict(), **change})
+    assert len(list(loader)) == 7
+
+
+@pytest.mark.parametrize("state", [{}, None, [], {"version": 1}, {"version": 1, "epoch": 0, "seed": 0}])
+def test_what_is_no_state(state: Any) -> None:
+    with pytest.raises(sf.InputError, match=r"version|lacks"):
+        sf.DataLoader(Made(20, picture)).load_state_dict(state)
+
+
+def test_a_sampler_that_raises_has_no_state() -> None:
+    def ids() -> Any:
+        yield from range(8)
+        raise ZeroDivisionError
+
+    loader = sf.DataLoader(Made(20, picture), 2, sampler=ids())
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(sf.StallfreeError, match="ZeroDivisionError"):
+        loader.state_dict()
+    assert [labels.tolist() for _, labels in (next(iterator) for _ in range(3))] == [[2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ZeroDivisionError):
+        next(iterator)
