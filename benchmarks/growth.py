@@ -115,7 +115,7 @@ def _index(given: Json) -> Json:
     for policy in ("minio", "fifo", "lru", "lfu", "random"):
         for store in ("memory", given["folder"]):
             with SampleCache(
-                ids, capacity=ids * 200, fingerprint=f"index-{policy}", policy=policy, store=store, example=value
+                ids, capacity=ids * 97, fingerprint=f"index-{policy}", policy=policy, store=store, example=value
             ) as cache:
                 if cache.meta.num_blocks < ids:
                     raise AssertionError("there are fewer blocks than ids")

@@ -50,6 +50,7 @@ def right_or_missing(cache: SampleCache) -> int:
     for id, found in enumerate(cache.get_many(range(NUM_IDS))):
         assert found is MISS or is_signed(id, found), f"id {id}"
         hits += found is not MISS
+    assert cache.resident(range(NUM_IDS)).sum() == hits  # what cannot be read does not stay
     if cache.structure is not None:
         outs = [np.zeros((NUM_IDS, leaf.nbytes), np.uint8) for leaf in cache.structure.leaves]
         good = cache.gather(range(NUM_IDS), outs)

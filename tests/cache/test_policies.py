@@ -141,6 +141,25 @@ def test_decides_like_sorting_all_scores(policy: str, varied: bool, steps: list)
         assert cache.check() == []
 
 
+@pytest.mark.parametrize("policy", ["fifo", "lru", "lfu"])
+def test_decides_like_sorting_all_scores_in_the_long_run(policy: str) -> None:
+    rng = np.random.default_rng(1)
+    with small(policy, 120, num_ids=300) as cache:
+        naive = Naive(policy, cache.meta.num_blocks)
+        for _ in range(4000):
+            id = int(rng.zipf(1.3)) % 300
+            if rng.random() < 0.8:
+                cache.put(id, record(id))
+                naive.put(id, 1)
+            else:
+                wanted = rng.integers(0, 300, 8).tolist()
+                cache.get_many(wanted)
+                naive.use(wanted)
+            assert residents(cache) == sorted(naive.score)
+        assert cache.check() == []
+        assert cache.stats().evictions > 500
+
+
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8])
 def test_lru_hits_what_theory_says(share: float) -> None:
     """Each epoch another permutation: lru hits c + (1 - c) ln(1 - c) of it, where c is the share that fits."""

@@ -74,9 +74,7 @@ def test_samples_are_right_when_few_of_them_fit(policy: str, store: str) -> None
         for seed in range(4):
             ids = np.random.default_rng(seed).permutation(64).tolist()
             for at in range(0, 64, 16):
-                for id, (array, label) in zip(
-                    ids[at : at + 16], data.__getitems__(ids[at : at + 16]), strict=True
-                ):
+                for id, (array, label) in zip(ids[at : at + 16], data.__getitems__(ids[at : at + 16]), strict=True):
                     assert label == id
                     assert array.tolist() == [2 * id] * 512
         stats = data.stats()

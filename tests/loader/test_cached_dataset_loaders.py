@@ -181,7 +181,9 @@ def test_ids_that_come_twice(make: Callable[..., Any], source: ThrottledSource) 
     ids = [3, 3, 4, 3, 9, 9, 9, 4]
     with sf.CachedDataset(source, capacity="1MiB") as data:
         for _ in range(2):
-            labels = [label for batch in make(data, 0, shuffle=False, sampler=Given(ids)) for label in batch[1].tolist()]
+            labels = [
+                label for batch in make(data, 0, shuffle=False, sampler=Given(ids)) for label in batch[1].tolist()
+            ]
             assert labels == ids
     assert data.stats().storage_reads == source.requests
     assert source.requests == 5 or make is own_loader  # which has batches under way that know nothing of one another
@@ -206,8 +208,7 @@ def test_two_loaders_at_once_over_one_data_set(source: ThrottledSource) -> None:
     assert data.stats().storage_reads == source.requests
 
 
-@pytest.mark.parametrize("make", [torch_loader, own_loader])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("make", "workers"), [(torch_loader, 0), (own_loader, 0), (own_loader, 2)])
 def test_a_loader_over_a_data_set_that_was_closed(
     make: Callable[..., Any], workers: int, source: ThrottledSource
 ) -> None:

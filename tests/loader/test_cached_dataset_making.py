@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cached_data import Given, Numbers, Plain, doubled, jittered, shifted_in_place, tripled, widened, with_draws
+from cached_data import Given, Numbers, Plain, doubled, shifted_in_place, tripled, widened, with_draws
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
@@ -281,7 +281,9 @@ def test_a_mark_has_the_last_word_on_a_plain_data_set() -> None:
 
 
 def test_samples_that_cannot_be_compared_are_refused_with_advice() -> None:
-    with pytest.raises(sf.InputError, match=r"cannot tell whether sample 0 of Own .*Handle.*mark_deterministic\(dataset"):
+    with pytest.raises(
+        sf.InputError, match=r"cannot tell whether sample 0 of Own .*Handle.*mark_deterministic\(dataset"
+    ):
         sf.CachedDataset(Own(Handle), capacity="1MiB")
 
 
@@ -353,7 +355,11 @@ def test_what_is_not_cached_does_not_change_the_key() -> None:
 
 def test_a_name_belongs_to_one_kind_of_data(store_root: Path) -> None:
     with sf.CachedDataset(Numbers(8, [doubled]), capacity="1MiB", name="mine") as data:
-        for other, options in ((Numbers(8, [tripled]), {}), (Numbers(9), {}), (Numbers(8, [doubled]), {"policy": "lru"})):
+        for other, options in (
+            (Numbers(8, [tripled]), {}),
+            (Numbers(9), {}),
+            (Numbers(8, [doubled]), {"policy": "lru"}),
+        ):
             with pytest.raises(sf.FingerprintError, match=r"'mine'.*Give another name.*stallfree cache rm mine"):
                 sf.CachedDataset(other, capacity="1MiB", name="mine", **options)
         with sf.CachedDataset(Numbers(8, [doubled, with_draws]), capacity="1MiB", name="mine") as same:

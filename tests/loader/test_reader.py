@@ -26,7 +26,9 @@ def ids(*given: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 @contextlib.contextmanager
-def reading(source: Any, *, cached: bool = True, rest: Any = (), fresh: bool = False, **options: Any) -> Iterator[Reader]:
+def reading(
+    source: Any, *, cached: bool = True, rest: Any = (), fresh: bool = False, **options: Any
+) -> Iterator[Reader]:
     """A reader that caches what the steps of the source give."""
     cache = SampleCache(len(source), capacity="1MiB", fingerprint="tested", **options) if cached else None
     reader = Reader(source, cache, source.pipeline, Compose(rest), fresh=fresh)
@@ -114,7 +116,9 @@ def test_the_error_of_a_third_party_source_gets_the_id() -> None:
             return ""
 
     with reading(Foreign()) as reader:
-        with pytest.raises(sf.SampleError, match=r"fetching sample 1 \(nowhere\) failed: ZeroDivisionError: oh") as caught:
+        with pytest.raises(
+            sf.SampleError, match=r"fetching sample 1 \(nowhere\) failed: ZeroDivisionError: oh"
+        ) as caught:
             reader.finish(reader.start(ids(1)), 0, 0, skip=False)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 

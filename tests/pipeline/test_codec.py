@@ -1,10 +1,8 @@
-"""The codec: what goes in comes out, records that are not sound raise, views keep their buffer alive."""
+"""The codec: what goes in comes out, views keep their buffer alive, and what is not stored is named."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import math
 import mmap
 import pickle
 import struct
@@ -12,14 +10,14 @@ import subprocess
 import sys
 import weakref
 from collections import OrderedDict, namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from codec_values import Loose, NotStored, Sample, everyday, fixed_leaves, leaves, record, same, trees
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from stallfree.errors import CodecError
 from stallfree.pipeline.codec import (
@@ -27,144 +25,10 @@ from stallfree.pipeline.codec import (
     encode,
     open_record,
     read_record,
-    record_size,
     stack_build,
     structure_of,
     write_record,
 )
-from stallfree.pipeline.structure import MAGIC, TORCH_DTYPES
-
-
-class Sample(NamedTuple):
-    image: Any
-    label: Any
-
-
-class Loose(namedtuple("Loose", "a b")):
-    """Its instances have a `__dict__`."""
-
-
-class NotStored:
-    pass
-
-
-def record(value: Any, *, allow_pickle: bool = False, spare: int = 0) -> np.ndarray:
-    structure, arrays = encode(value, allow_pickle=allow_pickle)
-    size = record_size(structure, arrays)
-    out = np.full(size + spare, 0xAB, np.uint8)
-    assert write_record(structure, arrays, out) == size
-    return out
-
-
-def same(a: Any, b: Any) -> bool:
-    """Same types, same structure, same bits."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape or not a.numel():
-            return a.dtype == b.dtype and a.shape == b.shape
-        plain = [t.new_empty(t.shape).copy_(t).reshape(-1).view(torch.uint8) for t in (a, b)]
-        return torch.equal(*plain)
-    if isinstance(a, np.ndarray | np.generic):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, dict):
-        return same(list(a), list(b)) and all(same(x, y) for x, y in zip(a.values(), b.values(), strict=True))
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, float):
-        return struct.pack("d", a) == struct.pack("d", b)
-    if isinstance(a, complex):
-        return same(a.real, b.real) and same(a.imag, b.imag)
-    return bool(a == b)
-
-
-# --- values ---------------------------------------------------------------------------------------------------------
-
-torch_dtypes = st.sampled_from(sorted(TORCH_DTYPES.values(), key=str))
-shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
-structured = st.sampled_from(
-    [
-        np.dtype([("a", "<i4"), ("b", ">f8", (2, 3)), ("c", [("d", "S3"), ("e", "?")])]),
-        np.dtype({"names": ["x", "y"], "formats": ["u1", "f4"], "offsets": [0, 8], "itemsize": 16}),
-        np.dtype([(("the title", "t"), "<i2")]),
-    ]
-)
-array_dtypes = (
-    hnp.scalar_dtypes()
-    | hnp.datetime64_dtypes()
-    | hnp.timedelta64_dtypes()
-    | hnp.byte_string_dtypes(min_len=1)
-    | hnp.unicode_string_dtypes(min_len=1)
-)
-
-
-@st.composite
-def tensors(draw: st.DrawFn) -> torch.Tensor:
-    dtype, shape = draw(torch_dtypes), draw(shapes)
-    count = math.prod(shape) * dtype.itemsize
-    data = np.frombuffer(draw(st.binary(min_size=count, max_size=count)), np.uint8).copy()
-    if dtype == torch.bool:
-        data &= 1
-    tensor = torch.from_numpy(data).view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
-    layout = draw(st.sampled_from(["plain", "transposed", "strided", "expanded", "conj"]))
-    if layout == "transposed":
-        return tensor.permute(tuple(reversed(range(tensor.dim()))))
-    if layout == "strided" and tensor.dim():
-        return tensor[..., ::2]
-    if layout == "expanded":
-        return tensor.unsqueeze(-1).expand(*shape, 3)
-    if layout == "conj" and dtype in (torch.complex64, torch.complex128):
-        return tensor.conj()
-    return tensor
-
-
-@st.composite
-def arrays(draw: st.DrawFn) -> np.ndarray:
-    array = draw(hnp.arrays(draw(array_dtypes), draw(shapes)))
-    layout = draw(st.sampled_from(["plain", "fortran", "strided", "backward", "read-only"]))
-    if layout == "fortran":
-        return np.asfortranarray(array)
-    if layout == "strided" and array.ndim:
-        return array[..., ::2]
-    if layout == "backward" and array.ndim:
-        return array[::-1]
-    if layout == "read-only":
-        array.flags.writeable = False
-    return array
-
-
-@st.composite
-def structured_arrays(draw: st.DrawFn) -> np.ndarray:
-    dtype, count = draw(structured), draw(st.integers(0, 3))
-    return np.zeros(count, dtype) if count else np.zeros((), dtype)
-
-
-texts = st.text(st.characters(codec=None, exclude_categories=()))
-numbers = st.integers() | st.floats() | st.booleans() | st.complex_numbers() | st.integers(-(2**200), 2**200)
-np_scalars = hnp.scalar_dtypes().flatmap(lambda dtype: hnp.arrays(dtype, ())).map(lambda array: array[()])
-np_texts = texts.map(np.str_) | st.binary().map(np.bytes_)
-fixed_leaves = st.none() | numbers.filter(lambda v: type(v) is not int or abs(v) < 2**63) | tensors() | arrays()
-fixed_leaves = fixed_leaves | np_scalars | structured_arrays()
-leaves = fixed_leaves | numbers | texts | st.binary() | st.binary().map(bytearray) | np_texts
-keys = texts | st.integers() | st.booleans() | st.none() | st.binary() | st.floats()
-
-
-def trees(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.recursive(
-        leaf,
-        lambda child: (
-            st.lists(child, max_size=4)
-            | st.lists(child, max_size=4).map(tuple)
-            | st.dictionaries(keys, child, max_size=4)
-            | st.builds(Sample, child, child)
-            | st.builds(Loose, child, child)
-        ),
-        max_leaves=8,
-    )
-
-
-everyday = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -294,7 +158,7 @@ def test_keys_are_the_same_in_other_processes() -> None:
 
 def test_tree_and_leaves_are_as_documented() -> None:
     structure, _ = encode({"x": [torch.zeros(2, dtype=torch.bfloat16), None], "y": Sample(1, "a")})
-    pair = ("namedtuple", __name__, "Sample", ("image", "label"), (1, 2))
+    pair = ("namedtuple", Sample.__module__, "Sample", ("image", "label"), (1, 2))
     assert structure.tree == ("dict", ("x", "y"), (("list", (0, ("none",))), pair))
     assert structure.leaves[0] == ("tensor", "bfloat16", (2,), 4)
     assert [leaf.kind for leaf in structure.leaves] == ["tensor", "int", "str"]
@@ -342,8 +206,8 @@ def test_complex_tensors_are_aligned(copy: bool, shift: int, text: Any) -> None:
 def test_a_new_class_of_the_same_name_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     old = record(Sample(1, 2))
     again = namedtuple("Sample", ["image", "label"])
-    again.__module__ = __name__
-    monkeypatch.setattr(sys.modules[__name__], "Sample", again)
+    again.__module__ = Sample.__module__
+    monkeypatch.setattr(sys.modules[Sample.__module__], "Sample", again)
     assert type(read_record(old, copy=True)) is again
 
 
@@ -473,118 +337,3 @@ def test_nothing_is_unpickled_without_permission(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("unpickled"))
     with pytest.raises(CodecError):
         read_record(written, copy=False)
-
-
-# --- records that are not sound -------------------------------------------------------------------------------------
-
-
-def read_or_refuse(buffer: np.ndarray) -> None:
-    """A damaged record raises CodecError or gives some value, whose memory can be touched."""
-
-    def touch(value: Any) -> None:
-        if isinstance(value, dict | list | tuple):
-            for child in value.values() if isinstance(value, dict) else value:
-                touch(child)
-        elif isinstance(value, torch.Tensor):
-            value.contiguous().clone()
-        elif isinstance(value, np.ndarray | np.generic):
-            value.tobytes()
-
-    for copy in (True, False):
-        with contextlib.suppress(CodecError):
-            touch(read_record(buffer, copy=copy))
-
-
-@everyday
-@given(trees(leaves), st.data())
-def test_truncated_records(value: Any, data: st.DataObject) -> None:
-    written = record(value)
-    with pytest.raises(CodecError):
-        read_record(written[: data.draw(st.integers(0, written.size - 1))].copy(), copy=True)
-
-
-@everyday
-@given(trees(leaves), st.data())
-def test_flipped_bytes(value: Any, data: st.DataObject) -> None:
-    written = record(value)
-    for _ in range(data.draw(st.integers(1, 4))):
-        written[data.draw(st.integers(0, min(written.size, 400) - 1))] = data.draw(st.integers(0, 255))
-    read_or_refuse(written)
-
-
-@everyday
-@given(st.binary(max_size=200), st.binary(max_size=64), st.integers(0, 3))
-def test_arbitrary_keys(key: bytes, rest: bytes, variable: int) -> None:
-    head = struct.pack("=IIII", MAGIC, len(key), variable, 0)
-    read_or_refuse(np.frombuffer(head + key + rest + bytes(256), np.uint8).copy())
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "[",
-        "1",
-        "0",
-        "0\nint\nint",
-        '["t",[0,0]]\nint\nint',
-        '["d",["a"],[]]',
-        '["d",[["f","00"]],[0]]\nint',
-        '["x",[]]',
-        '["n","os","system",["a"],[0]]\nint',
-        '["n","no_such_module_here","X",["a"],[0]]\nint',
-        '["n","","",[],[]]',
-        "[" * 100_000,
-        '["l",[' * 500 + "]]" * 500,
-        "0\nnothing",
-        "0\nint 3 u1",
-        "0\ntensor -1 uint8",
-        "0\ntensor 1_0 uint8",
-        "0\ntensor 3 nothing",
-        "0\ntensor 0,99999999999999999999 uint8",
-        "0\ntensor 4611686018427387904,4 uint8",
-        "0\narray 2 |O",
-        "0\narray 2 |S0",
-        "0\narray 2 [[",
-        '0\narray 2 [["a","|O"]]',
-        "0\narray 2 i4,i4",
-        "0\nscalar 2 |u1",
-        "0\ntensor " + ",".join(["1"] * 100) + " uint8",
-    ],
-    ids=lambda key: key[:40],
-)
-def test_malformed_keys(key: str) -> None:
-    head = struct.pack("=IIII", MAGIC, len(key), 0, 0)
-    with pytest.raises(CodecError):
-        read_record(np.frombuffer(head + key.encode() + bytes(512), np.uint8).copy(), copy=False)
-
-
-def test_wrong_arguments_are_refused() -> None:
-    structure, leaf_arrays = encode((torch.zeros(100), 1))
-    with pytest.raises(CodecError, match="bytes"):
-        write_record(structure, leaf_arrays, np.empty(10, np.uint8))
-    with pytest.raises(CodecError, match="1 leaves"):
-        write_record(structure, leaf_arrays[:1], np.empty(1000, np.uint8))
-    with pytest.raises(CodecError, match=r"record of .* bytes: 10 bytes"):
-        open_record(structure, np.empty(10, np.uint8))
-    with pytest.raises(CodecError, match="do not vary"):
-        open_record(encode("text")[0], np.empty(1000, np.uint8))
-    with pytest.raises(CodecError, match="float"):
-        read_record(np.zeros(100, np.float32), copy=True)
-    with pytest.raises(CodecError, match="malformed"):
-        read_record(np.zeros(64, np.uint8), copy=True)
-    with pytest.raises(CodecError, match="column"):
-        stack_build(structure, [np.zeros((2, 8), np.uint8)] * 2, 2)
-    with pytest.raises(CodecError, match="fixed"):
-        stack_build(encode("text")[0], [np.zeros((2, 8), np.uint8)], 2)
-    with pytest.raises(CodecError, match="given 3 bytes"):
-        decode_leaf(structure.leaves[1], np.zeros(3, np.uint8))
-
-
-def test_a_lengths_table_beyond_the_buffer() -> None:
-    written = record(["a", "b"])
-    lengths = encode(["a", "b"])[0].head.size
-    for wrong in (2**63, 2**64 - 1, 1 << 20):
-        broken = written.copy()
-        broken[lengths : lengths + 8] = np.array([wrong], np.uint64).view(np.uint8)
-        with pytest.raises(CodecError):
-            read_record(broken, copy=True)

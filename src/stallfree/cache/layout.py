@@ -118,7 +118,8 @@ def plan_layout(
     if structure is not None and structure.fixed and structure.size > 0:
         block = -(-structure.size // ALIGN) * ALIGN
         common = structure.key.decode("latin-1")
-        at_most = num_ids
+        # One block per sample, and as many more as a hundredth of the capacity can list: later samples may be larger.
+        at_most = num_ids + capacity // 800
     else:
         block = SMALL_BLOCK
         while block < LARGE_BLOCK and block * 16 <= typical:

@@ -107,6 +107,7 @@ def find_problems(index: Index, block: int) -> list[str]:
     """What is wrong with the bookkeeping of an index that no writer is at, as sentences; none if all is well."""
     header = index.header
     high, backed, height = (int(header[field]) for field in (Field.HIGH, Field.BACKED, Field.FREE))
+    counted = int(header[Field.RESIDENT])
     residents = np.flatnonzero(index.first)
     lengths = index.length[residents].astype(np.int64)
     used = chains(index, index.first[residents].astype(np.int64) - 1, blocks_of(lengths, block))
@@ -119,8 +120,7 @@ def find_problems(index: Index, block: int) -> list[str]:
         "blocks are used that never were handed out": len(times) > high,
         f"blocks {np.flatnonzero(times > 1)[:5]} are used more than once": bool((times > 1).any()),
         f"blocks {np.flatnonzero(times == 0)[:5]} are lost": bool((times == 0).any()),
-        f"{len(residents)} records are there, {header[Field.RESIDENT]} counted": len(residents)
-        != header[Field.RESIDENT],
+        f"{len(residents)} records are there, {counted} counted": len(residents) != counted,
         f"{stored} bytes are there, {header[Field.RESIDENT_BYTES]} counted": stored != header[Field.RESIDENT_BYTES],
     }
     return [problem for problem, found in problems.items() if found]

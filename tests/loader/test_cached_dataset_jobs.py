@@ -1,0 +1,132 @@
+"""`CachedDataset` in several jobs: one cache on the host, what stays and what goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cached_data import Numbers, doubled, tripled, with_draws
+
+import stallfree as sf
+from children import Child, Holder
+from stallfree.cache import collect_garbage
+from stallfree.testing import ThrottledSource
+
+
+def job(source: Any, epochs: int = 2, **options: Any) -> None:
+    """Trains for some epochs and looks at every sample."""
+    with sf.CachedDataset(source, capacity="1MiB", **options) as data:
+        for _ in range(epochs):
+            for batch in sf.DataLoader(data, 4, shuffle=True):
+                for array, label in zip(batch[0].tolist(), batch[1].tolist(), strict=True):
+                    assert array == [2 * label] * 16
+
+
+def holding(source: Any, **options: Any) -> Callable[[], Callable[[], None]]:
+    """For a `Holder`: a job that has read everything and stays attached until it is told to end."""
+
+    def begin() -> Callable[[], None]:
+        data = sf.CachedDataset(source, capacity="1MiB", **options)
+        list(data)
+        return data.close
+
+    return begin
+
+
+def test_jobs_with_the_same_data_share_one_cache(store_root: Path) -> None:
+    source = ThrottledSource(Numbers(40, [doubled, with_draws]))
+    holder = Holder(holding(source))
+    assert source.requests == 40
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        assert data.stats().misses == 38
+        list(data)
+        assert source.requests == data.stats().storage_reads == 41  # the first look of this job
+        assert data.stats().misses == 38
+    with sf.CachedDataset(ThrottledSource(Numbers(40, [tripled])), capacity="1MiB") as other:
+        assert other.stats().hits == other.stats().misses == 0
+    holder.end()
+    source.close()
+    del other
+    assert not list(store_root.iterdir())
+
+
+def test_jobs_at_once_see_the_right_samples_and_count_every_read(store_root: Path) -> None:
+    source = ThrottledSource(Numbers(60, [doubled, with_draws]), latency=0.0005)
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        jobs = [Child(job, source, 3) for _ in range(3)]
+        assert [child.wait() for child in jobs] == [0, 0, 0]
+        job(source)
+        stats = data.stats()
+        assert stats.storage_reads == source.requests
+        assert stats.storage_bytes == source.bytes
+        assert stats.resident_items == 60
+    source.close()
+    assert not list(store_root.iterdir())
+
+
+def test_a_job_that_is_killed_leaves_the_others_in_peace(store_root: Path) -> None:
+    source = Numbers(40, [doubled])
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        endless = Child(job, source, 1 << 30)
+        job(source)
+        endless.kill()
+        job(source)
+        assert data.stats().resident_items == 40
+    assert not list(store_root.iterdir())
+    Child(kill_oneself_with, source).wait()
+    assert list(store_root.iterdir())
+    collect_garbage(store_root)
+    assert not list(store_root.iterdir())
+
+
+def kill_oneself_with(source: Any) -> None:
+    with sf.CachedDataset(source, capacity="1MiB"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("form", ["fetched", "prepared"])
+def test_a_cache_on_a_disk_outlives_its_jobs(tmp_path: Path, form: str) -> None:
+    source = ThrottledSource(Numbers(40, [doubled, with_draws]))
+    options = {"store": tmp_path, "persist": True, "form": form}
+    for reads in (40, 1, 1):
+        before = source.requests
+        assert Child(lambda: job(source, **options)).wait() == 0
+        assert source.requests - before == reads
+    source.close()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "data.close()",
+        "sys.exit(0)",
+        "raise SystemExit(0)",
+        "del data",
+        "loader = iter(sf.DataLoader(data, 2, num_workers=1)); next(loader)",
+        "loader = iter(DataLoader(data, 2, num_workers=1, persistent_workers=True)); next(loader)",
+        "pid = os.fork(); pid or sys.exit(0); os.waitpid(pid, 0); assert data[3][1] == 3",
+    ],
+)
+def test_an_interpreter_that_ends_leaves_nothing(end: str, store_root: Path) -> None:
+    code = """
+        import os, sys
+        sys.path.insert(0, {here!r})
+        from cached_data import Numbers, with_draws
+        from torch.utils.data import DataLoader
+        import stallfree as sf
+        data = sf.CachedDataset(Numbers(8, [with_draws]), capacity="1MiB")
+        list(data)
+        {end}
+    """
+    code = textwrap.dedent(code).format(here=str(Path(__file__).parent), end=end)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(store_root.iterdir())
