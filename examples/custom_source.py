@@ -1,4 +1,4 @@
-"""A source of your own: fetching apart from preparing, so that the one can run ahead in threads and the other be cached."""
+"""A source of your own: fetching apart from preparing, so that one runs ahead in threads and the other is cached."""
 
 import tempfile
 from pathlib import Path

@@ -12,6 +12,7 @@ file `attached` are not ours and are never touched.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -203,8 +204,8 @@ def _renamed(making: Path, path: Path) -> bool:
     """Give the new folder its name; False if another process was faster."""
     try:
         os.rename(making, path)
-    except OSError:
-        if os.path.lexists(path):
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             return False
         raise
     return True

@@ -32,7 +32,7 @@ class Load:
 
     def __call__(self, key: Any) -> Any:
         self.keys.append(key)
-        return self.values[key] if key in self.values else f"value of {key!r}"
+        return self.values.get(key, f"value of {key!r}")
 
 
 def unwanted(key: Any) -> Any:

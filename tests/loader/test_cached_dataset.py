@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    yield "memory" if request.param == "memory" else str(tmp_path)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return "memory" if request.param == "memory" else str(tmp_path)
 
 
 @pytest.mark.parametrize("form", ["fetched", "prepared"])
@@ -238,6 +238,17 @@ def test_closing_is_final_and_may_be_done_twice(store_root: Path) -> None:
         with pytest.raises(sf.InputError, match=r"CachedDataset\(.*\) is closed: make a new one"):
             use()
     assert not list(store_root.iterdir())
+
+
+def test_closing_gives_memory_and_descriptors_back_while_the_object_lives_on(store_root: Path) -> None:
+    sf.CachedDataset(Numbers(4, [with_draws]), capacity="1MiB").close()  # whatever is opened once and for all
+    before = len(os.listdir("/proc/self/fd"))
+    data = sf.CachedDataset(Numbers(4, [with_draws]), capacity="1MiB")
+    list(data)
+    assert len(os.listdir("/proc/self/fd")) > before
+    data.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert str(store_root) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_cache_that_was_forgotten_is_removed(store_root: Path) -> None:

@@ -170,9 +170,10 @@ def test_first_files_that_are_no_pictures(pictures: Path, form: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         data = sf.CachedDataset(sf.ImageFolder(pictures), capacity="1MiB", form=form)
-    with data, pytest.raises(sf.SampleError, match="preparing sample 1 ") as caught:
+    with data:
         assert data[3][0].shape == (8, 12, 3)
-        data[1]
+        with pytest.raises(sf.SampleError, match="preparing sample 1 ") as caught:
+            data[1]
     assert (caught.value.id, caught.value.where) == (1, str(files[1]))
     files[3].write_bytes(b"no picture either")
     with pytest.raises(sf.SampleError, match="preparing sample 0 ") as caught:

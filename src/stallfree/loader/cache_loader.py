@@ -32,9 +32,9 @@ class CacheLoader:
         cache = CacheLoader(capacity="4GiB", name="features")
         value = cache.get("clip-17", load)          # calls load("clip-17") when it is not there
 
-    The cache has one place for each 1 KiB of its capacity (4 million at most). A key has 8 places that it may take, by its
-    hash. When all are taken by others, its value takes one of them under a policy that evicts, and is not stored under
-    "minio". Keys are kept with the values, so a key never gets another's value.
+    The cache has one place for each 1 KiB of its capacity (4 million at most). A key has 8 places that it may take, by
+    its hash. When all are taken by others, its value takes one of them under a policy that evicts, and is not stored
+    under "minio". Keys are kept with the values, so a key never gets another's value.
 
     Args:
         capacity: bytes for values and index, as an int or such as "4GiB".
@@ -42,8 +42,8 @@ class CacheLoader:
         name: of the cache; who gives the same name, capacity and policy shares it.
         policy: "minio", "fifo", "lru", "lfu" or "random".
         persist: keep the cache when the last process has left.
-        typical: bytes of a usual value. Memory is given out in blocks of about an eighth of that: larger blocks are read
-            faster, and small values waste less of smaller ones. Who makes the cache decides.
+        typical: bytes of a usual value. Memory is given out in blocks of about an eighth of that: larger blocks are
+            read faster, and small values waste less of smaller ones. Who makes the cache decides.
 
     Raises `CapacityError` and `FingerprintError` like `CachedDataset`. An object can be sent to other processes.
     """
@@ -76,8 +76,9 @@ class CacheLoader:
         """The value of `key`; `load(key)` when it is not in the cache, which then keeps it.
 
         A value that `load` gives may be anything that the cache can store, None included; the caller may change what is
-        returned. What `load` raises is passed on, and nothing is stored. Processes that miss the same key at the same time
-        each load it. Raises `CodecError` for a value that cannot be stored, `InputError` for a key that is no str or int.
+        returned. What `load` raises is passed on, and nothing is stored. Processes that miss the same key at the same
+        time each load it. Raises `CodecError` for a value that cannot be stored, `InputError` for a key that is no str
+        or int.
         """
         plain, places = self._places(key)
         value = self._find(plain, places)
@@ -128,8 +129,8 @@ class CacheLoader:
     def stats(self) -> CacheStats:
         """The counts of the cache; after `close`, those of that moment.
 
-        A look at a place that holds another key counts as a hit. `storage_reads` are the calls of `load`; what they brought
-        is not in `storage_bytes`.
+        A look at a place that holds another key counts as a hit. `storage_reads` are the calls of `load`; what they
+        brought is not in `storage_bytes`.
         """
         return self.cache.stats()
 

@@ -35,27 +35,30 @@ log = logging.getLogger("stallfree")
 class CachedDataset:
     """`dataset` with a sample cache behind it. Works with any loader; with `stallfree.DataLoader` at full speed.
 
-    A sample is `random_part(deterministic_part(fetch(id)))`. What is cached is the record as it was fetched, or what the
-    deterministic part made of it; the random part runs each time anew, as a function of (seed, epoch, id). Under another
-    loader than stallfree's the epoch of a sample is how often it has been asked for, or what `set_epoch` says; that is
-    counted in shared memory, 4 bytes per sample, by all workers together.
+    A sample is `random_part(deterministic_part(fetch(id)))`. What is cached is the record as it was fetched, or what
+    the deterministic part made of it; the random part runs each time anew, as a function of (seed, epoch, id). Under
+    another loader than stallfree's the epoch of a sample is how often it has been asked for, or what `set_epoch` says;
+    that is counted in shared memory, 4 bytes per sample, by all workers together.
+
+    When it is made, the first sample is read and stored, and the last one too if samples are arrays that may vary in
+    size.
 
     A sample belongs to the caller, who may change it. Those of one `__getitems__` may share one piece of memory, which
     lives as long as any of them: copy a sample that is to be kept for long.
 
     Args:
-        dataset: a source such as `ImageFolder`, or any map-style data set. One that gives random samples cannot be cached:
-            give its transform here. To see whether it does, the first sample of a plain data set is read twice.
+        dataset: a source such as `ImageFolder`, or any map-style data set. One that gives random samples cannot be
+            cached: give its transform here. To see whether it does, the first sample of a plain data set is read twice.
         capacity: bytes for records and index, as an int or such as "4GiB".
         policy: "minio", "fifo", "lru", "lfu" or "random".
         store: "memory" (shared memory of this host) or a folder on a local disk.
         form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them, "auto"
             (the default) the prepared form if all of it fits, else the smaller one.
-        name: of the cache; processes that give the same name share it. By default it follows from what is cached, so that
-            jobs with the same data, policy and capacity share one.
+        name: of the cache; processes that give the same name share it. By default it follows from what is cached, so
+            that jobs with the same data, policy and capacity share one.
         persist: keep the cache when the last process has left.
-        transform: applied to the samples of `dataset` after its own steps, and split like them. A sample may be a pair of
-            picture and label: `OnItem(0, step)` is for the picture alone.
+        transform: applied to the samples of `dataset` after its own steps, and split like them. A sample may be a pair
+            of picture and label: `OnItem(0, step)` is for the picture alone.
         seed: of the randomness.
 
     Attributes:
@@ -197,13 +200,13 @@ def _shared_counts(length: int) -> torch.Tensor:
         counts.share_memory_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise StorageError(
-            f"there is no shared memory left for {4 * length} bytes that count epochs ({error}): a larger /dev/shm helps"
+            f"no shared memory is left for {4 * length} bytes that count epochs ({error}): a larger /dev/shm helps"
         ) from error
     return counts
 
 
 def _checked(ids: Sequence[int], length: int) -> npt.NDArray[np.int64]:
-    """`ids` as an array, negative ones counted from the end. Raises `IndexError`, and `TypeError` for what is no integer."""
+    """`ids` as an array, negative ones counted from the end. Raises `IndexError`, and `TypeError` for no integers."""
     wanted = np.array([operator.index(id) for id in ids], np.int64)
     bad = wanted[(wanted < -length) | (wanted >= length)]
     if len(bad):

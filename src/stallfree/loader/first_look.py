@@ -150,8 +150,8 @@ def _differs(record: Any, handles: list[Handle], plain: MapSource, id: int, what
             equal = _same_pickles(record, again)
         if equal is None:
             raise InputError(
-                f"cannot tell whether {what} is always the same: two readings, of type {type(again).__name__}, cannot be "
-                f"compared. A cache would freeze random samples, so {_INSIST}"
+                f"cannot tell whether {what} is always the same: two readings, of type {type(again).__name__}, cannot "
+                f"be compared. A cache would freeze random samples, so {_INSIST}"
             )
         if moved or not equal:
             return True
@@ -213,8 +213,8 @@ class Sample:
 def look_again(source: Source, before: Compose, first: Sample) -> tuple[Sample | None, Any]:
     """Another sample, if there is one, and an example for the layout of a new cache.
 
-    One sample cannot tell whether all have its size, so the last one is read too, unless the first one's size is variable
-    by its nature, as that of encoded pictures is.
+    One sample cannot tell whether all have its size, so the last one is read too, unless the first one's size is
+    variable by its nature, as that of encoded pictures is.
     """
     id = len(source) - 1
     with suppress(CodecError, RecursionError):

@@ -102,8 +102,8 @@ class Reader:
         """The samples of a batch that was started; `epoch` is that of all, or one for each.
 
         Raises `SampleError` for the first sample that cannot be had, unless `skip`: then it is left out. A sample that
-        cannot be stored is an error in any case. The values belong to the caller; those of one batch may share one piece
-        of memory, which lives as long as any of them.
+        cannot be stored is an error in any case. The values belong to the caller; those of one batch may share one
+        piece of memory, which lives as long as any of them.
         """
         self.check()
         ids = pending.ids.tolist()

@@ -87,8 +87,10 @@ class _Walker:
     def _plain(self, thing: Any) -> bool:
         """Feed `thing` if it is a value without parts; whether it was."""
         kind = type(thing)
-        if thing is None or kind is bool or kind is int:
+        if thing is None or kind is bool:
             self._feed(kind.__name__, repr(thing).encode())
+        elif kind is int:
+            self._feed("int", f"{thing:x}".encode())
         elif kind is float:
             self._feed("float", struct.pack("<d", thing))
         elif kind is complex:
@@ -272,7 +274,11 @@ class _Walker:
             self._feed("lengths", np.fromiter(map(len, texts), "<i8", len(texts)).data.cast("B"))
             self._feed("strs", b"".join(texts))
         elif kind is int or kind is bool:
-            self._feed(f"{kind.__name__}s", repr(list(items)).encode())
+            try:
+                numbers = np.fromiter(items, "<i8", len(items))
+            except OverflowError:
+                return False
+            self._feed(f"{kind.__name__}s", numbers.data.cast("B"))
         elif kind is float:
             self._feed("floats", np.fromiter(items, "<f8", len(items)).data.cast("B"))
         elif kind is tuple and items[0] and len(set(map(len, items))) == 1:
