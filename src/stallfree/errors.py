@@ -1,15 +1,15 @@
 """The errors that stallfree raises, all in one tree.
 
-    StallfreeError
-    ├── InputError (ValueError)            a value that the user gave cannot be used
-    │   ├── CapacityError                  a size that is no size, negative, or more than the machine can give
-    │   └── FingerprintError               a cache of that name belongs to other data or to another user
-    ├── StorageError (OSError)             the folder of a cache cannot be made, locked or read
-    ├── CodecError (TypeError)             a value that cannot be stored without pickle
-    ├── SampleError                        one sample could not be fetched or prepared; `.id`, `.where`
-    ├── WorkerError                        worker processes died on the same batch; `.ids`
-    ├── WaitError (TimeoutError)           a wait reached its limit; the message says for what
-    └── MissingExtraError (ImportError)    an optional package is not installed; the message names the extra
+StallfreeError
+├── InputError (ValueError)            a value that the user gave cannot be used
+│   ├── CapacityError                  a size that is no size, negative, or more than the machine can give
+│   └── FingerprintError               a cache of that name belongs to other data or to another user
+├── StorageError (OSError)             the folder of a cache cannot be made, locked or read
+├── CodecError (TypeError)             a value that cannot be stored without pickle
+├── SampleError                        one sample could not be fetched or prepared; `.id`, `.where`
+├── WorkerError                        worker processes died on the same batch; `.ids`
+├── WaitError (TimeoutError)           a wait reached its limit; the message says for what
+└── MissingExtraError (ImportError)    an optional package is not installed; the message names the extra
 """
 
 from __future__ import annotations
@@ -89,4 +89,6 @@ class MissingExtraError(StallfreeError, ImportError):
 
 def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
     """The error for an optional `package` that `purpose` needs and that `pip install 'stallfree[extra]'` brings."""
-    return MissingExtraError(f"{purpose} needs the package {package!r}, which is not installed: pip install 'stallfree[{extra}]'")
+    return MissingExtraError(
+        f"{purpose} needs the package {package!r}, which is not installed: pip install 'stallfree[{extra}]'"
+    )

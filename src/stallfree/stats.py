@@ -13,8 +13,8 @@ class CacheStats:
         hits: samples that were asked for and served.
         misses: samples that were asked for and not resident, changed while they were read, or damaged.
         evictions: records that were dropped to make room.
-        rejected: samples that were not stored: no room and no eviction, larger than the cache, or the lock of writers was
-            not free in time.
+        rejected: samples that were not stored: no room and no eviction, larger than the cache, or the lock of writers
+            was not free in time.
         damaged: records whose checksum or form was wrong; each was dropped and counted as a miss.
         storage_reads: fetches from the source.
         storage_bytes: bytes that these fetches brought.
@@ -85,9 +85,9 @@ class LoaderStats:
     def stall_fetch_seconds(self) -> float:
         """The part of `wait_seconds` that would go if every fetch were instant.
 
-        A worker that never waited for a fetch would be done earlier by what it waited; the workers share that. So this is
-        the fetch stall as DS-Analyzer defines it (Mohan et al., VLDB 2021, section 3: the time that fetching adds to a run
-        whose data are in memory), found without a second run.
+        A worker that never waited for a fetch would be done earlier by what it waited; the workers share that. So this
+        is the fetch stall as DS-Analyzer defines it (Mohan et al., VLDB 2021, section 3: the time that fetching adds to
+        a run whose data are in memory), found without a second run.
         """
         return min(self.wait_seconds, self.fetch_seconds / max(1, self.num_workers))
 
@@ -97,7 +97,7 @@ class LoaderStats:
         return self.wait_seconds - self.stall_fetch_seconds
 
     def __sub__(self, before: LoaderStats) -> LoaderStats:
-        """What was done since `before`, for instance in one epoch. States (queue, staging, workers) are those of now."""
+        """What was done since `before`, for instance in one epoch. Queue, staging and workers are those of now."""
         states = ("queue_depth", "staging_bytes", "num_workers")
         names = [field.name for field in fields(self)]
         now = {name: getattr(self, name) for name in names}

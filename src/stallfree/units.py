@@ -40,7 +40,7 @@ def parse_rate(value: float | int | str, name: str = "rate") -> float:
     elif isinstance(value, str) and value.rstrip().endswith("/s"):
         rate = float(parse_size(value.rstrip()[:-2], name))
     else:
-        raise InputError(f"{name}={value!r} is no rate: give bytes per second as a number, or a string such as '60MB/s'")
+        raise InputError(f"{name}={value!r} is no rate: give bytes per second, or a string such as '60MB/s'")
     if not 0 < rate < float("inf"):
         raise InputError(f"{name}={value!r} must be above 0 and finite")
     return rate

@@ -1,4 +1,4 @@
-"""Data sets, functions and comparisons for the tests of the loader. At top level, so that every worker can import them."""
+"""Data sets, functions and comparisons for the tests of the loader, where every worker can import them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Point(NamedTuple):
     y: float
 
 
-Pair = namedtuple("Pair", "left right")  # noqa: PYI024
+Pair = namedtuple("Pair", "left right")
 
 
 def picture(id: int) -> tuple[torch.Tensor, int]:

@@ -93,9 +93,7 @@ def noisy(workers: int, method: str | None, dataset: Any, epochs: int = 2) -> li
         (2, "spawn", "prepared"),
     ],
 )
-def test_augmentation_is_a_function_of_seed_epoch_and_id(
-    workers: int, method: str | None, form: str
-) -> None:
+def test_augmentation_is_a_function_of_seed_epoch_and_id(workers: int, method: str | None, form: str) -> None:
     def cached(form: str, capacity: str) -> sf.CachedDataset:
         steps = sf.Compose([sf.mark_deterministic(brighter), sf.mark_random(Noisy())])
         return sf.CachedDataset(Made(12, picture), capacity=capacity, form=form, transform=steps, name="noise")
@@ -104,8 +102,11 @@ def test_augmentation_is_a_function_of_seed_epoch_and_id(
         expected = noisy(0, None, dataset)
     assert not same(expected[0], expected[1])
     for epoch in expected:
-        flat = {float(image.flatten()[0] - brighter(picture(int(label)))[0].flatten()[0])
-                for images, labels in epoch for image, label in zip(images, labels, strict=True)}
+        flat = {
+            float(image.flatten()[0] - brighter(picture(int(label)))[0].flatten()[0])
+            for images, labels in epoch
+            for image, label in zip(images, labels, strict=True)
+        }
         assert len(flat) == 12  # another noise for every sample
     with cached(form, "8MiB") as dataset:
         torch.manual_seed(workers)
@@ -241,9 +242,7 @@ def test_closing_ends_an_iteration() -> None:
 @pytest.mark.parametrize("taken", [0, 1])
 def test_an_iteration_that_is_dropped_leaves_nothing(persistent: bool, taken: int) -> None:
     """The fixture `no_leaks` looks for processes, descriptors, threads, mappings and files."""
-    iterator = iter(
-        sf.DataLoader(Made(40, picture), batch_size=4, num_workers=2, persistent_workers=persistent)
-    )
+    iterator = iter(sf.DataLoader(Made(40, picture), batch_size=4, num_workers=2, persistent_workers=persistent))
     kept = [next(iterator) for _ in range(taken)]
     del iterator
     gc.collect()
@@ -289,9 +288,9 @@ def test_more_batches_ahead_than_there_are() -> None:
 
 def test_very_long_tasks() -> None:
     """Ids of a batch, and a batch by way of the connection, that are larger than any buffer of the kernel."""
-    count = 200_000
+    count = 100_000
     loader = sf.DataLoader(
-        Made(count, zero_dim), batch_size=count // 4, num_workers=1, prefetch_factor=4, staging="1MiB", with_ids=True
+        Made(count, zero_dim), batch_size=count // 2, num_workers=1, prefetch_factor=2, staging="1MiB", with_ids=True
     )
     seen = []
     for data, ids, _ in loader:

@@ -16,6 +16,7 @@ import torch
 from loader_data import Made, Noisy, as_list, picture, same, zero_dim
 
 import stallfree as sf
+from stallfree.loader import crew
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 BAD = (3, 4, 5, 9)
@@ -72,7 +73,7 @@ def test_an_error_in_a_sample(workers: int) -> None:
     loader = sf.DataLoader(Made(12, broken), batch_size=2, num_workers=workers)
     iterator = iter(loader)
     assert next(iterator).tolist() == [0, 1]
-    with pytest.raises(sf.SampleError, match="sample 3 failed: KeyError: .*no sample 3 here") as caught:
+    with pytest.raises(sf.SampleError, match=r"sample 3 failed: KeyError: .*no sample 3 here") as caught:
         next(iterator)
     assert caught.value.id == 3
     assert caught.value.where == ""
@@ -95,7 +96,9 @@ def test_an_error_in_a_sample(workers: int) -> None:
 def test_where_a_file_lies(workers: int, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(b"no picture")
-    source = sf.FileDataset([str(tmp_path / "a"), str(tmp_path / "b")], [0, 1], transform=sf.OnItem(0, sf.DecodeImage()))
+    source = sf.FileDataset(
+        [str(tmp_path / "a"), str(tmp_path / "b")], [0, 1], transform=sf.OnItem(0, sf.DecodeImage())
+    )
     with pytest.raises(sf.SampleError, match="preparing sample 0") as caught:
         list(sf.DataLoader(source, num_workers=workers))
     assert caught.value.where == str(tmp_path / "a")
@@ -236,7 +239,9 @@ def test_a_wait_has_a_limit_and_says_for_what(gate: Gate) -> None:
     ) as loader:
         iterator = iter(loader)
         got = [batch.tolist() for batch in islice(patient(iterator), 2)]
-        with pytest.raises(sf.WaitError, match=r"batch 2 of epoch 0 .* 0\.3 s.*samples are \[4, 5\].*timeout") as caught:
+        with pytest.raises(
+            sf.WaitError, match=r"batch 2 of epoch 0 .* 0\.3 s.*samples are \[4, 5\].*timeout"
+        ) as caught:
             next(iterator)
         assert isinstance(caught.value, TimeoutError)
         (worker,) = multiprocessing.active_children()
@@ -274,8 +279,8 @@ def test_keyboard_interrupt_in_the_loop(persistent: bool) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_keyboard_interrupt_while_waiting(persistent: bool, gate: Gate) -> None:
-    def interrupt(*_: object) -> None:
+def test_keyboard_interrupt_while_waiting(persistent: bool, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
         gate.open()
         raise KeyboardInterrupt
 
@@ -284,14 +289,10 @@ def test_keyboard_interrupt_while_waiting(persistent: bool, gate: Gate) -> None:
     ) as loader:
         iterator = iter(loader)
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1], [2, 3]]
-        old = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with monkeypatch.context() as patched:
+            patched.setattr(crew, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 next(iterator)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, old)
         with pytest.raises(sf.StallfreeError, match="this iteration is over"):
             next(iterator)
         assert len(list(loader)) == 4

@@ -1,0 +1,54 @@
+"""Train for a few epochs through `stallfree.DataLoader`, stop in the midst of one, and go on from there."""
+
+import json
+
+import torch
+
+import stallfree as sf
+
+
+class Pictures(torch.utils.data.Dataset):
+    """Sixty random pictures with labels."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, id: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(id)
+        return torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8, generator=generator), id % 10
+
+
+@sf.mark_random
+def flip(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
+    """Mirror every other picture; which ones is another matter in each epoch."""
+    picture, label = sample
+    return (picture.flip(1) if torch.rand(()) < 0.5 else picture), label
+
+
+def make_loader(dataset: sf.CachedDataset) -> sf.DataLoader:
+    """Takes what `torch.utils.data.DataLoader` takes."""
+    return sf.DataLoader(dataset, batch_size=16, shuffle=True, num_workers=2, persistent_workers=True, with_ids=True)
+
+
+def main() -> None:
+    with sf.CachedDataset(Pictures(), capacity="8MiB", transform=flip) as dataset:
+        with make_loader(dataset) as loader:
+            for epoch in range(2):
+                brightness = sum(float(batch.data[0].float().mean()) for batch in loader) / len(loader)
+                print(f"epoch {epoch}: {len(loader)} batches, mean brightness {brightness:.1f}")
+
+            iterator = iter(loader)
+            seen = next(iterator).ids.tolist()
+            saved = json.dumps(loader.state_dict())  # two integers and what they belong to
+
+        with make_loader(dataset) as loader:  # in another process, on another day
+            loader.load_state_dict(json.loads(saved))
+            rest = [id for batch in loader for id in batch.ids.tolist()]
+            print(f"resumed: {len(seen)} + {len(rest)} samples, each once: {sorted(seen + rest) == list(range(60))}")
+
+            stats = loader.stats()
+            print(f"{stats.hits} of {stats.samples} samples came from the cache; {stats.workers_replaced} workers died")
+
+
+if __name__ == "__main__":
+    main()

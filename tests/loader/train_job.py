@@ -1,0 +1,54 @@
+"""A training job of its own, to be killed: `train_job.py METHOD EPOCHS [END]`.
+
+Says "ready" once a few batches have come, and writes a line of its ledger for each sample. END is how it leaves: "exit"
+without closing anything, in the midst of an epoch, or "close" (the default).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from loader_data import Made, Noisy, checksum, picture, pixels
+
+import stallfree as sf
+
+SAMPLES = 96
+
+
+def cached(**arguments: Any) -> sf.CachedDataset:
+    """The data set that jobs share."""
+    dataset = Made(SAMPLES, picture)
+    return sf.CachedDataset(dataset, capacity="8MiB", name="shared-by-jobs", policy="lru", **arguments)
+
+
+def main(method: str, epochs: int, end: str = "close") -> None:
+    # With a random step left to do, every batch goes through a worker.
+    dataset = cached(transform=sf.mark_random(KeepAsIs()))
+    loader = sf.DataLoader(
+        dataset, 4, shuffle=True, num_workers=2, persistent_workers=True, multiprocessing_context=method, with_ids=True
+    )
+    for epoch in range(epochs):
+        for number, batch in enumerate(loader):
+            images, labels = batch.data
+            for image, label, id in zip(images, labels.tolist(), batch.ids.tolist(), strict=True):
+                assert label == id
+                assert checksum(image) == checksum(pixels(id))
+            if number == 3 and epoch == 0:
+                print("ready", flush=True)
+            if number == 10 and end == "exit":
+                return
+    loader.close()
+    dataset.close()
+
+
+class KeepAsIs(Noisy):
+    """Draws, as a random step does, and changes nothing."""
+
+    def __call__(self, sample: Any) -> Any:
+        super().__call__(sample)
+        return sample
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
