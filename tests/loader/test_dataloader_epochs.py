@@ -5,13 +5,36 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from loader_data import Made, Noisy, as_list, brighter, jittered, labels_of, noisy_collate, picture, same, zero_dim
+from loader_data import (
+    Gate,
+    Made,
+    Noisy,
+    as_list,
+    brighter,
+    jittered,
+    labels_of,
+    noisy_collate,
+    picture,
+    same,
+    zero_dim,
+)
 
 import stallfree as sf
+from stallfree.loader import crew
+from stallfree.sources import BaseSource
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.close()
 
 
 def order(loader: sf.DataLoader) -> list[int]:
@@ -195,18 +218,71 @@ def test_two_loaders_at_once(workers: int, cached: bool) -> None:
         dataset.close()
 
 
-def test_a_loader_that_ends_does_not_disturb_another_over_the_same_source(tmp_path: Any) -> None:
-    """Both fetch in threads; those of one must not be ended with the other."""
-    paths = []
-    for id in range(20):
-        paths.append(tmp_path / str(id))
-        paths[-1].write_bytes(bytes([id]))
-    source = sf.FileDataset([str(path) for path in paths], list(range(20)), transform=as_list)
-    with sf.CachedDataset(source, capacity="32MiB", form="fetched") as cached:
-        long = iter(sf.DataLoader(cached, batch_size=2, collate_fn=as_list))
-        next(long)
-        next(iter(sf.DataLoader(cached, batch_size=2, collate_fn=as_list)))
-        assert len(list(long)) == 9
+class SlowStart(BaseSource):
+    """Fetches of the first 24 samples wait until `open` is set."""
+
+    def __init__(self) -> None:
+        self.pipeline = sf.Compose([])
+        self.open = threading.Event()
+
+    def __len__(self) -> int:
+        return 32
+
+    def _record(self, id: int) -> Any:
+        if id < 24:
+            self.open.wait()
+        return torch.tensor(id)
+
+    def _where(self, id: int) -> str:
+        return ""
+
+    def fingerprint(self) -> str:
+        return "slow start"
+
+
+def test_a_loader_that_ends_does_not_disturb_another_over_the_same_source() -> None:
+    """Both fetch ahead in threads; what is in one's queue must not be given up with the other."""
+    source = SlowStart()
+    source.open.set()
+    with sf.CachedDataset(source, capacity="8MiB") as cached:
+        cached.cache.clear()
+        source.open.clear()
+        first = iter(sf.DataLoader(cached, batch_size=12))
+        second = sf.DataLoader(cached, sampler=[30, 31])
+        iterator = iter(second)
+        ending = threading.Thread(target=second.close)
+        ending.start()
+        ending.join(1.0)  # returns at once if the fetches of the first are none of its business
+        source.open.set()
+        ending.join()
+        assert [batch.tolist() for batch in first] == [list(range(12)), list(range(12, 24)), list(range(24, 32))]
+        del iterator
+
+
+def test_an_iteration_waits_for_the_slots_that_the_one_before_still_has(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would find none free, and end before it has begun."""
+    wait = crew.wait
+
+    def open_and_wait(*arguments: Any) -> bool:
+        gate.open()
+        return wait(*arguments)
+
+    ids = [0, 1, 2]
+    with sf.DataLoader(
+        Made(8, gate), sampler=ids, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    ) as loader:
+        kept = list(loader)  # three slots
+        ids[:] = [5, 6, 7]
+        iter(loader)  # two more are with the worker, before the gate
+        ids[:] = range(8)
+        iterator = iter(loader)
+        assert loader._crew is not None
+        assert loader._crew.ring.free == 0
+        monkeypatch.setattr(crew, "wait", open_and_wait)
+        assert [int(batch) for batch in iterator] == list(range(8))
+        assert [int(batch) for batch in kept] == [0, 1, 2]
 
 
 def test_two_iterations_of_one_loader_are_independent() -> None:

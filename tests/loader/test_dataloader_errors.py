@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import signal
 from collections.abc import Iterator
 from itertools import islice
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_data import Made, Noisy, as_list, picture, same, zero_dim
+from loader_data import Gate, Made, Noisy, as_list, picture, same, zero_dim
 
 import stallfree as sf
 from stallfree.loader import crew
@@ -205,25 +204,6 @@ def test_what_cannot_be_sent_to_a_worker(method: str, make: Any, culprit: str) -
     for _ in range(2):
         with pytest.raises(sf.InputError, match=f"{culprit}.* cannot be sent to a worker .*'{method}'"):
             list(loader)
-
-
-class Gate:
-    """Holds up sample 5 in a forked worker until it is opened. A killed waiter leaves no trace in it."""
-
-    def __init__(self) -> None:
-        self._wait, self._open = os.pipe()
-
-    def __call__(self, id: int) -> Any:
-        if id == 5:
-            os.read(self._wait, 1)
-        return torch.tensor(id)
-
-    def open(self) -> None:
-        os.write(self._open, bytes(100))
-
-    def close(self) -> None:
-        os.close(self._wait)
-        os.close(self._open)
 
 
 @pytest.fixture

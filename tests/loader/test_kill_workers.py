@@ -268,7 +268,7 @@ def test_control_c(store_root: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode in (1, -signal.SIGINT)
-        assert errors.count("Traceback") == 1
+        assert "Process stallfree-worker" not in errors
         assert errors.rstrip().endswith("KeyboardInterrupt")
         wait_until_gone(family)
     sweep(store_root)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch.utils.data import ConcatDataset
 
-from stallfree.pipeline import Compose, fingerprint
+from stallfree.pipeline import Compose, OnItem, fingerprint, mark_random
 
 
 class Source:
@@ -90,3 +90,15 @@ def test_equal_long_lists_have_the_same_fingerprint(place: int) -> None:
     again = pickle.loads(pickle.dumps(LISTS[place]))
     assert fingerprint(again) == fingerprint(LISTS[place])
     assert fingerprint([again, 1]) == fingerprint([LISTS[place], 1])
+
+
+def test_marks_elsewhere_in_the_process_do_not_count() -> None:
+    class Slotted:
+        __slots__ = ()
+
+        def __call__(self, value: int) -> int:
+            return value
+
+    before = fingerprint(Compose([up])), fingerprint(Compose([])), fingerprint(OnItem(0, up))
+    mark_random(Slotted())  # is noted in a table, as it takes no attributes
+    assert (fingerprint(Compose([up])), fingerprint(Compose([])), fingerprint(OnItem(0, up))) == before

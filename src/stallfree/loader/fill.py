@@ -62,21 +62,22 @@ class Filler:
     def gather(self, task: Task) -> Result:
         """Fill the slot straight from the cache. UNDONE when that cannot be done, as when a sample has vanished."""
         started = time.perf_counter()
-        undone = Result(UNDONE, task.token, task.number, task.slot)
         cache = self.reader.cache
-        if cache is None or cache.structure is None:
-            return undone
         place = _Place(self.slots, task.slot)
+        room = None
         try:
-            room = compose(cache.structure, len(task.ids), place.reserve)
-            if room is None or not cache.gather(task.ids, room[0]).all():
-                return undone
-        except Exception:
-            return undone  # it will be done in another way; if that fails too, the error is heard of
-        return replace(
-            undone,
-            status=place.status,
-            size=room[1],
+            if cache is not None and cache.structure is not None:
+                room = compose(cache.structure, len(task.ids), place.reserve)
+            if cache is None or room is None or not cache.gather(task.ids, room[0]).all():
+                return Result(UNDONE, task.token, task.number, task.slot)
+        except Exception:  # it will be done in another way; if that fails too, the error is heard of
+            return Result(UNDONE, task.token, task.number, task.slot)
+        return Result(
+            place.status,
+            task.token,
+            task.number,
+            task.slot,
+            room[1],
             hits=len(task.ids),
             prep_seconds=time.perf_counter() - started,
             ids=task.ids,

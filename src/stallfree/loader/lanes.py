@@ -94,9 +94,11 @@ class GatherLane:
         wanted = task.token >= self._wanted
         slot = self._ring.take() if wanted else None
         self._begun += 1
-        if slot is not None:
-            task = replace(task, slot=slot)
-        return self._filler.gather(task) if wanted else Result(UNDONE, task.token, task.number, NO_SLOT)
+        if not wanted:
+            return Result(UNDONE, task.token, task.number, NO_SLOT)
+        return self._filler.gather(
+            Task(task.token, task.number, NO_SLOT if slot is None else slot, task.epoch, task.ids)
+        )
 
     def close(self) -> None:
         """End the thread."""

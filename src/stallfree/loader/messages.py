@@ -25,7 +25,7 @@ READY, PRIVATE, WHOLE, FAILED, EMPTY, UNDONE = 1, 2, 3, 4, 5, 6
 NOTHING: Ids = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Task:
     """Fill `slot` with the batch `number` of an epoch.
 
@@ -62,7 +62,7 @@ def forget_message(token: int) -> bytes:
     return Task(token, 0, 0, 0, NOTHING).pack(FORGET)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Result:
     """What became of a task.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import sys
@@ -15,11 +16,15 @@ from typing import Any
 def library_version(module: str) -> str | None:
     """The version of the installed library that `module` is part of; None when it is the user's own code.
 
-    Code counts as a library's when it is Python's own, or lies among installed packages and has a version.
+    Code counts as a library's when it is Python's own, this package's, or lies among installed packages with a version.
     """
     top = module.partition(".")[0]
     if top == "builtins" or top in sys.stdlib_module_names:
         return "python"
+    if top == "stallfree":  # wherever it lies: its own tables, such as that of the marks, are no part of a transform
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(top)
+        return "unknown"
     package = sys.modules.get(top)
     places = [getattr(package, "__file__", None), *getattr(package, "__path__", ())]
     if not any({"site-packages", "dist-packages"} & set(PurePath(place).parts) for place in places if place):
