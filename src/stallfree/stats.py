@@ -60,7 +60,7 @@ class LoaderStats:
         retries: batches done again because a worker died or a cached sample vanished.
         workers_replaced: workers that died and were replaced.
         skips: samples left out because of an error (`on_error="skip"`).
-        private_copies: batches copied out of the ring because older ones were kept.
+        private_copies: batches handed over as copies, because older ones were kept or they did not fit staging.
         staging_bytes: bytes of the staging ring.
         num_workers: worker processes.
     """
