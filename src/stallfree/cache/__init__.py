@@ -2,6 +2,19 @@
 
 from stallfree.cache.admin import CacheInfo, collect_garbage, list_caches, remove
 from stallfree.cache.policies import POLICIES, Policy
+from stallfree.cache.records import Aim
 from stallfree.cache.sample_cache import MISS, SampleCache
+from stallfree.cache.serial import stay_alone
 
-__all__ = ["MISS", "POLICIES", "CacheInfo", "Policy", "SampleCache", "collect_garbage", "list_caches", "remove"]
+__all__ = [
+    "MISS",
+    "POLICIES",
+    "Aim",
+    "CacheInfo",
+    "Policy",
+    "SampleCache",
+    "collect_garbage",
+    "list_caches",
+    "remove",
+    "stay_alone",
+]

@@ -92,10 +92,19 @@ class Arena(ABC):
         """Copy the rows of `data`, (len(blocks), block) bytes, into `blocks`. May raise `OSError`."""
 
     @abstractmethod
-    def gather(self, blocks: Array, offsets: Sequence[int], outs: Sequence[Array]) -> None:
-        """Copy the bytes from `offsets[k]` on of each of `blocks` into the rows of `outs[k]`, (len(blocks), bytes).
+    def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
+        """Prepare to `gather` the bytes from `offsets[k]` on of some blocks into the rows of `outs[k]`, (n, bytes).
 
-        The offsets rise, and the parts do not overlap. What a disk does not give is zero.
+        The offsets rise, and the parts do not overlap.
+        """
+
+    @abstractmethod
+    def gather(self, blocks: Array, target: Any) -> None:
+        """Copy of each of the n `blocks`, into a row each, what `target` says. What a disk does not give is zero.
+
+        Args:
+            blocks: int64.
+            target: what `aim` made.
         """
 
     def close(self) -> None:
@@ -121,6 +130,7 @@ class MemoryArena(Arena):
         self._rows = self._bytes.reshape(num_blocks, block)
         self._tensor = torch.from_numpy(self._bytes)
         self._words = self._tensor.view(torch.int64)
+        self._leaves: dict[tuple[tuple[int, int], bool], torch.Tensor] = {}
         self._stop = threading.Event()
         self._populating: threading.Thread | None = None
         self._populated = 0
@@ -135,23 +145,26 @@ class MemoryArena(Arena):
         """The bytes of one block, to be written in place."""
         return self._rows[block]  # type: ignore[no-any-return]
 
-    def gather(self, blocks: Array, offsets: Sequence[int], outs: Sequence[Array]) -> None:
+    def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
+        return [((offset, out.shape[1]), *_words(out)) for offset, out in zip(offsets, outs, strict=True)]
+
+    def gather(self, blocks: Array, target: Any) -> None:
         index = torch.from_numpy(blocks)
         with one_thread():
-            for offset, out in zip(offsets, outs, strict=True):
-                source, target = self._leaf(offset, out)
-                torch.index_select(source, 0, index, out=target)
+            for leaf, wide, out in target:
+                torch.index_select(self._leaf(leaf, wide), 0, index, out=out)
 
-    def _leaf(self, offset: int, out: Array) -> tuple[torch.Tensor, torch.Tensor]:
-        """One leaf of all blocks, and `out`, as tensors of the widest elements that fit."""
-        width = out.shape[1]
-        if width % 8 or not out.flags.c_contiguous or out.ctypes.data % 8:
-            return self._tensor.as_strided((self.num_blocks, width), (self.block, 1), offset), torch.from_numpy(out)
-        target = torch.from_numpy(out.view(np.int64))
-        if width == 8:
-            return self._words.as_strided((self.num_blocks,), (self.block // 8,), offset // 8), target[:, 0]
-        words = (self.num_blocks, width // 8)
-        return self._words.as_strided(words, (self.block // 8, 1), offset // 8), target
+    def _leaf(self, leaf: tuple[int, int], wide: bool) -> torch.Tensor:
+        """The bytes from an offset on, so many, of all blocks: as words of 8 bytes if `wide`."""
+        there = self._leaves.get((leaf, wide))
+        if there is None:
+            offset, width = leaf
+            size = 8 if wide else 1
+            shape = (self.num_blocks,) if wide and width == 8 else (self.num_blocks, width // size)
+            strides = (self.block // size, 1)[: len(shape)]
+            there = (self._words if wide else self._tensor).as_strided(shape, strides, offset // size)
+            self._leaves[leaf, wide] = there
+        return there
 
     def populate(self, blocks: int) -> None:
         """Map the first `blocks` blocks in the background, so that reading them does not fault page by page."""
@@ -196,7 +209,11 @@ class DiskArena(Arena):
             while done < len(view):
                 done += os.pwritev(self._fd, [view[done:]], start * self.block + done)
 
-    def gather(self, blocks: Array, offsets: Sequence[int], outs: Sequence[Array]) -> None:
+    def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
+        return list(offsets), list(outs)
+
+    def gather(self, blocks: Array, target: Any) -> None:
+        offsets, outs = target
         if not outs:
             return
         gaps = [
@@ -224,6 +241,15 @@ class DiskArena(Arena):
                 got -= len(views.pop(0))
             if got:
                 views[0] = views[0][got:]
+
+
+def _words(out: Array) -> tuple[bool, torch.Tensor]:
+    """Whether the rows of `out` can be taken as words of 8 bytes, and `out` as a tensor of what it is taken as."""
+    width = out.shape[1]
+    if width % 8 or not out.flags.c_contiguous or out.ctypes.data % 8:
+        return False, torch.from_numpy(out)
+    target = torch.from_numpy(out.view(np.int64))
+    return True, target[:, 0] if width == 8 else target
 
 
 def _runs(blocks: Array) -> list[tuple[int, int, int]]:

@@ -45,6 +45,19 @@ class Found:
     damaged: list[int]
 
 
+@dataclass(frozen=True)
+class Aim:
+    """Where a gather goes: made once for memory that is used again and again.
+
+    Attributes:
+        outs: the memory, an array per leaf that has bytes.
+        target: what the arena made of it.
+    """
+
+    outs: list[Array]
+    target: Any
+
+
 class Records:
     """Reads the records of a cache.
 
@@ -72,22 +85,26 @@ class Records:
         sums = None if index.checksum is None else index.checksum[ids]
         return Found(ids, generation, first, length, sums, first != 0, [])
 
-    def gather(self, found: Found, outs: Sequence[Array]) -> None:
-        """Copy the records of the common structure, leaf by leaf, into `outs`."""
+    def aim(self, outs: Sequence[Array]) -> Aim:
+        """Prepare to gather the records of the common structure, leaf by leaf, into `outs`."""
+        filled = [outs[number] for number in self._filled]
+        return Aim(filled, self._arena.aim(self._offsets, filled))
+
+    def gather(self, found: Found, aim: Aim) -> None:
+        """Copy the records of the common structure to where `aim` says."""
         found.good &= found.length == 0
-        if not found.good.any():
-            return
         blocks = found.first.astype(np.int64)
         blocks -= 1
         if not found.good.all():
+            if not found.good.any():
+                return
             blocks[~found.good] = blocks[found.good.argmax()]  # any block that has memory behind it
-        outs = [outs[number] for number in self._filled]
-        self._arena.gather(blocks, self._offsets, outs)
+        self._arena.gather(blocks, aim.target)
         self._still(found, slice(None))
         if found.checksum is not None:
             known = found.checksum.tolist()
             for at in np.flatnonzero(found.good).tolist():
-                if checksum_of([out[at] for out in outs], int(found.ids[at])) != known[at]:
+                if checksum_of([out[at] for out in aim.outs], int(found.ids[at])) != known[at]:
                     found.good[at] = False
                     found.damaged.append(at)
 
@@ -117,7 +134,7 @@ class Records:
             found.good[:] = False
             return
         columns = [np.empty((len(values), leaf.nbytes), np.uint8) for leaf in self.common.leaves]
-        self.gather(found, columns)
+        self.gather(found, self.aim(columns))
         built = stack_build(self.common, columns, len(values))
         if found.good.all():
             values[:] = built

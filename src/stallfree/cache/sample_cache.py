@@ -24,7 +24,7 @@ from stallfree.cache.index import DamagedError, Field, Index
 from stallfree.cache.layout import META, Meta, plan_layout
 from stallfree.cache.limits import allowed_capacity
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.cache.records import Found, Records
+from stallfree.cache.records import Aim, Found, Records
 from stallfree.cache.recovery import check_disk
 from stallfree.cache.writer import Writer
 from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
@@ -201,6 +201,11 @@ class SampleCache:
         """Which of `ids` (integers) are in the cache: an array of bool."""
         return self._index.first[self._ids(ids)] != 0  # type: ignore[no-any-return]
 
+    @property
+    def complete(self) -> bool:
+        """Whether all samples are in the cache."""
+        return bool(self._index.header[Field.RESIDENT] == self.meta.num_ids)
+
     def stats(self) -> CacheStats:
         """The counts over all processes; after `close`, those of that moment."""
         if self._last is not None:
@@ -247,17 +252,29 @@ class SampleCache:
         self._seen(found)
         return values
 
-    def gather(self, ids: Any, outs: Sequence[Array]) -> Array:
-        """Copy the samples of `ids` leaf by leaf into `outs`; which of them were there, as an array of bool.
+    def aim(self, outs: Sequence[Array]) -> Aim:
+        """Prepare to `gather` into `outs`, once for memory that is filled many times.
 
-        Only for a cache with a `structure`: `outs[k]` takes leaf k, as (len(ids), bytes of the leaf) of uint8,
-        contiguous. Rows of samples that were not there hold anything afterwards.
+        Only for a cache with a `structure`: `outs[k]` takes leaf k, as (number of ids, bytes of the leaf) of uint8,
+        contiguous.
         """
         if self._records.common is None:
             raise InputError("gather needs a cache whose samples share one structure: use get_many")
+        return self._records.aim(outs)
+
+    def gather(self, ids: Any, into: Aim | Sequence[Array]) -> Array:
+        """Copy the samples of `ids` leaf by leaf; which of them were there, as an array of bool.
+
+        Rows of samples that were not there hold anything afterwards.
+
+        Args:
+            ids: integers.
+            into: where to: what `aim` made, or what it takes.
+        """
+        aim = into if isinstance(into, Aim) else self.aim(into)
         self._check_process()
         found = self._records.look(self._ids(ids))
-        self._records.gather(found, outs)
+        self._records.gather(found, aim)
         self._seen(found)
         return found.good
 

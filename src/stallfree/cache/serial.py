@@ -39,7 +39,7 @@ def _openmp() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Within the block, torch uses no other threads for what this thread does."""
-    functions = _openmp()
+    functions = None if getattr(_thread, "alone", False) else _openmp()
     if functions is None:
         yield
         return
@@ -53,3 +53,12 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         put(before)
+
+
+def stay_alone() -> None:
+    """From now on, torch uses no other threads for what this thread does. For threads of our own."""
+    functions = _openmp()
+    if functions is not None:
+        torch.get_num_threads()
+        functions[1](1)
+        _thread.alone = True

@@ -58,18 +58,20 @@ def collate_default(samples: list[Any]) -> Any:
         torch_worker._worker_info = info
 
 
-def compose(sample: Structure, count: int, reserve: Reserve) -> tuple[list[Bytes], int] | None:
-    """Room for `count` samples in the memory that `reserve(bytes)` gives: (count, bytes) per leaf, and the bytes used.
+def compose(sample: Structure, count: int, reserve: Reserve) -> tuple[list[Bytes], int, Bytes] | None:
+    """Room for `count` samples in the memory that `reserve(bytes)` gives.
 
-    None when the batch has to be made in another way.
+    Returns (count, bytes) per leaf, the bytes used, and the head of the record, which is written; None when the batch
+    has to be made in another way.
     """
     structure = batch_structure(sample, count)
     if structure is None:
         return None
     size = record_size(structure, [])
-    regions = open_record(structure, reserve(size))
+    memory = reserve(size)
+    regions = open_record(structure, memory)
     rows = [region.reshape(count, leaf.nbytes) for region, leaf in zip(regions, sample.leaves, strict=True)]
-    return rows, size
+    return rows, size, memory[: structure.head.size]
 
 
 def stack(samples: Sequence[Any], reserve: Reserve) -> int:
@@ -89,7 +91,7 @@ def stack(samples: Sequence[Any], reserve: Reserve) -> int:
     room = compose(first, len(samples), reserve)
     if room is None:
         return 0
-    columns, size = room
+    columns, size, _ = room
     for at, arrays in enumerate(rows_of):
         for column, array in zip(columns, arrays, strict=True):
             column[at] = array

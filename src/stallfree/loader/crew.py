@@ -23,6 +23,9 @@ from stallfree.stats import LoaderStats
 KEPT = 3
 """Slots beyond those under way: batches that the training loop may keep before it gets copies."""
 
+GATHERERS = 2
+"""Threads that gather, at most, when there are as many workers: they do the workers' part, and two fill the memory."""
+
 Counts = dict[str, Any]
 
 
@@ -84,6 +87,7 @@ class Crew:
         self.ring = Ring(options.ahead + KEPT, options.staging)
         self.filler = Filler(reader, self.ring.slots, options.collate, options.single, options.seed, options.skip)
         self._gatherer: GatherLane | None = None
+        self._gatherers = max(1, min(options.workers, len(os.sched_getaffinity(0)), GATHERERS))
         self._workers: WorkerLane | None = None
         self._lanes: list[GatherLane | WorkerLane] = []
         if options.workers:
@@ -113,7 +117,7 @@ class Crew:
         """
         if gather:
             if self._gatherer is None:
-                self._gatherer = GatherLane(self.filler, self.ring)
+                self._gatherer = GatherLane(self.filler, self.ring, self._gatherers)
                 self._lanes.append(self._gatherer)
             self._gatherer.submit(task)
         elif self._workers is not None:
@@ -136,6 +140,8 @@ class Crew:
 
     def wait(self, seconds: float) -> None:
         """Wait for a result, but for a second at most: then those who should be working are looked after."""
+        if any(lane.prepare_wait() for lane in self._lanes):
+            return
         if not wait([pair for lane in self._lanes for pair in lane.descriptors], min(seconds, 1.0)):
             for lane in self._lanes:
                 lane.check()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_convert
 
+from stallfree.cache import Aim, SampleCache
 from stallfree.errors import CodecError
 from stallfree.loader.collate import Bytes, Collate, batch_structure, collate_default, compose, stack, write_batch
 from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHOLE, Ids, Result, Task
@@ -56,7 +57,7 @@ class Filler:
             and self.reader.plain
             and cache.structure is not None
             and batch_structure(cache.structure, len(ids)) is not None
-            and bool(cache.resident(ids).all())
+            and (cache.complete or bool(cache.resident(ids).all()))
         )
 
     def gather(self, task: Task) -> Result:
@@ -64,11 +65,9 @@ class Filler:
         started = time.perf_counter()
         cache = self.reader.cache
         place = _Place(self.slots, task.slot)
-        room = None
         try:
-            if cache is not None and cache.structure is not None:
-                room = compose(cache.structure, len(task.ids), place.reserve)
-            if cache is None or room is None or not cache.gather(task.ids, room[0]).all():
+            room = None if cache is None else self._room(cache, len(task.ids), place)
+            if cache is None or room is None or not cache.gather(task.ids, room.aim).all():
                 return Result(UNDONE, task.token, task.number, task.slot)
         except Exception:  # it will be done in another way; if that fails too, the error is heard of
             return Result(UNDONE, task.token, task.number, task.slot)
@@ -77,12 +76,28 @@ class Filler:
             task.token,
             task.number,
             task.slot,
-            room[1],
+            room.size,
             hits=len(task.ids),
             prep_seconds=time.perf_counter() - started,
             ids=task.ids,
             memory=place.memory,
         )
+
+    def _room(self, cache: SampleCache, count: int, place: _Place) -> _Room | None:
+        """Where `count` samples go: in a slot that took as many before, what was made for it then."""
+        kept = self.slots.kept
+        room: _Room | None = kept.get(place.slot)
+        if room is not None and room.count == count:
+            room.top[:] = room.head
+            return room
+        composed = None if cache.structure is None else compose(cache.structure, count, place.reserve)
+        if composed is None:
+            return None
+        rows, size, top = composed
+        room = _Room(count, size, top, top.copy(), cache.aim(rows))
+        if place.status == READY:
+            kept[place.slot] = room
+        return room
 
     def start(self, task: Task) -> Pending:
         """Start the fetches of a task."""
@@ -156,16 +171,35 @@ class Filler:
         return place.status, size, None
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Where a batch out of the cache goes.
+
+    Attributes:
+        count: of samples.
+        size: bytes of the batch.
+        top: where its head stands.
+        head: that head; others write to the slot in between.
+        aim: where the samples go.
+    """
+
+    count: int
+    size: int
+    top: Bytes
+    head: Bytes
+    aim: Aim
+
+
 class _Place:
     """Where a batch goes: into its slot, or into memory of its own when the slot has no room for it."""
 
     def __init__(self, slots: Slots, slot: int) -> None:
         self._slots = slots
-        self._slot = slot
+        self.slot = slot
         self.memory: Bytes | None = None
 
     def reserve(self, size: int) -> Bytes:
-        there = self._slots.reserve(self._slot, size)
+        there = self._slots.reserve(self.slot, size)
         if there is not None:
             self.memory = None
             return there

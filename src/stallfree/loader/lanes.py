@@ -20,6 +20,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 
+from stallfree.cache import stay_alone
 from stallfree.errors import InputError, WorkerError
 from stallfree.loader.channel import Channel
 from stallfree.loader.fill import Filler, failure
@@ -36,19 +37,30 @@ _trainer_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class GatherLane:
-    """A thread that fills slots straight from the cache. It takes a slot only when it comes to a task, not before."""
+    """Threads that fill slots straight from the cache. They take a slot only when they come to a task, not before.
 
-    def __init__(self, filler: Filler, ring: Ring) -> None:
+    Args:
+        filler: fills.
+        ring: has the slots.
+        threads: how many.
+    """
+
+    def __init__(self, filler: Filler, ring: Ring, threads: int) -> None:
         self._filler = filler
         self._ring = ring
         self._submitted = 0
-        self._begun = 0
+        self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()  # counts: one per task
         self._wanted = 0
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._done: deque[Result] = deque()
+        self._awaited = False
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="stallfree-gather", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"stallfree-gather-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:
@@ -58,7 +70,7 @@ class GatherLane:
     @property
     def slots_to_take(self) -> int:
         """Free slots that the tasks under way will take. Rather one too many than one too few."""
-        return self._submitted - self._begun
+        return self._submitted - self._begun.qsize()
 
     def submit(self, task: Task) -> None:
         """Take a task that has no slot."""
@@ -69,10 +81,17 @@ class GatherLane:
         """Batches of iterations before `token` are not wanted any more."""
         self._wanted = token
 
+    def prepare_wait(self) -> bool:
+        """From now on, a result is announced. Whether one is there already, so that there is nothing to wait for."""
+        self._awaited = True
+        return bool(self._done)
+
     def poll(self) -> list[Result]:
         """The results that are there."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._read, 4096)
+        if self._awaited:
+            self._awaited = False
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._read, 4096)
         results = []
         while self._done:
             results.append(self._done.popleft())
@@ -82,18 +101,17 @@ class GatherLane:
         """A thread does not die."""
 
     def _run(self) -> None:
-        try:
-            while (task := self._tasks.get()) is not None:
-                self._done.append(self._do(task))
+        stay_alone()
+        while (task := self._tasks.get()) is not None:
+            self._done.append(self._do(task))
+            if self._awaited:
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._write, b"x")
-        finally:
-            os.close(self._write)
 
     def _do(self, task: Task) -> Result:
         wanted = task.token >= self._wanted
         slot = self._ring.take() if wanted else None
-        self._begun += 1
+        self._begun.put(None)
         if not wanted:
             return Result(UNDONE, task.token, task.number, NO_SLOT)
         return self._filler.gather(
@@ -101,11 +119,15 @@ class GatherLane:
         )
 
     def close(self) -> None:
-        """End the thread."""
-        self._tasks.put(None)
-        if threading.current_thread() is not self._thread:  # the garbage collector may come by here in any thread
-            self._thread.join()
+        """End the threads."""
+        self._awaited = False
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            if threading.current_thread() is not thread:  # the garbage collector may come by here in any thread
+                thread.join()
         os.close(self._read)
+        os.close(self._write)
 
 
 @dataclass
@@ -114,6 +136,11 @@ class _Worker:
     channel: Channel
     tasks: list[Task] = field(default_factory=list)
     dead: bool = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether it may have something to say, or is to be told something."""
+        return bool(self.tasks) or self.dead or self.channel.writing
 
 
 class WorkerLane:
@@ -140,7 +167,7 @@ class WorkerLane:
         return [
             (worker.channel.fileno(), select.POLLIN | (select.POLLOUT if worker.channel.writing else 0))
             for worker in self._workers
-            if worker is not None
+            if worker is not None and worker.busy
         ]
 
     def describe(self, task: Task) -> str:
@@ -169,10 +196,10 @@ class WorkerLane:
                 worker.channel.send(forget_message(token))
 
     def poll(self) -> list[Result]:
-        """The results that are there. Replaces workers that died."""
+        """The results that are there. Replaces workers that died; of those with nothing to do, when they get a task."""
         results: list[Result] = []
         for number, worker in enumerate(self._workers):
-            if worker is None:
+            if worker is None or not worker.busy:
                 continue
             worker.channel.flush()
             try:
@@ -186,6 +213,10 @@ class WorkerLane:
             if worker.dead:
                 self._replace(number, worker, results)
         return results
+
+    def prepare_wait(self) -> bool:
+        """Results always announce themselves."""
+        return False
 
     def check(self) -> None:
         """Look for workers that died while another process keeps their end of the connection open."""

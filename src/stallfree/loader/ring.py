@@ -34,6 +34,8 @@ class Slots:
         self.limit = limit
         """Bytes that one slot may have, or None."""
         self._maps: dict[int, mmap.mmap] = {}
+        self.kept: dict[int, Any] = {}
+        """What others made for the memory of a slot; gone when it is mapped anew."""
 
     def reserve(self, slot: int, size: int) -> Bytes | None:
         """The memory of `slot`, grown to `size` bytes or more; None when there is no room for so much."""
@@ -81,6 +83,7 @@ class Slots:
         fd = os.open(self._file(slot), os.O_RDWR | os.O_CLOEXEC)
         try:
             there = self._maps[slot] = mmap.mmap(fd, 0)
+            self.kept.pop(slot, None)
         finally:
             os.close(fd)
         return there
@@ -91,9 +94,10 @@ class Slots:
     def close(self) -> None:
         """Let go of the memory. What batches are kept in stays until they are freed."""
         self._maps.clear()
+        self.kept.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "limit": self.limit, "_maps": {}}
+        return {"folder": self.folder, "limit": self.limit, "_maps": {}, "kept": {}}
 
 
 class Ring:
@@ -112,7 +116,7 @@ class Ring:
             self._folder.path, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE
         )
         self._free: deque[int] = deque(range(count))
-        self._leases: dict[int, weakref.finalize[Any, Any]] = {}
+        self._leases: dict[int, weakref.ref[Bytes]] = {}
 
     def take(self) -> int | None:
         """A free slot, if there is one: the one used last, which caches still hold. Any thread may ask."""
@@ -134,15 +138,17 @@ class Ring:
     @property
     def leased(self) -> int:
         """Slots on lease to tensors that are alive."""
-        for slot in [slot for slot, lease in self._leases.items() if not lease.alive]:
-            self._leases.pop(slot, None)
         return len(self._leases)
 
     def lease(self, slot: int, memory: Bytes) -> None:
         """`slot` goes back when `memory` is freed, on which the tensors of a batch are views."""
-        lease = weakref.finalize(memory, self.give, slot)
-        lease.atexit = False
-        self._leases[slot] = lease
+
+        def end(_: object) -> None:  # in any thread; refers to no ring, which may have ended before
+            if leases.pop(slot, None) is not None:
+                free.append(slot)
+
+        leases, free = self._leases, self._free
+        leases[slot] = weakref.ref(memory, end)
 
     @property
     def bytes(self) -> int:
