@@ -304,7 +304,7 @@ def test_a_cache_of_another_version_is_an_error(tmp_path: Path, monkeypatch: pyt
 
     path = make_disk(tmp_path, "varied")
     monkeypatch.setattr(layout, "VERSION", 99)
-    with pytest.raises(StorageError, match=r"made by another version of stallfree \(format 2, this is 99\)"):
+    with pytest.raises(StorageError, match=r"made by another version of stallfree \(format 3, this is 99\)"):
         open_cache(tmp_path, "varied")
     assert path.is_dir()
 

@@ -8,10 +8,10 @@
     generation  u32 per id     changes whenever the record goes or another comes
     score       f64 per id     only if the policy keeps scores
     checksum    u32 per id     only on a disk
-    next        u32 per block  the block that follows in the record
-    free        u32 per block  a stack of blocks that were given back
+    next        u32 per block  the block that follows in the record, or `FREE_BLOCK`
+    free        u32            a stack of some of the free blocks
 
-That is 12 bytes per id and 8 per block, 20 with scores, 24 on a disk. All of it is counted in the capacity.
+That is 12 bytes per id and 4 per block, 20 with scores, 24 on a disk. All of it is counted in the capacity.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class DamagedError(StorageError):
     """The files of a cache are not what was written."""
 
 
-MAGIC = 0x5741_4C4C_4652_0002
+MAGIC = 0x5741_4C4C_4652_0003
+FREE_BLOCK = 0xFFFF_FFFF
+"""In the place of a block's successor: it was given back."""
+
 ROWS = 256
 COLUMNS = 16
 _HEADER = 64
@@ -51,14 +54,14 @@ class Field(enum.IntEnum):
     HIGH = 5  # blocks below this one have been used at least once
     BACKED = 6  # blocks that have memory behind them
     LIMIT = 7  # blocks that may get memory; falls when the file system is full
-    FREE = 8  # height of the stack of free blocks
+    FREE = 8  # blocks that were given back
     TICK = 9  # counts uses; the time of policies
     RESIDENT = 10  # records
     RESIDENT_BYTES = 11  # their bytes, as they were put
     RECOVERIES = 12
     VICTIMS_AT = 13
     VICTIMS_END = 14
-    POPULATED = 15
+    STACKED = 15  # those of them that are on the stack
 
 
 def victims_size(num_ids: int) -> int:
@@ -81,7 +84,7 @@ def _arrays(num_ids: int, num_blocks: int, scored: bool, checked: bool) -> dict[
         "generation": (np.uint32, num_ids),
         "checksum": (np.uint32, num_ids if checked else 0),
         "next": (np.uint32, num_blocks),
-        "free": (np.uint32, num_blocks),
+        "free": (np.uint32, max(64, num_blocks // 64)),
     }
     places: dict[str, tuple[Any, int, int]] = {}
     at = 0

@@ -16,7 +16,7 @@ from stallfree.pipeline.structure import Structure, structure_of
 from stallfree.units import format_size
 
 META = "meta.json"
-VERSION = 2
+VERSION = 3
 ALIGN = 64
 LARGE_BLOCK = 16 << 10
 SMALL_BLOCK = 256
@@ -118,7 +118,7 @@ def plan_layout(
     if structure is not None and structure.fixed and structure.size > 0:
         block = -(-structure.size // ALIGN) * ALIGN
         common = structure.key.decode("latin-1")
-        # One block per sample, and as many more as a hundredth of the capacity can list: later samples may be larger.
+        # One block per sample, and as many more as a 200th of the capacity can list: later samples may be larger.
         at_most = num_ids + capacity // 800
     else:
         block = SMALL_BLOCK
@@ -132,7 +132,7 @@ def plan_layout(
     def taken(blocks: int) -> int:
         return beside + index_bytes(num_ids, blocks, **kinds) + whole_pages(blocks * block)
 
-    num_blocks = min(max(0, (capacity - empty) // (block + 8)), at_most)
+    num_blocks = min(max(0, (capacity - empty) * 16 // (16 * block + 65)), at_most)  # 4 + 1/16 bytes of index each
     while num_blocks > 0 and taken(num_blocks) > capacity:
         num_blocks -= 1
     if num_blocks < 1:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache.index import Field, Index
+from stallfree.cache.index import FREE_BLOCK, Field, Index
 
 Array = npt.NDArray[Any]
 
@@ -93,9 +93,10 @@ def recover(index: Index, block: int) -> int:
     used[kept] = True
     high = int(kept.max(initial=-1)) + 1
     free = np.flatnonzero(~used[:high])
-    index.free[: len(free)] = free[::-1]
+    index.next[kept[index.next[kept] == FREE_BLOCK]] = 0
+    index.next[free] = FREE_BLOCK
     lengths = index.length[residents[~wrong]].astype(np.int64)
-    header[Field.FREE], header[Field.HIGH] = len(free), high
+    header[Field.FREE], header[Field.STACKED], header[Field.HIGH] = len(free), 0, high
     header[Field.RESIDENT] = len(lengths)
     header[Field.RESIDENT_BYTES] = int(np.where(lengths == 0, block, lengths).sum())
     header[Field.VICTIMS_AT] = header[Field.VICTIMS_END] = 0
@@ -106,12 +107,13 @@ def recover(index: Index, block: int) -> int:
 def find_problems(index: Index, block: int) -> list[str]:
     """What is wrong with the bookkeeping of an index that no writer is at, as sentences; none if all is well."""
     header = index.header
-    high, backed, height = (int(header[field]) for field in (Field.HIGH, Field.BACKED, Field.FREE))
+    high, backed, stacked = (int(header[field]) for field in (Field.HIGH, Field.BACKED, Field.STACKED))
     counted = int(header[Field.RESIDENT])
     residents = np.flatnonzero(index.first)
     lengths = index.length[residents].astype(np.int64)
     used = chains(index, index.first[residents].astype(np.int64) - 1, blocks_of(lengths, block))
-    free = index.free[:height].astype(np.int64)
+    free = np.flatnonzero(index.next[:high] == FREE_BLOCK)
+    stack = index.free[:stacked]
     times = np.bincount(np.concatenate((used, free)), minlength=high)
     stored = int(np.where(lengths == 0, block, lengths).sum())
     problems = {
@@ -120,6 +122,8 @@ def find_problems(index: Index, block: int) -> list[str]:
         "blocks are used that never were handed out": len(times) > high,
         f"blocks {np.flatnonzero(times > 1)[:5]} are used more than once": bool((times > 1).any()),
         f"blocks {np.flatnonzero(times == 0)[:5]} are lost": bool((times == 0).any()),
+        f"{len(free)} blocks are free, {header[Field.FREE]} counted": len(free) != header[Field.FREE],
+        "the stack of free blocks holds others or some twice": len(np.intersect1d(stack, free)) != stacked,
         f"{len(residents)} records are there, {counted} counted": len(residents) != counted,
         f"{stored} bytes are there, {header[Field.RESIDENT_BYTES]} counted": stored != header[Field.RESIDENT_BYTES],
     }

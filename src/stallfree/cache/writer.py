@@ -20,7 +20,7 @@ import xxhash
 
 from stallfree.cache.arena import SEGMENT, Arena, MemoryArena
 from stallfree.cache.counters import Count, Counters
-from stallfree.cache.index import Field, Index
+from stallfree.cache.index import FREE_BLOCK, Field, Index
 from stallfree.cache.layout import Meta
 from stallfree.cache.policies import Policy, Victims
 from stallfree.cache.recovery import blocks_of, chains, find_problems, recover
@@ -251,21 +251,40 @@ class Writer:
             )
 
     def _take(self, count: int) -> Array:
-        """`count` blocks that are there: first those given back last, then new ones."""
-        header, free = self._header, self._index.free
-        height, high = int(header[Field.FREE]), int(header[Field.HIGH])
-        reused = min(count, height)
+        """`count` blocks that are there: first those given back, last of them first, then new ones."""
+        header, index = self._header, self._index
+        reused = min(count, int(header[Field.FREE]))
+        high = int(header[Field.HIGH])
         blocks = np.empty(count, np.int64)
-        blocks[:reused] = free[height - reused : height][::-1]
+        done = 0
+        while done < reused:
+            stacked = int(header[Field.STACKED]) or self._fill_stack()
+            step = min(reused - done, stacked)
+            blocks[done : done + step] = index.free[stacked - step : stacked][::-1]
+            index.next[blocks[done : done + step]] = 0
+            header[Field.STACKED] = stacked - step
+            done += step
         blocks[reused:] = np.arange(high, high + count - reused)
-        header[Field.FREE] = height - reused
+        index.next[blocks[reused:]] = 0
+        header[Field.FREE] -= reused
         header[Field.HIGH] = high + count - reused
         return blocks
 
+    def _fill_stack(self) -> int:
+        """Look for free blocks and put them on the empty stack; how many."""
+        header, index = self._header, self._index
+        found = np.flatnonzero(index.next[: int(header[Field.HIGH])] == FREE_BLOCK)[: len(index.free)]
+        index.free[: len(found)] = found[::-1]
+        return len(found)
+
     def _push(self, blocks: Array) -> None:
-        height = int(self._header[Field.FREE])
-        self._index.free[height : height + len(blocks)] = blocks
-        self._header[Field.FREE] = height + len(blocks)
+        header, index = self._header, self._index
+        index.next[blocks] = FREE_BLOCK
+        header[Field.FREE] += len(blocks)
+        stacked = int(header[Field.STACKED])
+        some = blocks[: len(index.free) - stacked]
+        index.free[stacked : stacked + len(some)] = some
+        header[Field.STACKED] = stacked + len(some)
 
     def _evict(self, need: int) -> int:
         """Drop the records of lowest score until `need` blocks are free, or all; how many were dropped."""
