@@ -15,10 +15,10 @@ from stallfree.errors import (
     WaitError,
     WorkerError,
 )
-from stallfree.loader import Batch, CachedDataset, CacheLoader, DataLoader
+from stallfree.loader import Batch, CachedDataset, CacheLoader, DataLoader, SmartCacheDataset
 from stallfree.pipeline import Compose, OnItem, Split, StallfreeWarning, mark_deterministic, mark_random, split
 from stallfree.sources import DecodeImage, FileDataset, ImageFolder
-from stallfree.stats import CacheStats, LoaderStats
+from stallfree.stats import CacheStats, LoaderStats, SmartCacheStats
 
 __version__ = _version("stallfree")
 
@@ -40,6 +40,8 @@ __all__ = [
     "MissingExtraError",
     "OnItem",
     "SampleError",
+    "SmartCacheDataset",
+    "SmartCacheStats",
     "Split",
     "StallfreeError",
     "StallfreeWarning",

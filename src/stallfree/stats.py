@@ -44,6 +44,39 @@ class CacheStats:
 
 
 @dataclass(frozen=True)
+class SmartCacheStats(CacheStats):
+    """What a Smart Cache has done: the counts of its cache, and of its window, over all processes.
+
+    Attributes:
+        epoch: of the newest window; -1 before the first.
+        window_start: how many samples have left the window since epoch 0.
+        replace_num: samples that should be replaced per epoch.
+        lag: samples that should have been replaced by now, and have not been.
+        late_epochs: epochs that began without all of their new samples, or waited for them.
+        wait_seconds: seconds that epochs waited at their beginning for new samples.
+        skips: samples left out because of an error, under loaders other than stallfree's.
+    """
+
+    epoch: int
+    window_start: int
+    replace_num: int
+    lag: int
+    late_epochs: int
+    wait_seconds: float
+    skips: int
+
+    @property
+    def advice(self) -> str:
+        """What to do about late replacements; empty if there were none."""
+        if not self.late_epochs:
+            return ""
+        return (
+            f"replacements were late for {self.late_epochs} of {self.epoch} epochs: {self.lag} samples behind, "
+            f"{self.wait_seconds:.1f} s waited. Lower replace_rate, or raise num_fill_workers"
+        )
+
+
+@dataclass(frozen=True)
 class LoaderStats:
     """What a loader has done since it was made.
 

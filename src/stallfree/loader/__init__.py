@@ -3,5 +3,6 @@
 from stallfree.loader.cache_loader import CacheLoader
 from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.dataloader import Batch, DataLoader
+from stallfree.loader.smart_cache import SmartCacheDataset
 
-__all__ = ["Batch", "CacheLoader", "CachedDataset", "DataLoader"]
+__all__ = ["Batch", "CacheLoader", "CachedDataset", "DataLoader", "SmartCacheDataset"]

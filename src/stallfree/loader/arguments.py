@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stallfree.errors import InputError
-from stallfree.loader.cached_dataset import CachedDataset
+from stallfree.loader.reader import Reader
 
 WAIT_SECONDS = 300.0
 """Longest wait for a batch unless `timeout` says otherwise."""
@@ -75,7 +75,7 @@ def seed_of(dataset: Any, seed: Any, generator: Any) -> int:
     if seed is None:
         if generator is not None:
             return generator.initial_seed()
-        return dataset.seed if isinstance(dataset, CachedDataset) else 0
+        return dataset.seed if isinstance(getattr(dataset, "reader", None), Reader) else 0
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise InputError(f"seed={seed!r}: give an int, or None")
     return int(seed)

@@ -135,7 +135,7 @@ class CachedDataset:
 
     def __getitems__(self, ids: Sequence[int]) -> list[Any]:
         """The samples of a whole batch: one look into the cache for all. Raises `SampleError`, `IndexError`."""
-        wanted = _checked(ids, len(self.source))
+        wanted = checked_ids(ids, len(self.source))
         pending = self.reader.start(wanted)
         return self.reader.finish(pending, self.seed, self._epoch_of(wanted), skip=False).values
 
@@ -205,7 +205,7 @@ def _shared_counts(length: int) -> torch.Tensor:
     return counts
 
 
-def _checked(ids: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+def checked_ids(ids: Sequence[int], length: int) -> npt.NDArray[np.int64]:
     """`ids` as an array, negative ones counted from the end. Raises `IndexError`, and `TypeError` for no integers."""
     wanted = np.array([operator.index(id) for id in ids], np.int64)
     bad = wanted[(wanted < -length) | (wanted >= length)]

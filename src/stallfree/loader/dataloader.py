@@ -20,11 +20,11 @@ from stallfree.loader.arguments import (
     context_of,
     seed_of,
 )
-from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.crew import Crew, Options, new_counts
 from stallfree.loader.epoch import Epoch, Progress
 from stallfree.loader.order import Order
 from stallfree.loader.reader import Reader
+from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.compose import Compose
 from stallfree.sources import as_source
 from stallfree.stats import LoaderStats
@@ -143,9 +143,11 @@ class DataLoader:
             seconds=timeout or WAIT_SECONDS,
             staging=None if staging is None else parse_size(staging, "staging"),
         )
-        self._order = Order(
-            len(reader.source), self.batch_size, self.shuffle, sampler, batch_sampler, drop_last, self.seed
-        )
+        self._windowed = dataset if isinstance(dataset, SmartCacheDataset) else None
+        samples, mixed = len(reader.source), self.shuffle
+        if self._windowed is not None:  # a whole epoch of it has an order of its own
+            samples, mixed = len(self._windowed), self.shuffle and not self._windowed.full_epoch
+        self._order = Order(samples, self.batch_size, mixed, sampler, batch_sampler, drop_last, self.seed)
         self._counts = new_counts()
         self._crew: Crew | None = None  # of persistent workers
         self._crews: weakref.WeakSet[Crew] = weakref.WeakSet()
@@ -174,6 +176,9 @@ class DataLoader:
             batches = iter([np.asarray(ids, np.int64) for ids in resume["rest"]])
         else:
             batches = self._order.batches(epoch, first)
+            if self._windowed is not None:
+                ids = self._windowed.begin_epoch(epoch)
+                batches = (ids[positions] for positions in batches)
         if self._crew is not None:
             before = None if self._iteration is None else self._iteration()
             if before is not None:
@@ -201,6 +206,8 @@ class DataLoader:
         between two batches. It is fit for JSON.
         """
         state = {"version": _STATE_VERSION, "epoch": self._epoch, "seed": self.seed, "order": self._order.describe()}
+        if self._windowed is not None:
+            state["window"] = self._windowed.state_dict()
         progress = self._progress
         if progress is None:
             return {**state, **(self._resume or {"batches": 0, "rest": None})}
@@ -225,6 +232,10 @@ class DataLoader:
         order = self._order.describe()
         if state["order"] != order:
             raise InputError(f"the state was taken with {state['order']}, this loader has {order}: give the same")
+        if self._windowed is not None:
+            if "window" not in state:
+                raise InputError("the state has no window: it was taken with a data set that is no SmartCacheDataset")
+            self._windowed.load_state_dict(state["window"])
         self._epoch = state["epoch"]
         self._resume = {"batches": state["batches"], "rest": state["rest"]}
         self._progress = None
@@ -300,8 +311,9 @@ class _Iteration:
 
 
 def _reader_of(dataset: Any) -> Reader:
-    if isinstance(dataset, CachedDataset):
-        return dataset.reader
+    reader = getattr(dataset, "reader", None)
+    if isinstance(reader, Reader):
+        return reader
     source = as_source(dataset)
     return Reader(source, None, Compose([]), source.pipeline, fresh=True)
 

@@ -124,7 +124,7 @@ class _Inbox:
             poller.register(trainer, select.POLLIN)
         while True:
             ready = [fd for fd, _ in poller.poll(_TRAINER_CHECK_MILLISECONDS)]
-            if trainer in ready or self._orphaned():
+            if trainer in ready or orphaned(self._setup.trainer, self._setup.child):
                 os._exit(1)
             if self._fd not in ready:
                 continue
@@ -139,13 +139,15 @@ class _Inbox:
             if kind != FORGET:
                 self._tasks.put((task, self._setup.filler.start(task) if self.ahead else None))
 
-    def _orphaned(self) -> bool:
-        if self._setup.child:
-            return os.getppid() != self._setup.trainer
-        try:
-            os.kill(self._setup.trainer, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
+
+def orphaned(parent: int, child: bool) -> bool:
+    """Whether the process `parent` is gone; `child` says that this process is its direct child."""
+    if child:
+        return os.getppid() != parent
+    try:
+        os.kill(parent, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
         return False
+    return False

@@ -1,0 +1,154 @@
+"""The processes that prepare the replacements of a Smart Cache while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stallfree.errors import StallfreeError, WaitError
+from stallfree.loader.reader import Reader
+from stallfree.loader.window_state import WindowState
+from stallfree.loader.worker import orphaned
+from stallfree.plans.window import WindowPlan
+
+Ids = npt.NDArray[np.int64]
+
+_LOOK_SECONDS = 0.01
+_STOP_SECONDS = 5.0
+_CHUNK = 8
+"""Samples that are fetched side by side."""
+
+
+@dataclass
+class FillSetup:
+    """What it takes to fill.
+
+    Attributes:
+        reader: prepares the deterministic part, and stores it.
+        state: says where the window is.
+        plan: says which samples come next.
+        fillers: number of fill processes; each takes its part of the replacements.
+    """
+
+    reader: Reader
+    state: WindowState
+    plan: WindowPlan
+    fillers: int
+    _tidied: tuple[int, int] = field(default=(-1, -1), init=False)
+
+    def work(self, filler: int) -> bool:
+        """Do a little of what is to be done for the next epoch; whether there was anything."""
+        epoch = self.state.epoch
+        start = self.state.start(epoch) if epoch >= 0 else None
+        if start is None:
+            return False
+        plan = self.plan
+        first, end = start + plan.size, (epoch + 1) * plan.replace + plan.size
+        coming = plan.sequence(first, end)
+        if self._tidied != (epoch, start):
+            self._tidied = (epoch, start)
+            self._drop_others(np.concatenate((plan.window(start), coming)))
+        places = np.arange(first, first + len(coming))
+        todo = ~self.reader.cache.resident(coming) & (self.state.unkept[coming] != places + 1)  # type: ignore[union-attr]
+        todo &= places % self.fillers == filler
+        at = np.flatnonzero(todo)[:_CHUNK]
+        if len(at) == 0:
+            return False
+        self.fill(coming[at], places[at])
+        return True
+
+    def fill(self, ids: Ids, places: Ids) -> None:
+        """Prepare and store `ids`; those that cannot be had or stored are noted, so that nobody waits for them."""
+        with contextlib.suppress(StallfreeError):  # met again, and heard of, by whoever asks for the sample
+            self.reader.finish(self.reader.start(ids), 0, 0, skip=True)
+        there = self.reader.cache.resident(ids)  # type: ignore[union-attr]
+        self.state.unkept[ids[~there]] = (places + 1)[~there]
+
+    def _drop_others(self, keep: Ids) -> None:
+        cache = self.reader.cache
+        assert cache is not None
+        there = cache.resident(np.arange(cache.num_ids))
+        there[keep] = False
+        if there.any():
+            cache.drop(np.flatnonzero(there))
+
+
+class FillCrew:
+    """The fill processes of one data set object. Those of other ranks stand by, to take over if these die.
+
+    Args:
+        setup: what it takes to fill.
+        context: starts the processes.
+    """
+
+    def __init__(self, setup: FillSetup, context: BaseContext) -> None:
+        self._setup = setup
+        self._context = context
+        self._processes: list[tuple[BaseProcess, Connection]] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether the processes run."""
+        return any(process.is_alive() for process, _ in self._processes)
+
+    def start(self) -> None:
+        """Start those that do not run."""
+        self._processes = [(process, ours) for process, ours in self._processes if process.is_alive()]
+        direct = self._context.get_start_method() != "forkserver"
+        for _ in range(self._setup.fillers - len(self._processes)):
+            theirs, ours = self._context.Pipe(duplex=False)
+            process = self._context.Process(  # type: ignore[attr-defined]
+                target=fill_main,
+                args=(theirs, self._setup, os.getpid(), direct),
+                name="stallfree-fill",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append((process, ours))
+
+    def stop(self) -> None:
+        """End them; those that do not end in 5 s are killed."""
+        processes, self._processes = self._processes, []
+        for _, ours in processes:  # told in words: a forked process may still hold our end of the pipe
+            with contextlib.suppress(OSError):
+                ours.send_bytes(b"stop")
+            ours.close()
+        for process, _ in processes:
+            process.join(_STOP_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+
+def fill_main(connection: Connection, setup: FillSetup, parent: int, child: bool) -> None:
+    """The life of a fill process: until its parent says something on `connection`, or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    poller = select.poll()
+    poller.register(connection.fileno(), select.POLLIN)
+    with contextlib.suppress(OSError, AttributeError):
+        poller.register(os.pidfd_open(parent), select.POLLIN)
+    mine: int | None = None
+    seconds = 0.0
+    while not poller.poll(seconds * 1000) and not orphaned(parent, child):
+        if mine is None:
+            mine = next((number for number in range(setup.fillers) if setup.state.claim(number)), None)
+        busy = False
+        if mine is not None:
+            with contextlib.suppress(WaitError):  # the lock of writers was not free in time
+                busy = setup.work(mine)
+        seconds = 0.0 if busy else _LOOK_SECONDS
+    setup.reader.close()

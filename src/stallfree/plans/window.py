@@ -1,0 +1,131 @@
+"""A window that moves over the data set in circles: which samples an epoch of a Smart Cache trains on.
+
+The samples of all passes, one after the other, are one endless sequence. The window of an epoch is `size` neighbours
+in it; when it moves on by n places, the first n leave and n new ones join. That is the Smart Cache of NVIDIA's Clara
+Train SDK (its manual, "Smart Cache"), which MONAI's `SmartCacheDataset` carries on.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.errors import InputError
+
+Ids = npt.NDArray[np.int64]
+
+
+def replace_count(size: int, rate: float, total: int) -> int:
+    """Samples that are replaced per epoch: ceil(size * rate), but no more than there are outside of the window."""
+    return min(math.ceil(round(size * rate, 9)), total - size)
+
+
+class WindowPlan:
+    """A pure function of its arguments, the same in every process.
+
+    Args:
+        total: number of samples, with the ids 0 to `total` - 1.
+        size: samples in the window, at most as many as there are.
+        replace: samples that leave and join when the window moves on by one epoch.
+        seed: of the order.
+        shuffle: run over the samples in a random order, else in the order of their ids.
+        reshuffle: take another random order for each pass. A sample is not twice in one window: it moves forward from
+            one pass to the next by at most `total` - `size` places.
+        part: `(k, n)`: only every n-th sample of the order, from the k-th on, which is what host k of n has.
+
+    Raises `InputError` for numbers that make no window.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        size: int,
+        replace: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        reshuffle: bool = False,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        number, parts = part
+        if not 0 <= number < parts:
+            raise InputError(f"part={part}: give (number of this host, number of hosts), such as (0, 2)")
+        order = _generator(seed, 0).permutation(total) if shuffle else np.arange(total)
+        self._first = order[number::parts].astype(np.int64)
+        self.total = len(self._first)
+        if not 1 <= size <= self.total or not 0 <= replace <= self.total - size:
+            raise InputError(
+                f"a window of {size} samples of which {replace} are replaced does not fit over {self.total} samples"
+            )
+        self.size = size
+        self.replace = replace
+        self._seed = seed
+        self._reshuffle = reshuffle and shuffle and replace > 0
+        # The pass that was computed last, since each needs the one before.
+        self._last: tuple[int, Ids] = (
+            0,
+            self._first,
+        )
+
+    def sequence(self, start: int, end: int) -> Ids:
+        """The ids at the places `start` to `end` - 1 of the endless sequence."""
+        if start >= end:
+            return np.empty(0, np.int64)
+        places = np.arange(start, end)
+        if not self._reshuffle:
+            return self._first[places % self.total]
+        passes = range(start // self.total, (end - 1) // self.total + 1)
+        rows = np.concatenate([self._reordered(number) for number in passes])
+        return rows[places - passes[0] * self.total]
+
+    def window(self, start: int) -> Ids:
+        """The ids of the window that begins at place `start`, one for each position of the data set.
+
+        A sample keeps its position while it is in the window, and a newcomer takes the position of one that left.
+        """
+        ids = self.sequence(start, start + self.size)
+        return np.roll(ids, start % self.size)
+
+    def others(self, start: int) -> Ids:
+        """The ids that are not in that window, in the order of their ids."""
+        outside = np.zeros(int(self._first.max()) + 1, bool)
+        outside[self._first] = True
+        outside[self.sequence(start, start + self.size)] = False
+        return np.flatnonzero(outside)
+
+    def _reordered(self, number: int) -> Ids:
+        """The order of pass `number`: that of the pass before, shuffled so far as no window holds a sample twice.
+
+        A Fisher-Yates shuffle that draws each place from what is at most `total` - `size` places further on.
+        """
+        if number == 0:
+            return self._first
+        order, first = self._first, 1
+        if self._last[0] <= number:
+            first, order = self._last[0] + 1, self._last[1]
+        for passed in range(first, number + 1):
+            order = self._step(order, passed)
+        self._last = (number, order)
+        return order
+
+    def _step(self, before: Ids, number: int) -> Ids:
+        reach = self.total - self.size + 1
+        places = np.arange(self.total)
+        drawn = _generator(self._seed, number).random(self.total)
+        partners = places + (drawn * np.minimum(reach, self.total - places)).astype(np.int64)
+        order: list[Any] = before.tolist()
+        for place, partner in enumerate(partners.tolist()):
+            order[place], order[partner] = order[partner], order[place]
+        return np.array(order, np.int64)
+
+    def shuffled(self, ids: Ids, epoch: int) -> Ids:
+        """`ids` in an order that (seed, epoch) decides."""
+        return ids[_generator(self._seed, epoch, 1).permutation(len(ids))]
+
+
+def _generator(seed: int, *numbers: int) -> np.random.Generator:
+    sequence = np.random.SeedSequence([seed & (2**64 - 1), 0x57494E44, *numbers])
+    return np.random.Generator(np.random.PCG64(sequence))
