@@ -176,10 +176,9 @@ class SmartCacheDataset:
         An epoch that is neither one of the newest nor the next begins where it would if no replacement was ever late.
         Raises `WaitError` if, with `on_late="wait"`, replacements are not ready within 300 s.
         """
+        self.reader.check()
         start = self._state.start(epoch)
-        if start is None:
-            start = self._advance(epoch)
-        return self._ids(epoch, start)
+        return self._ids(epoch, self._advance(epoch) if start is None else start)
 
     def _ids(self, epoch: int, start: int) -> Ids:
         known = self._known
@@ -275,6 +274,7 @@ class SmartCacheDataset:
         return self._samples(checked_ids(positions, len(self)), skip=self.on_error == "skip")
 
     def _samples(self, positions: Ids, *, skip: bool) -> list[Any]:
+        self.reader.check()
         epoch = self._epoch_of(positions)
         start = self._state.start(epoch)
         ids = self._ids(epoch, epoch * self.replace_num if start is None else start)[positions]
@@ -296,7 +296,7 @@ class SmartCacheDataset:
         if newest < 0 or ((last == newest).any() and int((state.asked == newest).sum()) >= half):
             self._advance(newest + 1)
             newest += 1
-        elif (last == newest - 2).all() and newest > 1 and int((state.asked == newest).sum()) < half:
+        elif newest > 0 and (last == newest - 2).all() and int((state.asked == newest).sum()) < half:
             newest -= 1  # another rank is ahead
         state.asked[positions] = np.maximum(state.asked[positions], newest)
         return newest

@@ -26,7 +26,7 @@ FILLERS = 64
 _LOCK_SECONDS = 10.0
 _HEADER = 64
 _KEPT = 8
-_NEVER = -100
+_NEVER = -1
 
 
 class Field(enum.IntEnum):

@@ -1,0 +1,66 @@
+"""Data and transforms for the tests of the Smart Cache, importable by processes that tests start."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stallfree import Compose
+from stallfree.sources import BaseSource
+
+
+class Rows(BaseSource):
+    """Sample `id` is eight times the number `id`, and `id`.
+
+    Args:
+        samples: how many.
+        bad: ids that cannot be read.
+        gate: a file; until it exists, other processes than this one wait in `fetch`.
+        log: a file that each fetch adds its id to.
+    """
+
+    def __init__(
+        self, samples: int = 20, *, bad: Sequence[int] = (), gate: Path | None = None, log: Path | None = None
+    ) -> None:
+        self.samples, self.bad, self.gate, self.log = samples, frozenset(bad), gate, log
+        self.pipeline = Compose([])
+        self.pid = os.getpid()
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def _record(self, id: int) -> Any:
+        while self.gate is not None and os.getpid() != self.pid and not self.gate.exists():
+            time.sleep(0.001)
+        if self.log is not None:
+            with open(self.log, "a") as out:
+                out.write(f"{id}\n")
+        if id in self.bad:
+            raise OSError("the file is cut short")
+        return np.full(8, id, np.int32), id
+
+    def _where(self, id: int) -> str:
+        return f"/data/row-{id}.bin"
+
+    def fingerprint(self) -> str:
+        return f"Rows {self.samples} {sorted(self.bad)}"
+
+
+def noisy(sample: Any) -> Any:
+    """Adds a random number."""
+    return (*sample, torch.rand(()).item())
+
+
+def ids_of(batches: Iterable[Any]) -> list[int]:
+    """The ids in order; each must come with its own numbers."""
+    ids: list[int] = []
+    for numbers, labels, *_ in batches:
+        assert (numbers == labels[:, None]).all()
+        ids += labels.tolist()
+    return ids
