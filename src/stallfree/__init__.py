@@ -2,7 +2,7 @@
 
 from importlib.metadata import version as _version
 
-from stallfree import testing
+from stallfree import clara, testing
 from stallfree.errors import (
     CapacityError,
     CodecError,
@@ -48,6 +48,7 @@ __all__ = [
     "StorageError",
     "WaitError",
     "WorkerError",
+    "clara",
     "mark_deterministic",
     "mark_random",
     "split",

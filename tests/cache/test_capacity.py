@@ -187,3 +187,12 @@ def test_a_disk_that_is_small(tmpfs: Path) -> None:
     ):
         assert 230 < fill(cache, range(1000)) < 260
     assert len(caught) == 1
+
+
+def test_a_cache_that_is_there_with_another_capacity_warns() -> None:
+    arguments = {"fingerprint": "f", "name": "sized", "example": SAMPLE}
+    with SampleCache(10, capacity="4MiB", **arguments) as first:
+        with pytest.warns(RuntimeWarning, match=r"'sized' is there already, with a capacity of 4\.0 MiB: the 8\.0 MiB"):
+            second = SampleCache(10, capacity="8MiB", **arguments)
+        assert second.meta.capacity == first.meta.capacity
+        second.close()

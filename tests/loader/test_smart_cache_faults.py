@@ -144,22 +144,72 @@ def fillers() -> list[Any]:
     return [process for process in active_children() if process.name == "stallfree-fill"]
 
 
-@pytest.mark.parametrize("on_late", ["partial", "wait"])
-def test_training_goes_on_when_the_fill_process_dies(on_late: str) -> None:
-    with sf.SmartCacheDataset(Rows(20), cache_num=10, replace_rate=0.2, shuffle=False, on_late=on_late) as data:
+def kill_fillers() -> None:
+    for filler in fillers():
+        filler.kill()
+        filler.join()
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_dead_fill_process_is_replaced(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with sf.SmartCacheDataset(
+        Rows(40), cache_num=10, replace_rate=0.2, num_fill_workers=2, shuffle=False, on_late="wait"
+    ) as data:
+        loader = LOADERS[kind](data, batch_size=5)
+        for epoch in range(12):
+            assert sorted(ids_of(loader)) == [id % 40 for id in range(2 * epoch, 2 * epoch + 10)]
+            if epoch % 2:
+                kill_fillers()
+        assert caplog.text.count("a fill process died (exit code -9); it is replaced") == 2
+        assert caplog.text.count("it is not replaced any more: samples are prepared as they are asked for") == 1
+        assert not data.is_started()
+        data.start()  # by hand
+        assert data.is_started()
+        del loader
+
+
+def test_without_fill_processes_nobody_waits() -> None:
+    with sf.SmartCacheDataset(Rows(20), cache_num=10, replace_rate=0.2, shuffle=False) as data:
+        data.shutdown()
         loader = torch.utils.data.DataLoader(data, batch_size=5)
-        ids_of(loader)
-        until(lambda: prepared(data, 0))
-        for filler in fillers():
-            filler.kill()
-            filler.join()
-        assert sorted(ids_of(loader)) == list(range(2, 12))
-        expected = list(range(4, 14)) if on_late == "wait" else list(range(2, 12))
-        assert sorted(ids_of(loader)) == expected
-        data.start()  # another one
-        until(lambda: data.cache.resident([14, 15] if on_late == "wait" else [12, 13, 14, 15]).all())
+        for _ in range(3):
+            assert sorted(ids_of(loader)) == list(range(10))  # late, and the next ones follow
+        assert data.stats().lag == 4
+        data.start()
+        until(lambda: data.cache.resident(range(10, 16)).all())
         assert sorted(ids_of(loader)) == list(range(6, 16))
         del loader
+
+
+def test_one_fill_process_does_the_work_of_two() -> None:
+    with sf.SmartCacheDataset(Rows(20), cache_num=10, replace_rate=0.4, shuffle=False, num_fill_workers=2) as data:
+        loader = torch.utils.data.DataLoader(data, batch_size=5)
+        until(lambda: data._state.filled_by_others())
+        one, _ = fillers()
+        one.kill()
+        one.join()
+        ids_of(loader)
+        until(lambda: data.cache.resident(range(10, 14)).all())
+        del loader
+
+
+def test_a_cache_that_is_too_small_for_the_window(caplog: pytest.LogCaptureFixture) -> None:
+    """The first samples are small, later ones are not: they are read each time, and it is said."""
+    with sf.SmartCacheDataset(Growing(), cache_num=20, replace_rate=0.2, shuffle=False, on_late="wait") as data:
+        loader = torch.utils.data.DataLoader(data, batch_size=5, collate_fn=lambda batch: [len(x) for x in batch])
+        for epoch in range(8):
+            sizes = sorted(size for batch in loader for size in batch)
+            assert sizes == sorted(len(Growing()[id % 60]) for id in range(4 * epoch, 4 * epoch + 20))
+        assert data.stats().rejected > 0
+        del loader
+
+
+class Growing:
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, id: int) -> bytes:
+        return bytes(1000 + (100_000 if id > 20 else 0) + id)
 
 
 def hold(report: int, method: str) -> None:

@@ -33,7 +33,7 @@ from stallfree.locks import FileLock
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.structure import Structure
 from stallfree.stats import CacheStats
-from stallfree.units import parse_size
+from stallfree.units import format_size, parse_size
 
 Array = npt.NDArray[Any]
 
@@ -140,6 +140,15 @@ class SampleCache:
                     f"Give another name, or remove it with `stallfree cache rm {name}`"
                 )
 
+        if size and not self._created and abs(self.meta.capacity - size) > size // 16:
+            warnings.warn(
+                f"the cache {name!r} is there already, with a capacity of {format_size(self.meta.capacity)}: the "
+                f"{format_size(size)} asked for are not taken. Give another name, or remove it with "
+                f"`stallfree cache rm {name}` when nobody uses it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def _attach_to(
         self,
         name: str,
@@ -155,7 +164,7 @@ class SampleCache:
         with contextlib.ExitStack() as undo:
             folder = SharedFolder(name, root=root, initialize=initialize, persist=persist)
             undo.callback(folder.close)
-            self._path = folder.path
+            self._path, self._created = folder.path, folder.created
             meta = self.meta = Meta.load(folder.path)
             index = self._index = Index(folder.path / "index", meta.num_ids, meta.num_blocks, **meta.kinds)
             if not index.belongs_to(meta.num_ids, meta.num_blocks, meta.block):

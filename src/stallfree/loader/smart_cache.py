@@ -141,7 +141,8 @@ class SmartCacheDataset:
             name=f"{key[:20]}-smart-{_job()}" if name is None else check_name(name),
             example=fit.example,
         )
-        self._state = WindowState(self.cache.path, fit.size, self.replace_num, len(self.source), len(self))
+        self._positions = self.plan.total if full_epoch else fit.size
+        self._state = WindowState(self.cache.path, fit.size, self.replace_num, len(self.source), self._positions)
         self.reader = Reader(self.source, self.cache, before, rest, fresh=len(rest) > 0)
         if self._state.epoch < 0:
             coming = set(self.plan.window(0).tolist())
@@ -150,6 +151,7 @@ class SmartCacheDataset:
                 if id in coming:
                     self.cache.put(id, value)
         self._known: tuple[int, int, Ids] = (-1, -1, np.empty(0, np.int64))
+        self._owner = os.getpid()
         self._crew: FillCrew | None = None
         if self.replace_num and not current_process().daemon:
             self._crew = FillCrew(self._filling(num_fill_workers), context)
@@ -168,7 +170,12 @@ class SmartCacheDataset:
 
     def __len__(self) -> int:
         """`cache_num`; with `full_epoch` the number of all samples (of this host)."""
-        return self.plan.total if self.full_epoch else self.cache_num
+        self._look_after()  # samplers ask for the length once per epoch
+        return self._positions
+
+    def _look_after(self) -> None:
+        if self._crew is not None and self._owner == os.getpid():
+            self._crew.look_after()
 
     def begin_epoch(self, epoch: int) -> Ids:
         """The ids of epoch `epoch`, one for each position. Loaders call this; the first call moves the window.
@@ -177,8 +184,12 @@ class SmartCacheDataset:
         Raises `WaitError` if, with `on_late="wait"`, replacements are not ready within 300 s.
         """
         self.reader.check()
+        self._look_after()
         start = self._state.start(epoch)
-        return self._ids(epoch, self._advance(epoch) if start is None else start)
+        ids = self._ids(epoch, self._advance(epoch) if start is None else start)
+        if self._state.epoch == epoch:
+            self._state.asked[:] = epoch  # so that another loader goes on with the next
+        return ids
 
     def _ids(self, epoch: int, start: int) -> Ids:
         known = self._known
@@ -249,7 +260,7 @@ class SmartCacheDataset:
         return goal if done.all() else before + int(done.argmin())
 
     def set_epoch(self, epoch: int) -> None:
-        """What is asked for from now on is of that epoch. For loaders other than stallfree\'s; they need it only with
+        """What is asked for from now on is of that epoch. For loaders other than stallfree's; they need it only with
         samplers that repeat positions.
         """
         if operator.index(epoch) < 0:
@@ -263,7 +274,7 @@ class SmartCacheDataset:
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def __getitem__(self, position: int) -> Any:
-        wanted = checked_ids([position], len(self))
+        wanted = checked_ids([position], self._positions)
         return self._samples(wanted, skip=False)[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
@@ -271,7 +282,7 @@ class SmartCacheDataset:
 
         Raises `SampleError` for one that cannot be had, and with "skip" if none can; `IndexError`.
         """
-        return self._samples(checked_ids(positions, len(self)), skip=self.on_error == "skip")
+        return self._samples(checked_ids(positions, self._positions), skip=self.on_error == "skip")
 
     def _samples(self, positions: Ids, *, skip: bool) -> list[Any]:
         self.reader.check()
@@ -292,7 +303,7 @@ class SmartCacheDataset:
         state = self._state
         newest = state.epoch
         last = state.asked[positions]
-        half = len(self) / 2
+        half = self._positions / 2
         if newest < 0 or ((last == newest).any() and int((state.asked == newest).sum()) >= half):
             self._advance(newest + 1)
             newest += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -21,10 +22,13 @@ from stallfree.loader.window_state import WindowState
 from stallfree.loader.worker import orphaned
 from stallfree.plans.window import WindowPlan
 
+log = logging.getLogger("stallfree")
+
 Ids = npt.NDArray[np.int64]
 
 _LOOK_SECONDS = 0.01
 _STOP_SECONDS = 5.0
+_LIVES = 3
 _CHUNK = 8
 """Samples that are fetched side by side."""
 
@@ -45,6 +49,7 @@ class FillSetup:
     plan: WindowPlan
     fillers: int
     _tidied: tuple[int, int] = field(default=(-1, -1), init=False)
+    _told: bool = field(default=False, init=False)
 
     def work(self, filler: int) -> bool:
         """Do a little of what is to be done for the next epoch; whether there was anything."""
@@ -69,10 +74,19 @@ class FillSetup:
 
     def fill(self, ids: Ids, places: Ids) -> None:
         """Prepare and store `ids`; those that cannot be had or stored are noted, so that nobody waits for them."""
-        with contextlib.suppress(StallfreeError):  # met again, and heard of, by whoever asks for the sample
-            self.reader.finish(self.reader.start(ids), 0, 0, skip=True)
+        failed = 0
+        try:
+            failed = len(self.reader.finish(self.reader.start(ids), 0, 0, skip=True).skipped)
+        except StallfreeError:  # met again, and heard of, by whoever asks for the sample
+            failed = len(ids)
         there = self.reader.cache.resident(ids)  # type: ignore[union-attr]
         self.state.unkept[ids[~there]] = (places + 1)[~there]
+        if not self._told and np.count_nonzero(~there) > failed:
+            self._told = True
+            log.warning(
+                "the cache is full before all samples of the window are in it: the others are read each time. They are "
+                "larger than the first ones; give capacity in place of cache_num"
+            )
 
     def _drop_others(self, keep: Ids) -> None:
         cache = self.reader.cache
@@ -95,6 +109,7 @@ class FillCrew:
         self._setup = setup
         self._context = context
         self._processes: list[tuple[BaseProcess, Connection]] = []
+        self._deaths = 0
 
     @property
     def running(self) -> bool:
@@ -103,7 +118,7 @@ class FillCrew:
 
     def start(self) -> None:
         """Start those that do not run."""
-        self._processes = [(process, ours) for process, ours in self._processes if process.is_alive()]
+        self._bury()
         direct = self._context.get_start_method() != "forkserver"
         for _ in range(self._setup.fillers - len(self._processes)):
             theirs, ours = self._context.Pipe(duplex=False)
@@ -116,6 +131,30 @@ class FillCrew:
             process.start()
             theirs.close()
             self._processes.append((process, ours))
+
+    def look_after(self) -> None:
+        """Replace those that died, until that has happened too often. Does nothing if none was started."""
+        dead = self._bury()
+        if dead:
+            self._deaths += len(dead)
+            more = self._deaths < _LIVES * self._setup.fillers
+            log.warning(
+                "a fill process died (exit code %s); %s",
+                dead[0],
+                "it is replaced" if more else "it is not replaced any more: samples are prepared as they are asked for",
+            )
+            if more:
+                self.start()
+
+    def _bury(self) -> list[int | None]:
+        """Forget the dead; their exit codes."""
+        dead = [pair for pair in self._processes if not pair[0].is_alive()]
+        self._processes = [pair for pair in self._processes if pair not in dead]
+        codes = [process.exitcode for process, _ in dead]
+        for process, ours in dead:
+            ours.close()
+            process.close()
+        return codes
 
     def stop(self) -> None:
         """End them; those that do not end in 5 s are killed."""
@@ -142,13 +181,22 @@ def fill_main(connection: Connection, setup: FillSetup, parent: int, child: bool
     with contextlib.suppress(OSError, AttributeError):
         poller.register(os.pidfd_open(parent), select.POLLIN)
     mine: int | None = None
-    seconds = 0.0
-    while not poller.poll(seconds * 1000) and not orphaned(parent, child):
+    busy = False
+    while not poller.poll(0 if busy else _LOOK_SECONDS * 1000) and not orphaned(parent, child):
         if mine is None:
             mine = next((number for number in range(setup.fillers) if setup.state.claim(number)), None)
-        busy = False
-        if mine is not None:
-            with contextlib.suppress(WaitError):  # the lock of writers was not free in time
-                busy = setup.work(mine)
-        seconds = 0.0 if busy else _LOOK_SECONDS
+        with contextlib.suppress(WaitError):  # the lock of writers was not free in time
+            busy = mine is not None and (setup.work(mine) or _stand_in(setup, mine))
     setup.reader.close()
+
+
+def _stand_in(setup: FillSetup, mine: int) -> bool:
+    """Do a little of the part of those who are not there; whether there was anything."""
+    for number in range(setup.fillers):
+        if number != mine and setup.state.claim(number):
+            try:
+                if setup.work(number):
+                    return True
+            finally:
+                setup.state.release(number)
+    return False

@@ -121,6 +121,10 @@ class WindowState:
         """Become fill process `filler`, until this process ends; False if another is."""
         return self._lock.claim(1 + filler)
 
+    def release(self, filler: int) -> None:
+        """Be fill process `filler` no longer."""
+        self._lock.release(1 + filler)
+
     def filled_by_others(self) -> bool:
         """Whether another process is a fill process."""
         return self._lock.claimed_elsewhere()

@@ -1,0 +1,210 @@
+"""The arguments of an `image_pipeline`, checked."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stallfree.clara.configuration import Component
+from stallfree.errors import InputError
+
+PIPELINES = {
+    "SegmentationImagePipeline": (True, False),
+    "SegmentationImagePipelineWithCache": (True, True),
+    "ClassificationImagePipeline": (False, False),
+    "ClassificationImagePipelineWithCache": (False, True),
+}
+"""The names, and of each whether its labels are volumes and whether it has a cache."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a section asks for.
+
+    Attributes:
+        name: of the pipeline.
+        place: of the pipeline in the configuration.
+        volumes: whether labels are volumes (segmentation), else numbers (classification).
+        cached: whether a window of samples is kept in memory.
+        data_list_file_path: the data list.
+        data_file_base_dir: what the paths in it are relative to.
+        data_list_key: its part.
+        output_crop_size: voxels per axis of a sample; -1 where any number will do.
+        output_image_channels: of a sample; None where any number will do.
+        output_batch_size: samples per batch.
+        num_workers: worker processes.
+        prefetch_size: batches prepared ahead; 0 leaves it to the loader.
+        shuffle: another order in each epoch.
+        num_cache_objects: samples of the window.
+        replace_percent: share of the window that is replaced after each epoch, 0 to 1.
+    """
+
+    name: str
+    place: str
+    volumes: bool
+    cached: bool
+    data_list_file_path: str
+    data_file_base_dir: str
+    data_list_key: str
+    output_crop_size: tuple[int, ...]
+    output_image_channels: int | None
+    output_batch_size: int
+    num_workers: int
+    prefetch_size: int
+    shuffle: bool
+    num_cache_objects: int
+    replace_percent: float
+
+    def advice(self) -> list[str]:
+        """What works and could work better, as Clara's manual has it."""
+        if not self.cached:
+            return []
+        found, rest = [], self.num_cache_objects % self.output_batch_size
+        if rest:
+            below, above = self.num_cache_objects - rest, self.num_cache_objects - rest + self.output_batch_size
+            found.append(
+                f"{self.place}: num_cache_objects={self.num_cache_objects} is not divisible by output_batch_size="
+                f"{self.output_batch_size}, so the last batch of each epoch has only {rest} and wastes part of a step: "
+                f"set num_cache_objects to {f'{below} or ' if below else ''}{above}"
+            )
+        if self.prefetch_size:
+            found.append(
+                f"{self.place}: prefetch_size={self.prefetch_size} with a cache: that many batches are prepared ahead "
+                "and take memory beside the cache, though its samples are at hand anyway: set prefetch_size to 0"
+            )
+        return found
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _size(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) not in (2, 3):
+        return False
+    return all(_whole(-1)(voxels) and voxels != 0 for voxels in value)
+
+
+def _plain_labels(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(_whole(1)(number) and number == 1 for number in value))
+
+
+_Check = tuple[Callable[[Any], bool], str]
+_CHECKS: dict[str, _Check] = {
+    "data_list_file_path": (_text, "the path of the data list, a JSON file"),
+    "data_file_base_dir": (_text, "the folder that the paths in the data list are relative to"),
+    "data_list_key": (_text, 'a key of the data list, such as "training"'),
+    "output_crop_size": (_size, "a list of 2 or 3 whole numbers of voxels, such as [96, 96, 96]; -1 is any number"),
+    "output_batch_size": (_whole(1), "samples per batch, an int of 1 or more"),
+    "num_workers": (_whole(0), "worker processes, an int of 0 or more"),
+    "prefetch_size": (_whole(0), "batches to prepare ahead, an int of 0 or more"),
+    "shuffle": (lambda value: isinstance(value, bool), "true or false"),
+    "repeat": (lambda value: isinstance(value, bool), "true or false (one iteration is one epoch here, either way)"),
+    "output_data_dims": (lambda value: value in (2, 3), "2 or 3"),
+    "output_image_channels": (_whole(1), "channels of the image, an int of 1 or more"),
+}
+_CACHE_CHECKS: dict[str, _Check] = {
+    "num_cache_objects": (_whole(1), "samples kept in memory, an int of 1 or more"),
+    "replace_percent": (_share, "the share of the cache that is replaced after each epoch, 0 to 1: 0.1 is a tenth"),
+}
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "output_data_format": ("channels_first",),
+    "output_image_dtype": ("float32",),
+    "batched_by_transforms": (False,),
+    "duplicate_count": (1,),
+    "extra_inputs": (None,),
+    "batch_transforms": (None, []),
+    "items_per_category": (None,),
+    "category_weights": (None,),
+}
+"""Arguments of Clara's that can only have the values that they have there by default."""
+_REQUIRED = ("data_list_file_path", "data_file_base_dir", "data_list_key", "output_crop_size")
+
+
+def parse(pipeline: Component, training: bool) -> Arguments:
+    """The arguments of `pipeline`, which is that of `train` or of `validate`. Raises `InputError` for the first fault.
+
+    Batches of 10 and 4 workers are the defaults, as in Clara; prefetch is left to the loader. A cache for training
+    replaces a tenth after each epoch, one for validation nothing; training is shuffled, validation is not.
+    """
+    if pipeline.name not in PIPELINES:
+        raise InputError(
+            f"{pipeline.place}: {pipeline.name or pipeline.path!r} is no pipeline known here: "
+            f"use {', '.join(PIPELINES)}"
+        )
+    volumes, cached = PIPELINES[pipeline.name]
+    args, place = pipeline.args, f"{pipeline.place} ({pipeline.name})"
+    checks = {**_CHECKS, **(_CACHE_CHECKS if cached else {})}
+    _check_names(args, place, checks, cached)
+    for name, (check, expected) in checks.items():
+        if name in args and not check(args[name]):
+            raise InputError(f"{place}: {name}={args[name]!r}, expected {expected}")
+    size = tuple(args["output_crop_size"])
+    if args.get("output_data_dims", len(size)) != len(size):
+        raise InputError(
+            f"{place}: output_data_dims={args['output_data_dims']} and output_crop_size={list(size)}: give one number "
+            "for each axis"
+        )
+    return Arguments(
+        name=pipeline.name,
+        place=pipeline.place,
+        volumes=volumes,
+        cached=cached,
+        data_list_file_path=args["data_list_file_path"],
+        data_file_base_dir=args["data_file_base_dir"],
+        data_list_key=args["data_list_key"],
+        output_crop_size=size,
+        output_image_channels=args.get("output_image_channels"),
+        output_batch_size=args.get("output_batch_size", 10),
+        num_workers=args.get("num_workers", 4),
+        prefetch_size=args.get("prefetch_size", 0),
+        shuffle=args.get("shuffle", training),
+        num_cache_objects=args.get("num_cache_objects", 0),
+        replace_percent=float(args.get("replace_percent", 0.1 if training else 0.0)),
+    )
+
+
+def prefetch_factor(arguments: Arguments) -> int | None:
+    """Batches under way per worker; None leaves it to the loader."""
+    if not arguments.prefetch_size:
+        return None
+    return math.ceil(arguments.prefetch_size / max(1, arguments.num_workers))
+
+
+def _check_names(args: dict[str, Any], place: str, checks: dict[str, _Check], cached: bool) -> None:
+    """Raise `InputError` for an argument that is missing, unknown, or known and not supported."""
+    for name in (*_REQUIRED, *(("num_cache_objects",) if cached else ())):
+        if name not in args:
+            raise InputError(f"{place}: the argument {name!r} is missing: give {checks[name][1]}")
+    for name, value in args.items():
+        if name == "output_label_format":
+            if not _plain_labels(value):
+                raise InputError(
+                    f"{place}: {name}={value!r} is not supported, only 1 for each label: put labels into the data "
+                    "list as the model is to get them"
+                )
+        elif name in _FIXED:
+            if not any(type(value) is type(only) and value == only for only in _FIXED[name]):
+                raise InputError(
+                    f"{place}: {name}={value!r} is not supported, only {_FIXED[name][0]!r}: leave the argument out"
+                )
+        elif name not in checks:
+            if name in _CACHE_CHECKS:
+                raise InputError(
+                    f"{place}: {name!r} is an argument of the pipelines with a cache: remove it, or name "
+                    "the one ending in WithCache"
+                )
+            near = difflib.get_close_matches(name, checks, 1)
+            advice = f"did you mean {near[0]!r}?" if near else f"use {', '.join(checks)}"
+            raise InputError(f"{place}: the argument {name!r} is unknown: {advice}")

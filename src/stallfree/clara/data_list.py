@@ -1,0 +1,139 @@
+"""Clara's data list, and the samples in it as a source."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from stallfree.clara.arguments import Arguments
+from stallfree.clara.configuration import read_json
+from stallfree.errors import InputError
+from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.sources.base import BaseSource
+from stallfree.sources.paths import PathList, canonical, is_url, read_file
+
+Labels = np.ndarray[Any, np.dtype[Any]]
+
+
+class DataListSource(BaseSource):
+    """Images with their labels, which are files too (segmentation) or numbers (classification).
+
+    `fetch(id)` gives `{"image": bytes, "label": bytes or numbers}`, or paths in place of bytes for steps that read
+    files themselves.
+
+    Args:
+        images: paths or fsspec URLs, one per sample.
+        labels: paths or fsspec URLs, or an array with one row per sample.
+        steps: applied to what was fetched.
+        read: read the files; else give their paths.
+    """
+
+    def __init__(
+        self, images: Sequence[str], labels: Sequence[str] | Labels, steps: Compose, *, read: bool = True
+    ) -> None:
+        self._images = PathList(images)
+        self._labels = labels if isinstance(labels, np.ndarray) else PathList(labels)
+        self._read = read
+        self.pipeline = steps
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def _record(self, id: int) -> dict[str, Any]:
+        load: Callable[[str], Any] = read_file if self._read else str
+        label = self._labels[id]
+        return {
+            "image": load(self._images[id]),
+            "label": load(label) if isinstance(self._labels, PathList) else label.copy(),
+        }
+
+    def _where(self, id: int) -> str:
+        image: str = self._images[id]
+        return f"{image}, {self._labels[id]}" if isinstance(self._labels, PathList) else image
+
+    def fingerprint(self) -> str:
+        """Changes when a path or a label changes, or the size of any of 256 local files, evenly spread."""
+        labels = self._labels.fingerprint() if isinstance(self._labels, PathList) else fingerprint(self._labels)
+        return f"DataListSource {self._read} {self._images.fingerprint()} {labels}"
+
+    def __repr__(self) -> str:
+        return f"DataListSource({len(self)} samples, first {self.where(0)!r})"
+
+
+def read_data_list(arguments: Arguments) -> tuple[list[str], list[str] | Labels]:
+    """The images and labels that `arguments` name. Raises `InputError` for a list that cannot be used."""
+    path = arguments.data_list_file_path
+    found = read_json(path, "the data list")
+    key = arguments.data_list_key
+    if key not in found:
+        lists = [repr(name) for name, value in found.items() if isinstance(value, list)]
+        raise InputError(
+            f"{arguments.place}: the data list {path!r} has no {key!r}: set data_list_key to one of its lists "
+            f"({', '.join(lists) or 'it has none'})"
+        )
+    entries = found[key]
+    if not isinstance(entries, list) or not entries:
+        raise InputError(
+            f"{key!r} of the data list {path!r} is {'empty' if entries == [] else type(entries).__name__}: expected a "
+            'list of at least one {"image": ..., "label": ...}'
+        )
+    places = [f"{key}[{number}] of the data list {path!r}" for number in range(len(entries))]
+    for entry, place in zip(entries, places, strict=True):
+        _check_entry(entry, place)
+    base = canonical(arguments.data_file_base_dir)
+    images = [_join(base, entry["image"]) for entry in entries]
+    if not arguments.volumes:
+        return images, _numbers([entry["label"] for entry in entries], places)
+    for entry, place in zip(entries, places, strict=True):
+        if not isinstance(entry["label"], str) or not entry["label"]:
+            raise InputError(
+                f"{place}: label={entry['label']!r}, and {arguments.name} wants the path of a volume; for numbers use "
+                "a ClassificationImagePipeline"
+            )
+    return images, [_join(base, entry["label"]) for entry in entries]
+
+
+def _check_entry(entry: Any, place: str) -> None:
+    if not isinstance(entry, dict) or "image" not in entry or "label" not in entry:
+        raise InputError(f'{place} is {entry!r}, expected {{"image": path, "label": path or numbers}}')
+    if not isinstance(entry["image"], str) or not entry["image"]:
+        raise InputError(f"{place}: image={entry['image']!r}, expected the path of one file")
+
+
+def _numbers(labels: list[Any], places: list[str]) -> Labels:
+    """One row per label: int64 if all are whole, else float32; of shape (N,) for numbers, (N, K) for lists of K."""
+    first = np.shape(labels[0]) if _is_label(labels[0]) else None
+    for label, place in zip(labels, places, strict=True):
+        if not _is_label(label):
+            raise InputError(
+                f"{place}: label={label!r}, expected a number or a list of numbers; for volumes use a "
+                "SegmentationImagePipeline"
+            )
+        if np.shape(label) != first:
+            raise InputError(f"{place}: label={label!r} and the first label is {labels[0]!r}: give all the same form")
+    found = np.array(labels)
+    return found.astype(np.int64 if found.dtype.kind == "i" else np.float32)
+
+
+def _is_label(label: Any) -> bool:
+    if isinstance(label, list):
+        return bool(label) and all(_is_number(part) for part in label)
+    return _is_number(label)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _join(base: str, path: str) -> str:
+    """`path` in `base`; itself where it is absolute or a URL."""
+    if is_url(base) and not is_url(path) and not os.path.isabs(path):
+        return f"{base.rstrip('/')}/{path.removeprefix('./')}"
+    return path if is_url(path) else os.path.normpath(os.path.join(base, path))

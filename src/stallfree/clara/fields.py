@@ -1,0 +1,126 @@
+"""What transforms share: fields of a sample, and checks of arguments.
+
+A sample is a dict. A *field* of it, such as "image", holds an array of shape (channels, *axes), with 2 or 3 spatial
+axes. Beside a field that `LoadNifti` read stands "FIELD.spacing", the size of a voxel in millimetres per axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from stallfree.errors import InputError
+
+Sample = dict[str, Any]
+Array = np.ndarray[Any, np.dtype[Any]]
+
+AXES = {2: "bilinear", 3: "trilinear"}
+"""The numbers of spatial axes, and what torch calls linear interpolation there."""
+
+
+class FieldTransform:
+    """What all transforms here share: the fields that they work on.
+
+    Args:
+        fields: the name of a field, or several.
+    """
+
+    def __init__(self, fields: str | Sequence[str]) -> None:
+        names = [fields] if isinstance(fields, str) else fields
+        if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
+            raise InputError(f'fields={fields!r}: give the name of a field, such as "image", or a list of them')
+        self.fields = tuple(names)
+
+    def __call__(self, sample: Sample) -> Sample:
+        return {**sample, **{field: self._apply(self._volume(sample, field), field) for field in self.fields}}
+
+    def _apply(self, array: Array, field: str) -> Array:
+        """What becomes of the array in one field."""
+        raise NotImplementedError
+
+    def _value(self, sample: Sample, field: str) -> Any:
+        if field not in sample:
+            raise InputError(f"{self!r}: the sample has no field {field!r}, only {', '.join(map(repr, sample))}")
+        return sample[field]
+
+    def _volume(self, sample: Sample, field: str) -> Array:
+        """The array in `field`; that of a tensor, if MONAI made one."""
+        value = self._value(sample, field)
+        if isinstance(value, torch.Tensor):
+            value = value.detach().as_subclass(torch.Tensor).numpy()
+        if not isinstance(value, np.ndarray):
+            raise InputError(
+                f"{self!r}: field {field!r} holds a {type(value).__name__} and no volume: put a step that loads it, "
+                "such as LoadNifti, first"
+            )
+        return value
+
+    def _spatial(self, sample: Sample, field: str, axes: int | None = None) -> Array:
+        """The array in `field`, of shape (channels, *axes)."""
+        array, spacing = self._volume(sample, field), sample.get(spacing_of(field))
+        if axes is None:
+            axes = array.ndim - 1 if spacing is None else len(spacing)
+        if array.ndim != axes + 1 or axes not in AXES:
+            raise InputError(
+                f"{self!r}: field {field!r} has shape {array.shape}, expected channels and {axes} axes: put "
+                "ConvertToChannelsFirst before, and give a number for each axis"
+            )
+        return array
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.fields)})"
+
+
+def spacing_of(field: str) -> str:
+    """The key beside `field` that holds the size of its voxels."""
+    return f"{field}.spacing"
+
+
+class Sized(FieldTransform):
+    """A transform with a size in voxels per axis."""
+
+    def __init__(self, fields: str | Sequence[str], size: Sequence[int]) -> None:
+        super().__init__(fields)
+        self.size = voxels_per_axis(size, "size")
+
+    def _large_enough(self, sample: Sample, field: str) -> Array:
+        array = self._spatial(sample, field, len(self.size))
+        if any(have < want for have, want in zip(array.shape[1:], self.size, strict=True)):
+            raise InputError(
+                f"{self!r}: field {field!r} has {list(array.shape[1:])} voxels, fewer than the crop of "
+                f"{list(self.size)}: put SymmetricPadder or a resampling before"
+            )
+        return array
+
+
+def crop(array: Array, starts: Array, size: Sequence[int]) -> Array:
+    """The `size` voxels of `array` from `starts` on, in all channels; a view."""
+    places = zip(starts.tolist(), size, strict=True)
+    cut = (slice(None), *(slice(start, start + length) for start, length in places))
+    return array[cut]
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def voxels_per_axis(size: Any, name: str) -> tuple[int, ...]:
+    """`size` as a tuple. Raises `InputError`, which calls it `name`, unless it is 2 or 3 whole numbers."""
+    whole = isinstance(size, (list, tuple)) and all(
+        isinstance(voxels, int) and not isinstance(voxels, bool) and voxels > 0 for voxels in size
+    )
+    if not whole or len(size) not in AXES:
+        raise InputError(f"{name}={size!r}: give voxels per axis, 2 or 3 whole numbers such as [96, 96, 96]")
+    return tuple(size)
+
+
+def chance(probability: Any) -> float:
+    """`probability` as a float. Raises `InputError` unless it is one."""
+    if not is_number(probability) or not 0 <= probability <= 1:
+        raise InputError(f"probability={probability!r}: give a number of 0 to 1")
+    return float(probability)

@@ -1,0 +1,136 @@
+"""Transforms by name: ours, MONAI's, the user's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from stallfree.clara.augment import AddGaussianNoise, CropFixedSizeRandomCenter, RandomAxisFlip
+from stallfree.clara.configuration import Component, component
+from stallfree.clara.fields import FieldTransform
+from stallfree.clara.nifti import LoadNifti
+from stallfree.clara.transforms import (
+    CenterData,
+    ConvertToChannelsFirst,
+    CropFixedSizeCenter,
+    NormalizeNonzeroIntensities,
+    ScaleByResolution,
+    ScaleIntensityRange,
+    ScaleToShape,
+    SymmetricPadder,
+)
+from stallfree.errors import InputError, MissingExtraError
+from stallfree.pipeline.compose import Transform
+
+TRANSFORMS: dict[str, type[FieldTransform]] = {
+    cls.__name__: cls
+    for cls in (
+        LoadNifti,
+        ConvertToChannelsFirst,
+        ScaleIntensityRange,
+        NormalizeNonzeroIntensities,
+        CenterData,
+        ScaleByResolution,
+        ScaleToShape,
+        SymmetricPadder,
+        CropFixedSizeCenter,
+        CropFixedSizeRandomCenter,
+        RandomAxisFlip,
+        AddGaussianNoise,
+    )
+}
+"""Ours, by name."""
+
+
+def make_transforms(entries: Any, place: str) -> list[Transform]:
+    """The transforms that `entries`, the list at `place` of the configuration, names.
+
+    Raises `InputError` for the first that cannot be made, `MissingExtraError` when it needs a package.
+    """
+    if not isinstance(entries, list) or not entries:
+        raise InputError(
+            f"{place} is {entries!r}, expected a list of transforms, of which the first loads: "
+            '[{"name": "LoadNifti", "args": {"fields": ["image", "label"]}}, ...]'
+        )
+    return [_make(component(entry, f"{place}[{number}]")) for number, entry in enumerate(entries)]
+
+
+def reads_bytes(steps: Sequence[Transform]) -> bool:
+    """Whether the steps begin with one that wants the bytes of files and not their paths."""
+    return isinstance(steps[0], LoadNifti)
+
+
+def _make(wanted: Component) -> Transform:
+    cls = _own(wanted) if wanted.path else TRANSFORMS.get(wanted.name) or _of_monai(wanted)
+    place = f"{wanted.place} ({wanted.name or wanted.path})"
+    _check_arguments(cls, wanted.args, place)
+    try:
+        made = cls(**wanted.args)
+    except MissingExtraError:
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        raise InputError(f"{place} cannot be made: {kind}{error}") from error
+    if not callable(made):
+        raise InputError(f"{place} is no transform: its instances cannot be called with a sample")
+    transform: Transform = made
+    return transform
+
+
+def _own(wanted: Component) -> Callable[..., Any]:
+    """The class at "module.Class"."""
+    module, _, name = wanted.path.rpartition(".")
+    try:
+        return _callable(getattr(import_module(module), name), wanted)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(
+            f'{wanted.place}: {wanted.path!r} cannot be imported ({error}): give "module.Class", with the module on '
+            "Python's path"
+        ) from error
+
+
+def _of_monai(wanted: Component) -> Callable[..., Any]:
+    """MONAI's transform of that name."""
+    ours = f"the transforms of stallfree are {', '.join(TRANSFORMS)}"
+    try:
+        library = import_module("monai.transforms")
+    except ImportError as error:
+        raise InputError(
+            f"{wanted.place}: {wanted.name!r} is no transform of stallfree, and MONAI, whose names work too, is not "
+            f"installed (pip install monai): {ours}"
+        ) from error
+    base = library.Transform
+    found = getattr(library, wanted.name, None)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise InputError(
+            f"{wanted.place}: {wanted.name!r} is a transform neither of stallfree nor of MONAI {_version()}: {ours}; "
+            'for one of your own give {"path": "module.Class"}'
+        )
+    return found
+
+
+def _version() -> str:
+    return str(getattr(import_module("monai"), "__version__", ""))
+
+
+def _callable(found: Any, wanted: Component) -> Callable[..., Any]:
+    if not callable(found):
+        raise InputError(f"{wanted.place}: {wanted.path!r} is a {type(found).__name__}, expected a class")
+    made: Callable[..., Any] = found
+    return made
+
+
+def _check_arguments(cls: Callable[..., Any], args: dict[str, Any], place: str) -> None:
+    """Raise `InputError` for arguments that `cls` does not take, and for those that it misses."""
+    try:
+        signature = inspect.signature(cls)
+    except (TypeError, ValueError):  # a class of a C library
+        return
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        raise InputError(
+            f"{place}: {error}: its arguments are {', '.join(map(str, signature.parameters.values())) or 'none'}"
+        ) from error

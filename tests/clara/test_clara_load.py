@@ -1,0 +1,418 @@
+"""Clara's pipelines, from the configuration to the batches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clara_data import BOTH, LOAD, LOAD_IMAGE, NOISE, SHAPE, make_data, section, volume, write, write_config
+
+import stallfree as sf
+from stallfree.clara import Pipelines, load
+from stallfree.sources import BaseSource
+
+KINDS = [f"{task}ImagePipeline{cache}" for task in ("Segmentation", "Classification") for cache in ("", "WithCache")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a data set of ten samples."""
+    root = tmp_path_factory.mktemp("clara")
+    make_data(root)
+    return root
+
+
+def open_(tmp_path: Path, root: Path, *, list_: str = "list.json", seed: int = 0, **parts: Any) -> Pipelines:
+    return load(write_config(tmp_path, **parts), seed=seed, DATASET_JSON=root / list_, DATA_ROOT=str(root))
+
+
+def settle(pipelines: Pipelines) -> None:
+    """Late replacements must not make a test depend on time."""
+    assert pipelines.train is not None
+    assert isinstance(pipelines.train.dataset, sf.SmartCacheDataset)
+    pipelines.train.dataset.on_late = "wait"
+
+
+def numbers(batches: Iterable[Any]) -> list[int]:
+    """The samples of an epoch, by their labels; each must come with its own image."""
+    found: list[int] = []
+    for batch in batches:
+        assert batch.keys() == {"image", "label"}
+        assert type(batch["image"]) is type(batch["label"]) is torch.Tensor
+        labels = batch["label"].reshape(len(batch["label"]), -1)[:, 0].tolist()
+        means = batch["image"].mean(dim=(1, 2, 3, 4))
+        assert torch.allclose(means, torch.tensor(labels, dtype=torch.float32) + 0.125, atol=0.2)
+        found += map(int, labels)
+    return found
+
+
+# -- the four pipelines ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_pipeline_trains_and_validates(kind: str, workers: int, data: Path, tmp_path: Path) -> None:
+    volumes, cached = kind.startswith("Seg"), kind.endswith("WithCache")
+    transforms = [*(LOAD if volumes else LOAD_IMAGE), NOISE]
+    parts = {
+        "train": section(kind, transforms, num_workers=workers),
+        "validate": section(
+            kind,
+            transforms[:-1],
+            num_workers=workers,
+            data_list_key="validation",
+            **({"num_cache_objects": 2, "replace_percent": None} if cached else {}),
+        ),
+    }
+    with open_(tmp_path, data, list_="list.json" if volumes else "numbers.json", **parts) as pipelines:
+        train, validate = pipelines.train, pipelines.validate
+        assert train is not None
+        assert validate is not None
+        assert (train.name, len(train), len(validate)) == (kind, 2 if cached else 4, 1)
+        assert isinstance(train.loader, sf.DataLoader)
+        assert train.loader.num_workers == workers
+        assert isinstance(train.dataset, sf.SmartCacheDataset) is cached
+        assert kind in repr(train)
+        if cached:
+            assert (train.dataset.cache_num, train.dataset.replace_num) == (4, 1)
+            assert (validate.dataset.cache_num, validate.dataset.replace_num) == (2, 0)
+        orders = []
+        for _ in range(3):
+            orders.append(numbers(train))
+            assert len(set(orders[-1])) == (4 if cached else 8)
+            assert set(orders[-1]) <= set(range(8))
+            assert numbers(validate) == [8, 9]
+        assert len(set(map(tuple, orders))) > 1
+        batch = next(iter(train))
+        assert (batch["image"].shape, batch["image"].dtype) == ((2, 1, *SHAPE), torch.float32)
+        if volumes:
+            assert (batch["label"].shape, batch["label"].dtype) == ((2, 1, *SHAPE), torch.float32)
+        else:
+            assert (batch["label"].shape, batch["label"].dtype) == ((2,), torch.int64)
+        del batch
+
+
+def test_a_missing_section_is_none(data: Path, tmp_path: Path) -> None:
+    with open_(tmp_path, data, validate=section("SegmentationImagePipeline", LOAD)) as pipelines:
+        assert pipelines.train is None
+        assert pipelines.validate is not None
+        assert numbers(pipelines.validate) == list(range(8))
+        with pipelines.validate as again:
+            assert len(again) == 4
+    pipelines.close()  # twice does no harm
+
+
+def test_order_can_be_asked_for(data: Path, tmp_path: Path) -> None:
+    parts = {
+        "train": section("SegmentationImagePipeline", LOAD, shuffle=False),
+        "validate": section("SegmentationImagePipelineWithCache", LOAD, shuffle=True, num_cache_objects=8),
+    }
+    with open_(tmp_path, data, **parts) as pipelines:
+        assert pipelines.train is not None
+        assert pipelines.validate is not None
+        assert numbers(pipelines.train) == list(range(8))
+        assert numbers(pipelines.validate) != list(range(8))
+
+
+def test_labels_that_are_lists(data: Path, tmp_path: Path) -> None:
+    entries = [{"image": f"images/{n}.nii.gz", "label": [n, 0.5]} for n in range(3)]
+    (tmp_path / "lists.json").write_text(json.dumps({"training": entries}))
+    part = section("ClassificationImagePipeline", LOAD_IMAGE, shuffle=False, output_batch_size=3)
+    with load(write_config(tmp_path, train=part), DATASET_JSON=tmp_path / "lists.json", DATA_ROOT=data) as pipelines:
+        assert pipelines.train is not None
+        (batch,) = pipelines.train
+        assert batch["label"].tolist() == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]
+        assert batch["label"].dtype == torch.float32
+        del batch
+
+
+def test_arguments_that_clara_has_too(data: Path, tmp_path: Path) -> None:
+    part = section(
+        "SegmentationImagePipeline",
+        LOAD,
+        output_crop_size=[-1, 5, -1],
+        output_data_format="channels_first",
+        output_data_dims=3,
+        output_image_channels=1,
+        repeat=True,
+        duplicate_count=1,
+        batched_by_transforms=False,
+        batch_transforms=None,
+        output_label_format=[1, 1],
+        num_workers=2,
+        prefetch_size=5,
+    )
+    with open_(tmp_path, data, train=part) as pipelines:
+        assert pipelines.train is not None
+        assert pipelines.train.loader.prefetch_factor == 3
+        assert sorted(numbers(pipelines.train)) == list(range(8))
+
+
+def test_urls_and_absolute_paths(tmp_path: Path, data: Path) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    memory = MemoryFileSystem()
+    names = [f"/clara/images/{n}.nii.gz" for n in range(2)]
+    try:
+        for name in names:
+            memory.pipe(name, (data / name.removeprefix("/clara/")).read_bytes())
+        entries = [
+            {"image": "./images/0.nii.gz", "label": 0},
+            {"image": "memory://clara/images/1.nii.gz", "label": 1},
+            {"image": str(data / "images/2.nii.gz"), "label": 2},
+        ]
+        memory.pipe("/clara/list.json", json.dumps({"training": entries}).encode())
+        part = section("ClassificationImagePipeline", LOAD_IMAGE, shuffle=False)
+        config = write_config(tmp_path, train=part)
+        with load(config, DATASET_JSON="memory://clara/list.json", DATA_ROOT="memory://clara") as pipelines:
+            assert pipelines.train is not None
+            assert numbers(pipelines.train) == [0, 1, 2]
+    finally:
+        memory.rm("/clara", recursive=True)
+
+
+# -- cache and augmentation --------------------------------------------------------------------------------------------
+
+
+def test_the_window_moves_and_augmentation_is_fresh(data: Path, tmp_path: Path) -> None:
+    crop = {"name": "CropFixedSizeRandomCenter", "args": {"fields": BOTH, "size": [3, 3, 3]}}
+    flip = {"name": "RandomAxisFlip", "args": {"fields": BOTH}}
+    part = section("SegmentationImagePipelineWithCache", [*LOAD, crop, flip, NOISE], output_crop_size=[3, 3, 3])
+    with open_(tmp_path, data, train=part) as pipelines:
+        settle(pipelines)
+        train = pipelines.train
+        assert train is not None
+        assert isinstance(train.dataset, sf.SmartCacheDataset)
+        seen: dict[int, list[bytes]] = {}
+        for epoch in range(8):
+            found = []
+            for batch in train:
+                labels = batch["label"][:, 0, 0, 0, 0].int().tolist()
+                found += labels
+                for label, image in zip(labels, batch["image"], strict=True):
+                    seen.setdefault(label, []).append(image.numpy().tobytes())
+                del batch, image
+            assert set(found) == set(train.dataset.plan.window(epoch).tolist())
+        assert all(len(images) == len(set(images)) == 4 for images in seen.values())
+        assert len(seen) == 8
+
+
+def test_what_is_cached_is_the_deterministic_prefix(data: Path, tmp_path: Path) -> None:
+    scale = {
+        "name": "ScaleIntensityRange",
+        "args": {"fields": "image", "a_min": 0, "a_max": 10, "b_min": 0, "b_max": 1},
+    }
+    parts = {"train": section("SegmentationImagePipelineWithCache", [*LOAD, scale, NOISE, scale])}
+    with open_(tmp_path, data, **parts) as pipelines:
+        settle(pipelines)
+        assert pipelines.train is not None
+        dataset = pipelines.train.dataset
+        assert isinstance(dataset, sf.SmartCacheDataset)
+        names = [type(step).__name__ for step in dataset.reader.deterministic]
+        assert names == ["LoadNifti", "ConvertToChannelsFirst", "ScaleIntensityRange"]
+        verdicts = sf.split(dataset.source.pipeline).verdicts
+        assert {verdict.reason for verdict in verdicts} == {"mark"}
+        for _ in range(3):
+            assert len(list(pipelines.train)) == 2
+        stats = dataset.stats()
+        assert stats.hits >= 6  # one sample is new in each epoch
+        held = dataset.cache.get_many(np.flatnonzero(dataset.cache.resident(np.arange(8))))
+        assert all(type(record["image"]) is np.ndarray and record["image"].max() < 1 for record in held)
+
+
+def test_without_random_steps_the_samples_themselves_are_cached(data: Path, tmp_path: Path) -> None:
+    part = section("SegmentationImagePipelineWithCache", LOAD, num_cache_objects=8, replace_percent=0)
+    with open_(tmp_path, data, validate=part) as pipelines:
+        assert pipelines.validate is not None
+        dataset = pipelines.validate.dataset
+        assert isinstance(dataset, sf.SmartCacheDataset)
+        assert dataset.reader.plain
+        assert numbers(pipelines.validate) == numbers(pipelines.validate) == list(range(8))
+        assert dataset.stats().resident_items == 8
+
+
+def test_augmentation_is_a_function_of_the_seed(data: Path, tmp_path: Path) -> None:
+    seen = []
+    for seed, workers in ((1, 0), (1, 2), (2, 0)):
+        part = section("SegmentationImagePipeline", [*LOAD, NOISE], num_workers=workers)
+        with open_(tmp_path, data, seed=seed, train=part) as pipelines:
+            assert pipelines.train is not None
+            seen.append([batch["image"].clone() for batch in pipelines.train])
+    assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(seen[0], seen[2], strict=True))
+
+
+def test_sources_travel_to_processes_of_any_kind(data: Path, tmp_path: Path) -> None:
+    with open_(tmp_path, data, train=section("SegmentationImagePipeline", [*LOAD, NOISE])) as pipelines:
+        assert pipelines.train is not None
+        source = pipelines.train.dataset
+        assert isinstance(source, BaseSource)
+        again = pickle.loads(pickle.dumps(source))
+        assert again.fingerprint() == source.fingerprint()
+        assert torch.equal(again[3]["label"], source[3]["label"])
+        assert source.where(3) == f"{data}/images/3.nii.gz, {data}/labels/3.nii"
+
+
+# -- placeholders ------------------------------------------------------------------------------------------------------
+
+
+def test_placeholders(data: Path, tmp_path: Path) -> None:
+    part = section(
+        "SegmentationImagePipelineWithCache",
+        [*LOAD, {"name": "{noise_name}", "args": {"fields": ["{field}"], "variance": "{variance}"}}],
+        data_list_file_path="{DATA_ROOT}/{file}.json",
+        num_cache_objects="{objects}",
+        output_batch_size="{objects}",
+    )
+    variables = {"noise_name": "AddGaussianNoise", "objects": 5, "file": "{stem}", "stem": "list", "field": "image"}
+    model = {"name": "SegAhnet", "args": {"weights": "{NOBODY_ASKS_FOR_THIS}"}}
+    config = write_config(tmp_path, variance=1.5, **variables, train={**part, "model": model})
+    with load(config, DATA_ROOT=data, objects=3, unused="taken, as an environment may hold more") as pipelines:
+        assert pipelines.train is not None
+        dataset = pipelines.train.dataset
+        assert isinstance(dataset, sf.SmartCacheDataset)
+        assert (dataset.cache_num, pipelines.train.loader.batch_size) == (3, 3)
+        assert dataset.reader.rest.transforms[0].variance == 1.5  # type: ignore[attr-defined]
+
+
+# -- transforms of others ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["SegmentationImagePipeline", "SegmentationImagePipelineWithCache"])
+def test_transforms_of_monai(kind: str, data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("monai")
+    transforms = [
+        {"name": "LoadImaged", "args": {"keys": BOTH}},
+        {"name": "EnsureChannelFirstd", "args": {"keys": BOTH}},
+        {"name": "SpatialPadd", "args": {"keys": BOTH, "spatial_size": [6, 6, 6], "mode": "edge"}},
+        {"name": "RandSpatialCropd", "args": {"keys": BOTH, "roi_size": [3, 3, 3], "random_size": False}},
+        NOISE,
+    ]
+    with open_(tmp_path, data, train=section(kind, transforms, output_crop_size=[3, 3, 3])) as pipelines:
+        assert pipelines.train is not None
+        if kind.endswith("WithCache"):
+            settle(pipelines)
+            assert isinstance(pipelines.train.dataset, sf.SmartCacheDataset)
+            assert len(pipelines.train.dataset.reader.deterministic) == 3
+        first, second = ([batch["image"].clone() for batch in pipelines.train] for _ in range(2))
+        assert not any(torch.equal(a, b) for a in first for b in second)
+        assert len(set(numbers(pipelines.train))) == (4 if kind.endswith("WithCache") else 8)
+
+
+def test_our_transforms_win_over_those_of_monai(data: Path, tmp_path: Path) -> None:
+    with open_(tmp_path, data, train=section("SegmentationImagePipeline", LOAD)) as pipelines:
+        assert pipelines.train is not None
+        assert type(pipelines.train.dataset.pipeline.transforms[0]).__module__ == "stallfree.clara.nifti"  # type: ignore[union-attr]
+
+
+def test_a_transform_of_the_users_own(data: Path, tmp_path: Path) -> None:
+    part = section(
+        "ClassificationImagePipelineWithCache", [{"path": "clara_data.Own", "args": {"fields": "image"}}, NOISE]
+    )
+    with open_(tmp_path, data, list_="numbers.json", train=part) as pipelines:
+        assert pipelines.train is not None
+        assert len(numbers(pipelines.train)) == 4
+
+
+# -- warnings ----------------------------------------------------------------------------------------------------------
+
+ADVICE = [
+    ({"num_cache_objects": 5}, r"num_cache_objects=5 is not divisible by output_batch_size=2.*has only 1.*to 4 or 6"),
+    ({"num_cache_objects": 1}, r"num_cache_objects=1 is not divisible.*set num_cache_objects to 2"),
+    ({"prefetch_size": 3}, r"prefetch_size=3 with a cache.*set prefetch_size to 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), ADVICE)
+@pytest.mark.parametrize("name", ["train", "validate"])
+def test_warnings_of_the_manual(name: str, changes: dict[str, Any], message: str, data: Path, tmp_path: Path) -> None:
+    part = {name: section("SegmentationImagePipelineWithCache", LOAD, **changes)}
+    with pytest.warns(sf.StallfreeWarning, match=message) as caught, open_(tmp_path, data, **part):
+        pass
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith(f"{name}.image_pipeline")
+    assert caught[0].filename == __file__
+
+
+def test_no_warning_when_all_is_well(data: Path, tmp_path: Path) -> None:
+    parts = {
+        "train": section("SegmentationImagePipelineWithCache", [*LOAD, NOISE], prefetch_size=None),
+        "validate": section("SegmentationImagePipeline", LOAD, prefetch_size=7),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_(tmp_path, data, **parts).close()
+
+
+# -- files that cannot be read -----------------------------------------------------------------------------------------
+
+
+BAD = [
+    ("SegmentationImagePipeline", "gone", "labels/6.nii"),
+    ("SegmentationImagePipeline", "cut", "images/6.nii.gz"),
+    ("SegmentationImagePipelineWithCache", "gone", "images/6.nii.gz"),
+    ("SegmentationImagePipelineWithCache", "cut", "labels/6.nii"),
+    ("SegmentationImagePipelineWithCache", "no volume", "images/6.nii.gz"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fault", "what"), BAD)
+def test_a_bad_file_stops_training_with_its_path(kind: str, fault: str, what: str, tmp_path: Path) -> None:
+    make_data(tmp_path)
+    path = tmp_path / what
+    if fault == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-40] if fault == "cut" else b"something else" * 100)
+    with open_(tmp_path, tmp_path, train=section(kind, LOAD, shuffle=False)) as pipelines:
+        assert pipelines.train is not None
+        if kind.endswith("WithCache"):
+            settle(pipelines)
+        with pytest.raises(sf.SampleError) as caught:
+            numbers(itertools.chain.from_iterable(itertools.repeat(pipelines.train)))
+        assert caught.value.id == 6
+        assert str(path) in caught.value.where
+        assert str(path) in str(caught.value)
+        if fault != "gone":
+            assert f"field '{'image' if 'images' in what else 'label'}' are no whole NIfTI volume" in str(caught.value)
+
+
+def test_a_sample_of_another_size_is_named(tmp_path: Path) -> None:
+    make_data(tmp_path)
+    write(tmp_path / "images/5.nii.gz", volume(5, (4, 5, 7)))
+    with open_(tmp_path, tmp_path, train=section("SegmentationImagePipeline", LOAD)) as pipelines:
+        assert pipelines.train is not None
+        with pytest.raises(sf.SampleError, match=r"5\.nii\.gz.*\[1, 4, 5, 7\].*\[channels, 4, 5, 6\]") as caught:
+            numbers(pipelines.train)
+        assert caught.value.id == 5
+
+
+def test_channels_are_checked_if_asked_for(data: Path, tmp_path: Path) -> None:
+    part = section("SegmentationImagePipeline", LOAD, output_image_channels=4)
+    with open_(tmp_path, data, train=part) as pipelines:
+        assert pipelines.train is not None
+        with pytest.raises(sf.SampleError, match=r"asks for \[4, 4, 5, 6\]"):
+            numbers(pipelines.train)
+
+
+# -- lightness ---------------------------------------------------------------------------------------------------------
+
+
+def test_importing_is_light() -> None:
+    code = (
+        "import sys, stallfree as sf; sf.clara.load; "
+        "print([name for name in ('nibabel', 'monai') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert done.stdout.strip() == "[]"
