@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from stallfree import clara, testing
+from stallfree.analyze import replay
 from stallfree.errors import (
     CapacityError,
     CodecError,
@@ -51,6 +52,7 @@ __all__ = [
     "clara",
     "mark_deterministic",
     "mark_random",
+    "replay",
     "split",
     "testing",
 ]

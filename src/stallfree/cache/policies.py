@@ -114,11 +114,12 @@ class Victims:
     anew would give.
 
     `span` is a pair of integers (position, end) that may lie in shared memory. All calls are made under the lock of
-    writers.
+    writers. A `share`-th of the residents is queued at a time, if there is room for so many.
     """
 
-    def __init__(self, policy: Policy, state: VictimState, span: Array) -> None:
+    def __init__(self, policy: Policy, state: VictimState, span: Array, share: int = 64) -> None:
         self.policy = policy
+        self._share = share
         self._state = state
         self._span = span
 
@@ -193,14 +194,15 @@ class Victims:
 
     def _fill(self, score: Array, tick: int, chosen: list[Array]) -> bool:
         state = self._state
-        residents = np.flatnonzero(state.first)
-        if chosen:
-            residents = np.setdiff1d(residents, np.concatenate(chosen), assume_unique=True)
+        there = state.first != 0
+        for gone in chosen:
+            there[gone] = False
+        residents = np.flatnonzero(there)
         if len(residents) == 0:
             return False
         self.policy.before_choice(score, residents, tick)
         scores = score[residents]
-        size = min(max(16, len(residents) // 64), len(state.victim_ids), len(residents))
+        size = min(max(16, len(residents) // self._share), len(state.victim_ids), len(residents))
         bound = np.partition(scores, size - 1)[size - 1]
         lowest = np.flatnonzero(scores < bound)
         same = np.flatnonzero(scores == bound)[: size - len(lowest)]  # residents are in order of ids

@@ -1,0 +1,175 @@
+"""What a policy would do with a trace of ids: the live cache's own bookkeeping, without records.
+
+The decisions are those of the live cache by construction: the same `Writer` with the same `Policy` works on the same
+index, and only the copying of bytes is left out.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache.bookkeeper import Bookkeeper
+from stallfree.cache.policies import Policy, make_policy
+from stallfree.errors import InputError
+from stallfree.plans import Plan
+from stallfree.units import parse_size
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class EpochReplay:
+    """One epoch of a replay.
+
+    Attributes:
+        accesses: samples that were asked for.
+        hits: those that were resident.
+        misses: the others; each is one storage operation.
+        storage_bytes: bytes that the misses bring; 0 without sizes.
+        evictions: records that were dropped to make room.
+        rejected: misses that were not stored.
+    """
+
+    accesses: int
+    hits: int
+    misses: int
+    storage_bytes: int
+    evictions: int
+    rejected: int
+
+    @property
+    def hit_ratio(self) -> float:
+        """Hits over accesses; 0 without any."""
+        return self.hits / self.accesses if self.accesses else 0.0
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The outcome of `replay`.
+
+    Attributes:
+        policy: its name.
+        capacity_items: records of one size that fit; without `sizes` only, else 0.
+        epochs: one after the other.
+        resident: the ids that are in the cache at the end, ascending.
+    """
+
+    policy: str
+    capacity_items: int
+    epochs: tuple[EpochReplay, ...]
+    resident: Ids
+
+    @property
+    def total(self) -> EpochReplay:
+        """All epochs together."""
+        names = EpochReplay.__dataclass_fields__
+        return EpochReplay(**{name: sum(getattr(epoch, name) for epoch in self.epochs) for name in names})
+
+
+def replay(
+    trace_or_plans: Any,
+    *,
+    policy: str | Policy,
+    capacity: int | str,
+    sizes: Sequence[int] | npt.NDArray[Any] | None = None,
+    batch_size: int = 256,
+) -> Replay:
+    """Run `policy` over a trace of ids, without data.
+
+    Each batch is looked up as a whole and what it misses is stored afterwards, as a loader does; so `batch_size` should
+    be the loader's.
+
+    Args:
+        trace_or_plans: a sequence of ids (one epoch), or of epochs: plans, arrays or lists of ids.
+        policy: "minio", "fifo", "lru", "lfu" or "random", or a `Policy`.
+        capacity: what the cache holds. Without `sizes` a number of samples, with them bytes, as an int or such as
+            "4GiB", index included; or a share of all samples or bytes, such as "35%".
+        sizes: bytes of each sample, by id. None: all are alike.
+        batch_size: ids per batch.
+
+    Every decision is that of a live cache with the same batches, but for "random", which draws at other moments.
+    Raises `InputError` for arguments that cannot be used.
+    """
+    epochs = _epochs(trace_or_plans)
+    policy = make_policy(policy)
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise InputError(f"batch_size={batch_size!r}: give an int of 1 or more")
+    most = max((int(ids.max()) for ids in epochs if len(ids)), default=-1)
+    bytes_of = None if sizes is None else _sizes(sizes, most)
+    num_ids = most + 1 if bytes_of is None else len(bytes_of)
+    room = _room(capacity, num_ids, bytes_of)
+    with tempfile.TemporaryDirectory(prefix="stallfree-replay-") as folder:
+        keeper = Bookkeeper(Path(folder), num_ids, policy, room, bytes_of)
+        done = tuple(_run(keeper, ids, bytes_of, batch_size) for ids in epochs)
+        return Replay(policy.name, room if bytes_of is None else 0, done, keeper.resident())
+
+
+def _run(keeper: Bookkeeper, ids: Ids, sizes: Ids | None, batch_size: int) -> EpochReplay:
+    hits, size = 0, 0
+    evictions, rejected = keeper.evictions, keeper.rejected
+    for start in range(0, len(ids), batch_size):
+        batch = ids[start : start + batch_size]
+        missed = keeper.use(batch)
+        hits += len(batch) - len(missed)
+        if sizes is not None:
+            size += int(sizes[missed].sum())
+    return EpochReplay(len(ids), hits, len(ids) - hits, size, keeper.evictions - evictions, keeper.rejected - rejected)
+
+
+def _epochs(given: Any) -> list[Ids]:
+    if isinstance(given, Plan):
+        return [given.ids]
+    if isinstance(given, np.ndarray) and given.ndim == 1:
+        return [_ids(given)]
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
+        raise InputError(f"trace_or_plans={given!r:.80}: give ids, or a sequence of plans or of sequences of ids")
+    items = list(given)
+    if items and all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
+        return [_ids(items)]
+    return [item.ids if isinstance(item, Plan) else _ids(item) for item in items]
+
+
+def _ids(given: Any) -> Ids:
+    try:
+        ids = np.asarray(given)
+    except ValueError:
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
+        raise InputError(f"a trace holds {given!r:.80}: ids are integers of 0 or more")
+    return ids.astype(np.int64)
+
+
+def _sizes(given: Any, most: int) -> Ids:
+    sizes = np.asarray(given)
+    if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) <= most or (len(sizes) and sizes.min() < 1):
+        raise InputError(
+            f"sizes must be one int of 1 or more for each of the ids 0 to {most}; given were {sizes.size} of type "
+            f"{sizes.dtype}"
+        )
+    return sizes.astype(np.int64)
+
+
+def _room(capacity: int | str, num_ids: int, sizes: Ids | None) -> int:
+    """Samples, or bytes if there are sizes."""
+    if isinstance(capacity, str) and capacity.strip().endswith("%"):
+        try:
+            share = float(capacity.strip()[:-1]) / 100
+        except ValueError:
+            share = -1.0
+        if not 0 < share <= 1:
+            raise InputError(f"capacity={capacity!r}: a share is more than 0% and at most 100%")
+        return max(1, int(share * (num_ids if sizes is None else int(sizes.sum()))))
+    if sizes is not None:
+        return parse_size(capacity, "capacity")
+    if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 1:
+        raise InputError(
+            f"capacity={capacity!r}: without sizes give a number of samples of 1 or more, or a share such as '35%'"
+        )
+    return int(capacity)
