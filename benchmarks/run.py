@@ -26,13 +26,17 @@ NAMES = (
     "memory",
     "get_many",
     "growth",
+    "smart_cache",
+    "smart_boundary",
+    "smart_failures",
+    "dice",
 )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)}")
-    parser.add_argument("--data", type=Path, help="a folder of JPEG photographs; made-up pictures without it")
+    parser.add_argument("--data", type=Path, help="a folder of JPEG photographs and of volumes; made-up ones without")
     parser.add_argument("--quick", action="store_true", help="short runs, results printed only")
     parser.add_argument("--page", action="store_true", help="measure nothing, render the results that are there")
     given = parser.parse_args()

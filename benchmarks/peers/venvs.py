@@ -1,4 +1,4 @@
-"""Make the virtual environments of the peers: `python benchmarks/peers/venvs.py [ffcv] [tfdata]`.
+"""Make the virtual environments of the peers: `python benchmarks/peers/venvs.py [ffcv] [tfdata] [monai]`.
 
 Each lands in `.bench/venvs/NAME`. What cannot be installed is reported with the last lines of pip's output; a benchmark
 that meets a missing environment says so in its table instead of a figure.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 HOME = HERE.parents[1] / ".bench" / "venvs"
-IMPORTS = {"ffcv": "ffcv.loader", "tfdata": "tensorflow"}
+IMPORTS = {"ffcv": "ffcv.loader", "tfdata": "tensorflow", "monai": "monai.data"}
 LIBRARIES = {"ffcv": ("opencv4", "libturbojpeg")}
 """What pkg-config must find before the build."""
 

@@ -256,9 +256,10 @@ def test_resume_at_every_epoch(reshuffle: bool) -> None:
             assert rest[:wanted] == steps[step : step + wanted]
 
 
-def test_resume_under_another_loader() -> None:
+@pytest.mark.parametrize("kind", LOADERS)
+def test_resume_of_the_data_set_alone(kind: str) -> None:
     with sf.SmartCacheDataset(Rows(15), cache_num=6, replace_rate=0.3, on_late="wait") as data:
-        loader = torch.utils.data.DataLoader(data, batch_size=3)
+        loader = LOADERS[kind](data, batch_size=3)
         states, seen = [], []
         for _ in range(6):
             states.append(json.dumps(data.state_dict()))
@@ -267,7 +268,7 @@ def test_resume_under_another_loader() -> None:
     for epoch, state in enumerate(states):
         with sf.SmartCacheDataset(Rows(15), cache_num=6, replace_rate=0.3, on_late="wait") as data:
             data.load_state_dict(json.loads(state))
-            loader = torch.utils.data.DataLoader(data, batch_size=3)
+            loader = LOADERS[kind](data, batch_size=3)
             assert [ids_of(loader) for _ in range(6 - epoch)] == seen[epoch:]
             del loader
 

@@ -168,9 +168,14 @@ class DataLoader:
             raise InputError(f"epoch={epoch!r}: give an int of 0 or more")
         self._epoch = int(epoch)
         self._resume = self._progress = None
+        if self._windowed is not None:
+            self._windowed.take_resume()
 
     def __iter__(self) -> Iterator[Any]:
         resume, self._resume = self._resume, None
+        if self._windowed is not None:
+            after = self._windowed.take_resume()
+            self._epoch = self._epoch if after is None else after
         epoch, first = self._epoch, 0 if resume is None else resume["batches"]
         if resume is not None and resume["rest"] is not None:
             batches = iter([np.asarray(ids, np.int64) for ids in resume["rest"]])
@@ -236,6 +241,7 @@ class DataLoader:
             if "window" not in state:
                 raise InputError("the state has no window: it was taken with a data set that is no SmartCacheDataset")
             self._windowed.load_state_dict(state["window"])
+            self._windowed.take_resume()  # the loader's own epoch, and the place in it, are in the state
         self._epoch = state["epoch"]
         self._resume = {"batches": state["batches"], "rest": state["rest"]}
         self._progress = None

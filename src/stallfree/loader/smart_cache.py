@@ -150,6 +150,7 @@ class SmartCacheDataset:
                 self.cache.count_fetch(1, payload_bytes(value))
                 if id in coming:
                     self.cache.put(id, value)
+        self._resume: int | None = None
         self._known: tuple[int, int, Ids] = (-1, -1, np.empty(0, np.int64))
         self._owner = os.getpid()
         self._crew: FillCrew | None = None
@@ -380,6 +381,12 @@ class SmartCacheDataset:
                 shared.put(epoch, start)
             shared.asked[:] = state["epoch"] if state["over"] else state["epoch"] - 1
             shared.asked[np.array(state["rest"], np.int64)] = state["epoch"] - 1
+        self._resume = max(0, state["epoch"] + (state["over"] and not state["rest"]))
+
+    def take_resume(self) -> int | None:
+        """The epoch with which a new loader goes on after `load_state_dict`; None the second time, or without one."""
+        epoch, self._resume = self._resume, None
+        return epoch
 
     def stats(self) -> SmartCacheStats:
         """The counts of the cache and of the window, over all processes."""
