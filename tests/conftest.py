@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -21,6 +22,13 @@ import pytest
 SHARED_MEMORY = Path("/dev/shm")
 PATIENCE = 5.0  # seconds that what is just ending gets to end
 _failed = pytest.StashKey[bool]()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """A shell ignores SIGINT for what it starts in the background, and that is inherited; tests send it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -127,6 +127,26 @@ def test_nobody_sees_half_of_one(root: Path) -> None:
     assert list(root.iterdir()) == []
 
 
+def test_a_folder_that_is_removed_while_it_is_listed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files go one after the other, under another name: what is left of them is nobody else's folder."""
+    first = open_folder(root)
+    listdir = os.listdir
+
+    def late(fd: int) -> list[str]:
+        monkeypatch.setattr(os, "listdir", listdir)
+        first.close()
+        return ["data"]
+
+    attach = SharedFolder._attach
+    monkeypatch.setattr(
+        SharedFolder, "_attach", lambda self: (monkeypatch.setattr(SharedFolder, "_attach", attach), None)[1]
+    )
+    monkeypatch.setattr(os, "listdir", late)
+    second = open_folder(root)
+    assert second.created
+    second.close()
+
+
 def test_a_failure_while_it_is_made_leaves_nothing(root: Path) -> None:
     def full(folder: Path) -> None:
         (folder / "data").write_text("half")

@@ -153,12 +153,20 @@ class SharedFolder:
 
     def _is_free(self) -> bool:
         """Whether there is nothing at `path`, or an empty folder. Raises `StorageError` if something else is there."""
+        moved = False
         try:
-            found = os.listdir(self.path)
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                found = os.listdir(fd)
+                moved = not _same_file(fd, self.path)  # and being emptied under another name
+            finally:
+                os.close(fd)
         except FileNotFoundError:
             found = [self.path.name] if self.path.is_symlink() else []
         except OSError:
             found = [self.path.name]
+        if moved:
+            return False
         if found and _ATTACHED not in found:
             raise StorageError(f"{self.path} exists and is no stallfree folder: give another name or store")
         return not found

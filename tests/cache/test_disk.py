@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cache_tools import is_signed, signed
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from children import Child
@@ -215,6 +215,7 @@ numbers = st.sampled_from([0, 1, 2, 255, 1 << 31, (1 << 32) - 1]) | st.integers(
 @both
 @everything
 @given(st.lists(st.tuples(st.integers(0, 1000), numbers), min_size=1, max_size=100))
+@example(garbage=[(4, (1 << 32) - 1)])  # the mark of a free block, in a chain
 def test_garbage_in_the_arrays_of_the_index(
     templates: dict[str, Path], tmp_path: Path, kind: str, array: str, garbage: list
 ) -> None:

@@ -82,6 +82,9 @@ def recover(index: Index, block: int) -> int:
     blocks = chains(index, heads, counts)
     owner = np.repeat(np.arange(len(residents)), counts)
     clash = blocks >= backed
+    inner = np.ones(len(blocks), bool)
+    inner[np.cumsum(counts) - 1] = False
+    clash[inner] |= index.next[blocks[inner]] >= len(index.next)  # a link to nowhere
     clash |= np.bincount(blocks, minlength=len(index.next))[blocks] > 1
     wrong = np.zeros(len(residents), bool)
     wrong[owner[clash]] = True
