@@ -137,6 +137,7 @@ class Epoch:
             while number not in self._results:
                 self._wait(started, self._tasks[number])
             self.crew.counts["wait_seconds"] += time.perf_counter() - started
+            self._start_more(handing_out=1)  # now, and not after the training step that follows
             return self._results.pop(number)
         except WaitError:
             raise
@@ -145,10 +146,10 @@ class Epoch:
             self.crew.close()
             raise
 
-    def _start_more(self) -> None:
-        """Start batches until enough are under way or no slot is free."""
+    def _start_more(self, handing_out: int = 0) -> None:
+        """Start batches until enough are under way, not counting those just handed out, or no slot is free."""
         crew, progress = self.crew, self.progress
-        while len(self._tasks) < crew.ahead and crew.room and progress.peek() is not None:
+        while len(self._tasks) - handing_out < crew.ahead and crew.room and progress.peek() is not None:
             number, ids = progress.start()
             self._start(Task(self._token, number, NO_SLOT, progress.number, ids), crew.filler.can_gather(ids))
 
