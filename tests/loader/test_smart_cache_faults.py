@@ -127,6 +127,41 @@ def test_waiting_for_late_replacements(tmp_path: Path) -> None:
         del loader
 
 
+def test_however_late_nobody_is_passed_over() -> None:
+    """Without fill processes for many epochs; then the window goes on by no more than its own size."""
+    with sf.SmartCacheDataset(Rows(60), cache_num=10, replace_rate=0.5, shuffle=False) as data:
+        data.shutdown()
+        loader = torch.utils.data.DataLoader(data, batch_size=5)
+        for _ in range(8):
+            assert sorted(ids_of(loader)) == list(range(10))
+        assert data.stats().lag == 35
+        data.start()
+        until(lambda: data._ready(0, 10) == 10)
+        assert sorted(ids_of(loader)) == list(range(10, 20))
+        del loader
+
+
+def in_place(sample: Any) -> Any:
+    sample[0][:] += 1
+    return sample
+
+
+class Kept(Rows):
+    """Gives the records that it keeps."""
+
+    def _record(self, id: int) -> Any:
+        kept = self.__dict__.setdefault("kept", {})
+        return kept.setdefault(id, super()._record(id))
+
+
+def test_steps_that_change_their_input_run_once() -> None:
+    step = sf.mark_deterministic(in_place)
+    with sf.SmartCacheDataset(Kept(12), step, cache_num=6, replace_rate=0.5, on_late="wait") as data:
+        for _ in range(4):
+            for numbers, id in data.__getitems__(range(6)):
+                assert (numbers == id + 1).all()
+
+
 def test_no_advice_when_nothing_was_late() -> None:
     with sf.SmartCacheDataset(Rows(20), cache_num=10, replace_rate=0.2) as data:
         loader = torch.utils.data.DataLoader(data, batch_size=5)

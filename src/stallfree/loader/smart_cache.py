@@ -24,7 +24,7 @@ from stallfree.folders import check_name
 from stallfree.loader.arguments import context_of
 from stallfree.loader.cached_dataset import checked_ids
 from stallfree.loader.first_look import look
-from stallfree.loader.reader import Reader
+from stallfree.loader.reader import Reader, private
 from stallfree.loader.window_fill import FillCrew, FillSetup
 from stallfree.loader.window_size import Fit, fit_budget, fit_count
 from stallfree.loader.window_state import FILLERS, Field, WindowState
@@ -211,7 +211,8 @@ class SmartCacheDataset:
             if before is None:
                 begin, waited, late = goal, 0.0, False
             else:
-                begin, waited, late = self._reach(before, goal, epoch)
+                # However late it is, nobody is passed over.
+                begin, waited, late = self._reach(before, min(goal, before + self.cache_num), epoch)
             with state.hold():
                 there = state.start(epoch)
                 if there is not None:
@@ -239,7 +240,10 @@ class SmartCacheDataset:
                 return ready, waited, late
             if not self._state.filled_by_others():  # nobody is at work: whoever waits does it
                 missing = self.plan.sequence(ready + self.cache_num, goal + self.cache_num)
-                self._filling(1).fill(missing, np.arange(ready, goal) + self.cache_num)
+                setup = self._filling(1)
+                setup.tidy(np.concatenate((self.plan.window(before), missing)))
+                setup.fill(missing, np.arange(ready, goal) + self.cache_num)
+                setup.reader.close()
                 return goal, time.perf_counter() - began, late
             if waited > _WAIT_SECONDS:
                 raise WaitError(
@@ -442,10 +446,11 @@ class _Sizes:
 
     def more(self, count: int) -> list[Any]:
         """What the cache holds for `count` samples, as far as they can be had."""
+        known = {id for id, _ in self.read}
         for id in self.reach.sequence(0, min(count, self.reach.total)).tolist():
-            if id != self.read[0][0]:
-                try:
-                    self.read.append((id, self._before(self._source.fetch(id))))
+            if id not in known:
+                try:  # steps may change their input, and the source may keep what it gave
+                    self.read.append((id, self._before(private(self._source.fetch(id)))))
                 except Exception as error:  # it will come again when the sample is asked for
                     log.info("sample %d could not be read to learn its size: %s", id, error)
         return [value for _, value in self.read]

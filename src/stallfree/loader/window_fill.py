@@ -58,22 +58,31 @@ class FillSetup:
         if start is None:
             return False
         plan = self.plan
-        first, end = start + plan.size, (epoch + 1) * plan.replace + plan.size
+        first = start + plan.size
+        end = min((epoch + 1) * plan.replace, first) + plan.size
         coming = plan.sequence(first, end)
-        if self._tidied != (epoch, start):
+        if self._tidied != (epoch, start) and self.tidy(np.concatenate((plan.window(start), coming))):
             self._tidied = (epoch, start)
-            self._drop_others(np.concatenate((plan.window(start), coming)))
         places = np.arange(first, first + len(coming))
         todo = ~self.reader.cache.resident(coming) & (self.state.unkept[coming] != places + 1)  # type: ignore[union-attr]
         todo &= places % self.fillers == filler
         at = np.flatnonzero(todo)[:_CHUNK]
         if len(at) == 0:
             return False
-        self.fill(coming[at], places[at])
+        full = self.fill(coming[at], places[at])
+        if full and not self._told and len(coming) <= plan.replace:  # for more, after a delay, there is no room
+            self._told = True
+            log.warning(
+                "the cache is full before all samples of the window are in it: the others are read each time. They are "
+                "larger than the first ones; give capacity in place of cache_num"
+            )
         return True
 
-    def fill(self, ids: Ids, places: Ids) -> None:
-        """Prepare and store `ids`; those that cannot be had or stored are noted, so that nobody waits for them."""
+    def fill(self, ids: Ids, places: Ids) -> bool:
+        """Prepare and store `ids`; those that cannot be had or stored are noted, so that nobody waits for them.
+
+        Returns whether there was no room for some.
+        """
         failed = 0
         try:
             failed = len(self.reader.finish(self.reader.start(ids), 0, 0, skip=True).skipped)
@@ -81,20 +90,20 @@ class FillSetup:
             failed = len(ids)
         there = self.reader.cache.resident(ids)  # type: ignore[union-attr]
         self.state.unkept[ids[~there]] = (places + 1)[~there]
-        if not self._told and np.count_nonzero(~there) > failed:
-            self._told = True
-            log.warning(
-                "the cache is full before all samples of the window are in it: the others are read each time. They are "
-                "larger than the first ones; give capacity in place of cache_num"
-            )
+        return int(np.count_nonzero(~there)) > failed
 
-    def _drop_others(self, keep: Ids) -> None:
+    def tidy(self, keep: Ids) -> bool:
+        """Drop all samples but `keep`; False if the lock of writers is not free in time."""
         cache = self.reader.cache
         assert cache is not None
         there = cache.resident(np.arange(cache.num_ids))
         there[keep] = False
-        if there.any():
-            cache.drop(np.flatnonzero(there))
+        try:
+            if there.any():
+                cache.drop(np.flatnonzero(there))
+        except WaitError:
+            return False
+        return True
 
 
 class FillCrew:
