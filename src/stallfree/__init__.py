@@ -3,7 +3,7 @@
 from importlib.metadata import version as _version
 
 from stallfree import clara, testing
-from stallfree.analyze import replay
+from stallfree.analysis import replay
 from stallfree.errors import (
     CapacityError,
     CodecError,

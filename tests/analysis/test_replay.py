@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stallfree import InputError
-from stallfree.analyze import replay
+from stallfree.analysis import replay
 from stallfree.cache import MISS, SampleCache
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.plans import make_plan

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stallfree import InputError, MissingExtraError
-from stallfree.analyze.simulate import Pipeline, Run, compare, simulate
+from stallfree.analysis.simulate import Pipeline, Run, compare, simulate
 
 ARTICLE = {"loaders": 3, "transfer": 0.015, "compute": 0.030}
 

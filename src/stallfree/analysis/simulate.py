@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from stallfree.errors import InputError, missing_extra
+from stallfree.events import Event
 
 _STEADY_SECONDS = 20.0
 _WARM_SECONDS = 5.0
@@ -71,23 +72,6 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Event:
-    """Something that took time.
-
-    Attributes:
-        start: seconds since the beginning.
-        end: the same.
-        actor: "loader 0" and so on, "copy", "device".
-        batch: its number, in the order in which loading began.
-    """
-
-    start: float
-    end: float
-    actor: str
-    batch: int
-
-
-@dataclass(frozen=True)
 class Run:
     """One run of a simulation.
 
@@ -137,23 +121,23 @@ class _World:
         self._begun = 0
         self.events: list[Event] = []
 
-    def _take(self, actor: str, batch: int, mean: float) -> Steps:
+    def _take(self, actor: str, what: str, batch: int, mean: float) -> Steps:
         variation, start = self._pipeline.variation, self._clock.now
         shape = variation**-2 if variation else 0.0
         yield self._clock.timeout(self._random.gamma(shape, mean / shape) if variation and mean else mean)
-        self.events.append(Event(start, self._clock.now, actor, batch))
+        self.events.append(Event(start, self._clock.now, actor, what, batch))
 
     def loader(self, number: int) -> Steps:
         while True:
             batch = self._begun
             self._begun += 1
-            yield from self._take(f"loader {number}", batch, self._pipeline.load)
+            yield from self._take(f"loader {number}", "load", batch, self._pipeline.load)
             yield self._queue.put(batch)
 
     def prefetcher(self) -> Steps:
         while True:
             batch = yield self._queue.get()
-            yield from self._take("copy", batch, self._pipeline.transfer)
+            yield from self._take("copy", "copy", batch, self._pipeline.transfer)
             yield self._device.put(batch)
 
     def trainer(self) -> Steps:
@@ -162,8 +146,8 @@ class _World:
                 batch = yield self._device.get()
             else:
                 batch = yield self._queue.get()
-                yield from self._take("copy", batch, self._pipeline.transfer)
-            yield from self._take("device", batch, self._pipeline.compute)
+                yield from self._take("copy", "copy", batch, self._pipeline.transfer)
+            yield from self._take("device", "compute", batch, self._pipeline.compute)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Where training waits, and what would change that: so far, policies over recorded traces."""
 
-from stallfree.analyze.replay import EpochReplay, Replay, replay
+from stallfree.analysis.replay import EpochReplay, Replay, replay
 
 __all__ = ["EpochReplay", "Replay", "replay"]

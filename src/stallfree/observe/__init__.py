@@ -1,0 +1,1 @@
+"""Watching training that runs: scripts from outside, metrics for other tools."""
