@@ -1,6 +1,6 @@
 # The everyday commands of stallfree. `make demo` and `make test` work from nothing: python3 >= 3.10 and make are enough.
 #
-#   make demo | test | test-slow | bench | check | clean
+#   make demo | test | test-slow | test-browser | bench | check | clean
 #   ARGS="..."   passes arguments on:        make demo ARGS="--epochs 2"    make test ARGS="tests/cache -x"
 #   PYTHON=...   takes this interpreter:     make test PYTHON=/opt/python3.12/bin/python3
 #   VENV=...     puts the environment there: make test VENV=/tmp/venv
@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow bench check clean
+.PHONY: help demo test test-slow test-browser bench check clean
 
 VENV ?= .venv
 ARGS ?=
@@ -53,6 +53,10 @@ $(VENV)/.check: $(VENV)/.made $(DECLARED)
 	$(INSTALL) -e '.[all,test,check]'
 	@touch $@
 
+$(VENV)/.browser: $(VENV)/.made $(DECLARED)
+	$(INSTALL) -e '.[all,test,browser]'
+	@touch $@
+
 demo: $(VENV)/.all
 	$(BIN)/stallfree demo $(ARGS)
 
@@ -61,6 +65,13 @@ test: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The browser is Debian's: playwright is given its path and downloads none.
+test-browser: $(VENV)/.browser
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y --no-install-recommends chromium; } || \
+	  { echo "no Chromium: apt install chromium" >&2; exit 1; }
+	$(BIN)/python -m pytest tests/browser $(ARGS)
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/run.py $(ARGS)

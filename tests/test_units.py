@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stallfree.errors import CapacityError, InputError, StallfreeError
-from stallfree.units import format_size, parse_rate, parse_size
+from stallfree.units import format_seconds, format_size, parse_rate, parse_seconds, parse_size
 
 
 @pytest.mark.parametrize(
@@ -111,3 +111,69 @@ def test_any_text_is_a_size_or_a_clear_error(text: str) -> None:
         assert parse_size(text) >= 0
     except CapacityError as error:
         assert repr(text) in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("80ms", 0.08),
+        ("0.08s", 0.08),
+        ("15us", 15e-6),
+        ("15 µs", 15e-6),
+        ("15 \u03bcs", 15e-6),
+        ("3ns", 3e-9),
+        (" 2 s ", 2.0),
+        ("1.5min", 90.0),
+        ("2h", 7200.0),
+        ("0s", 0.0),
+    ],
+)
+def test_times(value: str, seconds: float) -> None:
+    assert parse_seconds(value) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("value", ["80", "0.08", " 1 "])
+def test_a_time_without_a_unit(value: str) -> None:
+    with pytest.raises(InputError, match=r"--load='.*' has no unit: give a number with its unit, such as '80ms'"):
+        parse_seconds(value, "--load")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "ms", "-80ms", "+80ms", "80 m", "80MS", "80ms/s", "8e1ms", "nan", "infs", "1,5s", "1.s", 80, 0.08, b"1s"],
+)
+def test_what_is_no_time(value: Any) -> None:
+    with pytest.raises(InputError, match=r"load=.* is no time: .* units: ns, us, ms, s, min, h") as caught:
+        parse_seconds(value, "load")
+    assert repr(value) in str(caught.value)
+
+
+def test_an_endless_time() -> None:
+    with pytest.raises(InputError, match="must be finite"):
+        parse_seconds("9" * 400 + "h")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (3e-9, "3 ns"),
+        (15e-6, "15 µs"),
+        (0.0009996, "1 ms"),
+        (0.08, "80 ms"),
+        (0.12345, "123 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (1.254, "1.25 s"),
+        (999.4, "999 s"),
+        (999.6, "1,000 s"),
+        (7200, "7,200 s"),
+    ],
+)
+def test_times_for_people(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@given(st.floats(min_value=1e-9, max_value=900))
+def test_times_read_back_within_three_digits(seconds: float) -> None:
+    assert parse_seconds(format_seconds(seconds)) == pytest.approx(seconds, rel=0.005)

@@ -3,7 +3,7 @@
 from importlib.metadata import version as _version
 
 from stallfree import clara, testing
-from stallfree.analysis import replay
+from stallfree.analysis import Prediction, Replay, Report, analyze, replay
 from stallfree.errors import (
     CapacityError,
     CodecError,
@@ -40,6 +40,9 @@ __all__ = [
     "LoaderStats",
     "MissingExtraError",
     "OnItem",
+    "Prediction",
+    "Replay",
+    "Report",
     "SampleError",
     "SmartCacheDataset",
     "SmartCacheStats",
@@ -49,6 +52,7 @@ __all__ = [
     "StorageError",
     "WaitError",
     "WorkerError",
+    "analyze",
     "clara",
     "mark_deterministic",
     "mark_random",

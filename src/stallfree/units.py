@@ -13,6 +13,8 @@ _BYTES = {"": 1, "B": 1} | {
 }
 _BYTES_FOLDED = {name.lower(): factor for name, factor in _BYTES.items()}
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z\u00b5\u03bc]*)\s*")
 
 
 def parse_size(value: int | str, name: str = "size") -> int:
@@ -44,6 +46,32 @@ def parse_rate(value: float | int | str, name: str = "rate") -> float:
     if not 0 < rate < float("inf"):
         raise InputError(f"{name}={value!r} must be above 0 and finite")
     return rate
+
+
+def parse_seconds(value: str, name: str = "time") -> float:
+    """Seconds in `value`, a number with its unit (ns, us, ms, s, min or h): `"80ms"`, `"0.08s"`, `"15us"`, `"2 min"`.
+
+    Raises `InputError` for a number without a unit, an unknown unit, a negative or endless time, or anything else.
+    """
+    example = "a number with its unit, such as '80ms', '0.08s' or '15us'"
+    match = _TIME.fullmatch(value) if isinstance(value, str) else None
+    if match and not match[2]:
+        raise InputError(f"{name}={value!r} has no unit: give {example}")
+    unit = re.sub("[\u00b5\u03bc]", "u", match[2]) if match else ""
+    if match is None or unit not in _SECONDS:
+        raise InputError(f"{name}={value!r} is no time: give {example}; units: {', '.join(_SECONDS)}")
+    seconds = float(match[1]) * _SECONDS[unit]
+    if seconds == float("inf"):
+        raise InputError(f"{name}={value!r} must be finite: give {example}")
+    return seconds
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` for people, three digits: `"80 ms"`, `"1.25 s"`."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= 0.9995 * factor:
+            return f"{seconds / factor:,.0f} {unit}" if seconds >= 999.5 * factor else f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
 
 
 def format_size(size: float) -> str:

@@ -19,27 +19,52 @@ ARTICLE = {"loaders": 3, "transfer": 0.015, "compute": 0.030}
 def test_the_article() -> None:
     """80 ms of loading: 20 against 29 batches in the first second; 160 ms: 16 against 17."""
     fast = compare(Pipeline(load=0.080, **ARTICLE), seeds=30)
-    assert [figure.mean for figure in fast.first_second] == [pytest.approx(20.1, abs=0.4), pytest.approx(29.9, abs=0.4)]
+    assert [figure.mean for figure in fast.first] == [pytest.approx(20.1, abs=0.4), pytest.approx(29.9, abs=0.4)]
     assert [figure.mean for figure in fast.steady] == [pytest.approx(law, rel=0.01) for law in fast.law]
     assert fast.advice == "prefetch gains 50%: copy and step overlap"
     slow = compare(Pipeline(load=0.160, **ARTICLE), seeds=30)
-    assert [figure.mean for figure in slow.first_second] == [
+    assert [figure.mean for figure in slow.first] == [
         pytest.approx(16.0, abs=0.3),
         pytest.approx(16.15, abs=0.3),
     ]
     assert slow.law == (18.75, 18.75)
     assert slow.advice.startswith("prefetch gains nothing here: add loaders (6 would")
-    singles = {
-        (load, prefetch): {
-            simulate(Pipeline(load=load, prefetch=prefetch, **ARTICLE), seed=seed).batches() for seed in range(30)
-        }
-        for load in (0.080, 0.160)
-        for prefetch in (False, True)
-    }
-    assert 20 in singles[0.080, False]
-    assert 29 in singles[0.080, True]
-    assert 16 in singles[0.160, False]
-    assert 17 in singles[0.160, True]
+    for comparison, means in ((fast, (20, 29)), (slow, (16, 17))):
+        for (least, most), figure in zip(comparison.singles, means, strict=True):
+            assert least <= figure <= most, "single seeds give the article's figures"
+        assert "One run is one draw: in the first 1 s single seeds give" in comparison.caution
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_what_is_compared(prefetch: bool) -> None:
+    """Counted here from the runs themselves."""
+    pipeline = Pipeline(load=0.160, prefetch=prefetch, **ARTICLE)
+    comparison = compare(pipeline, seeds=5, seconds=0.5)
+    assert (comparison.seeds, comparison.seconds) == (5, 0.5)
+    for place, with_prefetch in enumerate((False, True)):
+        one = Pipeline(load=0.160, prefetch=with_prefetch, **ARTICLE)
+        counts = [simulate(one, seconds=0.5, seed=seed).batches() for seed in range(5)]
+        assert comparison.singles[place] == (min(counts), max(counts))
+        assert comparison.first[place].mean == pytest.approx(sum(counts) / 5)
+        assert comparison.first[place].low <= sum(counts) / 5 <= comparison.first[place].high
+
+
+@pytest.mark.parametrize("load", [15e-6, 0.08, 30.0])
+def test_the_steady_state_at_any_scale(load: float) -> None:
+    """The law holds for microseconds and for minutes, for many loaders that deliver in bursts too."""
+    for pipeline in (Pipeline(4, load, load / 8, load / 3), Pipeline(48, load, load / 200, load / 100, variation=0)):
+        comparison = compare(pipeline, seeds=3, seconds=load)
+        assert [figure.mean for figure in comparison.steady] == [pytest.approx(law, rel=0.02) for law in comparison.law]
+
+
+def test_what_had_not_ended_is_known_too() -> None:
+    pipeline = Pipeline(load=0.160, **ARTICLE)
+    whole, part = simulate(pipeline, seconds=2, seed=3), simulate(pipeline, seconds=1, seed=3)
+    assert part.events == tuple(event for event in whole.events if event.end < 1)
+    begun = {event for event in (*whole.events, *whole.unfinished) if event.start < 1}
+    assert set(part.unfinished) == begun - set(part.events)
+    assert part.unfinished
+    assert all(event.end >= 1 for event in part.unfinished)
 
 
 @pytest.mark.parametrize(("load", "expected"), [(0.080, (20, 30)), (0.160, (15, 15))])
@@ -112,6 +137,19 @@ def test_bad_input(arguments: tuple[Any, ...], message: str) -> None:
 def test_no_seeds() -> None:
     with pytest.raises(InputError, match="seeds=0"):
         compare(Pipeline(1, 0.1, 0.1, 0.1), seeds=0)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan"), True, "1"])
+def test_no_time(seconds: Any) -> None:
+    pipeline = Pipeline(1, 0.1, 0.1, 0.1)
+    for call in (simulate, compare):
+        with pytest.raises(InputError, match=r"seconds=.*give a number above 0"):
+            call(pipeline, seconds=seconds)
+
+
+def test_too_much_to_simulate() -> None:
+    with pytest.raises(InputError, match=r"seconds=1 with seeds=30: .* batches would pass.*fewer seconds or seeds"):
+        compare(Pipeline(8, 15e-6, 1e-6, 2e-6))
 
 
 def test_without_simpy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,8 @@
-"""Where training waits, and what would change that: so far, policies over recorded traces."""
+"""Where training waits, and what would change that: measurement, model, simulation, replay of policies."""
 
+from stallfree.analysis.analyzer import analyze
+from stallfree.analysis.prediction import Prediction
 from stallfree.analysis.replay import EpochReplay, Replay, replay
+from stallfree.analysis.report import Report
 
-__all__ = ["EpochReplay", "Replay", "replay"]
+__all__ = ["EpochReplay", "Prediction", "Replay", "Report", "analyze", "replay"]

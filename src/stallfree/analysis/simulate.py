@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,10 @@ import numpy as np
 from stallfree.errors import InputError, missing_extra
 from stallfree.events import Event
 
-_STEADY_SECONDS = 20.0
-_WARM_SECONDS = 5.0
+_WARM_BATCHES = 150
+_STEADY_BATCHES = 600
+_ROUNDS = 10  # loads by every loader that the warm-up and the measurement last at least
+_MOST_BATCHES = 2_000_000
 _Z95 = 1.96
 
 Steps = Generator[Any, Any, None]
@@ -65,6 +67,11 @@ class Pipeline:
             raise InputError("load, and transfer or compute, must be above 0 seconds")
 
     @property
+    def queue_size(self) -> int:
+        """Ready batches that the queue holds."""
+        return self.queue or 2 * self.loaders
+
+    @property
     def law(self) -> float:
         """Batches per second in the steady state, if times were constant."""
         step = max(self.transfer, self.compute) if self.prefetch else self.transfer + self.compute
@@ -79,11 +86,13 @@ class Run:
         pipeline: what was simulated.
         seconds: how long.
         events: in the order of their ends; those that had not ended are left out.
+        unfinished: those, with the ends they would have had.
     """
 
     pipeline: Pipeline
     seconds: float
     events: tuple[Event, ...]
+    unfinished: tuple[Event, ...]
 
     def batches(self, start: float = 0.0) -> int:
         """Steps that ended after `start`."""
@@ -93,8 +102,9 @@ class Run:
 def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
     """Run the pipeline for so many seconds. The same seed gives the same run.
 
-    Raises `MissingExtraError` if `simpy` is not installed.
+    Raises `InputError` for a time that is none, `MissingExtraError` if `simpy` is not installed.
     """
+    _check_seconds(seconds)
     try:
         import simpy
     except ImportError as error:
@@ -107,7 +117,14 @@ def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
         clock.process(world.prefetcher())
     clock.process(world.trainer())
     clock.run(until=seconds)
-    return Run(pipeline, seconds, tuple(world.events))
+    events = sorted(world.events, key=lambda event: event.end)
+    ended = [event for event in events if event.end < seconds]
+    return Run(pipeline, seconds, tuple(ended), tuple(events[len(ended) :]))
+
+
+def _check_seconds(seconds: float) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+        raise InputError(f"seconds={seconds!r}: give a number above 0")
 
 
 class _World:
@@ -116,16 +133,18 @@ class _World:
     def __init__(self, clock: Any, pipeline: Pipeline, seed: int, store: Callable[..., Any]) -> None:
         self._clock, self._pipeline = clock, pipeline
         self._random = np.random.default_rng(seed)
-        self._queue = store(clock, capacity=pipeline.queue or 2 * pipeline.loaders)
+        self._queue = store(clock, capacity=pipeline.queue_size)
         self._device = store(clock, capacity=pipeline.depth)
         self._begun = 0
         self.events: list[Event] = []
 
     def _take(self, actor: str, what: str, batch: int, mean: float) -> Steps:
         variation, start = self._pipeline.variation, self._clock.now
-        shape = variation**-2 if variation else 0.0
-        yield self._clock.timeout(self._random.gamma(shape, mean / shape) if variation and mean else mean)
-        self.events.append(Event(start, self._clock.now, actor, what, batch))
+        seconds = mean
+        if variation and mean:
+            seconds = float(self._random.gamma(variation**-2, mean * variation**2))
+        self.events.append(Event(start, start + seconds, actor, what, batch))
+        yield self._clock.timeout(seconds)
 
     def loader(self, number: int) -> Steps:
         while True:
@@ -159,7 +178,7 @@ class Interval:
     high: float
 
     @staticmethod
-    def of(figures: list[float]) -> Interval:
+    def of(figures: Sequence[float]) -> Interval:
         """That of some figures."""
         mean = statistics.fmean(figures)
         half = _Z95 * statistics.stdev(figures) / math.sqrt(len(figures)) if len(figures) > 1 else 0.0
@@ -168,38 +187,78 @@ class Interval:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A pipeline without and with a prefetcher.
+    """A pipeline without and with a prefetcher; of each pair the first is without.
 
     Attributes:
-        first_second: batches in the first second, without and with.
-        steady: batches per second after that, without and with.
+        seeds: runs of each.
+        seconds: what counts as the beginning.
+        first: batches in the beginning, mean over the seeds.
+        singles: the fewest and the most that one seed gave.
+        steady: batches per second after the warm-up.
         law: what the law gives for these.
         advice: what follows, in a sentence.
+        caution: what one run is worth, in a sentence.
     """
 
-    first_second: tuple[Interval, Interval]
+    seeds: int
+    seconds: float
+    first: tuple[Interval, Interval]
+    singles: tuple[tuple[int, int], tuple[int, int]]
     steady: tuple[Interval, Interval]
     law: tuple[float, float]
     advice: str
+    caution: str
 
 
-def compare(pipeline: Pipeline, *, seeds: int = 30) -> Comparison:
-    """Simulate `pipeline` without and with a prefetcher, each with the seeds 0 to `seeds` - 1."""
+def compare(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> Comparison:
+    """Simulate `pipeline` without and with a prefetcher, each with the seeds 0 to `seeds` - 1.
+
+    The first `seconds` are counted as an article would. The steady state is counted after them, and after a warm-up.
+
+    Raises `InputError` for no seeds, for no time, and for one in which over 2,000,000 batches would pass.
+    """
+    _check_seconds(seconds)
     if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
         raise InputError(f"seeds={seeds!r}: give an int of 1 or more")
-    first: list[Interval] = []
-    steady: list[Interval] = []
-    laws: list[float] = []
-    for prefetch in (False, True):
-        one = replace(pipeline, prefetch=prefetch)
-        runs = [simulate(one, seconds=_WARM_SECONDS + _STEADY_SECONDS, seed=seed) for seed in range(seeds)]
-        first.append(Interval.of([float(run.batches() - run.batches(1.0)) for run in runs]))
-        steady.append(Interval.of([run.batches(_WARM_SECONDS) / _STEADY_SECONDS for run in runs]))
-        laws.append(one.law)
-    return Comparison((first[0], first[1]), (steady[0], steady[1]), (laws[0], laws[1]), _advice(pipeline, laws))
+    without, prefetching = replace(pipeline, prefetch=False), replace(pipeline, prefetch=True)
+    batches = seeds * seconds * (without.law + prefetching.law)
+    if batches > _MOST_BATCHES:
+        raise InputError(
+            f"seconds={seconds:g} with seeds={seeds}: {batches:,.0f} batches would pass, at most {_MOST_BATCHES:,} are "
+            "simulated: give fewer seconds or seeds"
+        )
+    first, steady = zip(*(_counts(one, seeds, seconds) for one in (without, prefetching)), strict=True)
+    laws = (without.law, prefetching.law)
+    singles = [(min(counts), max(counts)) for counts in first]
+    return Comparison(
+        seeds=seeds,
+        seconds=seconds,
+        first=(Interval.of(first[0]), Interval.of(first[1])),
+        singles=(singles[0], singles[1]),
+        steady=(Interval.of(steady[0]), Interval.of(steady[1])),
+        law=laws,
+        advice=_advice(pipeline, laws),
+        caution=_caution(seconds, singles),
+    )
 
 
-def _advice(pipeline: Pipeline, laws: list[float]) -> str:
+def _counts(pipeline: Pipeline, seeds: int, seconds: float) -> tuple[list[int], list[float]]:
+    """Per seed, batches in the first `seconds`, and per second in the steady state.
+
+    The steady state is measured over whole rounds of the loaders: with constant times these deliver in bursts.
+    """
+    first, steady = [], []
+    rounds = max(_ROUNDS, math.ceil(_STEADY_BATCHES / (pipeline.law * pipeline.load)))
+    length = rounds * pipeline.load
+    warm = max(seconds, _WARM_BATCHES / pipeline.law, _ROUNDS * pipeline.load)
+    for seed in range(seeds):
+        run = simulate(pipeline, seconds=warm + length, seed=seed)
+        first.append(run.batches() - run.batches(seconds))
+        steady.append(run.batches(warm) / length)
+    return first, steady
+
+
+def _advice(pipeline: Pipeline, laws: tuple[float, float]) -> str:
     gain = laws[1] / laws[0] - 1
     loaders = pipeline.loaders / pipeline.load
     if gain < 0.01:
@@ -210,3 +269,11 @@ def _advice(pipeline: Pipeline, laws: list[float]) -> str:
     if laws[1] >= loaders * 0.9999:
         return f"prefetch gains {gain:.0%}; after that the loaders are the limit"
     return f"prefetch gains {gain:.0%}: copy and step overlap"
+
+
+def _caution(seconds: float, singles: list[tuple[int, int]]) -> str:
+    without, prefetching = (f"{least}" if least == most else f"{least} to {most}" for least, most in singles)
+    return (
+        f"One run is one draw: in the first {seconds:g} s single seeds give {without} batches without prefetch and "
+        f"{prefetching} with it. Go by the steady state."
+    )

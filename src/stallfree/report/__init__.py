@@ -1,1 +1,7 @@
 """What was measured, as text and as pages. Knows plain data only, the JSON of a report or a simulation."""
+
+from stallfree.report.page import report_page
+from stallfree.report.simulation import run_data, simulation_page
+from stallfree.report.terminal import render_report
+
+__all__ = ["render_report", "report_page", "run_data", "simulation_page"]

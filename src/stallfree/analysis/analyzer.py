@@ -1,0 +1,376 @@
+"""`analyze`: the rates G, P, S and C of a job, its real speed, and the report that follows from them.
+
+The differential runs are those of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training",
+VLDB 2021, section 3): with data on the device, with data in memory, with cold files. None needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from stallfree.analysis.job import Bare, Cold, Endless, Held, Job, Records, make_job, read_some
+from stallfree.analysis.report import Report, check_cache, make_report
+from stallfree.analysis.residency import read_file, resident_share
+from stallfree.analysis.stopwatch import Limits, Rate, steady_rate
+from stallfree.cache.limits import free_memory, free_space
+from stallfree.errors import InputError
+from stallfree.folders import default_root
+from stallfree.loader import CachedDataset, DataLoader
+
+RUNS = {
+    "G": "G: batches on the device",
+    "copy": "copies to the device",
+    "P": "P: records in memory, no device",
+    "P_hit": "P of hits: out of the cache",
+    "S": "S: cold files, no prep",
+    "C": "C: out of the cache, no prep",
+    "cold": "the job, cold",
+    "warm": "the job, all in memory",
+}
+"""The runs of an analysis, in their order."""
+
+_MOST_CACHE = 4 << 30
+"""Bytes of the cache that the samples are put into; only what they need is taken."""
+
+_COLD_RESIDENT = 0.05
+"""Share of a file's pages that may be in memory for it to count as cold."""
+
+
+def analyze(
+    dataset: Any,
+    step: Callable[[Any], Any],
+    *,
+    batch_size: int,
+    num_workers: int,
+    cache: int | str | None = None,
+    device: str | torch.device | None = None,
+    seconds: float = 10.0,
+    progress: bool = True,
+    **loader_arguments: Any,
+) -> Report:
+    """Measure where a training job waits.
+
+    Eight runs are made, each until its 95% interval is within 1% or `seconds` are over: G, batches that are on the
+    device already; P, fetch from memory and no device, without and with a cache; S, cold files and no prep; C, out of
+    the cache; the job itself with cold files, and with all data in memory. Files are put out of memory with
+    `posix_fadvise` and what is there is checked with `mincore`; the report says where that was not possible.
+
+    A data set of stallfree (`CachedDataset`, `ImageFolder`, any `Source`) runs under `stallfree.DataLoader`, any other
+    under `torch.utils.data.DataLoader`, as it is used today. There fetch and prep cannot be told apart within a sample;
+    P is then measured with the files in memory, and S by reading the files that were seen to be opened.
+
+    Args:
+        dataset: a map-style data set or source.
+        step: trains on one batch, which it moves to the device itself if need be.
+        batch_size: samples per batch.
+        num_workers: worker processes of the loader.
+        cache: how much the job may cache, as bytes, "4GiB" or a share such as "50%"; a `CachedDataset` has its own.
+        device: where `step` works; the CPU if None.
+        seconds: the longest time for one run.
+        progress: show a bar on standard error.
+        loader_arguments: other arguments of the loader, such as `collate_fn`.
+
+    Raises `InputError` for arguments that cannot be used, a data set smaller than a batch, and a step that raises.
+    """
+    job = make_job(dataset, step, batch_size, num_workers, device, loader_arguments)
+    if isinstance(dataset, CachedDataset):
+        if cache is not None:
+            raise InputError(f"cache={cache!r}: the CachedDataset that was given has a cache; leave `cache` out")
+        cache = dataset.cache.meta.capacity
+    elif cache is not None:
+        check_cache(cache)
+    if not seconds > 0:
+        raise InputError(f"seconds={seconds!r}: give the longest time for one run, above 0")
+    with _bar(progress) as tell:
+        return _Analysis(job, Limits(min(1.0, seconds / 2), seconds), tell).run(cache)
+
+
+class _Analysis:
+    """The runs, one after the other.
+
+    Args:
+        job: what is analysed.
+        limits: of a run.
+        tell: hears the name of a run and how much of it is over.
+    """
+
+    def __init__(self, job: Job, limits: Limits, tell: Callable[[str, float], None]) -> None:
+        self._job, self._limits, self._tell = job, limits, tell
+        self._rates: dict[str, Rate] = {}
+        self._notes: list[str] = []
+        self._there: list[int] = []
+        self._prepared_bytes = 0.0
+
+    def run(self, cache: int | str | None) -> Report:
+        """All of them."""
+        job = self._job
+        some = read_some(job)
+        self._compute(some)
+        held, full = self._memory(some)
+        with nullcontext() if full is None else full:
+            self._prep(some, held, full)
+            self._fetch(some, full)
+            self._real(some, full)
+            record_bytes = _record_bytes(full) or some.sample_bytes
+        return make_report(job, self._rates, some, record_bytes, self._prepared_bytes, cache, self._notes)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _compute(self, some: Records) -> None:
+        job = self._job
+        few = _first_batches(job, some, 4)
+        self._prepared_bytes = _bytes_of(few[0]) / job.batch_size
+        there = [_to(batch, job.device) for batch in few]
+        for batch in there[:3]:
+            job.train(batch)
+
+        def steps() -> Iterator[int]:
+            while True:
+                for batch in there:
+                    job.train(batch)
+                    yield job.batch_size
+
+        self._time("G", steps(), 2)
+        if job.device.type == "cpu":
+            self._rates["copy"] = Rate(None, note="nothing to copy: the device is the CPU")
+            return
+
+        def copies() -> Iterator[int]:
+            while True:
+                for batch in few:
+                    _to(batch, job.device)
+                    job.wait()
+                    yield job.batch_size
+
+        self._time("copy", copies(), 2)
+
+    def _memory(self, some: Records) -> tuple[Held | None, CachedDataset | None]:
+        """The samples in the memory of the process, and in a cache that holds as many as it can."""
+        if not self._job.parted:
+            return None, None
+        held = Held(some.values, self._job.steps)
+        room = min(free_memory() // 4, free_space(default_root().parent) * 3 // 4, _MOST_CACHE)
+        name = f"analyze-{os.getpid()}-{secrets.token_hex(4)}"
+        return held, CachedDataset(held, capacity=room, form=self._job.form, name=name)
+
+    def _prep(self, some: Records, held: Held | None, full: CachedDataset | None) -> None:
+        job, few = self._job, range(len(some.ids))
+        if held is not None and full is not None:
+            self._time("P", self._batches(held, Endless(few)), self._warm_up)
+            for _ in self._batches(full, few):
+                pass
+            self._there = np.flatnonzero(full.cache.resident(np.arange(len(full)))).tolist()
+            self._time("P_hit", self._batches(full, Endless(self._there)), self._warm_up)
+            return
+        self._bring_in(some)
+        self._time("P", self._batches(job.dataset, Endless(some.ids)), self._warm_up)
+        self._rates["P_hit"] = self._rates["P"]
+        self._check_in(some, "P")
+
+    def _fetch(self, some: Records, full: CachedDataset | None) -> None:
+        job = self._job
+        if full is not None:
+            cold = self._cold(some)
+            self._time("S", self._batches(Bare(job.source), cold, collate_fn=_count), self._warm_up)
+            self._check_out(cold)
+            self._time("C", _cache_reads(full, self._there, job.batch_size), 2)
+        elif some.files:
+            cold = self._cold(some)
+            self._time("S", _file_reads(cold, some, job.batch_size), 1)
+            self._check_out(cold)
+            self._bring_in(some)
+            self._time("C", _file_reads(Endless(some.ids), some, job.batch_size), 1)
+        else:
+            why = "no file was seen to be opened, so storage cannot be told from prep; a Source keeps them apart"
+            self._rates["S"] = self._rates["C"] = Rate(None, note=why)
+
+    def _real(self, some: Records, full: CachedDataset | None) -> None:
+        job, cold = self._job, self._cold(some)
+        self._time("cold", self._steps(job.dataset if full is None else _Uncached(job), cold), self._warm_up)
+        if full is not None:
+            self._time("warm", self._steps(full, Endless(self._there)), self._warm_up)
+            return
+        self._bring_in(some)
+        self._time("warm", self._steps(job.dataset, Endless(some.ids)), self._warm_up)
+        self._check_in(some, "the warm job")
+
+    # -- tools --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _warm_up(self) -> int:
+        return 2 * self._job.ahead + max(1, self._job.num_workers)
+
+    def _time(self, name: str, batches: Iterator[int], warm_up: int) -> None:
+        with closing(batches):  # type: ignore[type-var]
+            self._rates[name] = steady_rate(batches, warm_up, self._limits, lambda share: self._tell(name, share))
+
+    def _batches(self, dataset: Any, ids: Any, **changed: Any) -> Iterator[int]:
+        """The job's loader, without a device."""
+        with _closing(self._job.load(dataset, ids, **changed)) as batches:
+            for _ in batches:
+                yield self._job.batch_size
+
+    def _steps(self, dataset: Any, ids: Any) -> Iterator[int]:
+        """The job."""
+        with _closing(self._job.load(dataset, ids)) as batches:
+            for batch in batches:
+                self._job.train(batch)
+                yield self._job.batch_size
+
+    def _cold(self, some: Records) -> Cold:
+        """Ids whose files are not in memory."""
+        job = self._job
+        if job.parted:
+            return Cold(range(len(job.source)), lambda id: _path(job.source.where(id)), 1)
+        return Cold(some.ids, lambda id: some.paths[id], 1)
+
+    def _check_out(self, cold: Cold) -> None:
+        if not cold.looked:
+            self._note("the samples are no local files: what their storage keeps in memory could not be put out")
+        elif (there := sum(cold.looked) / len(cold.looked)) > _COLD_RESIDENT:
+            self._note(
+                f"{there:.0%} of the files stayed in memory after posix_fadvise: S and the cold job are too fast"
+            )
+
+    def _bring_in(self, some: Records) -> None:
+        for path in some.files:
+            read_file(path)
+
+    def _check_in(self, some: Records, what: str) -> None:
+        there = resident_share(some.files)
+        if there is not None and there < 1 - _COLD_RESIDENT:
+            self._note(f"only {there:.0%} of the files stayed in memory during the run of {what}, which is too slow")
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.append(text)
+
+
+class _Uncached(Bare):
+    """The source of a job with all of its prep, and no cache."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.source)
+        self.pipeline = job.steps
+
+
+class _closing:
+    """An iterator over a loader, and its end with all its workers."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __enter__(self) -> Iterator[Any]:
+        self._batches: Iterator[Any] = iter(self._loader)
+        return self._batches
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self._loader, DataLoader):
+            self._loader.close()
+            return
+        shutdown = getattr(self._batches, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+
+
+def _count(samples: list[Any]) -> torch.Tensor:
+    """A collate function that does nothing."""
+    return torch.tensor(len(samples))
+
+
+def _file_reads(ids: Iterable[int], some: Records, batch_size: int) -> Iterator[int]:
+    """Read the files of `ids`."""
+    for number, id in enumerate(ids, 1):
+        for path in some.paths[id]:
+            read_file(path)
+        if number % batch_size == 0:
+            yield batch_size
+
+
+def _cache_reads(full: CachedDataset, ids: list[int], batch_size: int) -> Iterator[int]:
+    order = iter(Endless(ids))
+    while True:
+        full.cache.get_many([next(order) for _ in range(batch_size)])
+        yield batch_size
+
+
+def _record_bytes(full: CachedDataset | None) -> float | None:
+    if full is None:
+        return None
+    stats = full.cache.stats()
+    return stats.resident_bytes / stats.resident_items if stats.resident_items else None
+
+
+def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
+    """Some batches as the loader gives them."""
+    ids = (some.ids * count)[: count * job.batch_size]
+    dataset = _Uncached(job) if job.parted else job.dataset
+    with _closing(job.load(dataset, ids)) as batches:
+        return [_copied(batch) for batch in batches]
+
+
+def _path(where: str) -> list[str]:
+    return [where] if where and os.path.isfile(where) else []
+
+
+def _copied(batch: Any) -> Any:
+    return _each(batch, lambda tensor: tensor.clone())
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    return _each(batch, lambda tensor: tensor.to(device))
+
+
+def _bytes_of(batch: Any) -> int:
+    sizes: list[int] = []
+    _each(batch, lambda tensor: sizes.append(tensor.nbytes) or tensor)  # type: ignore[func-returns-value]
+    return sum(sizes)
+
+
+def _each(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """`value` with `change` done to its tensors, in nests of dict, list and tuple."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _each(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_each(item, change) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_each(item, change) for item in value)
+    return value
+
+
+class _bar:
+    """A bar on standard error for the runs of an analysis."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:<34}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not wanted,
+        )
+
+    def __enter__(self) -> Callable[[str, float], None]:
+        self._progress.start()
+        self._task = self._progress.add_task("reading some samples", total=len(RUNS))
+        names = list(RUNS)
+
+        def tell(name: str, share: float) -> None:
+            self._progress.update(self._task, description=RUNS[name], completed=names.index(name) + share)
+
+        return tell
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

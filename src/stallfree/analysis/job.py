@@ -1,0 +1,373 @@
+"""The job that is analysed: its data set, loader and step, and what can be told of them before anything is timed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stallfree.analysis.residency import put_out, resident_share
+from stallfree.errors import InputError, SampleError, StallfreeError
+from stallfree.loader import CachedDataset, DataLoader, SmartCacheDataset
+from stallfree.loader.arguments import check_numbers
+from stallfree.pipeline.compose import Compose
+from stallfree.sources.base import BaseSource
+from stallfree.sources.mapped import MapSource, as_source
+from stallfree.sources.throttle import payload_bytes
+
+OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "drop_last", "persistent_workers")
+"""Arguments of a loader that the analysis sets for its runs."""
+
+_PREFETCH = 2
+
+
+@dataclass
+class Job:
+    """What is analysed.
+
+    Attributes:
+        dataset: as the user gave it.
+        step: trains on a batch.
+        batch_size: samples per batch.
+        num_workers: processes of the loader.
+        device: where `step` works.
+        arguments: other arguments of the loader.
+        source: fetches; where fetch and prep are one, both.
+        steps: the prep; empty where they are one.
+        cached: whether the job has a sample cache.
+        form: what that cache keeps, or would.
+    """
+
+    dataset: Any
+    step: Callable[[Any], Any]
+    batch_size: int
+    num_workers: int
+    device: torch.device
+    arguments: dict[str, Any] = field(default_factory=dict)
+    source: Any = None
+    steps: Compose = field(default_factory=lambda: Compose([]))
+    cached: bool = False
+    form: str = "fetched"
+
+    @property
+    def parted(self) -> bool:
+        """Whether fetch and prep can be told apart."""
+        return not isinstance(self.source, MapSource)
+
+    @property
+    def loader(self) -> str:
+        """Whose loader the job uses: "stallfree" for our sources and caches, else "torch"."""
+        return "stallfree" if self.parted or self.cached else "torch"
+
+    @property
+    def ahead(self) -> int:
+        """Batches under way."""
+        return int(self.arguments.get("prefetch_factor") or _PREFETCH) * max(1, self.num_workers)
+
+    def load(self, dataset: Any, ids: Iterator[int] | Sequence[int], **changed: Any) -> Any:
+        """The job's loader over `ids` of `dataset`."""
+        arguments = {**self.arguments, "sampler": ids, **changed}
+        arguments |= {"batch_size": self.batch_size, "num_workers": self.num_workers}
+        if self.loader == "stallfree":
+            return DataLoader(dataset, **arguments)
+        known = {
+            key: value for key, value in arguments.items() if key not in ("seed", "with_ids", "on_error", "staging")
+        }
+        return torch.utils.data.DataLoader(dataset, **known)
+
+    def train(self, batch: Any) -> None:
+        """One step, until the device is done with it. Raises `InputError` when it cannot be done."""
+        try:
+            self.step(batch)
+            self.wait()
+        except StallfreeError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"step(batch) raised {type(error).__name__}: {error}. It gets what the loader yields, "
+                f"here {_shape(batch)}"
+            ) from error
+
+    def wait(self) -> None:
+        """Wait until the device has done what it was asked for."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+
+def make_job(
+    dataset: Any,
+    step: Callable[[Any], Any],
+    batch_size: int,
+    num_workers: int,
+    device: str | torch.device | None,
+    arguments: Mapping[str, Any],
+) -> Job:
+    """Check what the user gave. Raises `InputError`."""
+    check_numbers(num_workers, batch_size, 0, arguments.get("prefetch_factor"), False)
+    if batch_size is None:
+        raise InputError("batch_size=None: the analysis counts batches, so give an int of 1 or more")
+    if not callable(step):
+        raise InputError(f"step={step!r} cannot be called: give a function that trains on a batch")
+    if isinstance(dataset, SmartCacheDataset):
+        raise InputError("a SmartCacheDataset cannot be analysed: give the data set beneath it")
+    try:
+        where = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device={device!r} is no device: give 'cpu', 'cuda' or such as 'cuda:1'") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device={device!r}: there is no such accelerator here; give 'cpu', or leave it out")
+    job = Job(dataset, step, batch_size, num_workers, where)
+    job.arguments = {key: value for key, value in arguments.items() if key not in OURS}
+    if isinstance(dataset, CachedDataset):
+        job.source, job.form, job.cached = dataset.source, dataset.form, True
+        job.steps = Compose([dataset.reader.deterministic, dataset.reader.rest])
+    else:
+        job.source = as_source(dataset)
+        job.steps = job.source.pipeline
+    if len(job.source) < batch_size:
+        raise InputError(
+            f"the data set has {len(job.source)} samples, less than a batch of {batch_size}: give a smaller batch_size"
+        )
+    return job
+
+
+def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
+    """What `build` gives in "my_job.py:build" or "package.module:build": data set, arguments of the loader, step.
+
+    Raises `InputError` if there is no such function, if it raises, or if it gives something else.
+    """
+    place, _, name = where.rpartition(":")
+    if not place or not name.isidentifier():
+        raise InputError(
+            f"{where!r} names no function: give a file or a module and a function, such as my_job.py:build"
+        )
+    module = _import(place)
+    build = module.get(name)
+    if not callable(build):
+        there = ", ".join(sorted(key for key, value in module.items() if callable(value) and key[0] != "_")[:8])
+        raise InputError(f"{place} has no function {name!r}; it has: {there or 'none'}")
+    try:
+        built = build()
+    except StallfreeError:
+        raise
+    except Exception as error:
+        raise InputError(f"{where} raised {type(error).__name__}: {error}") from error
+    if not (isinstance(built, tuple) and len(built) == 3 and isinstance(built[1], Mapping) and callable(built[2])):
+        raise InputError(
+            f"{where} returned {_shape(built)}: return (dataset, loader_arguments, step), for instance "
+            "(dataset, {'batch_size': 64, 'num_workers': 4}, step)"
+        )
+    dataset, arguments, step = built
+    return dataset, {"batch_size": 1, "num_workers": 0, **arguments}, step
+
+
+def _import(place: str) -> dict[str, Any]:
+    try:
+        if place.endswith(".py") or os.sep in place:
+            path = Path(place)
+            if not path.is_file():
+                raise InputError(f"there is no file {place}")
+            sys.path.insert(0, str(path.resolve().parent))
+            if path.stem.isidentifier():  # as a module, so that worker processes find what is in it
+                return vars(importlib.import_module(path.stem))
+            return runpy.run_path(place)
+        sys.path.insert(0, os.getcwd())
+        return vars(importlib.import_module(place))
+    except StallfreeError:
+        raise
+    except Exception as error:
+        raise InputError(f"{place} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _shape(value: Any, depth: int = 2) -> str:
+    """A value in a few words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, (list, tuple)) and depth:
+        return f"a {type(value).__name__} of {', '.join(_shape(item, depth - 1) for item in value[:4])}"
+    if isinstance(value, Mapping) and depth:
+        return "a dict of " + ", ".join(f"{key!r}: {_shape(item, depth - 1)}" for key, item in list(value.items())[:4])
+    return f"a value of type {type(value).__name__}"
+
+
+class Held(BaseSource):
+    """Some records in memory, with a pipeline: what fetching costs when storage costs nothing.
+
+    Args:
+        records: as they were fetched.
+        steps: the pipeline.
+    """
+
+    def __init__(self, records: Sequence[Any], steps: Compose) -> None:
+        self.records = records
+        self.pipeline = steps
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def _record(self, id: int) -> Any:
+        return self.records[id]
+
+    def _where(self, id: int) -> str:
+        return ""
+
+    def fingerprint(self) -> str:
+        """Of this object: nobody else has the same."""
+        return f"held-{os.getpid()}-{id(self)}"
+
+
+class Bare(BaseSource):
+    """Fetches of another source, and no prep.
+
+    Args:
+        source: is fetched from.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.pipeline = Compose([])
+        self.threads = getattr(source, "threads", True)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def _record(self, id: int) -> Any:
+        return self.source.fetch(id)
+
+    def _where(self, id: int) -> str:
+        return str(self.source.where(id))
+
+    def fingerprint(self) -> str:
+        """That of the source."""
+        return str(self.source.fingerprint())
+
+
+class Endless:
+    """A sampler without an end: `ids` in ever new orders."""
+
+    def __init__(self, ids: Sequence[int], seed: int = 0) -> None:
+        self._ids = np.asarray(ids)
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[int]:
+        rng = np.random.default_rng(self._seed)
+        while True:
+            yield from rng.permutation(self._ids).tolist()
+
+
+class Cold:
+    """A sampler without an end: ids in ever new orders, each one's files put out of memory before it is given.
+
+    Args:
+        ids: to choose from.
+        paths: the files of an id.
+        seed: of the orders.
+
+    Attributes:
+        looked: files that were looked at after they had been put out, and the share of their pages still in memory.
+    """
+
+    _LOOKS = 200
+
+    def __init__(self, ids: Sequence[int], paths: Callable[[int], list[str]], seed: int = 0) -> None:
+        self._ids = Endless(ids, seed)
+        self._paths = paths
+        self.looked: list[float] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for id in self._ids:
+            paths = self._paths(id)
+            put_out(paths)
+            if len(self.looked) < self._LOOKS and (there := resident_share(paths)) is not None:
+                self.looked.append(there)
+            yield id
+
+
+class Opened:
+    """Hears which files are opened for reading while samples are read."""
+
+    def __init__(self) -> None:
+        self._paths: list[str] | None = []
+        sys.addaudithook(self._hear)
+
+    def take(self) -> list[str]:
+        """Regular files opened since the last call, none of them a part of Python."""
+        inside = (sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/shm/stallfree-")
+        paths, self._paths = self._paths or [], []
+        return [path for path in dict.fromkeys(paths) if not path.startswith(inside) and os.path.isfile(path)]
+
+    def stop(self) -> None:
+        """Listen no more. An audit hook cannot be taken away, so it stays and does nothing."""
+        self._paths = None
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._paths is not None and event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
+            flags = arguments[2] if len(arguments) > 2 and isinstance(arguments[2], int) else 0
+            if flags & os.O_ACCMODE == os.O_RDONLY:
+                self._paths.append(os.path.abspath(os.fsdecode(arguments[0])))
+
+
+@dataclass
+class Records:
+    """Some samples of the job, looked at once.
+
+    Attributes:
+        ids: which.
+        values: their records, if fetch and prep can be told apart; else none are kept.
+        paths: the files that each was read from, if they cannot be told apart.
+        sample_bytes: mean bytes of a fetch; None if not known.
+    """
+
+    ids: list[int]
+    values: list[Any]
+    paths: dict[int, list[str]]
+    sample_bytes: float | None
+
+    @property
+    def files(self) -> list[str]:
+        """All of them."""
+        return list(dict.fromkeys(path for paths in self.paths.values() for path in paths))
+
+
+MOST_SAMPLES, MOST_BYTES, MOST_SECONDS = 2048, 1 << 28, 5.0
+
+
+def read_some(job: Job) -> Records:
+    """Read samples in random order: at most 2,048, 256 MiB, and 5 seconds, but two batches at least.
+
+    Raises `InputError` for a sample that cannot be read.
+    """
+    order = np.random.default_rng(0).permutation(len(job.source)).tolist()
+    opened, started, size = Opened(), time.monotonic(), 0
+    found = Records([], [], {}, None)
+    try:
+        for id in order[:MOST_SAMPLES]:
+            record = job.source.fetch(id)
+            found.ids.append(id)
+            if job.parted:
+                found.values.append(record)
+            else:
+                found.paths[id] = opened.take()
+            size += payload_bytes(record)
+            enough = size > MOST_BYTES or time.monotonic() - started > MOST_SECONDS
+            if enough and len(found.ids) >= 2 * job.batch_size:
+                break
+    except SampleError as error:
+        raise InputError(f"the job cannot be analysed: {error}") from error
+    finally:
+        opened.stop()
+    if not job.parted:
+        size = sum(os.path.getsize(path) for path in found.files)
+    found.sample_bytes = size / len(found.ids) or None
+    return found

@@ -1,0 +1,153 @@
+"""The model of speed: F, P and G, which of them binds, and what a queue of finite length loses where two are alike.
+
+    F = 1 / (x / C + (1 - x) / S)      fetch rate, for a share x of hits
+    throughput = min(F, P, G)          if fetch, prep and compute overlap
+
+This is the model of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021,
+section 3.4 and appendix). Two things are added to it. A miss costs the processor more than a hit, so P depends on x as
+F does. And how many samples of a batch miss is a matter of chance, so that a loader which looks only a few batches
+ahead runs dry now and then where F is near P or G; `sustained` follows the queues of the loader batch by batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from stallfree.errors import InputError
+
+_BATCHES = 1500
+"""Batches that `sustained` follows; the first quarter is warm-up."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What each part does alone, in samples/s; infinite where it takes no time.
+
+    Attributes:
+        compute: G, steps on batches that are on the device.
+        prep: P of samples that miss: all steps, on records in memory, no device.
+        prep_hit: P of samples that hit: the steps that are left for what is cached.
+        storage: S, fetches from cold storage, no prep.
+        cache: C, reads from the cache, no prep.
+    """
+
+    compute: float
+    prep: float
+    prep_hit: float
+    storage: float
+    cache: float
+
+    def fetch_at(self, hits: float) -> float:
+        """F for this share of hits."""
+        return _mix(self.cache, self.storage, hits)
+
+    def prep_at(self, hits: float) -> float:
+        """P for this share of hits."""
+        return _mix(self.prep_hit, self.prep, hits)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a loader works.
+
+    Attributes:
+        batch_size: samples per batch.
+        workers: processes that prepare; 0 counts as one that does nothing while the device computes.
+        ahead: batches under way.
+        overlap: whether a worker fetches the next batch while it prepares one, as stallfree's do and torch's do not.
+    """
+
+    batch_size: int
+    workers: int
+    ahead: int
+    overlap: bool
+
+
+def law(rates: Rates, hits: float, *, overlap: bool = True) -> tuple[float, str]:
+    """min(F, P, G) in samples/s, and which binds: "fetch", "prep" or "compute".
+
+    Without `overlap` fetch and prep of a worker follow each other, and F and P add up to 1 / (1/F + 1/P); which of the
+    two takes longer is named.
+    """
+    fetch, prep, compute = rates.fetch_at(hits), rates.prep_at(hits), rates.compute
+    slower = "fetch" if fetch <= prep else "prep"
+    rate = min(fetch, prep) if overlap else 1 / (1 / fetch + 1 / prep)
+    return (rate, slower) if rate < compute else (compute, "compute")
+
+
+def sustained(rates: Rates, hits: float, loading: Loading, *, seed: int = 0) -> float:
+    """Samples/s that a loader keeps up, when each sample hits with probability `hits`. At most `law`.
+
+    Batch n is asked for when batch n - `ahead` is handed out. Its misses pass one line of rate S; a worker prepares it
+    when they are there; it is handed out in its turn, when the step before is done.
+    """
+    bound, _ = law(rates, hits, overlap=loading.overlap)
+    if loading.workers == 0:  # one after the other, in the training process
+        return 1 / (1 / rates.fetch_at(hits) + 1 / rates.prep_at(hits) + 1 / rates.compute)
+    size, workers = loading.batch_size, loading.workers
+    missed = np.random.default_rng(seed).binomial(size, 1 - hits, _BATCHES)
+    step = size / rates.compute
+    fetching = (missed / rates.storage).tolist()
+    reading = (size - missed) / rates.cache
+    preparing = (workers * (missed / rates.prep + (size - missed) / rates.prep_hit + reading)).tolist()
+    follow = _overlapping if loading.overlap else _in_turn
+    out = follow(fetching, preparing, step, workers, loading.ahead)
+    warm = _BATCHES // 4
+    return min(bound, size * (_BATCHES - 1 - warm) / (out[-1] - out[warm]))
+
+
+def _overlapping(fetching: list[float], preparing: list[float], step: float, workers: int, ahead: int) -> list[float]:
+    """When each batch is handed out, if fetches begin as soon as a batch is asked for."""
+    free = [0.0] * workers
+    line = 0.0
+    out: list[float] = []
+    for number, (fetch, prep) in enumerate(zip(fetching, preparing, strict=True)):
+        asked = out[number - ahead] if number >= ahead else 0.0
+        line = max(line, asked) + fetch
+        worker = free.index(min(free))
+        free[worker] = max(free[worker], line, asked) + prep
+        out.append(max(free[worker], out[-1] + step if out else 0.0))
+    return out
+
+
+def _in_turn(fetching: list[float], preparing: list[float], step: float, workers: int, ahead: int) -> list[float]:
+    """The same, if a worker fetches when it comes to a batch, and then prepares it."""
+    free = [0.0] * workers
+    line = 0.0
+    out: list[float] = []
+    for number, (fetch, prep) in enumerate(zip(fetching, preparing, strict=True)):
+        asked = out[number - ahead] if number >= ahead else 0.0
+        worker = number % workers
+        begun = max(free[worker], asked)
+        line = max(line, begun) + fetch
+        free[worker] = max(line, begun) + prep
+        out.append(max(free[worker], out[-1] + step if out else 0.0))
+    return out
+
+
+def knee(rates: Rates) -> float | None:
+    """The least share of hits at which fetching holds nothing up, F >= min(P, G); None if even 1 is too little."""
+
+    def short(hits: float) -> bool:
+        return rates.fetch_at(hits) < min(rates.prep_at(hits), rates.compute)
+
+    if short(1.0):
+        return None
+    low, high = 0.0, 1.0
+    if not short(low):
+        return 0.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if short(middle) else (low, middle)
+    return high
+
+
+def _mix(hit: float, miss: float, hits: float) -> float:
+    """The rate of a share `hits` at the rate `hit` and the rest at the rate `miss`."""
+    if not 0 <= hits <= 1:
+        raise InputError(f"{hits!r} is no share of hits: give 0 to 1")
+    seconds = hits / hit + (1 - hits) / miss
+    return 1 / seconds if seconds else math.inf

@@ -1,0 +1,355 @@
+"""The report of an analysis: where the time of an epoch goes, which part binds, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stallfree.analysis.job import Job, Records
+from stallfree.analysis.model import Loading, Rates
+from stallfree.analysis.prediction import Prediction, Setting, best_share, explain
+from stallfree.analysis.stopwatch import Rate
+from stallfree.cache.limits import free_memory
+from stallfree.errors import InputError
+from stallfree.report.page import report_page
+from stallfree.report.terminal import render_report
+from stallfree.units import format_size, parse_rate, parse_size
+
+FORMAT, VERSION = "stallfree-report", 1
+_SECTIONS = ("job", "rates", "runs", "shares", "machine", "advice", "curves", "notes", "bottleneck")
+_WORTH = 1.02
+"""Advice that gains less is not given."""
+
+
+class Report:
+    """What `analyze` found.
+
+    Attributes:
+        data: all of it, as `save` writes it: plain dicts, lists, numbers and texts.
+    """
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+
+    @staticmethod
+    def load(path: str | Path) -> Report:
+        """Read what `save` wrote. Raises `InputError` for another file, and for a report of another version."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read as a report: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise InputError(f"{path} is no report of stallfree: make one with `stallfree analyze --json {path}`")
+        if data.get("version") != VERSION:
+            raise InputError(
+                f"{path} is a report of version {data.get('version')!r}, this release reads version {VERSION}: "
+                "analyse the job again"
+            )
+        missing = [name for name in _SECTIONS if name not in data]
+        if missing:
+            raise InputError(f"{path} lacks {', '.join(missing)}: analyse the job again")
+        return Report(data)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
+
+    def html(self, path: str | Path) -> None:
+        """Write it as a page that needs no network. Raises `MissingExtraError` without the extra "report"."""
+        Path(path).write_text(report_page(self.data), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return render_report(self.data)
+
+    def __repr__(self) -> str:
+        return f"Report({self.data['bottleneck']!r})"
+
+    def predict(
+        self,
+        *,
+        cache: int | str | None = None,
+        cpus: int | None = None,
+        storage: float | str | None = None,
+        devices: int = 1,
+        jobs: int = 1,
+    ) -> Prediction:
+        """The job's speed with another cache, CPUs, storage, devices or number of jobs. What is None stays as it is.
+
+        Args:
+            cache: bytes, "4GiB", or a share of the samples such as "50%".
+            cpus: cores that prepare, with a worker on each: P in proportion.
+            storage: its bandwidth, bytes/s or "530MB/s".
+            devices: that share each batch, compared with the one measured: G in proportion.
+            jobs: equal ones on the host, each with devices of its own, that share S, C, P and the cache.
+
+        Raises `InputError` for arguments that cannot be used.
+        """
+        for name, value in (("cpus", cpus), ("devices", devices), ("jobs", jobs)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise InputError(f"{name}={value!r}: give an int of 1 or more")
+        before = after = self.setting()
+        if cache is not None:
+            after = after.with_hits(self.hits_of(cache))
+        if cpus is not None:
+            after = after.with_cpus(cpus)
+        bandwidth = None if storage is None else parse_rate(storage, "storage")
+        if bandwidth is not None:
+            if not after.sample_bytes:
+                raise InputError(
+                    f"storage={storage!r}: the report does not know how many bytes a sample has, so it cannot say what "
+                    "another bandwidth gives; analyse a data set that separates fetch from prep, such as sf.FileDataset"
+                )
+            after = after.with_storage(bandwidth)
+        after = after.with_devices(devices).with_jobs(jobs)
+        return explain(before, after, devices=devices, jobs=jobs, storage=bandwidth)
+
+    def hits_of(self, cache: int | str) -> float:
+        """The share of hits that a cache of this size gives: that of the samples it holds. Raises `InputError`."""
+        job = self.data["job"]
+        if isinstance(cache, str) and cache.strip().endswith("%"):
+            return parse_share(cache, "cache")
+        size = parse_size(cache, "cache")
+        record = job["record_bytes"]
+        if not record:
+            raise InputError(f"cache={cache!r}: the size of a sample is not known; give a share such as '50%'")
+        return min(1.0, size / (float(record) * int(job["samples"])))
+
+    def setting(self) -> Setting:
+        """The job as it was measured."""
+        job, rates, machine = self.data["job"], self.data["rates"], self.data["machine"]
+
+        def rate(name: str) -> float:
+            value = rates[name]["value"]
+            return math.inf if value is None else float(value)
+
+        found = Rates(rate("G"), rate("P"), rate("P_hit"), rate("S"), rate("C"))
+        if not job["parted"]:
+            found = _apart(found)
+        loading = Loading(job["batch_size"], job["num_workers"], job["ahead"], job["loader"] == "stallfree")
+        warm = self.data["runs"]["warm"]["value"]
+        shared = warm is not None and warm < 0.99 * min(found.prep_hit, found.compute)
+        return Setting(
+            found,
+            loading,
+            job["cache_share"],
+            max(1, min(job["num_workers"] or 1, machine["cpus"])),
+            float(warm) if shared else math.inf,
+            job["sample_bytes"],
+            job["record_bytes"],
+            job["samples"],
+        )
+
+
+def check_cache(cache: int | str) -> None:
+    """Raise `InputError` for what is neither a size nor a share."""
+    if isinstance(cache, str) and cache.strip().endswith("%"):
+        parse_share(cache, "cache")
+    else:
+        parse_size(cache, "cache")
+
+
+def parse_share(given: str, name: str) -> float:
+    """A share such as "50%", as 0 to 1. Raises `InputError`."""
+    try:
+        share = float(given.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise InputError(f"{name}={given!r}: a share is 0% to 100%")
+    return share
+
+
+def make_report(
+    job: Job,
+    rates: dict[str, Rate],
+    some: Records,
+    record_bytes: float | None,
+    prepared_bytes: float,
+    cache: int | str | None,
+    notes: Sequence[str],
+) -> Report:
+    """The report that follows from the runs of an analysis."""
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {
+            "stallfree": version("stallfree"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {"cpus": len(os.sched_getaffinity(0)), "memory_bytes": free_memory(), "device": str(job.device)},
+        "job": {
+            "dataset": type(job.dataset).__name__,
+            "samples": len(job.source),
+            "batch_size": job.batch_size,
+            "num_workers": job.num_workers,
+            "ahead": job.ahead,
+            "loader": job.loader,
+            "parted": job.parted,
+            "form": job.form,
+            "device": str(job.device),
+            "sample_bytes": some.sample_bytes,
+            "record_bytes": record_bytes,
+            "prepared_bytes": prepared_bytes,
+            "cache_share": 0.0,
+            "cache_bytes": 0,
+        },
+        "rates": {name: rates[name].json() for name in ("G", "P", "P_hit", "S", "C", "copy")},
+        "runs": {name: rates[name].json() for name in ("cold", "warm")},
+        "notes": [*notes, *(f"{name}: {rate.note}" for name, rate in rates.items() if rate.note and name != "copy")],
+    }
+    report = Report(data)
+    if cache is not None:
+        share = report.hits_of(cache)
+        data["job"]["cache_share"] = share
+        data["job"]["cache_bytes"] = round(share * len(job.source) * (record_bytes or 0))
+    setting = report.setting()
+    data["rates"]["F"] = _fetch_rate(setting, rates).json()
+    data["shares"] = {name: _shares(float(rates[name]), rates, cold=name == "cold") for name in ("cold", "warm")}
+    data["advice"] = _advice(setting, data)
+    data["bottleneck"] = _bottleneck(setting, data)
+    data["curves"] = _curves(setting)
+    if math.isfinite(setting.together):
+        data["notes"].append(
+            f"with all data in memory the job reaches {setting.together:,.0f} samples/s where min(P, G) is "
+            f"{min(setting.rates.prep_hit, setting.rates.compute):,.0f}: prep, compute and the loader share the CPUs"
+        )
+    return report
+
+
+def _apart(rates: Rates) -> Rates:
+    """Rates of a data set whose prep cannot be run without reading: P out of memory has the reading C in it."""
+    seconds = max(1e-12, 1 / rates.prep - 1 / rates.cache)
+    return Rates(rates.compute, 1 / seconds, 1 / seconds, rates.storage, rates.cache)
+
+
+def _fetch_rate(setting: Setting, rates: dict[str, Rate]) -> Rate:
+    value = setting.rates.fetch_at(setting.hits)
+    storage = rates["S"]
+    if not math.isfinite(value):
+        return Rate(None, note="storage was not measured by itself")
+    spread = 0.0 if not storage.value or storage.high is None else storage.high / storage.value - 1
+    return Rate(value, value * (1 - spread), value * (1 + spread), storage.repeats)
+
+
+def _shares(rate: float, rates: dict[str, Rate], *, cold: bool) -> dict[str, float]:
+    """Where the time of a sample goes: what each part adds to the one before it."""
+    step = 1 / float(rates["G"])
+    copied = step + (1 / float(rates["copy"]) if rates["copy"].value else 0.0)
+    warm = max(1 / float(rates["warm"]), step)
+    whole = max(1 / rate, warm) if cold else warm
+    copy = min(copied, warm) - step
+    return {
+        "compute": step / whole,
+        "copy": copy / whole,
+        "prep_stall": (warm - step - copy) / whole,
+        "fetch_stall": (whole - warm) / whole,
+    }
+
+
+def _advice(now: Setting, data: dict[str, Any]) -> list[dict[str, Any]]:
+    """What to do, in the order of what it gains."""
+    speed = now.throughput
+    found: list[dict[str, Any]] = []
+
+    def offer(do: str, why: str, then: Setting) -> None:
+        if then.throughput > _WORTH * speed:
+            found.append({"do": do, "why": why, "throughput": then.throughput, "gain": then.throughput / speed})
+
+    ours = now.with_overlap()
+    if not now.loading.overlap:
+        offer(
+            "Use stallfree.DataLoader with a source that separates fetch from prep (sf.ImageFolder, sf.FileDataset)",
+            "a worker then fetches the next batches while it prepares one: min(F, P, G) in place of their sum",
+            ours,
+        )
+    enough = best_share(now, lambda hits: now.with_hits(hits).throughput)
+    if enough is not None and enough > now.hits:
+        size = f" ({format_size(enough * now.samples * now.record_bytes)})" if now.record_bytes else ""
+        then = now.with_hits(enough)
+        offer(
+            f"Cache {enough:.0%} of the samples{size}: sf.CachedDataset(dataset, capacity=...)",
+            f"F rises from {_f(now)} to {_f(then)}, and P is {then.rates.prep_at(enough):,.0f}",
+            then,
+        )
+    cpus, workers = data["machine"]["cpus"], now.loading.workers
+    if workers < cpus:
+        offer(
+            f"Raise num_workers from {workers} to {cpus}, one for each CPU",
+            "each worker prepares on a core of its own",
+            now.with_cpus(cpus) if workers else _with_a_worker(now).with_cpus(cpus),
+        )
+    offer(f"Take twice as many CPUs ({2 * max(cpus, now.cpus)})", "P doubles", now.with_cpus(2 * max(cpus, now.cpus)))
+    if now.sample_bytes and math.isfinite(now.rates.storage):
+        bandwidth = now.rates.storage * now.sample_bytes
+        offer(
+            f"Put the data on storage twice as fast ({format_size(2 * bandwidth)}/s)",
+            f"S doubles from {now.rates.storage:,.0f}",
+            now.with_storage(2 * bandwidth),
+        )
+    offer("Use a device twice as fast", f"G doubles from {now.rates.compute:,.0f}", now.with_devices(2))
+    return sorted(found, key=lambda item: -float(item["gain"]))
+
+
+def _with_a_worker(now: Setting) -> Setting:
+    loading = Loading(now.loading.batch_size, 1, max(2, now.loading.ahead), now.loading.overlap)
+    return Setting(**{**vars(now), "loading": loading})
+
+
+def _bottleneck(now: Setting, data: dict[str, Any]) -> str:
+    cold, warm = data["shares"]["cold"], data["shares"]["warm"]
+    rates = f"F {_f(now)}, P {now.rates.prep_at(now.hits):,.0f}, G {now.rates.compute:,.0f} samples/s"
+    fetch, prep, busy = f"{cold['fetch_stall']:.0%}", f"{warm['prep_stall']:.0%}", f"{cold['compute']:.0%}"
+    return {
+        "fetch": f"Storage is the limit: with cold files {fetch} of the time is a wait for it ({rates}).",
+        "prep": f"Prep is the limit: {prep} of the time is a wait for it, even out of memory ({rates}).",
+        "cpu": f"The CPUs are the limit, which prep, compute and the loader share: {prep} is wait ({rates}).",
+        "compute": f"The device is the limit, and is fed: it computes {busy} of the time ({rates}).",
+    }[now.binds]
+
+
+def _f(setting: Setting) -> str:
+    value = setting.rates.fetch_at(setting.hits)
+    return f"{value:,.0f}" if math.isfinite(value) else "not measured"
+
+
+def _curves(now: Setting) -> dict[str, Any]:
+    shares = [round(float(x), 3) for x in np.linspace(0, 1, 21)]
+    there = [now.with_hits(x) for x in shares]
+    cpus = sorted({1, 2, 4, 8, 16, 32, 64, now.cpus})
+    curves: dict[str, Any] = {
+        "cache": {
+            "x": shares,
+            "throughput": [one.throughput for one in there],
+            "F": [_finite(one.rates.fetch_at(one.hits)) for one in there],
+            "P": [_finite(one.rates.prep_at(one.hits)) for one in there],
+            "G": [_finite(one.rates.compute) for one in there],
+            "best": best_share(now, lambda hits: now.with_hits(hits).throughput),
+        },
+        "cpus": {"x": cpus, "throughput": [now.with_cpus(count).throughput for count in cpus], "now": now.cpus},
+        "storage": {"x": [], "throughput": [], "now": None},
+    }
+    if now.sample_bytes and math.isfinite(now.rates.storage):
+        bandwidth = now.rates.storage * now.sample_bytes
+        speeds = [bandwidth * 2 ** (step / 2) for step in range(-6, 13)]
+        curves["storage"] = {
+            "x": speeds,
+            "throughput": [now.with_storage(speed).throughput for speed in speeds],
+            "now": bandwidth,
+        }
+    return curves
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

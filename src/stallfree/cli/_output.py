@@ -1,0 +1,20 @@
+"""Files that commands write."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from stallfree.errors import InputError
+
+
+def writable(path: Path | None) -> None:
+    """Raise `InputError` if `path` cannot be written: better before a measurement than after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"{path} is a folder: give the name of a file")
+    if not path.parent.is_dir():
+        raise InputError(f"{path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{path} cannot be written: permission denied")

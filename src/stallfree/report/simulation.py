@@ -1,0 +1,191 @@
+"""An animated page of a pipeline at work: one that was simulated, or a real one that wrote down its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stallfree.errors import InputError
+from stallfree.events import Event
+from stallfree.report.document import document, escape, table
+from stallfree.report.figures import expect, number, plural
+
+MOST_EVENTS = 20_000
+
+_KEYS = ("title", "runs", "shown", "comparison")
+_KINDS = ("without prefetch", "with prefetch")
+
+
+def run_data(
+    name: str,
+    events: Iterable[Event],
+    *,
+    seconds: float | None = None,
+    queue: int | None = None,
+    depth: int | None = None,
+) -> dict[str, Any]:
+    """A run, in the form that `simulation_page` takes. Times count from the first event.
+
+    Args:
+        name: what the page calls it.
+        events: in any order. Only the first 20,000 by their start are kept; `left_out` counts the others.
+        seconds: how much of the run is shown; up to the last end that was kept if None.
+        queue: batches that the queue holds; None if unknown.
+        depth: batches on the device beside the one in use; None if unknown.
+
+    Raises `InputError` if there are no events, or if they take no time.
+    """
+    ordered = sorted(events, key=lambda event: (event.start, event.end))
+    if not ordered:
+        raise InputError(f"{name}: there are no events: give a log of at least one batch")
+    first = ordered[0].start
+    if seconds is not None:
+        ordered = [event for event in ordered if event.start - first < seconds]
+    kept = ordered[:MOST_EVENTS]
+    if len(ordered) > len(kept):
+        seconds = ordered[len(kept)].start - first
+    elif seconds is None:
+        seconds = max(event.end for event in kept) - first
+    if not seconds > 0:
+        raise InputError(f"{name}: all events are at one instant: give a log of something that took time")
+    return {
+        "name": name,
+        "seconds": seconds,
+        "queue": queue,
+        "depth": depth,
+        "left_out": len(ordered) - len(kept),
+        "events": [
+            [event.start - first, event.end - first, str(event.actor), str(event.what), event.batch, event.epoch]
+            for event in kept
+        ],
+    }
+
+
+def simulation_page(data: Mapping[str, Any]) -> str:
+    """One or more runs as an animated page, beside a Gantt chart by plotly. The page asks no network for anything.
+
+    Args:
+        data: the JSON of the page, which also holds it in its element "data":
+
+            - "format": "stallfree-simulation"; "version": 1
+            - "title": a line about the pipeline
+            - "runs": what `run_data` gives for each: "name"; "seconds", how much is shown; "queue" and "depth", places
+              in the queue and on the device, or null; "left_out", events that are not shown; "events", each
+              [start, end, actor, what, batch, epoch] as in `stallfree.events.Event`, times in seconds from the
+              beginning, by their start
+            - "shown": the index of the run that is shown first
+            - "pipeline": what was simulated, or null (any object)
+            - "comparison": null, or without and with a prefetcher: "seeds"; "seconds", the length of the beginning;
+              "first" (batches in it) and "steady" (batches/s later), each two of {"mean", "low", "high"}; "singles",
+              two of [fewest, most] that one seed gave; "law", two numbers; "advice" and "caution", sentences
+
+    Raises `InputError` for what is no such data, `MissingExtraError` if `plotly` is not installed.
+    """
+    expect(data, "stallfree-simulation", _KEYS)
+    runs = data["runs"]
+    if not runs or not 0 <= data["shown"] < len(runs):
+        raise InputError(f"shown={data['shown']!r} with {len(runs)} runs: give at least a run, and the index of one")
+    simulated = data["comparison"] is not None
+    body = "".join(
+        [
+            '<header>\n<p class="kicker">stallfree ',
+            "simulation" if simulated else "recording",
+            f'</p>\n<h1>A pipeline at work</h1>\n<p class="job">{escape(data["title"])}</p>\n</header>\n<main>\n',
+            _comparison(data["comparison"]) if simulated else "",
+            _controls(runs, data["shown"]),
+            _STAGE,
+            "".join(_left_out(run) for run in runs),
+            "</main>",
+        ]
+    )
+    return document(f"stallfree: {data['title']}", body, data, assets=["simulation.css", "state.js", "simulation.js"])
+
+
+def comparison_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
+    """The comparison as rows of text, the same for the page and the terminal: what, without prefetch, with prefetch."""
+    first = f"first {comparison['seconds']:g} s"
+    laws = zip(comparison["law"], comparison["steady"], strict=True)  # with as many decimals as what it is held against
+    return [
+        [f"{first}: mean of {plural(comparison['seeds'], 'seed')}", *(_interval(part) for part in comparison["first"])],
+        [f"{first}: single seeds", *(_range(part) for part in comparison["singles"])],
+        ["steady state, per second", *(_interval(part) for part in comparison["steady"])],
+        ["law, per second", *(number(law, part["high"] - part["low"]) for law, part in laws)],
+    ]
+
+
+CAPTION = "Batches trained, with intervals of 95%"
+LAW = "The law: min(W/l, 1/(t+m)) without, min(W/l, 1/max(t,m)) with prefetch: W loaders, l load, t copy, m compute."
+
+
+def _interval(part: Mapping[str, float]) -> str:
+    width = part["high"] - part["low"]
+    return f"{number(part['mean'], width)} ({number(part['low'], width)} to {number(part['high'], width)})"
+
+
+def _range(part: Sequence[int]) -> str:
+    least, most = part
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _comparison(comparison: Mapping[str, Any]) -> str:
+    advice = comparison["advice"]
+    rows = [[escape(cell) for cell in row] for row in comparison_rows(comparison)]
+    return (
+        f'<p class="verdict" id="advice">{escape(advice[:1].upper() + advice[1:])}.</p>\n'
+        '<section aria-labelledby="compared">\n<h2 id="compared">Without and with prefetch</h2>\n'
+        + table(CAPTION, ["", *_KINDS], rows, classes="numbers compared")
+        + f'<p class="small">{escape(comparison["caution"])}</p>\n<p class="small">{escape(LAW)}</p>\n</section>\n'
+    )
+
+
+def _controls(runs: Sequence[Mapping[str, Any]], shown: int) -> str:
+    choices = "".join(
+        f'<label><input type="radio" name="run" value="{index}"{" checked" if index == shown else ""}>'
+        f'<span>{escape(run["name"])}: <b class="count" id="count-{index}">0</b> batches trained</span></label>\n'
+        for index, run in enumerate(runs)
+    )
+    return (
+        '<section class="controls" aria-label="Animation">\n'
+        f'<fieldset class="runs"><legend>Run</legend>\n{choices}</fieldset>\n'
+        '<div class="buttons">\n<button type="button" id="play">Play</button>\n'
+        '<button type="button" id="pause" disabled>Pause</button>\n<button type="button" id="back">Step back</button>\n'
+        '<button type="button" id="step">Step</button>\n<label>Speed <select id="speed"></select></label>\n'
+        '<output id="time" for="slider"></output>\n</div>\n'
+        '<input type="range" id="slider" min="0" max="1000" step="1" value="0" aria-label="Time">\n'
+        '<p class="small" id="news" aria-live="polite"></p>\n</section>\n'
+    )
+
+
+def _left_out(run: Mapping[str, Any]) -> str:
+    if not run["left_out"]:
+        return ""
+    return (
+        f'<p class="small">{escape(run["name"])}: the first {len(run["events"]):,} events are shown, '
+        f"{run['left_out']:,} later ones are not.</p>\n"
+    )
+
+
+_STAGE = """<div class="beside">
+<section aria-labelledby="boxes">
+<h2 id="boxes">Who holds which batch</h2>
+<h3>Loaders</h3>
+<ul class="loaders" id="loaders"></ul>
+<div class="arrow" aria-hidden="true"></div>
+<h3>Queue <span class="soft" id="queue-size"></span></h3>
+<ul class="queue" id="queue"></ul>
+<div class="arrow" aria-hidden="true"></div>
+<div class="ends">
+<div id="copy-part"><h3>Copy</h3><ul class="loaders"><li class="box" id="copy"></li></ul></div>
+<div><h3>Device</h3><ul class="loaders"><li class="box" id="device"></li></ul></div>
+</div>
+<p class="small" id="waiting"></p>
+</section>
+<section aria-labelledby="gantt-title">
+<h2 id="gantt-title">Who worked when</h2>
+<ul class="legend" id="legend"></ul>
+<figure><div class="gantt"><div class="chart" id="gantt" role="img" aria-label="Gantt chart"></div>
+<div class="cursor" id="cursor"></div></div>
+<figcaption id="gantt-caption"></figcaption></figure>
+</section>
+</div>
+"""

@@ -1,0 +1,281 @@
+"""Analysing jobs: what is measured, and what cannot be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stallfree as sf
+from stallfree import InputError
+from stallfree.sources.base import BaseSource
+
+SHORT = 0.4
+
+
+class Records(BaseSource):
+    """Pieces of memory of 10,000 bytes."""
+
+    def __init__(self, count: int = 64) -> None:
+        self.pipeline = sf.Compose([Prepare()])
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def _record(self, id: int) -> Any:
+        return bytes(10_000), id
+
+    def _where(self, id: int) -> str:
+        return ""
+
+    def fingerprint(self) -> str:
+        return f"records-{self.count}"
+
+
+@sf.mark_random
+class Prepare:
+    def __call__(self, record: Any) -> Any:
+        return np.full(100, record[1], np.float32), record[1]
+
+
+class Files(torch.utils.data.Dataset[Any]):
+    """A plain data set that reads a file per sample."""
+
+    def __init__(self, folder: Path, count: int = 48) -> None:
+        self.paths = []
+        for id in range(count):
+            path = folder / f"{id}.bin"
+            path.write_bytes(np.full(20_000, id, np.uint8).tobytes())
+            self.paths.append(path)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, id: int) -> Any:
+        return torch.frombuffer(bytearray(self.paths[id].read_bytes()), dtype=torch.uint8), id
+
+
+def nothing(batch: Any) -> None:
+    """A step that takes no time."""
+
+
+def quick(dataset: Any, step: Any = nothing, **arguments: Any) -> sf.Report:
+    given = {"batch_size": 4, "num_workers": 1, "seconds": SHORT, "progress": False, **arguments}
+    return sf.analyze(dataset, step, **given)
+
+
+def test_a_source_behind_slow_storage() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def step(batch: Any) -> None:
+        pictures, labels = batch
+        assert torch.equal(pictures[:, 0].long(), labels)
+        seen.append(tuple(pictures.shape))
+
+    with_limit = sf.testing.ThrottledSource(Records(), bandwidth="2MB/s")  # 200 samples/s
+    report = quick(with_limit, step)
+    rates = {name: found["value"] for name, found in report.data["rates"].items()}
+    assert set(seen) == {(4, 100)}
+    assert rates["S"] < 1.5 * 200 < min(rates["P"], rates["G"], rates["C"])
+    assert rates["F"] == pytest.approx(rates["S"])
+    assert report.data["job"]["sample_bytes"] == 10_000
+    assert report.data["job"]["prepared_bytes"] == 408
+    assert report.data["job"]["loader"] == "stallfree"
+    assert report.data["shares"]["cold"]["fetch_stall"] > 0.5
+    assert report.data["bottleneck"].startswith("Storage is the limit")
+    assert "no local files" in report.data["notes"][0]
+    assert report.predict(storage="4MB/s").F == pytest.approx(400)
+
+
+def test_a_cached_data_set_is_analysed_with_its_cache() -> None:
+    with sf.CachedDataset(Records(200), capacity=1_000_000, form="fetched") as cached:
+        before = cached.stats()
+        report = quick(cached)
+        assert cached.stats() == before  # the user's cache was not touched
+        found = report.data["job"]["cache_share"] * 200
+        assert found == pytest.approx(95, abs=5)
+    with pytest.raises(InputError, match="has a cache; leave `cache` out"):
+        quick(cached, cache="50%")
+
+
+def test_a_plain_data_set_runs_under_torchs_loader(tmp_path: Path) -> None:
+    report = quick(Files(tmp_path), cache="50%")
+    assert report.data["job"]["loader"] == "torch"
+    assert report.data["job"]["sample_bytes"] == 20_000
+    assert report.data["job"]["cache_share"] == 0.5
+    assert all(report.data["rates"][name]["value"] > 0 for name in "GPSCF")
+    assert report.predict(storage="20MB/s").F == pytest.approx(
+        1 / (0.5 / report.data["rates"]["C"]["value"] + 0.5 / 1000)
+    )
+
+
+def test_a_plain_data_set_without_files_says_what_it_cannot_know() -> None:
+    report = quick([(torch.ones(3), id) for id in range(16)], num_workers=0)
+    assert report.data["rates"]["S"]["value"] is None
+    assert any("no file was seen" in note for note in report.data["notes"])
+    assert "not measured" in str(report)
+
+
+def test_a_data_set_of_dicts() -> None:
+    report = quick([{"x": torch.ones(5), "n": {"y": [id, id]}} for id in range(16)], num_workers=0)
+    assert report.data["rates"]["G"]["value"] > 0
+
+
+def test_a_loaders_own_arguments_are_used() -> None:
+    shapes = set()
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.zeros(7, len(samples))
+
+    quick(list(range(16)), lambda batch: shapes.add(tuple(batch.shape)), collate_fn=collate, num_workers=0)
+    assert shapes == {(7, 4)}
+
+
+def failing(batch: Any) -> None:
+    raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
+    (range(3), nothing, {}, "has 3 samples, less than a batch of 4"),
+    (range(9), failing, {}, r"step\(batch\) raised RuntimeError: mat1 and mat2"),
+    (range(9), "train", {}, "step='train' cannot be called"),
+    (range(9), nothing, {"batch_size": 0}, "batch_size=0"),
+    (range(9), nothing, {"batch_size": None}, "batch_size=None"),
+    (range(9), nothing, {"num_workers": -1}, "num_workers=-1"),
+    (range(9), nothing, {"device": "gpu7"}, "device='gpu7' is no device"),
+    (range(9), nothing, {"seconds": 0}, "seconds=0"),
+    (range(9), nothing, {"cache": "140%"}, "cache='140%'"),
+    (range(9), nothing, {"cache": "much"}, "cache='much'"),
+    (iter(range(9)), nothing, {}, "map-style"),
+]
+
+
+@pytest.mark.parametrize(("dataset", "step", "arguments", "message"), BAD)
+def test_bad_jobs(dataset: Any, step: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        quick(dataset, step, **{"num_workers": 0, **arguments})
+
+
+def test_a_sample_that_cannot_be_read_is_named() -> None:
+    class Broken(Records):
+        def _record(self, id: int) -> Any:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(InputError, match=r"fetching sample \d+ failed: OSError: the disk is gone"):
+        quick(Broken())
+
+
+JOB = """
+import time
+import torch
+import stallfree as sf
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, id):
+        return torch.full((8,), id)
+
+def build():
+    return Data(), {"batch_size": 4, "num_workers": 1}, lambda batch: time.sleep(0.001)
+
+def raises():
+    raise KeyError("which")
+
+def wrong():
+    return Data()
+
+def failing():
+    def step(batch):
+        raise ValueError("no such layer")
+    return Data(), {"batch_size": 4}, step
+
+def small():
+    return Data(), {"batch_size": 65}, print
+
+number = 3
+"""
+
+
+def cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stallfree", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_the_commands_end_to_end(tmp_path: Path) -> None:
+    (tmp_path / "my_job.py").write_text(JOB)
+    done = cli(tmp_path, "analyze", "my_job.py:build", "--seconds", "0.4", "--json", "r.json", "--html", "r.html")
+    assert done.returncode == 0, done.stderr
+    report = sf.Report.load(tmp_path / "r.json")
+    assert done.stdout.startswith(str(report).split("\n")[0])
+    assert "stallfree predict r.json" in done.stdout
+    assert (tmp_path / "r.html").read_text().lower().startswith("<!doctype html>")
+    told = cli(tmp_path, "predict", "r.json", "--cache", "50%", "--cpus", "24", "--devices", "8", "--jobs", "8")
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.strip() == str(report.predict(cache="50%", cpus=24, devices=8, jobs=8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("my_job.py:raises",), "my_job.py:raises raised KeyError: 'which'"),
+        (("my_job.py:wrong",), "return (dataset, loader_arguments, step)"),
+        (("my_job.py:failing",), "step(batch) raised ValueError: no such layer"),
+        (("my_job.py:small",), "has 64 samples, less than a batch of 65"),
+        (("my_job.py:number",), "has no function 'number'"),
+        (("my_job.py",), "names no function"),
+        (("absent.py:build",), "there is no file absent.py"),
+        (("broken.py:build",), "broken.py cannot be loaded: SyntaxError"),
+        (("no_such_module:build",), "no_such_module cannot be loaded"),
+        (("my_job.py:build", "--json", "no/folder/r.json"), "there is no folder no/folder"),
+        (("my_job.py:build", "--cache", "101%"), "cache='101%'"),
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from stallfree.cli import main
+
+    (tmp_path / "my_job.py").write_text(JOB)
+    (tmp_path / "broken.py").write_text("def build(:")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_job", raising=False)
+    monkeypatch.setattr(sys, "argv", ["stallfree", "analyze", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    shown = capsys.readouterr()
+    assert exit.value.code == 2
+    assert message in shown.err
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+
+
+def test_predict_refuses_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text('{"format": "stallfree-report", "version": 0}')
+    done = cli(tmp_path, "predict", "old.json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: old.json is a report of version 0")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_nothing_is_left_to_run_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = time.monotonic()
+
+    def step(batch: Any) -> None:
+        if time.monotonic() - started > 0.2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quick(Records(), step)

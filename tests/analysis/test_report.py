@@ -1,0 +1,162 @@
+"""Reports and what they predict, with rates made by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from report_data import make
+
+from stallfree import InputError, Report
+
+
+def test_shares_are_differences_of_times() -> None:
+    data = make({"G": 1000, "P": 500, "S": 250, "cold": 250, "warm": 500}).data
+    cold, warm = data["shares"]["cold"], data["shares"]["warm"]
+    assert cold == pytest.approx({"compute": 0.25, "copy": 0, "prep_stall": 0.25, "fetch_stall": 0.5})
+    assert warm == pytest.approx({"compute": 0.5, "copy": 0, "prep_stall": 0.5, "fetch_stall": 0})
+
+
+def test_copies_have_a_share_of_their_own() -> None:
+    shares = make({"G": 1000, "copy": 2000, "warm": 500, "cold": 500}).data["shares"]["warm"]
+    assert shares == pytest.approx({"compute": 0.5, "copy": 0.25, "prep_stall": 0.25, "fetch_stall": 0})
+
+
+@settings(deadline=None, max_examples=30)
+@given(*[st.floats(1, 1e5)] * 6)
+def test_shares_add_up(g: float, p: float, s: float, cold: float, warm: float, copy: float) -> None:
+    shares = make({"G": g, "P": p, "S": s, "cold": cold, "warm": warm, "copy": copy}).data["shares"]
+    for one in shares.values():
+        assert sum(one.values()) == pytest.approx(1)
+        assert min(one.values()) >= -1e-9
+
+
+def test_predictions_are_the_formula() -> None:
+    report = make({})
+    found = report.predict(cache="50%", cpus=8, storage="25MB/s", devices=4)
+    assert found.F == pytest.approx(1 / (0.5 / 50_000 + 0.5 / 500))
+    assert found.P == pytest.approx(2000 * 2 if report.setting().cpus == 4 else 2000 * 8 / report.setting().cpus)
+    assert found.G == 4000
+    assert found.binds == "fetch"
+    assert found.throughput == pytest.approx(found.F, rel=0.01)
+    assert found.now == pytest.approx(250, rel=0.01)
+    shared = report.predict(cache="50%", jobs=4)
+    assert shared.F == pytest.approx(report.predict(cache="50%").F / 4)
+    assert shared.G == 1000
+
+
+def test_a_cache_in_bytes_holds_its_share_of_the_samples() -> None:
+    report = make({})
+    assert report.hits_of(5_000 * 50_000) == 0.5
+    assert report.hits_of("1TB") == 1.0
+    assert report.hits_of("12.5%") == 0.125
+
+
+def test_the_end_of_the_fetch_stall_is_told() -> None:
+    report = make({})  # F reaches G = 1000 where 1/1000 = x/50000 + (1-x)/250
+    best = report.data["curves"]["cache"]["best"]
+    assert best == pytest.approx((1 / 250 - 1 / 1000) / (1 / 250 - 1 / 50_000), abs=1e-4)
+    assert report.data["advice"][0]["do"].startswith("Cache 75% of the samples")
+    assert report.data["advice"][0]["gain"] == pytest.approx(4, rel=0.02)
+    gains = [item["gain"] for item in report.data["advice"]]
+    assert gains == sorted(gains, reverse=True)
+    assert "Storage is the limit" in report.data["bottleneck"]
+
+
+CASES: list[tuple[dict[str, float | None], str, str]] = [
+    ({"G": 100, "cold": 100, "warm": 100}, "The device is the limit", "a faster device: "),
+    ({"P": 200, "S": 5000, "cold": 200, "warm": 200}, "Prep is the limit", "more CPUs: 2.00x with twice as many"),
+    ({"S": 50, "cold": 50}, "Storage is the limit", "faster storage: 2.00x"),
+    ({"G": 1000, "P": 1000, "S": 5000, "cold": 500, "warm": 500}, "The CPUs are the limit", "more CPUs: "),
+]
+
+
+@pytest.mark.parametrize(("rates", "bottleneck", "answer"), CASES)
+def test_the_bottleneck_and_what_helps(rates: dict[str, float | None], bottleneck: str, answer: str) -> None:
+    report = make(rates)
+    assert report.data["bottleneck"].startswith(bottleneck)
+    helping = [line for line in report.predict().answers if line.startswith(answer)]
+    assert len(helping) == 1
+    assert "gain nothing" not in helping[0]
+    assert "gains nothing" not in helping[0]
+
+
+def test_each_question_has_one_answer() -> None:
+    starts = [line.split(":")[0] for line in make({}).predict(cache="10%").answers]
+    assert starts == ["cache", "more CPUs", "faster storage", "a faster device", "jobs on this host"]
+
+
+def test_with_a_cache_the_report_is_about_the_cached_job() -> None:
+    report = make({}, cache="50%")
+    assert report.data["job"]["cache_share"] == 0.5
+    assert report.data["rates"]["F"]["value"] == pytest.approx(1 / (0.5 / 50_000 + 0.5 / 250))
+    assert report.predict().hits == 0.5
+
+
+def test_what_was_not_measured_limits_nothing_and_is_said() -> None:
+    report = make({"S": None, "C": None}, parted=False)
+    assert report.data["rates"]["F"]["value"] is None
+    assert any("not measured here" in note for note in report.data["notes"])
+    assert report.predict().throughput > 0
+    with pytest.raises(InputError, match="does not know how many bytes"):
+        report.predict(storage="100MB/s")
+    assert "not measured" in str(report)
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    report = make({})
+    report.save(tmp_path / "report.json")
+    again = Report.load(tmp_path / "report.json")
+    assert again.data == report.data
+    assert str(again) == str(report)
+    assert again.predict(cache="30%") == report.predict(cache="30%")
+
+
+def test_the_text_holds_the_figures() -> None:
+    text = str(make({"G": 1234, "S": 77}))
+    assert "1,234" in text
+    assert "77" in text
+    assert "Cache" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as a report"),
+        ("[]", "is no report"),
+        ('{"format": "stallfree-report", "version": 99}', "version 99, this release reads version 1"),
+        ('{"format": "stallfree-report", "version": 1}', "lacks job, rates"),
+    ],
+)
+def test_files_that_are_no_reports(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "report.json").write_text(content)
+    with pytest.raises(InputError, match=message):
+        Report.load(tmp_path / "report.json")
+    with pytest.raises(InputError, match="cannot be read as a report"):
+        Report.load(tmp_path / "absent.json")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"cache": "120%"}, "cache='120%': a share is 0% to 100%"),
+    ({"cache": "half"}, "cache='half' is no size"),
+    ({"cpus": 0}, "cpus=0"),
+    ({"devices": 1.5}, "devices=1.5"),
+    ({"jobs": True}, "jobs=True"),
+    ({"storage": "530"}, "storage='530' is no rate"),
+    ({"storage": "530MB"}, "such as '60MB/s'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_questions(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make({}).predict(**arguments)
+
+
+def test_reports_are_plain_json() -> None:
+    data = make({"S": None}).data
+    assert json.loads(json.dumps(data, allow_nan=False)) == data

@@ -1,0 +1,150 @@
+"""The page of a report in a real browser."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from report_examples import NAME, report
+
+from stallfree.report import report_page
+
+if TYPE_CHECKING:
+    from conftest import Open, Opened
+
+pytest.importorskip("plotly", reason="needs plotly: pip install 'stallfree[report]'")
+
+
+def overflow(opened: Opened) -> int:
+    """Pixels by which the page is wider than the window."""
+    wide: int = opened.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    return wide
+
+
+def traces(opened: Opened, chart: str) -> dict[str, Any]:
+    """What a chart has drawn, by the name of the line."""
+    drawn = opened.page.evaluate(f"document.getElementById('{chart}').data.map(({{name, x, y}}) => ({{name, x, y}}))")
+    return {trace["name"]: trace for trace in drawn}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 375])
+def test_it_fits(open_page: Open, width: int, scheme: str) -> None:
+    opened = open_page(report_page(report()), width, scheme)
+    assert opened.page.locator(".main-svg").count() >= 4, "all charts are drawn"
+    assert overflow(opened) <= 0
+    for details in opened.page.locator("summary").all():
+        details.click()
+    assert overflow(opened) <= 0
+    for chart in opened.page.locator(".chart").all():
+        box = chart.bounding_box()
+        assert box is not None
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+        assert box["width"] > 250
+
+
+def test_long_words_fit_a_phone(open_page: Open) -> None:
+    data = report()
+    data["job"]["dataset"] = data["notes"][0] = data["bottleneck"] = "x" * 300
+    data["advice"][0]["do"] = data["rates"]["C"]["note"] = data["runs"]["cold"]["note"] = "y" * 300
+    assert overflow(open_page(report_page(data), 375)) <= 0
+
+
+def test_the_charts_are_the_json(open_page: Open) -> None:
+    opened, data = open_page(report_page(report())), report()
+    epoch = traces(opened, "chart-epoch")
+    for part, name in (
+        ("compute", "compute"),
+        ("copy", "copy"),
+        ("prep_stall", "prep stall"),
+        ("fetch_stall", "fetch stall"),
+    ):
+        drawn = dict(zip(epoch[name]["y"], epoch[name]["x"], strict=True))
+        assert drawn == {run: data["shares"][run][part] for run in ("cold", "warm")}
+    for curve, lines in (
+        ("cache", ["throughput", "F", "P", "G"]),
+        ("cpus", ["throughput"]),
+        ("storage", ["throughput"]),
+    ):
+        drawn_lines = traces(opened, f"chart-{curve}")
+        assert set(drawn_lines) == set(lines)
+        for line in lines:
+            assert drawn_lines[line]["x"] == data["curves"][curve]["x"]
+            assert drawn_lines[line]["y"] == data["curves"][curve][line]
+    marks = {
+        curve: opened.page.evaluate(f"document.getElementById('chart-{curve}').layout.shapes.map((shape) => shape.x0)")
+        for curve in ("cache", "cpus", "storage")
+    }
+    assert marks == {"cache": [0.62], "cpus": [2], "storage": [19_062_500.0]}
+    assert "best: 62%" in opened.text("#chart-cache")
+
+
+def test_storage_is_on_a_logarithmic_axis_and_marked_where_it_is(open_page: Open) -> None:
+    opened = open_page(report_page(report()))
+    line, first, last, label = opened.page.evaluate(
+        """() => {
+            const chart = document.getElementById("chart-storage");
+            const mark = chart.querySelector(".shapelayer path").getBoundingClientRect();
+            const curve = chart.querySelector(".scatterlayer path.js-line").getBoundingClientRect();
+            return [mark.x + mark.width / 2, curve.left, curve.right, chart.layout.annotations[0].x];
+        }"""
+    )
+    assert (line - first) / (last - first) == pytest.approx(math.log(19.0625 / 10) / math.log(2560 / 10), abs=0.02)
+    assert label == pytest.approx(math.log10(19_062_500.0))
+
+
+def test_a_name_that_ends_a_script_is_a_name(open_page: Open) -> None:
+    opened = open_page(report_page(report()))
+    assert NAME in opened.text(".job")
+    assert opened.page.locator(".job b").count() == 0
+    assert NAME in opened.page.title()
+    assert json.loads(opened.page.locator("#data").text_content() or "") == report()
+
+
+def test_nothing_measured(open_page: Open) -> None:
+    data = report()
+    missing = {"value": None, "low": None, "high": None, "repeats": 0, "note": "too slow"}
+    data["rates"] = dict.fromkeys(data["rates"], missing)
+    data["runs"] = dict.fromkeys(data["runs"], missing)
+    data.update(advice=[], shares={"cold": None, "warm": None})
+    data["curves"] = {"cache": None, "cpus": None, "storage": None}
+    opened = open_page(report_page(data))
+    assert opened.page.locator(".card .missing").all_inner_texts() == ["not measured"] * 2
+    assert opened.page.locator(".curve .missing").all_inner_texts() == ["not measured"] * 3
+
+
+def test_the_scheme_of_colours_may_change(open_page: Open) -> None:
+    opened = open_page(report_page(report()))
+    ink = "document.getElementById('chart-cache').layout.font.color"
+    before = opened.page.evaluate(ink)
+    opened.page.emulate_media(color_scheme="dark")
+    opened.until(f"{ink} !== '{before}'")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_stand_out(open_page: Open, scheme: str) -> None:
+    """At least 4.5 to 1 between words and ground, and between the words in a bar and the bar."""
+    opened = open_page(report_page(report()), scheme=scheme)
+    names = ("ground", "card", "ink", "soft", "accent", "on", "compute", "copy", "prep", "fetch", "load", "gather")
+    hexes = {name: opened.page.evaluate(f"colour('{name}')") for name in names}
+    for ground in ("ground", "card"):
+        for word in ("ink", "soft", "accent"):
+            assert contrast(hexes[word], hexes[ground]) >= 4.5, (word, ground)
+    for bar in ("compute", "copy", "prep", "fetch", "load", "gather"):
+        assert contrast(hexes["on"], hexes[bar]) >= 4.5, bar
+        assert contrast(hexes["card"], hexes[bar]) >= 3, bar
+
+
+def contrast(one: str, other: str) -> float:
+    """The ratio of luminances that accessibility guidelines ask for."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)

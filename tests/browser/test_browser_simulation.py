@@ -1,0 +1,313 @@
+"""The animated page in a real browser. What it shows is compared with a model of its own, instant by instant."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from report_examples import recording, simulation, worked_out
+
+from stallfree.events import Event
+from stallfree.report import run_data, simulation_page
+
+if TYPE_CHECKING:
+    from conftest import Open, Opened
+
+pytest.importorskip("plotly", reason="needs plotly: pip install 'stallfree[report]'")
+
+TWO_FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
+
+
+def now(opened: Opened) -> float:
+    return float(opened.page.locator("#time").get_attribute("data-seconds") or "nan")
+
+
+def seek(opened: Opened, place: int) -> None:
+    """Move the slider to so many thousandths."""
+    opened.page.locator("#slider").fill(str(place))
+
+
+def trained(opened: Opened) -> list[int]:
+    return [int(text) for text in opened.page.locator(".count").all_inner_texts()]
+
+
+def doing(opened: Opened) -> dict[str, str]:
+    """What the boxes say, by actor."""
+    boxes = {box.get_attribute("data-actor") or "": box for box in opened.page.locator("#loaders .box").all()}
+    named = boxes | {name: opened.page.locator(f"#{name}") for name in ("copy", "device")}
+    return {name: box.locator(".holds").inner_text() for name, box in named.items() if box.is_visible()}
+
+
+def queued(opened: Opened) -> list[str]:
+    return [text for text in opened.page.locator("#queue li").all_inner_texts() if text]
+
+
+@pytest.fixture
+def page(open_page: Open) -> Opened:
+    return open_page(simulation_page(simulation()))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 375])
+def test_it_fits(open_page: Open, width: int, scheme: str) -> None:
+    opened = open_page(simulation_page(simulation()), width, scheme)
+    for place in (0, 333, 1000):
+        seek(opened, place)
+        assert opened.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    boxes, gantt = opened.page.locator("#loaders").bounding_box(), opened.page.locator("#gantt").bounding_box()
+    assert boxes is not None
+    assert gantt is not None
+    beside = gantt["x"] >= boxes["x"] + boxes["width"]
+    below = gantt["y"] >= boxes["y"] + boxes["height"]
+    assert (beside, below) == ((True, False) if width > 800 else (False, True))
+
+
+def test_play_and_pause(page: Opened) -> None:
+    assert now(page) == 0
+    assert page.page.locator("#pause").is_disabled()
+    page.page.locator("#speed").select_option("60")
+    page.page.locator("#play").click()
+    page.until("Number(document.getElementById('time').dataset.seconds) > 0")
+    assert page.page.locator("#play").is_disabled()
+    page.page.locator("#pause").click()
+    stopped = now(page)
+    assert 0 < stopped < 0.3
+    page.page.evaluate(TWO_FRAMES)
+    assert now(page) == stopped
+    assert page.page.locator("#slider").input_value() == str(round(1000 * stopped / 0.3))
+    page.page.locator("#play").click()
+    page.until(f"Number(document.getElementById('time').dataset.seconds) > {stopped}")
+
+
+def test_it_plays_to_the_end_and_again(page: Opened) -> None:
+    page.page.locator("#speed").select_option("5")
+    seek(page, 900)
+    page.page.locator("#play").click()
+    page.until("document.getElementById('pause').disabled")
+    assert now(page) == 0.3
+    assert trained(page) == [4, 4]
+    page.page.locator("#speed").select_option("60")
+    page.page.locator("#play").click()
+    page.until("Number(document.getElementById('time').dataset.seconds) < 0.1")
+    page.page.locator("#pause").click()
+
+
+def test_step_goes_from_event_to_event(page: Opened) -> None:
+    events = worked_out(prefetch=True)
+    instants = sorted({0.0, 0.3} | {at for event in events for at in (event.start, event.end) if at <= 0.3})
+    seen = [now(page)]
+    for _ in instants[1:]:
+        page.page.locator("#step").click()
+        seen.append(now(page))
+    assert seen == instants
+    page.page.locator("#step").click()
+    assert now(page) == 0.3, "there is nothing after the end"
+    page.page.locator("#back").click()
+    assert now(page) == instants[-2]
+    seek(page, 333)
+    assert now(page) == pytest.approx(0.0999)
+    page.page.locator("#step").click()
+    assert now(page) == 0.1
+    assert page.text("#news") == (
+        "loader 0 ends load 0; loader 1 ends load 1; copy begins copy 0; loader 0 begins load 2; loader 1 begins load 3"
+    )
+
+
+def test_step_stops_the_play(page: Opened) -> None:
+    page.page.locator("#speed").select_option("60")
+    page.page.locator("#play").click()
+    page.page.locator("#step").click()
+    stopped = now(page)
+    page.page.evaluate(TWO_FRAMES)
+    assert now(page) == stopped
+
+
+def test_the_slider_seeks_and_the_keyboard_moves_it(page: Opened) -> None:
+    seek(page, 500)
+    assert now(page) == pytest.approx(0.15)
+    assert page.text("#time").startswith("0.1500 s of 0.3000 s")
+    assert trained(page) == [1, 1]
+    assert doing(page) == {"loader 0": "load 2", "loader 1": "load 3", "copy": "idle", "device": "compute 1"}
+    page.page.locator("#slider").press("ArrowRight")
+    assert now(page) == pytest.approx(0.1503)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_the_boxes_at_every_instant(page: Opened, prefetch: bool) -> None:
+    page.page.locator(f"input[name=run][value='{int(prefetch)}']").check()
+    events = worked_out(prefetch)
+    for place in range(0, 1001, 37):
+        seek(page, place)
+        at = 0.3 * place / 1000
+        assert trained(page)[prefetch] == sum(e.what == "compute" and e.end <= at for e in events)
+        working = {e.actor: f"{e.what} {e.batch}" for e in events if e.start <= at < e.end}
+        ready = [e.batch for e in events if e.what == "load" and e.end <= at]
+        waiting = [
+            batch for batch in ready if not any(e.what == "copy" and e.batch == batch and e.start <= at for e in events)
+        ]
+        assert queued(page) == ([str(waiting[0])] if waiting else []), "the queue has one place"
+        held = {loader_of(events, batch): f"waits with {batch}" for batch in waiting[1:]}
+        idle = dict.fromkeys(("loader 0", "loader 1", "copy", "device"), "idle")
+        assert doing(page) == idle | held | working
+        staged = [
+            str(e.batch)
+            for e in events
+            if e.what == "copy"
+            and e.end <= at
+            and not any(o.what == "compute" and o.batch == e.batch and o.start <= at for o in events)
+        ]
+        assert page.text("#waiting") == (f"On the device, next: {', '.join(staged)}" if staged else "")
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_full_queue(open_page: Open, prefetch: bool) -> None:
+    """Two loaders that are too fast: they wait, each with the batch that it cannot hand over."""
+    simulated = pytest.importorskip("stallfree.analysis.simulate", reason="needs stallfree[simulate]")
+    pytest.importorskip("simpy", reason="needs simpy: pip install 'stallfree[simulate]'")
+    pipeline = simulated.Pipeline(2, 0.02, 0.01, 0.05, prefetch, queue=3)
+    ran = simulated.simulate(pipeline, seconds=1)
+    events = [*ran.events, *ran.unfinished]
+    one = run_data("full", events, seconds=0.6, queue=3, depth=int(prefetch))
+    opened = open_page(simulation_page(simulation() | {"runs": [one], "shown": 0, "comparison": None}))
+    waits = set()
+    for place in range(0, 1001, 41):
+        seek(opened, place)
+        at = 0.6 * place / 1000
+        idle = {e.actor for e in events if e.actor.startswith("loader")} - {
+            e.actor for e in events if e.start <= at < e.end
+        }
+        held = {
+            actor: max((e.end, e.batch) for e in events if e.actor == actor and e.end <= at)[1] for actor in idle
+        }  # a loader begins a batch as soon as it is rid of the one before
+        copied = {e.batch: e.start for e in events if e.actor == "copy" and e.start <= at}
+        ready = sorted((e.end, e.batch) for e in events if e.what == "load" and e.end <= at and e.batch not in copied)
+        assert queued(opened) == [str(batch) for _, batch in ready if batch not in held.values()]
+        shown = doing(opened)
+        assert {actor: shown[actor] for actor in held} == {
+            actor: f"waits with {batch}" for actor, batch in held.items()
+        }
+        used = {e.batch for e in events if e.actor == "device" and e.start <= at}
+        copying = any(e.actor == "copy" and e.start <= at < e.end for e in events)
+        unused = [batch for batch in copied if batch not in used]
+        if len(unused) == 2 and not copying:
+            assert shown["copy"] == f"waits with {unused[-1]}"
+        waits |= {len(held), shown["copy"].split()[0]}
+    assert waits >= ({0, 2, "copy", "waits"} if prefetch else {0, 2, "copy", "idle"})
+
+
+def loader_of(events: list[Event], batch: int) -> str:
+    return next(event.actor for event in events if event.what == "load" and event.batch == batch)
+
+
+def gantt(opened: Opened) -> set[tuple[str, str, str, int, int]]:
+    """The bars: who, what, which batch, from, to, in milliseconds."""
+    bars: list[list[Any]] = opened.page.evaluate(
+        """() => {
+            const chart = document.getElementById("gantt");
+            const names = chart.layout.yaxis.ticktext;
+            return chart.data.flatMap((trace) => trace.x.map((length, bar) =>
+                [names[Math.round(trace.y[bar])], trace.name, trace.text[bar],
+                 trace.base[bar], trace.base[bar] + length]));
+        }"""
+    )
+    return {(who, what, batch, round(1000 * start), round(1000 * end)) for who, what, batch, start, end in bars}
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_the_gantt_chart_is_the_log(page: Opened, prefetch: bool) -> None:
+    page.page.locator(f"input[name=run][value='{int(prefetch)}']").check()
+    assert gantt(page) == {
+        (e.actor, e.what, str(e.batch), round(1000 * e.start), round(1000 * e.end))
+        for e in worked_out(prefetch)
+        if e.start < 0.3
+    }
+    assert set(page.page.locator("#legend li").all_inner_texts()) == {"load", "copy", "compute"}
+
+
+@pytest.mark.parametrize("width", [1280, 375])
+def test_the_line_is_where_now_is(open_page: Open, width: int) -> None:
+    opened = open_page(simulation_page(simulation()), width)
+    lines = []
+    for place in (0, 500, 1000):
+        seek(opened, place)
+        box = opened.page.locator("#cursor").bounding_box()
+        assert box is not None
+        lines.append(box["x"] + box["width"] / 2)
+    assert lines[1] - lines[0] == pytest.approx(lines[2] - lines[1], abs=1)
+    inner = opened.page.evaluate(
+        """() => {
+            const grid = document.querySelector("#gantt .nsewdrag").getBoundingClientRect();
+            return [grid.left, grid.right];
+        }"""
+    )
+    assert [lines[0], lines[2]] == [pytest.approx(edge, abs=2) for edge in inner]
+
+
+def test_a_recorded_run(open_page: Open) -> None:
+    data = simulation() | {"runs": [run_data("run.jsonl", recording())], "shown": 0, "comparison": None}
+    opened = open_page(simulation_page(data))
+    assert not opened.page.locator("#copy-part").is_visible()
+    assert gantt(opened) == {
+        (e.actor, e.what, f"{e.epoch}/{e.batch}", round(1000 * e.start) - 5000, round(1000 * e.end) - 5000)
+        for e in recording()
+    }
+    seek(opened, 200)  # 50 ms: two fetches beside a prep
+    assert doing(opened) == {
+        "gather": "idle",
+        "loader 0": "prep 1/0, fetch 1/2, fetch 1/3",
+        "loader 10": "fetch 1/1",
+        "device": "idle",
+    }
+    assert queued(opened) == ["–"], "a batch that is fetched and not prepared is not ready"
+    cut = open_page(simulation_page(data | {"runs": [run_data("cut", recording(), seconds=0.095)]}))
+    seek(cut, 1000)
+    assert trained(cut) == [0]
+    assert queued(cut) == ["–"], "nor is it if the log ends before that"
+    seek(opened, 650)  # 162.5 ms
+    assert queued(opened) == ["2/0"]
+    assert trained(opened) == [2]
+    seek(opened, 1000)
+    assert trained(opened) == [5]
+
+
+def test_bars_of_one_actor_do_not_cover_each_other(open_page: Open) -> None:
+    data = simulation() | {"runs": [run_data("run.jsonl", recording())], "shown": 0, "comparison": None}
+    opened = open_page(simulation_page(data))
+    bars = opened.page.evaluate(
+        """document.getElementById("gantt").data.flatMap((trace) => trace.x.map((length, bar) =>
+            [trace.base[bar], trace.base[bar] + length,
+             trace.y[bar] - trace.width[bar] / 2, trace.y[bar] + trace.width[bar] / 2]))"""
+    )
+    assert len(bars) == len(recording())
+    for index, (left, right, top, bottom) in enumerate(bars):
+        for other_left, other_right, other_top, other_bottom in bars[:index]:
+            together = min(right, other_right) - max(left, other_left) > 1e-9
+            assert not (together and min(bottom, other_bottom) - max(top, other_top) > 1e-9)
+
+
+def test_a_long_run_is_shown_page_by_page(open_page: Open) -> None:
+    events = [Event(float(n), n + 1.0, "device", "compute", n) for n in range(400)]
+    data = simulation() | {"runs": [run_data("long", events)], "shown": 0, "comparison": None}
+    opened = open_page(simulation_page(data))
+    shown: set[int] = set()
+    for place in range(0, 1001, 50):
+        seek(opened, place)
+        bars = gantt(opened)
+        assert len(bars) <= 42
+        shown |= {int(bar[2]) for bar in bars}
+        left, right = opened.page.evaluate("document.getElementById('gantt').layout.xaxis.range")
+        assert left - 1e-9 <= now(opened) <= right + 1e-9
+    assert shown == set(range(400))
+
+
+def test_harm_in_a_log_is_text(open_page: Open) -> None:
+    harm = "</script><img src=x onerror=alert(1)>"
+    data = simulation(harm)
+    data["runs"] = [run_data(harm, [Event(0.0, 1.0, harm, harm, 0), Event(1.0, 2.0, "device", "compute", 0)])]
+    data.update(shown=0, comparison=None)
+    opened = open_page(simulation_page(data))
+    assert opened.page.locator("img").count() == 0
+    assert opened.text("#loaders .who") == harm
+    assert doing(opened)[harm] == f"{harm} 0"
+    assert json.loads(opened.page.locator("#data").text_content() or "") == data

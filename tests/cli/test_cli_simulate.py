@@ -1,0 +1,203 @@
+"""`stallfree simulate`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from stallfree.cli.simulate import simulate
+from stallfree.errors import InputError, MissingExtraError
+from stallfree.events import Event, write_events
+
+ARTICLE = ("--loaders", "3", "--load", "80ms", "--transfer", "15ms", "--compute", "30ms")
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    app.command("simulate")(simulate)
+    return app
+
+
+def run(app: typer.Typer, *arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False, env={"COLUMNS": "80", "TERM": "dumb"})
+
+
+def row(output: str, start: str) -> list[float]:
+    """The numbers in the line that starts so."""
+    line = next(line for line in output.splitlines() if line.strip().startswith(start))
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", line.strip().removeprefix(start))]
+
+
+def test_the_article(app: typer.Typer) -> None:
+    """20 against 29 batches in the first second with 80 ms; the table says what such figures are worth."""
+    output = run(app, *ARTICLE).output
+    without, low, high, prefetching, *_ = row(output, "first 1 s: mean of 30 seeds")
+    assert low <= without <= high
+    assert (without, prefetching) == (pytest.approx(20.1, abs=0.4), pytest.approx(29.9, abs=0.4))
+    least, most, least_prefetching, most_prefetching = row(output, "first 1 s: single seeds")
+    assert least <= 20 <= most
+    assert least_prefetching <= 29 <= most_prefetching
+    assert row(output, "steady state, per second")[::3] == [
+        pytest.approx(22.2, rel=0.01),
+        pytest.approx(33.3, rel=0.01),
+    ]
+    assert row(output, "law, per second") == [pytest.approx(1000 / 45, rel=0.003), pytest.approx(1000 / 30, rel=0.003)]
+    assert "min(W/l, 1/(t+m)) without, min(W/l, 1/max(t,m)) with prefetch" in output
+    assert "One run is one draw" in output
+    assert output.splitlines()[-1] == "prefetch gains 50%: copy and step overlap"
+    assert max(map(len, [line for line in output.splitlines() if "seeds" in line and "draw" not in line])) <= 80
+
+
+def test_prefetch_that_gains_nothing(app: typer.Typer) -> None:
+    output = run(app, *ARTICLE, "--load", "0.16s").output
+    least, most, least_prefetching, most_prefetching = row(output, "first 1 s: single seeds")
+    assert least <= 16 <= most
+    assert least_prefetching <= 17 <= most_prefetching
+    assert "prefetch gains nothing here: add loaders (6 would keep the device busy)" in output
+
+
+def test_json(app: typer.Typer, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    output = run(app, *ARTICLE, "--seeds", "3", "--seconds", "0.5", "--json", str(path)).output
+    assert f"wrote {path}" in output
+    data = json.loads(path.read_text())
+    assert (data["format"], data["version"], data["shown"]) == ("stallfree-simulation", 1, 0)
+    assert data["pipeline"] == {
+        "loaders": 3,
+        "load": 0.08,
+        "transfer": 0.015,
+        "compute": 0.03,
+        "prefetch": False,
+        "depth": 1,
+        "queue": None,
+        "variation": 0.1,
+    }
+    assert (data["comparison"]["seeds"], data["comparison"]["seconds"]) == (3, 0.5)
+    assert [one["name"] for one in data["runs"]] == ["without prefetch", "with prefetch"]
+    for place, one in enumerate(data["runs"]):
+        assert (one["seconds"], one["queue"], one["depth"]) == (0.5, 6, place)
+        steps = [end for _, end, actor, *_ in one["events"] if actor == "device"]
+        least, most = data["comparison"]["singles"][place]
+        assert least <= sum(end < 0.5 for end in steps) <= most, "the run that is shown is that of a seed"
+        assert any(end > 0.5 for _, end, *_ in one["events"]), "what is under way at the end is there too"
+
+
+def test_prefetch_chooses_the_run_that_is_shown_first(app: typer.Typer, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    both = [run(app, *ARTICLE, *more, "--seeds", "2", "--json", str(path)).output for more in ((), ("--prefetch",))]
+    assert both[0] == both[1], "the table compares both in any case"
+    assert json.loads(path.read_text())["shown"] == 1
+
+
+def test_variation(app: typer.Typer) -> None:
+    output = run(app, *ARTICLE, "--variation", "0", "--seeds", "2").output
+    assert row(output, "first 1 s: single seeds") == [20, 30]
+
+
+def test_a_page(app: typer.Typer, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    path = tmp_path / "page.html"
+    run(app, *ARTICLE, "--seeds", "2", "--html", str(path))
+    page = path.read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "3 loaders, 80 ms to load a batch, 15 ms to copy it, 30 ms to compute" in page
+    assert 'id="data">{"format":"stallfree-simulation"' in page
+
+
+LOG = [
+    Event(10.0, 10.4, "loader 0", "fetch", 0, 1),
+    Event(10.4, 10.6, "loader 0", "prep", 0, 1),
+    Event(10.6, 11.0, "device", "compute", 0, 1),
+    Event(10.5, 11.1, "loader 0", "fetch", 1, 1),
+]
+
+
+def test_a_log(app: typer.Typer, tmp_path: Path) -> None:
+    log, data = tmp_path / "run[1].jsonl", tmp_path / "run.json"
+    write_events(log, LOG)
+    output = run(app, "--events", str(log), "--json", str(data)).output
+    assert "run[1].jsonl: 1.1 s" in output
+    lines = {tuple(line.split()[:3]): line.split()[3:] for line in output.splitlines()}
+    assert lines["loader", "0", "fetch"] == ["2", "500", "ms", "91%"]
+    assert lines["loader", "0", "prep"] == ["1", "200", "ms", "18%"]
+    assert lines["device", "compute", "1"] == ["400", "ms", "36%"]
+    written = json.loads(data.read_text())
+    assert written["comparison"] is written["pipeline"] is None
+    assert [len(one["events"]) for one in written["runs"]] == [4]
+
+
+def test_the_beginning_of_a_log_as_a_page(app: typer.Typer, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    log, page = tmp_path / "run.jsonl", tmp_path / "page.html"
+    write_events(log, LOG)
+    output = run(app, "--events", str(log), "--seconds", "0.45", "--html", str(page)).output
+    assert "run.jsonl: 450 ms" in output
+    assert "stallfree recording" in re.sub(r"\s+", " ", page.read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--loaders, --load, --transfer, --compute missing: give, for instance, --loaders 8"),
+        (ARTICLE[:4], "--transfer, --compute missing"),
+        ((*ARTICLE, "--load", "80"), "--load='80' has no unit"),
+        ((*ARTICLE, "--transfer", "fast"), "--transfer='fast' is no time"),
+        ((*ARTICLE, "--loaders", "0"), "loaders=0: give an int of 1 or more"),
+        ((*ARTICLE, "--variation", "-1"), "variation=-1"),
+        ((*ARTICLE, "--seeds", "0"), "seeds=0"),
+        ((*ARTICLE, "--seconds", "0"), "seconds=0"),
+        ((*ARTICLE, "--seconds", "1e9"), "batches would pass"),
+        ((*ARTICLE, "--events", "run.jsonl"), "leave out --loaders, --load, --transfer, --compute, or --events"),
+        (("--events", "/nowhere/run.jsonl"), "/nowhere/run.jsonl cannot be read"),
+        (
+            (*ARTICLE, "--seeds", "1", "--json", "/nowhere/run.json"),
+            "/nowhere/run.json cannot be written: No such file",
+        ),
+    ],
+)
+def test_bad_input(app: typer.Typer, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        run(app, *arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        ("", (), "there are no events"),
+        ("no json\n", (), "line 1, is no event"),
+        ('{"start": 1, "end": 1, "actor": "device", "what": "compute", "batch": 0}', (), "at one instant"),
+        ('{"start": 1, "end": 2, "actor": "device", "what": "compute", "batch": 0}', ("--seconds", "nan"), "above 0"),
+    ],
+)
+def test_bad_logs(app: typer.Typer, tmp_path: Path, text: str, more: tuple[str, ...], message: str) -> None:
+    log = tmp_path / "run.jsonl"
+    log.write_text(text)
+    with pytest.raises(InputError, match=message):
+        run(app, "--events", str(log), *more)
+
+
+@pytest.mark.parametrize(("package", "extra"), [("simpy", "simulate"), ("plotly.offline", "report")])
+def test_without_an_optional_package(
+    app: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    path = tmp_path / "page.html"
+    with pytest.raises(MissingExtraError, match=rf"stallfree\[{extra}\]"):
+        run(app, *ARTICLE, "--seeds", "1", "--html", str(path))
+    assert not path.exists()
+
+
+def test_a_file_that_is_a_folder(app: typer.Typer, tmp_path: Path) -> None:
+    arguments: list[Any] = [*ARTICLE, "--seeds", "1", "--json", str(tmp_path)]
+    with pytest.raises(InputError, match="cannot be written: Is a directory"):
+        run(app, *arguments)

@@ -1,0 +1,197 @@
+"""A report and a simulation that could have been: F crosses P within the range of cache sizes, C was not measured."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+from stallfree.events import Event
+from stallfree.report import run_data
+
+NAME = "Pictures</script><b>&\"'[red]"
+"""A data set's name that means harm to a page and to a terminal."""
+
+
+def measured(value: float | None, note: str = "", repeats: int = 7) -> dict[str, Any]:
+    """A rate with its interval, 2% to each side."""
+    if value is None:
+        return {"value": None, "low": None, "high": None, "repeats": 0, "note": note}
+    return {"value": value, "low": 0.98 * value, "high": 1.02 * value, "repeats": repeats, "note": note}
+
+
+def report() -> dict[str, Any]:
+    """A report; the caller may change it."""
+    share = [step / 20 for step in range(21)]
+    fetch = [1 / (x / 131_072.5 + (1 - x) / 312.5) for x in share]
+    storage = [10e6 * 2**step for step in range(9)]
+    made = {
+        "format": "stallfree-report",
+        "version": 1,
+        "made": "2026-05-01T12:00:00+00:00",
+        "versions": {"stallfree": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+        "machine": {"cpus": 2, "memory_bytes": 25_769_803_776, "device": "cpu"},
+        "job": {
+            "dataset": NAME,
+            "samples": 3670,
+            "batch_size": 64,
+            "num_workers": 2,
+            "loader": "torch",
+            "device": "cpu",
+            "sample_bytes": 61_000.0,
+            "prepared_bytes": 150_528.0,
+            "cache_share": 0.0,
+            "cache_bytes": 0,
+        },
+        "rates": {
+            "G": measured(1234.5),
+            "P": measured(811.25),
+            "S": measured(312.5, repeats=3),
+            "C": measured(None, "the samples are larger than the memory: no cache was made"),
+            "F": measured(312.5, "equals S: nothing is cached", repeats=3),
+        },
+        "runs": {"cold": measured(301.75), "warm": measured(797.5)},
+        "shares": {
+            "cold": {"compute": 0.244, "copy": 0.004, "prep_stall": 0.128, "fetch_stall": 0.624},
+            "warm": {"compute": 0.646, "copy": 0.011, "prep_stall": 0.343, "fetch_stall": 0.0},
+        },
+        "bottleneck": "Storage delivers 312 samples/s, the CPUs prepare 811 and the device trains 1,234: the job waits "
+        "for storage.",
+        "advice": [
+            {
+                "do": "Cache 62% of the samples (140 MB)",
+                "why": "F rises from 312 to 819, above P = 811, which binds then",
+                "throughput": 811.25,
+                "gain": 2.69,
+            },
+            {
+                "do": "Move the data to storage of 158 MB/s or more",
+                "why": "F reaches P = 811; above that the CPUs are the limit",
+                "throughput": 805.5,
+                "gain": 2.67,
+            },
+        ],
+        "curves": {
+            "cache": {
+                "x": share,
+                "throughput": [min(f, 811.25) for f in fetch],
+                "F": fetch,
+                "P": [811.25] * len(share),
+                "G": [1234.5] * len(share),
+                "best": 0.62,
+            },
+            "cpus": {"x": [1, 2, 4, 8, 16], "throughput": [301.75] * 5, "now": 2},
+            "storage": {"x": storage, "throughput": [min(s / 61_000, 811.25) for s in storage], "now": 19_062_500.0},
+        },
+        "notes": ["files could not be made cold: the file system is a network's", "<i>a note</i>"],
+    }
+    return copy.deepcopy(made)
+
+
+def worked_out(prefetch: bool) -> list[Event]:
+    """Two loaders of 100 ms, a copy of 10 ms, a step of 40 ms: four batches with constant times, by hand."""
+    loads = [(0, 0, 0), (1, 1, 0), (0, 2, 100), (1, 3, 100)]
+    ends = [(100, 110, 150), (150, 160, 200), (200, 210, 250), (250, 260, 300)]
+    if prefetch:
+        ends = [(100, 110, 150), (110, 150, 190), (200, 210, 250), (210, 250, 290)]
+    events = [_ms(start, start + 100, f"loader {loader}", "load", batch) for loader, batch, start in loads]
+    for batch, (copied, used, done) in enumerate(ends):
+        events += [_ms(copied, copied + 10, "copy", "copy", batch), _ms(used, done, "device", "compute", batch)]
+    return events
+
+
+def recording() -> list[Event]:
+    """What a real loader may log: fetches ahead of prep, a batch out of the cache, two epochs, a beginning above 0."""
+    return [
+        _ms(5000, 5040, "loader 0", "fetch", 0, 1),
+        _ms(5000, 5060, "loader 10", "fetch", 1, 1),
+        _ms(5040, 5100, "loader 0", "prep", 0, 1),
+        _ms(5040, 5070, "loader 0", "fetch", 2, 1),
+        _ms(5045, 5090, "loader 0", "fetch", 3, 1),
+        _ms(5060, 5110, "loader 10", "prep", 1, 1),
+        _ms(5100, 5130, "device", "compute", 0, 1),
+        _ms(5100, 5140, "loader 0", "prep", 2, 1),
+        _ms(5130, 5160, "device", "compute", 1, 1),
+        _ms(5140, 5180, "loader 0", "prep", 3, 1),
+        _ms(5150, 5155, "gather", "gather", 0, 2),
+        _ms(5160, 5190, "device", "compute", 2, 1),
+        _ms(5190, 5220, "device", "compute", 3, 1),
+        _ms(5220, 5250, "device", "compute", 0, 2),
+    ]
+
+
+def _ms(start: int, end: int, actor: str, what: str, batch: int, epoch: int = 0) -> Event:
+    return Event(start / 1000, end / 1000, actor, what, batch, epoch)
+
+
+def simulation(title: str = "two loaders") -> dict[str, Any]:
+    """The data of a page with both runs."""
+    runs = [
+        run_data(name, worked_out(prefetch), seconds=0.3, queue=1, depth=int(prefetch))
+        for name, prefetch in (("without prefetch", False), ("with prefetch", True))
+    ]
+    return {
+        "format": "stallfree-simulation",
+        "version": 1,
+        "title": title,
+        "runs": runs,
+        "shown": 1,
+        "pipeline": None,
+        "comparison": {
+            "seeds": 30,
+            "seconds": 0.3,
+            "first": [{"mean": 4.0, "low": 3.9, "high": 4.1}, {"mean": 4.5, "low": 4.25, "high": 4.75}],
+            "singles": [[4, 4], [3, 5]],
+            "steady": [{"mean": 19.987, "low": 19.97, "high": 20.004}, {"mean": 20.0, "low": 20.0, "high": 20.0}],
+            "law": [20.0, 20.0],
+            "advice": "prefetch gains nothing here: add loaders (3 would keep the device busy)",
+            "caution": "One run is one draw. Go by the steady state.",
+        },
+    }
+
+
+class Page(HTMLParser):
+    """What a browser would find: every element with its attributes, and the text of each element with an id."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, str] = {}
+        self.tables: list[list[list[str]]] = []
+        self.text = ""
+        self._open: list[tuple[str, str | None]] = []
+        self.feed(html)
+        self.close()
+        assert not self._open, f"never closed: {self._open}"
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        named = dict(attributes)
+        self.elements.append((tag, named))
+        if tag not in ("meta", "link", "input", "br"):
+            self._open.append((tag, named.get("id")))
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("th", "td"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop()[0] == tag
+
+    def handle_data(self, text: str) -> None:
+        tags = [tag for tag, _ in self._open]
+        if tags and tags[-1] not in ("script", "style"):
+            self.text += text
+        for _, name in self._open:
+            if name is not None:
+                self.texts[name] = self.texts.get(name, "") + text
+        if "th" in tags or "td" in tags:
+            self.tables[-1][-1][-1] += text
+
+    def with_attributes(self) -> Iterator[tuple[str, str, str]]:
+        """(tag, attribute, value) of all."""
+        for tag, attributes in self.elements:
+            for name, value in attributes.items():
+                yield tag, name, value or ""
