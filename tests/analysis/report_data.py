@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from stallfree.analysis.job import Job, Records
-from stallfree.analysis.report import Report, make_report
+from stallfree.analysis.job import Job
+from stallfree.analysis.report import Report, Sizes, make_report
 from stallfree.analysis.stopwatch import Rate
 
 
@@ -49,4 +49,5 @@ def make(rates: dict[str, float | None], *, parted: bool = True, cache: Any = No
         else Rate(float(value), 0.99 * value, 1.01 * value, 100)
         for name, value in merged.items()
     }
-    return make_report(job, found, Records([], [], {}, 50_000.0 if parted else None), 50_000.0, 150_528.0, cache, [])
+    sizes = Sizes(50_000.0 if parted else None, 50_000.0, 150_528.0)
+    return make_report(job, found, sizes, 0.0, cache, [])

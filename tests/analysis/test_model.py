@@ -80,7 +80,7 @@ def by_events(missed: list[int], one: Rates, loading: Loading) -> float:
         now, _, what, number = heapq.heappop(heap)
         if what == "fetched":
             worker = worker_free.index(min(worker_free))
-            busy = missed[number] / one.prep + (size - missed[number]) * (1 / one.prep_hit + 1 / one.cache)
+            busy = missed[number] / one.prep + (size - missed[number]) / one.prep_hit
             worker_free[worker] = max(worker_free[worker], now) + loading.workers * busy
             heapq.heappush(heap, (worker_free[worker], number, "prepared", number))
         elif what == "prepared":

@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stallfree.analysis.job import Bare, Cold, Endless, Held, Job, Records, make_job, read_some
-from stallfree.analysis.report import Report, check_cache, make_report
+from stallfree.analysis.report import Report, Sizes, check_cache, make_report
 from stallfree.analysis.residency import read_file, resident_share
 from stallfree.analysis.stopwatch import Limits, Rate, steady_rate
 from stallfree.cache.limits import free_memory, free_space
 from stallfree.errors import InputError
 from stallfree.folders import default_root
 from stallfree.loader import CachedDataset, DataLoader
+from stallfree.pipeline.compose import Compose
 
 RUNS = {
     "G": "G: batches on the device",
@@ -108,6 +109,7 @@ class _Analysis:
         self._rates: dict[str, Rate] = {}
         self._notes: list[str] = []
         self._there: list[int] = []
+        self._fetch_seconds = 0.0
         self._prepared_bytes = 0.0
 
     def run(self, cache: int | str | None) -> Report:
@@ -121,7 +123,8 @@ class _Analysis:
             self._fetch(some, full)
             self._real(some, full)
             record_bytes = _record_bytes(full) or some.sample_bytes
-        return make_report(job, self._rates, some, record_bytes, self._prepared_bytes, cache, self._notes)
+            sizes = Sizes(some.sample_bytes, record_bytes, self._prepared_bytes)
+        return make_report(job, self._rates, sizes, self._fetch_seconds, cache, self._notes)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -180,8 +183,10 @@ class _Analysis:
         job = self._job
         if full is not None:
             cold = self._cold(some)
-            self._time("S", self._batches(Bare(job.source), cold, collate_fn=_count), self._warm_up)
+            with _ChildTime() as slow:
+                self._time("S", self._batches(Bare(job.source), slow.count(cold), collate_fn=_count), self._warm_up)
             self._check_out(cold)
+            self._fetch_seconds = max(0.0, slow.seconds_each - self._fetch_from_memory(some))
             self._time("C", _cache_reads(full, self._there, job.batch_size), 2)
         elif some.files:
             cold = self._cold(some)
@@ -192,6 +197,19 @@ class _Analysis:
         else:
             why = "no file was seen to be opened, so storage cannot be told from prep; a Source keeps them apart"
             self._rates["S"] = self._rates["C"] = Rate(None, note=why)
+
+    def _fetch_from_memory(self, some: Records) -> float:
+        """Seconds of the processor for a fetch that costs nothing: what the loader itself takes."""
+        held, job = Held(some.values, Compose([])), self._job
+        limits = Limits(self._limits.least / 4, self._limits.least / 2)
+        with (
+            _ChildTime() as fast,
+            closing(
+                self._batches(held, fast.count(Endless(range(len(held)))), collate_fn=_count)  # type: ignore[type-var]
+            ) as batches,
+        ):
+            steady_rate(batches, job.ahead, limits)
+        return fast.seconds_each
 
     def _real(self, some: Records, full: CachedDataset | None) -> None:
         job, cold = self._job, self._cold(some)
@@ -253,6 +271,30 @@ class _Analysis:
     def _note(self, text: str) -> None:
         if text not in self._notes:
             self._notes.append(text)
+
+
+class _ChildTime:
+    """Seconds of the processor that worker processes took, which have ended at the end of the block, per sample."""
+
+    def __enter__(self) -> _ChildTime:
+        self._before = self._now()
+        self._samples = 0
+        self.seconds_each = 0.0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds_each = (self._now() - self._before) / max(1, self._samples)
+
+    def count(self, ids: Iterable[int]) -> Iterator[int]:
+        """`ids`, counted as they go by."""
+        for id in ids:
+            self._samples += 1
+            yield id
+
+    @staticmethod
+    def _now() -> float:
+        times = os.times()
+        return times.children_user + times.children_system
 
 
 class _Uncached(Bare):

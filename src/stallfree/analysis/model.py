@@ -28,8 +28,8 @@ class Rates:
 
     Attributes:
         compute: G, steps on batches that are on the device.
-        prep: P of samples that miss: all steps, on records in memory, no device.
-        prep_hit: P of samples that hit: the steps that are left for what is cached.
+        prep: P of samples that miss: all steps, and what fetching costs the processor.
+        prep_hit: P of samples that hit: reading the cache, and the steps that are left for what is cached.
         storage: S, fetches from cold storage, no prep.
         cache: C, reads from the cache, no prep.
     """
@@ -91,8 +91,7 @@ def sustained(rates: Rates, hits: float, loading: Loading, *, seed: int = 0) -> 
     missed = np.random.default_rng(seed).binomial(size, 1 - hits, _BATCHES)
     step = size / rates.compute
     fetching = (missed / rates.storage).tolist()
-    reading = (size - missed) / rates.cache
-    preparing = (workers * (missed / rates.prep + (size - missed) / rates.prep_hit + reading)).tolist()
+    preparing = (workers * (missed / rates.prep + (size - missed) / rates.prep_hit)).tolist()
     follow = _overlapping if loading.overlap else _in_turn
     out = follow(fetching, preparing, step, workers, loading.ahead)
     warm = _BATCHES // 4

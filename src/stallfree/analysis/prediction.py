@@ -39,13 +39,22 @@ class Setting:
     @property
     def throughput(self) -> float:
         """Samples/s that the job keeps up."""
-        return min(sustained(self.rates, self.hits, self.loading), self.together)
+        return sustained(self.limited, self.hits, self.loading)
+
+    @property
+    def limited(self) -> Rates:
+        """The rates, the lower of P and G no higher than `together`."""
+        rates = self.rates
+        if rates.compute <= rates.prep_hit:
+            return replace(rates, compute=min(rates.compute, self.together))
+        factor = min(1.0, self.together / rates.prep_hit)
+        return replace(rates, prep=rates.prep * factor, prep_hit=rates.prep_hit * factor)
 
     @property
     def binds(self) -> str:
         """What limits: "fetch", "prep", "compute", or "cpu" when they share the cores."""
-        rate, part = law(self.rates, self.hits, overlap=self.loading.overlap)
-        return part if rate <= self.together else "cpu"
+        _, part = law(self.limited, self.hits, overlap=self.loading.overlap)
+        return "cpu" if part != "fetch" and math.isfinite(self.together) else part
 
     def with_cpus(self, cpus: float) -> Setting:
         """With so many cores, and a worker on each: P in proportion."""
@@ -133,7 +142,7 @@ def explain(before: Setting, after: Setting, *, devices: int, jobs: int, storage
         reasoning.append(f"prep, compute and the loader share the CPUs: together {_rate(after.together)}")
     if not after.loading.overlap:
         reasoning.append("a worker of this loader fetches and prepares in turn: 1 / (1/F + 1/P) is its limit")
-    limit = min(law(rates, hits, overlap=after.loading.overlap)[0], after.together)
+    limit, _ = law(after.limited, hits, overlap=after.loading.overlap)
     what = {"cpu": "the CPUs, which prep, compute and the loader share, bind"}.get(
         binds, f"{binds} binds ({_NAMES.get(binds)})"
     )
@@ -162,8 +171,7 @@ def _answers(setting: Setting) -> tuple[str, ...]:
 
 
 def _on_cache(setting: Setting) -> str:
-    rates = setting.rates
-    enough = knee(rates)
+    enough = knee(setting.limited)
     if enough is None:
         return "cache: no cache ends the fetch stall; its own rate C is the limit"
     if enough == 0:
@@ -188,7 +196,7 @@ def _on_storage(setting: Setting) -> str:
     if not setting.sample_bytes:
         return ""
     twice = setting.with_storage(2 * setting.rates.storage * setting.sample_bytes)
-    goal = min(setting.rates.prep_at(setting.hits), setting.rates.compute)
+    goal = min(setting.limited.prep_at(setting.hits), setting.limited.compute)
     left = 1 / goal - setting.hits / setting.rates.cache
     need = math.inf if left <= 0 else (1 - setting.hits) / left * setting.sample_bytes
     if twice.throughput < 1.01 * setting.throughput:
@@ -237,7 +245,7 @@ def _plural(count: int, word: str) -> str:
 
 def best_share(setting: Setting, points: Callable[[float], float]) -> float | None:
     """The share of samples to cache: where the fetch stall ends; None if caching gains less than 2%."""
-    enough = knee(setting.rates)
+    enough = knee(setting.limited)
     if enough is None:
         enough = 1.0
     return enough if enough > 0 and points(enough) > 1.02 * points(0.0) else None

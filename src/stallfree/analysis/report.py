@@ -7,6 +7,7 @@ import math
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.analysis.job import Job, Records
+from stallfree.analysis.job import Job
 from stallfree.analysis.model import Loading, Rates
 from stallfree.analysis.prediction import Prediction, Setting, best_share, explain
 from stallfree.analysis.stopwatch import Rate
@@ -132,7 +133,9 @@ class Report:
             value = rates[name]["value"]
             return math.inf if value is None else float(value)
 
-        found = Rates(rate("G"), rate("P"), rate("P_hit"), rate("S"), rate("C"))
+        cores = max(1, min(job["num_workers"] or 1, machine["cpus"]))
+        missing = 1 / (1 / rate("P") + job["fetch_cpu_seconds"] / cores)
+        found = Rates(rate("G"), missing, rate("P_hit"), rate("S"), rate("C"))
         if not job["parted"]:
             found = _apart(found)
         loading = Loading(job["batch_size"], job["num_workers"], job["ahead"], job["loader"] == "stallfree")
@@ -142,7 +145,7 @@ class Report:
             found,
             loading,
             job["cache_share"],
-            max(1, min(job["num_workers"] or 1, machine["cpus"])),
+            cores,
             float(warm) if shared else math.inf,
             job["sample_bytes"],
             job["record_bytes"],
@@ -169,16 +172,24 @@ def parse_share(given: str, name: str) -> float:
     return share
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Mean bytes of a sample as it is fetched, cached and prepared; None if not known."""
+
+    sample: float | None
+    record: float | None
+    prepared: float
+
+
 def make_report(
     job: Job,
     rates: dict[str, Rate],
-    some: Records,
-    record_bytes: float | None,
-    prepared_bytes: float,
+    sizes: Sizes,
+    fetch_seconds: float,
     cache: int | str | None,
     notes: Sequence[str],
 ) -> Report:
-    """The report that follows from the runs of an analysis."""
+    """The report that follows from the runs of an analysis; `fetch_seconds` of the processor are for each fetch."""
     data: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -199,9 +210,10 @@ def make_report(
             "parted": job.parted,
             "form": job.form,
             "device": str(job.device),
-            "sample_bytes": some.sample_bytes,
-            "record_bytes": record_bytes,
-            "prepared_bytes": prepared_bytes,
+            "sample_bytes": sizes.sample,
+            "record_bytes": sizes.record,
+            "prepared_bytes": sizes.prepared,
+            "fetch_cpu_seconds": fetch_seconds,
             "cache_share": 0.0,
             "cache_bytes": 0,
         },
@@ -213,7 +225,7 @@ def make_report(
     if cache is not None:
         share = report.hits_of(cache)
         data["job"]["cache_share"] = share
-        data["job"]["cache_bytes"] = round(share * len(job.source) * (record_bytes or 0))
+        data["job"]["cache_bytes"] = round(share * len(job.source) * (sizes.record or 0))
     setting = report.setting()
     data["rates"]["F"] = _fetch_rate(setting, rates).json()
     data["shares"] = {name: _shares(float(rates[name]), rates, cold=name == "cold") for name in ("cold", "warm")}

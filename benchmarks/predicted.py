@@ -1,0 +1,194 @@
+"""Predicted against measured throughput over sizes of the cache, and the size that ends the fetch stall."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import stallfree as sf
+from benchmarks.contender import emit
+from benchmarks.harness import Check, Options, Report, Spread, run_child, scratch_folder
+from benchmarks.photos import SIDE, make_photos
+
+NAME = "predicted"
+QUESTION = "How near do predictions come to what is measured, for caches from 0 to 100% of the data?"
+CASES = (
+    # what storage crosses, MB/s, samples/s of the device
+    ("P", 25, 10_000),
+    ("G", 20, 900),
+)
+SHARES = (0.0, 0.15, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
+BATCH = 32
+WORKERS = 2
+REPEATS = 3
+SECONDS = 5.0
+
+
+def run(options: Options) -> Report:
+    with scratch_folder() as scratch:
+        what = make_photos(scratch / "photos", options.data, 400 if options.quick else 2000)
+        found = {}
+        for name, bandwidth, device in CASES:
+            params = {"photos": str(scratch / "photos"), "bandwidth": bandwidth, "device": device}
+            params |= {"seconds": 0.5 if options.quick else SECONDS, "repeats": 1 if options.quick else REPEATS}
+            found[name] = run_child("benchmarks.predicted", params, scratch=scratch)
+    rows, checks = [], []
+    for name, bandwidth, device in CASES:
+        result = found[name]
+        errors = []
+        for point in result["points"]:
+            off = [rate / point["predicted"] - 1 for rate in point["measured"]]
+            errors.append(abs(statistics.median(off)))
+            rows.append(
+                [
+                    f"{bandwidth} MB/s, device {device:,}/s",
+                    f"{point['hits']:.1%}",
+                    f"{point['F']:,.0f}",
+                    f"{point['predicted']:,.0f} ({point['binds']})",
+                    Spread.of(point["measured"]).show(),
+                    f"{statistics.median(off):+.1%}",
+                ]
+            )
+        label = f"F crosses {name}"
+        checks.append(Check(f"{label}: error, median over the sizes", statistics.median(errors), 0.02, "<=", ".1%"))
+        checks.append(Check(f"{label}: largest error", max(errors), 0.04, "<=", ".1%"))
+        measured = _measured_knee(result["points"])
+        off = abs(result["knee"] - measured)
+        text = f"{label}: predicted end of the fetch stall {result['knee']:.1%}, measured {measured:.1%}: apart"
+        checks.append(Check(text, off, 0.05, "<=", ".1%"))
+    return Report(
+        columns=["storage", "hits", "F", "predicted (binds)", "measured, samples/s", "measured / predicted"],
+        rows=rows,
+        checks=checks,
+        notes=[
+            f"{what}; decode, random resized crop (Pillow), flip, normalised floats; batches of {BATCH}, {WORKERS} "
+            "workers, `minio`. The report is that of one `stallfree.analyze` of the job without a cache; the "
+            "predictions are `Report.predict(cache=...)` for "
+            "the share of hits that was found. Measured: steady state of the whole job with a cache of that size, "
+            f"{REPEATS} runs of {SECONDS:g} s, median (lowest to highest). The error of a size is that of its median. "
+            "The measured end of the fetch stall is where the line through 1/throughput of the sizes that are bound by "
+            "fetching meets the mean of those that are not (linear in the share of hits, as 1/F is).",
+        ],
+        versions=found["P"]["versions"],
+        raw=found,
+    )
+
+
+def _measured_knee(points: list[dict[str, Any]]) -> float:
+    """Where the rising part of the measured curve meets its flat part."""
+    hits = np.array([point["hits"] for point in points])
+    seconds = 1 / np.array([statistics.median(point["measured"]) for point in points])
+    flat = seconds[-2:].mean()
+    rising = seconds > 1.08 * flat
+    slope, start = np.polyfit(hits[rising], seconds[rising], 1)
+    return float((flat - start) / slope)
+
+
+@sf.mark_random
+class ResizedCrop:
+    """A random part of 8 to 100% of a picture at 224x224, mirrored half the time, as normalised floats."""
+
+    def __call__(self, pixels: Any) -> torch.Tensor:
+        height, width = pixels.shape[:2]
+        area, ratio = (
+            height * width * random.uniform(0.08, 1),
+            math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3))),
+        )
+        wide, high = (min(side, math.sqrt(area * part)) for side, part in ((width, ratio), (height, 1 / ratio)))
+        left, top = random.uniform(0, width - wide), random.uniform(0, height - high)
+        picture = Image.fromarray(pixels).resize(
+            (SIDE, SIDE), Image.Resampling.BILINEAR, (left, top, left + wide, top + high)
+        )
+        square = np.asarray(picture)
+        if random.random() < 0.5:
+            square = square[:, ::-1]
+        planes = torch.from_numpy(np.ascontiguousarray(square.transpose(2, 0, 1)))
+        return planes.float().sub_(118.0).div_(58.0)
+
+
+def child() -> None:
+    given = json.loads(sys.argv[1])
+    folder = sf.ImageFolder(given["photos"], ResizedCrop())
+    source = sf.testing.ThrottledSource(folder, bandwidth=given["bandwidth"] * 1e6)
+    pause = BATCH / given["device"]
+
+    def step(_: object) -> None:
+        time.sleep(pause)
+
+    report = sf.analyze(
+        source, step, batch_size=BATCH, num_workers=WORKERS, seconds=2 * given["seconds"], progress=False
+    )
+    samples = len(folder)
+    sizes = np.array([len(folder.fetch(id)[0]) for id in range(samples)])
+    caches = [_cache(source, share, int(sizes.sum())) for share in SHARES]
+    measured: list[list[float]] = [[] for _ in SHARES]
+    for _ in range(given["repeats"]):  # all sizes in turns
+        for at, cached in enumerate(caches):
+            measured[at].append(_job(cached if cached is not None else source, step, samples, given["seconds"]))
+    points = []
+    for share, cached, rates in zip(SHARES, caches, measured, strict=True):
+        hits = 0.0 if cached is None else cached.cache.stats().resident_items / samples
+        told = report.predict(cache=f"{100 * hits:.4f}%")
+        point = {"share": share, "hits": hits, "predicted": told.throughput, "binds": told.binds, "F": told.F}
+        points.append(point | {"P": told.P, "G": told.G, "measured": rates})
+    for cached in caches:
+        if cached is not None:
+            cached.close()
+    result = {"points": points, "knee": report.data["curves"]["cache"]["best"], "report": report.data}
+    emit(result, stallfree=version("stallfree"), torch=torch.__version__, numpy=np.__version__)
+
+
+def _cache(source: Any, share: float, total: int) -> sf.CachedDataset | None:
+    """A cache of that share of the data, filled as the first epoch would."""
+    if not share:
+        return None
+    samples = len(source)
+    capacity = int(total * share * (1.06 if share == 1 else 1.0)) + (1 << 20) * (share == 1)
+    cached = sf.CachedDataset(source, capacity=capacity, form="fetched", name=f"predicted-{100 * share:.0f}")
+    order = np.random.default_rng(0).permutation(samples).tolist()
+    for first in range(0, samples, BATCH):
+        ids = order[first : first + BATCH]
+        cached.cache.put_many(ids, [source.source.fetch(id) for id in ids])
+    return cached
+
+
+def _job(dataset: Any, step: Any, samples: int, seconds: float) -> float:
+    """Samples/s of the job in its steady state."""
+    ends = []
+    loader = sf.DataLoader(dataset, BATCH, sampler=_Passes(samples), num_workers=WORKERS)
+    started = time.perf_counter()
+    for batch in loader:
+        step(batch)
+        ends.append(time.perf_counter())
+        if ends[-1] - started > seconds + 0.5:
+            break
+    loader.close()
+    warm = next(at for at, (_, end) in enumerate(pairwise(ends)) if end - started > 0.5)
+    return BATCH * (len(ends) - 1 - warm) / (ends[-1] - ends[warm])
+
+
+class _Passes:
+    """A sampler: pass after pass over all samples, without an end."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Any:
+        rng = np.random.default_rng(1)
+        while True:
+            yield from rng.permutation(self._samples).tolist()
+
+
+if __name__ == "__main__":
+    child()
