@@ -17,6 +17,7 @@ from stallfree.errors import (
     WorkerError,
 )
 from stallfree.loader import Batch, CachedDataset, CacheLoader, DataLoader, SmartCacheDataset
+from stallfree.observe import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
 from stallfree.pipeline import Compose, OnItem, Split, StallfreeWarning, mark_deterministic, mark_random, split
 from stallfree.sources import DecodeImage, FileDataset, ImageFolder
 from stallfree.stats import CacheStats, LoaderStats, SmartCacheStats
@@ -35,12 +36,16 @@ __all__ = [
     "DecodeImage",
     "FileDataset",
     "FingerprintError",
+    "Hook",
     "ImageFolder",
     "InputError",
     "LoaderStats",
+    "Metrics",
     "MissingExtraError",
     "OnItem",
     "Prediction",
+    "PrometheusCollector",
+    "PrometheusServer",
     "Replay",
     "Report",
     "SampleError",
@@ -50,6 +55,7 @@ __all__ = [
     "StallfreeError",
     "StallfreeWarning",
     "StorageError",
+    "TensorBoardHook",
     "WaitError",
     "WorkerError",
     "analyze",

@@ -12,11 +12,13 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from stallfree.loader.collate import Collate
+from stallfree.loader.event_log import EventLog
 from stallfree.loader.fill import Filler
 from stallfree.loader.lanes import GatherLane, WorkerLane, wait
 from stallfree.loader.messages import Result, Task
 from stallfree.loader.reader import Reader
 from stallfree.loader.ring import Ring
+from stallfree.loader.status import Status
 from stallfree.loader.worker import WorkerSetup
 from stallfree.stats import LoaderStats
 
@@ -51,6 +53,8 @@ class Options:
         worker_init: called in each worker with its number, or None.
         seconds: longest wait for a batch.
         staging: bytes of the ring, or None.
+        log: of events, or None.
+        begun: when the loader was made, in seconds of `time.monotonic`.
     """
 
     reader: Reader
@@ -65,6 +69,8 @@ class Options:
     worker_init: Callable[[int], None] | None
     seconds: float
     staging: int | None
+    log: EventLog | None
+    begun: float
 
 
 class Crew:
@@ -85,6 +91,8 @@ class Crew:
         # A copy, whose threads are this crew's own: closing them must not disturb another loader of the same data set.
         reader = copy.copy(options.reader)
         self.ring = Ring(options.ahead + KEPT, options.staging)
+        self.log = options.log
+        self.status = Status(self.ring.slots.folder, options.dataset, options.begun)
         self.filler = Filler(reader, self.ring.slots, options.collate, options.single, options.seed, options.skip)
         self._gatherer: GatherLane | None = None
         self._gatherers = max(1, min(options.workers, len(os.sched_getaffinity(0)), GATHERERS))
@@ -94,7 +102,7 @@ class Crew:
             setup = WorkerSetup(0, options.workers, self.filler, options.dataset, base_seed, options.worker_init)
             self._workers = WorkerLane(setup, options.context)
             self._lanes.append(self._workers)
-        self._end = weakref.finalize(self, _close, os.getpid(), self._lanes, reader, self.ring, counts)
+        self._end = weakref.finalize(self, _close, os.getpid(), self._lanes, reader, self.ring, self.status, counts)
         if reader.cache is not None:
             reader.cache.populate()
 
@@ -160,10 +168,13 @@ class Crew:
         self._end()
 
 
-def _close(owner: int, lanes: list[GatherLane | WorkerLane], reader: Reader, ring: Ring, counts: Counts) -> None:
+def _close(
+    owner: int, lanes: list[GatherLane | WorkerLane], reader: Reader, ring: Ring, status: Status, counts: Counts
+) -> None:
     if os.getpid() != owner:
         return  # a forked child: the workers and the ring are its parent's
     counts["staging_bytes"] = ring.bytes
+    status.close()
     with contextlib.ExitStack() as ending:
         ending.callback(ring.close)
         ending.callback(reader.close)

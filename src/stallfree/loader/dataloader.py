@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.context import BaseContext
@@ -22,6 +24,7 @@ from stallfree.loader.arguments import (
 )
 from stallfree.loader.crew import Crew, Options, new_counts
 from stallfree.loader.epoch import Epoch, Progress
+from stallfree.loader.event_log import EventLog
 from stallfree.loader.order import Order
 from stallfree.loader.reader import Reader
 from stallfree.loader.smart_cache import SmartCacheDataset
@@ -78,6 +81,9 @@ class DataLoader:
             the first ones are reported in the log. After an error, `next` goes on with the batch that follows.
         staging: bytes for the ring of ready batches, as an int or such as "256MiB". None: as many batches as are under
             way, and three that may be kept. A batch that does not fit is handed over as a copy.
+        event_log: file that gets a line per event, for `stallfree simulate` to draw (see `stallfree.events`): who
+            fetched, prepared or gathered which batch when, and when the training loop had it. It is made anew here, and
+            complete whenever no iteration is under way.
 
     A batch is memory of its own for as long as one of its tensors is alive: kept batches are never overwritten. Raises
     `InputError` for arguments that cannot be used; while iterating `SampleError`, `WorkerError` and `WaitError`.
@@ -107,6 +113,7 @@ class DataLoader:
         with_ids: bool = False,
         on_error: str = "raise",
         staging: int | str | None = None,
+        event_log: str | os.PathLike[str] | None = None,
     ) -> None:
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, persistent_workers)
         check_sampling(batch_size, shuffle, sampler, batch_sampler, drop_last)
@@ -142,15 +149,18 @@ class DataLoader:
             worker_init=worker_init_fn,
             seconds=timeout or WAIT_SECONDS,
             staging=None if staging is None else parse_size(staging, "staging"),
+            log=None if event_log is None else EventLog(event_log),
+            begun=time.monotonic(),
         )
+        self._log = self._options.log
         self._windowed = dataset if isinstance(dataset, SmartCacheDataset) else None
         samples, mixed = len(reader.source), self.shuffle
         if self._windowed is not None:  # a whole epoch of it has an order of its own
             samples, mixed = len(self._windowed), self.shuffle and not self._windowed.full_epoch
         self._order = Order(samples, self.batch_size, mixed, sampler, batch_sampler, drop_last, self.seed)
-        self._counts = new_counts()
+        self._counts = {**new_counts(), "num_workers": num_workers}
         self._crew: Crew | None = None  # of persistent workers
-        self._crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+        self._crews: list[weakref.ref[Crew]] = []  # made anew and never changed: any thread may ask for `stats`
         self._iteration: weakref.ref[_Iteration] | None = None
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
@@ -193,7 +203,7 @@ class DataLoader:
             # torch draws this number too, so that the same samplers give the same order here and there.
             base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
             crew = Crew(self._options, base_seed, self._counts)
-            self._crews.add(crew)
+            self._crews = [*map(weakref.ref, self._living()), weakref.ref(crew)]
             self._crew = crew if self.persistent_workers else None
         self._progress = Progress(batches, epoch, first)
         self._epoch = epoch + 1
@@ -248,21 +258,28 @@ class DataLoader:
 
     def stats(self) -> LoaderStats:
         """What this loader has done since it was made."""
-        staging = [crew.ring.bytes for crew in self._crews if not crew.closed]
-        counts = {**self._counts, "num_workers": self.num_workers}
-        return LoaderStats(**{**counts, **({"staging_bytes": sum(staging)} if staging else {})})
+        staging = [crew.ring.bytes for crew in self._living() if not crew.closed]
+        return LoaderStats(**{**self._counts, **({"staging_bytes": sum(staging)} if staging else {})})
 
     def close(self) -> None:
         """End all iterations and their workers. The loader may be iterated again."""
-        for crew in list(self._crews):
+        for crew in self._living():
             crew.close()
         self._crew = None
+        if self._log is not None:
+            iteration = None if self._iteration is None else self._iteration()
+            if iteration is not None:
+                iteration.end_step()
+            self._log.flush()
 
     def __enter__(self) -> DataLoader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _living(self) -> list[Crew]:
+        return [crew for known in self._crews if (crew := known()) is not None]
 
     def _finished(self, progress: Progress) -> None:
         if self._progress is progress:
@@ -278,6 +295,8 @@ class _Iteration:
         self._with_ids = loader.with_ids
         self._pin = loader.pin_memory and torch.cuda.is_available()
         self._through = False
+        self._log = loader._log
+        self._handed_over: float | None = None
         self._own = None if crew is loader._crew else crew
         try:
             self._epoch = Epoch(crew, progress)
@@ -294,6 +313,8 @@ class _Iteration:
     def __next__(self) -> Any:
         if self._through:
             raise StopIteration
+        if self._log is not None:
+            self.end_step()
         try:
             data, ids = next(self._epoch)
         except StopIteration:
@@ -303,13 +324,24 @@ class _Iteration:
             raise
         if self._pin:
             data = _pinned(data)
+        if self._log is not None:
+            self._handed_over = time.monotonic()
         return Batch(data, torch.from_numpy(ids.copy()), None) if self._with_ids else data
+
+    def end_step(self) -> None:
+        """For the log: the training loop is done with the batch that it was handed."""
+        if self._log is not None and self._handed_over is not None:
+            self._log.computed(self._handed_over, self._progress.handed_out - 1, self._progress.number)
+            self._handed_over = None
 
     def close(self) -> None:
         """End this pass. May be called twice."""
         self._epoch.close()
         if self._own is not None:
             self._own.close()
+        if self._log is not None:
+            self.end_step()
+            self._log.flush()
 
     def __del__(self) -> None:
         if hasattr(self, "_epoch"):

@@ -101,6 +101,10 @@ class Epoch:
         self._tasks: dict[int, Task] = {}  # started, not handed out
         self._results: dict[int, Result] = {}  # of those, the ones that are done
         self._pending: dict[int, Pending] = {}  # of those, the ones this process has to do itself
+        self._status = crew.status
+        self._log = crew.log
+        self._now = time.monotonic()
+        self._publish()
         self._start_more()
 
     def __iter__(self) -> Epoch:
@@ -113,6 +117,8 @@ class Epoch:
                 raise self.progress.take_problem() or StopIteration
             self._count(result)
             batch = self._hand_out(result)
+            if self._now >= self._status.due:
+                self._publish()
             if batch is not None:
                 return batch
 
@@ -127,7 +133,7 @@ class Epoch:
             )
         try:
             self._start_more()
-            started = time.perf_counter()
+            started = time.monotonic()
             number = self.progress.handed_out
             while number not in self._tasks:
                 if self.progress.peek() is None:
@@ -136,7 +142,8 @@ class Epoch:
                 self._start_more()
             while number not in self._results:
                 self._wait(started, self._tasks[number])
-            self.crew.counts["wait_seconds"] += time.perf_counter() - started
+            self._now = time.monotonic()
+            self.crew.counts["wait_seconds"] += self._now - started
             self._start_more(handing_out=1)  # now, and not after the training step that follows
             return self._results.pop(number)
         except WaitError:
@@ -169,8 +176,11 @@ class Epoch:
         if task is not None and pending is not None:
             self._results[task.number] = self.crew.filler.finish(task, pending, here=True)
             return
-        left = self.crew.seconds - (time.perf_counter() - started)
+        self._now = time.monotonic()
+        left = self.crew.seconds - (self._now - started)
         if left > 0:
+            if self._now >= self._status.due:
+                self._publish(self._now - started)
             self.crew.wait(left)
         elif task is None:
             raise WaitError(
@@ -203,6 +213,8 @@ class Epoch:
         counts["fetch_seconds"] += result.fetch_seconds
         counts["prep_seconds"] += result.prep_seconds
         counts["queue_depth"] = len(self._results)
+        if self._log is not None:
+            self._log.prepared(result, self.progress.number)
         if result.skipped:
             room = max(0, _REPORTED_SKIPS - counts["skips"])
             counts["skips"] += result.skipped
@@ -249,6 +261,9 @@ class Epoch:
         assert result.memory is not None
         return read_record(result.memory, copy=False, allow_pickle=True)
 
+    def _publish(self, waiting: float = 0.0) -> None:
+        self._status.publish(self._now, self.progress.number, self.crew.counts, waiting)
+
     def close(self) -> None:
         """Stop. Slots of batches that are still being prepared go back when their results come."""
         if self.closed or os.getpid() != self._owner:
@@ -266,6 +281,9 @@ class Epoch:
         self._results.clear()
         if not self.crew.closed and self._token == self.crew.token:
             self.crew.begin()  # whatever is still under way is not wanted
+            self.crew.counts["queue_depth"] = 0
+            self._now = time.monotonic()
+            self._publish()
 
 
 def _raise(result: Result) -> None:

@@ -62,7 +62,7 @@ class Filler:
 
     def gather(self, task: Task) -> Result:
         """Fill the slot straight from the cache. UNDONE when that cannot be done, as when a sample has vanished."""
-        started = time.perf_counter()
+        started = time.monotonic()
         cache = self.reader.cache
         place = _Place(self.slots, task.slot)
         try:
@@ -78,9 +78,10 @@ class Filler:
             task.slot,
             room.size,
             hits=len(task.ids),
-            prep_seconds=time.perf_counter() - started,
+            prep_seconds=time.monotonic() - started,
             ids=task.ids,
             memory=place.memory,
+            started=started,
         )
 
     def _room(self, cache: SampleCache, count: int, place: _Place) -> _Room | None:
@@ -118,7 +119,7 @@ class Filler:
             done = self.gather(task)
             if done.status != UNDONE:
                 return done
-        started = time.perf_counter()
+        started = time.monotonic()
         place = _Place(self.slots, task.slot)
         status, size, value = EMPTY, 0, None
         try:
@@ -127,7 +128,7 @@ class Filler:
                 status, size, value = self._collate(task, samples, place, here)
         except Exception as error:
             return failure(task, error, here=here)
-        spent = time.perf_counter() - started
+        spent = time.monotonic() - started
         return Result(
             status,
             task.token,
@@ -144,6 +145,7 @@ class Filler:
             note="\n".join(str(error).replace("\n", " ") for error in samples.skipped).encode(errors="replace"),
             memory=place.memory if status == PRIVATE else None,
             value=value,
+            started=started,
         )
 
     def _collate(self, task: Task, samples: Samples, place: _Place, here: bool) -> tuple[int, int, Any]:

@@ -24,7 +24,16 @@ from stallfree.cache import stay_alone
 from stallfree.errors import InputError, WorkerError
 from stallfree.loader.channel import Channel
 from stallfree.loader.fill import Filler, failure
-from stallfree.loader.messages import NO_SLOT, STOP_MESSAGE, UNDONE, Result, Task, forget_message, unpack_result
+from stallfree.loader.messages import (
+    GATHERER,
+    NO_SLOT,
+    STOP_MESSAGE,
+    UNDONE,
+    Result,
+    Task,
+    forget_message,
+    unpack_result,
+)
 from stallfree.loader.ring import Ring
 from stallfree.loader.worker import WorkerSetup, worker_main
 
@@ -114,9 +123,11 @@ class GatherLane:
         self._begun.put(None)
         if not wanted:
             return Result(UNDONE, task.token, task.number, NO_SLOT)
-        return self._filler.gather(
+        result = self._filler.gather(
             Task(task.token, task.number, NO_SLOT if slot is None else slot, task.epoch, task.ids)
         )
+        result.worker = GATHERER
+        return result
 
     def close(self) -> None:
         """End the threads."""
@@ -205,6 +216,7 @@ class WorkerLane:
             try:
                 while (message := worker.channel.receive()) is not None:
                     result = unpack_result(message)
+                    result.worker = number
                     results.append(result)
                     worker.tasks = [t for t in worker.tasks if (t.token, t.number) != (result.token, result.number)]
                     self._deaths.pop((result.token, result.number), None)

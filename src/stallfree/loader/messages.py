@@ -13,8 +13,11 @@ Ids = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 _TASK = struct.Struct("<iiqqq")
-_RESULT = struct.Struct("<iiqqqqqqddqqqq")
+_RESULT = struct.Struct("<iiqqqqqqdddqqqq")
 _ALIGNMENT = 64
+
+GATHERER = -1
+"""In the place of a worker's number: a gathering thread."""
 
 NO_SLOT = -1
 """The slot of a task that gets one only when it is its turn, or none at all."""
@@ -73,6 +76,8 @@ class Result:
         token, number, slot: of the task.
         ids: those really served.
         skipped: number of samples left out; then `note` says why, a line each.
+        started: when the work on it began, in seconds of `time.monotonic`; 0 if it failed or was not done.
+        worker: number of the worker process, or `GATHERER`. Not in the message: who reads it knows.
     """
 
     status: int
@@ -90,6 +95,8 @@ class Result:
     note: bytes = b""
     memory: Bytes | None = None
     value: Any = None
+    started: float = 0.0
+    worker: int = 0
 
     def pack(self) -> list[bytes | memoryview]:
         """As pieces of bytes, one after the other."""
@@ -105,6 +112,7 @@ class Result:
             self.storage_bytes,
             self.fetch_seconds,
             self.prep_seconds,
+            self.started,
             self.skipped,
             len(self.ids),
             len(self.note),
@@ -117,9 +125,11 @@ class Result:
 def unpack_result(data: bytearray) -> Result:
     """The result in a message, whose memory it keeps."""
     head = _RESULT.unpack_from(data)
-    status, slot, token, number, size, hits, misses, read, fetch, prep, skipped, count, noted, private = head
+    status, slot, token, number, size, hits, misses, read, fetch, prep, started, skipped, count, noted, private = head
     ids = np.frombuffer(data, np.int64, count, _RESULT.size)
     at = _RESULT.size + 8 * count
     note = bytes(data[at : at + noted])
     memory = None if not private else np.frombuffer(data, np.uint8, private, len(data) - private)
-    return Result(status, token, number, slot, size, hits, misses, read, fetch, prep, skipped, ids, note, memory)
+    return Result(
+        status, token, number, slot, size, hits, misses, read, fetch, prep, skipped, ids, note, memory, None, started
+    )

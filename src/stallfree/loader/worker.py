@@ -8,6 +8,7 @@ import queue
 import random
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from stallfree.loader.messages import FORGET, STOP, UNDONE, Result, Task, unpack
 from stallfree.loader.reader import Pending
 
 _TRAINER_CHECK_MILLISECONDS = 1000
+
+_SWITCH_SECONDS = 0.001
+"""How long prep in pure Python may keep the threads that fetch waiting; Python's default is 5 ms."""
 
 
 @dataclass
@@ -79,6 +83,7 @@ def worker_main(connection: Connection, setup: WorkerSetup, foreign: list[Connec
 def _prepare_process(setup: WorkerSetup) -> Exception | None:
     """Make the process what torch's workers are. Returns what the user's function raised."""
     torch.set_num_threads(1)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     random.seed(setup.seed)
     np.random.seed(setup.seed & 0xFFFFFFFF)
     torch.manual_seed(setup.seed)

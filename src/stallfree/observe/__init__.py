@@ -1,1 +1,5 @@
-"""Watching training that runs: scripts from outside, metrics for other tools."""
+"""Watching training that runs: scripts from outside, jobs of this host, metrics for other tools."""
+
+from stallfree.observe.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
+
+__all__ = ["Hook", "Metrics", "PrometheusCollector", "PrometheusServer", "TensorBoardHook"]

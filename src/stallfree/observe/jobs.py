@@ -1,0 +1,202 @@
+"""What the caches and loaders of this user on this host are doing, and what changed since the last look."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stallfree.cache.admin import CacheInfo, caches_root, list_caches
+from stallfree.cache.counters import Count, Counters
+from stallfree.cache.index import Index
+from stallfree.cache.layout import Meta
+from stallfree.errors import StorageError
+from stallfree.loader.status import LoaderStatus, running_loaders
+
+_LOCKS = Path("/proc/locks")
+
+
+@dataclass(frozen=True)
+class CacheRow:
+    """A cache at one look. Counts are sums over all processes that are or were attached; None where not known.
+
+    Attributes:
+        name: its name.
+        policy: name of its policy.
+        samples: number of samples of the data set.
+        resident_items: records in it.
+        used_bytes, capacity_bytes: index included.
+        processes: how many are attached, workers included.
+        hits, misses, evictions: counts.
+        hit_ratio: hits over hits and misses; None before the first.
+        recent_hit_ratio: the same since the look before; None if nothing was asked for, or there was none.
+        recent_evictions: since the look before.
+    """
+
+    name: str
+    policy: str
+    samples: int
+    resident_items: int
+    used_bytes: int
+    capacity_bytes: int
+    processes: int | None
+    hits: int | None = None
+    misses: int | None = None
+    evictions: int | None = None
+    hit_ratio: float | None = None
+    recent_hit_ratio: float | None = None
+    recent_evictions: int | None = None
+
+
+@dataclass(frozen=True)
+class LoaderRow:
+    """A loader at one look. Rates and shares are those since the look before; at the first look, since it was made.
+
+    Attributes:
+        pid: the process that iterates.
+        script: the name under which it was started.
+        dataset: class of the data set.
+        epoch: that it is in.
+        workers: worker processes.
+        queue_depth: ready batches.
+        batches, samples: handed out so far.
+        samples_per_second: handed out; None if there was no time to see it.
+        fetch_stall, prep_stall: shares of the time that the training loop waited for fetches, and for preparation.
+        silent_seconds: since the loader last said something. It does so four times a second, but not in a long step.
+    """
+
+    pid: int
+    script: str
+    dataset: str
+    epoch: int
+    workers: int
+    queue_depth: int
+    batches: int
+    samples: int
+    samples_per_second: float | None
+    fetch_stall: float | None
+    prep_stall: float | None
+    silent_seconds: float
+
+
+@dataclass(frozen=True)
+class Look:
+    """All caches and loaders at one instant."""
+
+    caches: list[CacheRow]
+    loaders: list[LoaderRow]
+
+    def __bool__(self) -> bool:
+        return bool(self.caches or self.loaders)
+
+
+@dataclass
+class Jobs:
+    """Looks again and again.
+
+    Args:
+        root: folder of the caches; that of this user in memory if None.
+    """
+
+    root: Path = field(default_factory=caches_root)
+    _counts: dict[Path, list[int]] = field(default_factory=dict)
+    _seen: dict[str, tuple[LoaderStatus | None, LoaderStatus]] = field(default_factory=dict)
+
+    def look(self) -> Look:
+        """What is there now."""
+        owners = _lock_owners()
+        before, self._counts = self._counts, {}
+        caches = [self._cache(info, before.get(info.path), owners) for info in list_caches(self.root)]
+        return Look(caches, [self._loader(status) for status in running_loaders(self.root)])
+
+    def _cache(
+        self, info: CacheInfo, before: list[int] | None, owners: dict[tuple[int, int], set[int]] | None
+    ) -> CacheRow:
+        row = {
+            "name": info.name,
+            "policy": info.policy,
+            "samples": info.samples,
+            "resident_items": info.resident_items,
+            "used_bytes": info.used_bytes,
+            "capacity_bytes": info.capacity_bytes,
+            "processes": _processes(info.path, owners),
+        }
+        counts = _counts(info.path)
+        if counts is None:
+            return CacheRow(**row)  # type: ignore[arg-type]
+        self._counts[info.path] = counts
+        recent = None if before is None else [now - then for now, then in zip(counts, before, strict=True)]
+        if recent is not None and min(recent) < 0:
+            recent = None  # another cache of that name
+        return CacheRow(
+            **row,  # type: ignore[arg-type]
+            hits=counts[Count.HITS],
+            misses=counts[Count.MISSES],
+            evictions=counts[Count.EVICTIONS],
+            hit_ratio=_ratio(counts),
+            recent_hit_ratio=None if recent is None else _ratio(recent),
+            recent_evictions=None if recent is None else recent[Count.EVICTIONS],
+        )
+
+    def _loader(self, now: LoaderStatus) -> LoaderRow:
+        before, last = self._seen.get(now.key, (None, None))
+        if last is not None and last.at != now.at:
+            before = last
+        self._seen[now.key] = before, now
+        seconds = now.at - (now.begun if before is None else before.at)
+        done = now.stats if before is None else now.stats - before.stats
+        timed = seconds > 0
+        return LoaderRow(
+            pid=now.pid,
+            script=now.script,
+            dataset=now.dataset,
+            epoch=now.epoch,
+            workers=now.stats.num_workers,
+            queue_depth=now.stats.queue_depth,
+            batches=now.stats.batches,
+            samples=now.stats.samples,
+            samples_per_second=done.samples / seconds if timed else None,
+            fetch_stall=min(1.0, done.stall_fetch_seconds / seconds) if timed else None,
+            prep_stall=min(1.0, done.stall_prep_seconds / seconds) if timed else None,
+            silent_seconds=max(0.0, time.monotonic() - now.at),
+        )
+
+
+def _ratio(counts: list[int]) -> float | None:
+    asked = counts[Count.HITS] + counts[Count.MISSES]
+    return counts[Count.HITS] / asked if asked else None
+
+
+def _counts(path: Path) -> list[int] | None:
+    """The sums of all processes' counters, None if they cannot be read."""
+    try:
+        meta = Meta.load(path)
+        return Counters(Index(path / "index", meta.num_ids, meta.num_blocks, **meta.kinds).counters).totals()
+    except (StorageError, OSError):
+        return None
+
+
+def _lock_owners() -> dict[tuple[int, int], set[int]] | None:
+    """Which processes hold record locks on which file, by device and number; None if the kernel does not say."""
+    owners: dict[tuple[int, int], set[int]] = {}
+    try:
+        lines = _LOCKS.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        parts = line.split()
+        if len(parts) > 5 and parts[1] == "POSIX":
+            major, minor, number = parts[5].split(":")
+            owners.setdefault((os.makedev(int(major, 16), int(minor, 16)), int(number)), set()).add(int(parts[4]))
+    return owners
+
+
+def _processes(path: Path, owners: dict[tuple[int, int], set[int]] | None) -> int | None:
+    """How many processes have claimed a row of counters of the cache in `path`: each that is attached does."""
+    if owners is not None:
+        with contextlib.suppress(OSError):
+            lock = os.stat(path / "lock")
+            return len(owners.get((lock.st_dev, lock.st_ino), ()))
+    return None

@@ -1,0 +1,454 @@
+"""How long a script waits for its data loaders, seen from outside.
+
+The methods of a loader that a loop calls are replaced by ones that look at the clock and call the original. Nothing is
+drawn, kept or changed; iterators are told apart by their addresses. This file is loaded without the rest of stallfree,
+before the script begins, so it imports only what an interpreter has loaded anyway (see start.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from _thread import get_ident
+from _weakref import ref
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+clock = time.perf_counter
+
+FORMAT, VERSION = "stallfree-run", 1
+SMALL_SHARE = 0.05
+"""Stalls below this share of the time are not worth much."""
+
+_WATCHED = {
+    "torch.utils.data.dataloader": "_BaseDataLoaderIter",
+    "stallfree.loader.dataloader": "_Iteration",
+}
+"""Module of a class `DataLoader`, and the class of what it gives when it is iterated."""
+
+
+class Row:
+    """What is known of one loader, or of several that were made alike, one after the other.
+
+    Attributes:
+        data: name of its data set's class.
+        batch_size: samples per batch; None if a batch sampler decides.
+        workers: its worker processes.
+        where: file and line that first iterated it.
+        loader: weak reference to the one that is alive.
+        loaders: how many there were.
+        passes: iterations begun.
+        batches: batches handed out.
+        samples: samples in them; None if not known.
+        first: seconds from the beginning of a pass to its first batch, over all passes.
+        waited: seconds in `next` after that.
+        between: seconds between one call of `next` and the following one.
+    """
+
+    def __init__(self, loader: Any, key: tuple[Any, ...]) -> None:
+        self.data, self.batch_size, self.workers, self.where = key
+        self.key = key
+        self.loader = ref(loader)
+        self.loaders = 1
+        self.passes = self.batches = 0
+        self.first = self.waited = self.between = 0.0
+        self._counted: int | None = 0
+        self._exact: list[dict[str, int]] = []  # of stallfree's loaders, which count themselves
+
+    def takes(self, loader: Any, key: tuple[Any, ...]) -> bool:
+        """Whether `loader` belongs here: it is the same, or follows one that is gone."""
+        there = self.loader()
+        if there is loader:
+            return True
+        if there is not None or key != self.key:
+            return False
+        self.loader = ref(loader)
+        self.loaders += 1
+        return True
+
+    def begin(self, loader: Any) -> int | None:
+        """A pass begins: how many samples it has at most, None if that is not known."""
+        self.passes += 1
+        counts = getattr(loader, "_counts", None)
+        if isinstance(counts, dict):
+            if not any(counts is known for known in self._exact):
+                self._exact.append(counts)
+            return None
+        return _samples_at_most(loader)
+
+    def add_samples(self, batches: int, at_most: int | None) -> None:
+        """A pass is over, or the script is."""
+        if batches and not self._exact:
+            known = self._counted is not None and at_most is not None
+            size = self.batch_size or 1
+            self._counted = self._counted + min(batches * size, at_most) if known else None  # type: ignore[operator, type-var]
+
+    @property
+    def samples(self) -> int | None:
+        """Samples handed out; None if not known."""
+        return sum(counts["samples"] for counts in self._exact) if self._exact else self._counted
+
+
+def _samples_at_most(loader: Any) -> int | None:
+    """Samples of a whole pass, if a sampler of torch's own decides that: it asks the data set at every pass anyway."""
+    sampler = getattr(loader, "sampler", None)
+    own = type(sampler).__module__.startswith("torch.utils.data.") and hasattr(type(sampler), "__len__")
+    by_batches = loader.batch_size is None and loader.batch_sampler is not None
+    try:
+        return len(sampler) if own and not by_batches else None  # type: ignore[arg-type]
+    except Exception:
+        return None
+
+
+class Pass:
+    """One iterator, from `iter` to its end."""
+
+    def __init__(self, iterator: Any, row: Row, at_most: int | None, gone: Callable[[Any], None]) -> None:
+        self.iterator = ref(iterator, gone)
+        self.row = row
+        self.at_most = at_most
+        self.batches = 0
+        self.fresh = True
+        self.last: float | None = None  # when `next` returned
+        self.thread: Thread | None = None  # where that was, if it was not within the `next` of another loader
+        self.mark = 0  # its number there
+
+
+class Thread:
+    """The waits of one thread, one after the other, those within others left out.
+
+    The time between two waits counts as time of a loop if any pass was under way: if one that had given a batch before
+    is asked for the next one later. So two loaders in turns, or a loop within a loop, are not counted twice.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.waits = 0
+        self.last: float | None = None
+        self.gaps: list[tuple[int, float]] = []  # number of the wait before, seconds; not counted so far
+        self.first = self.waited = self.between = 0.0
+
+    def enter(self, now: float, one: Pass | None) -> None:
+        """A wait begins, of the pass `one` or of one that is just being made."""
+        if self.last is None:
+            return
+        gap = now - self.last
+        if one is None or one.last is None or one.thread is not self:
+            self.gaps.append((self.waits, gap))
+            return
+        self.between += gap
+        while self.gaps and self.gaps[-1][0] >= one.mark:
+            self.between += self.gaps.pop()[1]
+
+    def leave(self, now: float, seconds: float, first: bool) -> None:
+        """A wait of so many seconds is over."""
+        self.waits += 1
+        self.last = now
+        if first:
+            self.first += seconds
+        else:
+            self.waited += seconds
+
+
+class Watch:
+    """Times every loader that the script makes, and tells at the end.
+
+    Args:
+        target: name of the script.
+        out: where to write the summary as JSON; "" for nowhere.
+
+    Attributes:
+        rows: the loaders, in the order in which they were first iterated.
+        failed: whether the script ended in an error of its own.
+    """
+
+    def __init__(self, target: str, out: str) -> None:
+        self.rows: list[Row] = []
+        self.failed = False
+        self._target = target
+        self._out = out
+        self._pid = os.getpid()
+        self._begun = clock()
+        self._passes: dict[int, Pass] = {}
+        self._threads: dict[int, Thread] = {}
+        self._undo: list[tuple[Any, str, Any]] = []
+        sys.meta_path.insert(0, self)
+        os.register_at_fork(after_in_child=self._stop)
+
+    @property
+    def found_nothing(self) -> bool:
+        """Whether the script came to its end, in this very process, and iterated no loader."""
+        return not self.rows and not self.failed and os.getpid() == self._pid
+
+    # -- taking its place -----------------------------------------------------------------------------------------
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Import hook: the spec that others find, whose module is watched once it is loaded."""
+        if name not in _WATCHED:
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            load = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                del loader.exec_module
+                load(module)
+                if os.getpid() == self._pid:
+                    self._watch(module, _WATCHED[name])
+
+            loader.exec_module = exec_module
+        return spec
+
+    def _watch(self, module: Any, iterator: str) -> None:
+        try:
+            methods = (module.DataLoader, "__iter__"), (getattr(module, iterator), "__next__")
+            originals = [getattr(*method) for method in methods]
+        except AttributeError as error:
+            _say(f"stallfree: this version of {module.__name__} cannot be timed: {error}\n")
+            return
+        from functools import wraps
+
+        for (owner, name), original, timed in zip(
+            methods, originals, (self._timed_iter, self._timed_next), strict=True
+        ):
+            self._undo.append((owner, name, original))
+            setattr(owner, name, wraps(original)(timed(original)))
+
+    def _stop(self) -> None:
+        """A forked child is not watched."""
+        while self._undo:
+            setattr(*self._undo.pop())
+
+    # -- timing ---------------------------------------------------------------------------------------------------
+
+    def _timed_iter(self, original: Any) -> Any:
+        def __iter__(loader: Any) -> Any:
+            begun = clock()
+            here = self._here()
+            outermost = here.depth == 0
+            if outermost:
+                here.enter(begun, None)
+            here.depth += 1
+            try:
+                iterator = original(loader)
+            finally:
+                here.depth -= 1
+                now = clock()
+                if outermost:
+                    here.leave(now, now - begun, first=True)
+            row = self._row(loader, sys._getframe(1))
+            row.first += now - begun
+            self._add(iterator, row, row.begin(loader))
+            return iterator
+
+        return __iter__
+
+    def _timed_next(self, original: Any) -> Any:
+        passes, end = self._passes, self._end
+
+        def __next__(iterator: Any) -> Any:
+            one = passes.get(id(iterator))
+            if one is None:  # the script has taken it from elsewhere
+                return original(iterator)
+            begun = clock()
+            here = self._here()
+            outermost = here.depth == 0
+            if outermost:
+                here.enter(begun, one)
+            if one.last is not None:
+                one.row.between += begun - one.last
+            here.depth += 1
+            try:
+                batch = original(iterator)
+            except BaseException as error:
+                end(one, here, begun, outermost)
+                if isinstance(error, StopIteration):
+                    one.last = None
+                raise
+            one.batches += 1
+            one.row.batches += 1
+            end(one, here, begun, outermost)
+            return batch
+
+        return __next__
+
+    def _end(self, one: Pass, here: Thread, begun: float, outermost: bool) -> None:
+        """A wait is over."""
+        now = one.last = clock()
+        here.depth -= 1
+        if one.fresh:
+            one.row.first += now - begun
+        else:
+            one.row.waited += now - begun
+        if outermost:
+            here.leave(now, now - begun, one.fresh)
+            one.mark = here.waits
+        one.thread = here if outermost else None
+        one.fresh = False
+
+    def _here(self) -> Thread:
+        ident = get_ident()
+        return self._threads.get(ident) or self._threads.setdefault(ident, Thread())
+
+    def _row(self, loader: Any, caller: Any) -> Row:
+        where = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+        key = (type(loader.dataset).__name__, loader.batch_size, loader.num_workers, where)
+        for row in self.rows:
+            if row.takes(loader, key):
+                return row
+        self.rows.append(Row(loader, key))
+        return self.rows[-1]
+
+    def _add(self, iterator: Any, row: Row, at_most: int | None) -> None:
+        """A pass has begun. The one that the same iterator made before, with persistent workers, is over."""
+        key = id(iterator)
+        passes = self._passes
+
+        def gone(dead: Any) -> None:
+            if key in passes and passes[key].iterator is dead:
+                _close(passes.pop(key))
+
+        if key in passes:
+            _close(passes[key])
+        passes[key] = Pass(iterator, row, at_most, gone)
+
+    # -- telling --------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Write the summary to the standard error, and as JSON if that was asked for."""
+        if os.getpid() != self._pid:
+            return
+        for one in list(self._passes.values()):
+            _close(one)
+        self._passes.clear()
+        found = self.summary()
+        if self.rows:
+            _say(_text(found))
+        elif not self.failed:
+            _say(_nothing(self._target))
+        if self._out:
+            import json
+
+            try:
+                with open(self._out, "w") as file:
+                    file.write(json.dumps(found, indent=1) + "\n")
+            except OSError as error:
+                _say(f"error: the summary cannot be written to {self._out}: {error}\n")
+
+    def summary(self) -> dict[str, Any]:
+        """Everything that was found; times in seconds."""
+        threads = self._threads.values()
+        samples = [row.samples for row in self.rows]
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "target": self._target,
+            "seconds": clock() - self._begun,
+            "loaders": [
+                {
+                    "dataset": row.data,
+                    "batch_size": row.batch_size,
+                    "num_workers": row.workers,
+                    "where": row.where,
+                    "loaders": row.loaders,
+                    **_figures(row.passes, row.batches, row.samples, row.first, row.waited, row.between),
+                }
+                for row in self.rows
+            ],
+            "total": _figures(
+                sum(row.passes for row in self.rows),
+                sum(row.batches for row in self.rows),
+                None if None in samples else sum(samples),  # type: ignore[arg-type]
+                sum(thread.first for thread in threads),
+                sum(thread.waited for thread in threads),
+                sum(thread.between for thread in threads),
+            ),
+        }
+
+
+def _close(one: Pass) -> None:
+    one.row.add_samples(one.batches, one.at_most)
+    one.batches = 0
+
+
+def _figures(
+    passes: int, batches: int, samples: int | None, first: float, waited: float, between: float
+) -> dict[str, Any]:
+    share = waited / (waited + between) if waited + between else 0.0
+    return {
+        "passes": passes,
+        "batches": batches,
+        "samples": samples,
+        "first_seconds": first,
+        "waited_seconds": waited,
+        "between_seconds": between,
+        "stall_share": share,
+    }
+
+
+def _say(text: str) -> None:
+    """Write to the standard error that the script was given, if that still takes anything."""
+    try:
+        sys.__stderr__.write(text)  # type: ignore[union-attr]
+        sys.__stderr__.flush()  # type: ignore[union-attr]
+    except (OSError, ValueError, AttributeError):
+        pass
+
+
+def _nothing(target: str) -> str:
+    return (
+        f"error: {target} iterated no torch.utils.data.DataLoader (nor a stallfree.DataLoader) in its own process, so "
+        "there is nothing to time: give the script that trains\n"
+    )
+
+
+def _text(found: dict[str, Any]) -> str:
+    """The summary for people."""
+    total, loaders = found["total"], found["loaders"]
+    lines = [["loader", "iterated at", "passes", "batches", "samples", "first", "waited", "between", "stalled"]]
+    for row in loaders:
+        batch = "" if row["batch_size"] is None else f", batch {row['batch_size']}"
+        workers = f"{row['num_workers']} worker{'' if row['num_workers'] == 1 else 's'}"
+        alike = "" if row["loaders"] == 1 else f" ({row['loaders']} alike)"
+        lines.append([f"{row['dataset']}{batch}, {workers}{alike}", row["where"], *_cells(row)])
+    if len(loaders) > 1:
+        lines.append(["total", "", *_cells(total)])
+    head = f"stallfree: {found['target']} waited for data {total['stall_share']:.1%} of the time of its loops"
+    return f"\n{head}\n\n{_table(lines)}\n{_advice(total)}\n"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    samples = "?" if row["samples"] is None else f"{row['samples']:,}"
+    seconds = [f"{row[f'{name}_seconds']:.2f} s" for name in ("first", "waited", "between")]
+    return [f"{row['passes']:,}", f"{row['batches']:,}", samples, *seconds, f"{row['stall_share']:.1%}"]
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ""
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        cells[:2] = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        text += "  " + "  ".join(cells) + "\n"
+    return text
+
+
+def _advice(total: dict[str, Any]) -> str:
+    """One sentence: what to do next."""
+    first, whole = total["first_seconds"], total["waited_seconds"] + total["between_seconds"]
+    if total["stall_share"] >= SMALL_SHARE:
+        return (
+            "Next: `stallfree analyze` tells whether fetching or preparing is too slow, and what would end these waits."
+        )
+    if total["passes"] > 1 and first > SMALL_SHARE * (first + whole):
+        return (
+            f"Next: the first batches of {total['passes']} passes took {first:.1f} s, so try persistent_workers=True; "
+            "`stallfree analyze` tells more."
+        )
+    return "Next: nothing, data arrive in time; `stallfree analyze` tells how much faster the device may get."

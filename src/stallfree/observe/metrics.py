@@ -1,0 +1,264 @@
+"""The statistics of loaders and caches as named values, for TensorBoard, Prometheus or anything that takes numbers.
+
+    metrics = Metrics(train=loader, cache=dataset)
+    hook = TensorBoardHook("runs/1")
+    for step, batch in enumerate(loader):
+        ...
+        if step % 100 == 0:
+            hook.write(metrics.values(), step)
+
+    PrometheusServer(metrics, port=9400)        # http://127.0.0.1:9400/metrics, read when it is scraped
+
+Nothing is sent anywhere. Names follow Prometheus: unit last, and `_total` for what only grows. They stay as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple, Protocol
+
+from stallfree.errors import InputError, missing_extra
+from stallfree.stats import CacheStats, LoaderStats, SmartCacheStats
+
+_STATES = {
+    "queue_depth",
+    "staging_bytes",
+    "num_workers",
+    "stall_fetch_seconds",  # the stalls are found by a rule, and may fall a little when more is known
+    "stall_prep_seconds",
+    "hit_ratio",
+    "resident_items",
+    "resident_bytes",
+    "capacity_bytes",
+    "used_bytes",
+    "epoch",
+    "window_start",
+    "replace_num",
+    "lag",
+}
+"""What may fall. Everything else only grows, and its name ends in `_total`."""
+
+_RENAMED = {"num_workers": "workers"}
+
+_HELP = {
+    "batches": "Batches handed out.",
+    "samples": "Samples in the batches handed out.",
+    "hits": "Samples served by the cache.",
+    "misses": "Samples that were not in the cache.",
+    "storage_bytes": "Bytes that fetches brought.",
+    "storage_reads": "Fetches from the source.",
+    "fetch_seconds": "Seconds that workers waited for fetches.",
+    "prep_seconds": "Seconds that workers prepared and collated.",
+    "wait_seconds": "Seconds that training waited.",
+    "stall_fetch_seconds": "Part of the wait that would go if every fetch were instant.",
+    "stall_prep_seconds": "Part of the wait that remains when every fetch is instant.",
+    "queue_depth": "Ready batches.",
+    "retries": "Batches done again because a worker died or a cached sample vanished.",
+    "workers_replaced": "Workers that died and were replaced.",
+    "skips": "Samples left out because of an error.",
+    "private_copies": "Batches handed over as copies.",
+    "staging_bytes": "Bytes of the staging ring.",
+    "num_workers": "Worker processes.",
+    "evictions": "Records dropped to make room.",
+    "rejected": "Samples that were not stored.",
+    "damaged": "Records whose checksum or form was wrong.",
+    "resident_items": "Records in the cache.",
+    "resident_bytes": "Bytes of the records in the cache.",
+    "capacity_bytes": "Bytes that the cache may take, index included.",
+    "used_bytes": "Bytes that the cache has taken, index included.",
+    "hit_ratio": "Hits over hits and misses, since the cache was made.",
+    "epoch": "Epoch of the newest window; -1 before the first.",
+    "window_start": "Samples that have left the window.",
+    "replace_num": "Samples that should be replaced per epoch.",
+    "lag": "Samples that should have been replaced and have not been.",
+    "late_epochs": "Epochs that began without all of their new samples, or waited for them.",
+}
+
+
+class HasStats(Protocol):
+    """A loader, a cached data set, a Smart Cache, or a cache."""
+
+    def stats(self) -> Any: ...
+
+
+class Hook(Protocol):
+    """Takes values: one's own class with this method will do."""
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Take all `values` at `step`."""
+
+
+class Metric(NamedTuple):
+    """One named value.
+
+    Attributes:
+        name: such as `stallfree_loader_wait_seconds_total`.
+        value: of now.
+        grows: whether it only grows.
+        help: in words.
+    """
+
+    name: str
+    value: float
+    grows: bool
+    help: str
+
+
+class Metrics:
+    """Reads the statistics of `sources`, each time anew.
+
+    Args:
+        sources: loaders and caches (what has `.stats()`) under names of your own. They are kept alive.
+
+    Raises `InputError` for one that has no statistics of a loader or a cache.
+    """
+
+    def __init__(self, **sources: HasStats) -> None:
+        if not sources:
+            raise InputError(
+                "Metrics() was given nothing: give loaders and caches by name, as in Metrics(train=loader)"
+            )
+        for name, source in sources.items():
+            if not callable(getattr(source, "stats", None)) or not isinstance(
+                source.stats(), (LoaderStats, CacheStats)
+            ):
+                raise InputError(
+                    f"{name}={type(source).__name__} has no statistics: give a stallfree.DataLoader, a data set with a "
+                    "cache, or a cache"
+                )
+        self._sources = sources
+
+    def read(self) -> Iterator[tuple[str, Metric]]:
+        """Each metric with the name of its source."""
+        for name, source in self._sources.items():
+            for metric in metrics_of(source.stats()):
+                yield name, metric
+
+    def values(self) -> dict[str, float]:
+        """Such as `{"train/stallfree_loader_batches_total": 7.0, ...}`."""
+        return {f"{name}/{metric.name}": metric.value for name, metric in self.read()}
+
+
+def metrics_of(stats: LoaderStats | CacheStats) -> list[Metric]:
+    """All values in `stats`, in the order of its fields, with those that follow from them."""
+    kind = "loader" if isinstance(stats, LoaderStats) else "cache"
+    names = [field.name for field in fields(stats)]
+    names += ["stall_fetch_seconds", "stall_prep_seconds"] if isinstance(stats, LoaderStats) else ["hit_ratio"]
+    own = {field.name for field in fields(SmartCacheStats)} - {field.name for field in fields(CacheStats)}
+    found = []
+    for name in names:
+        grows = name not in _STATES
+        prefix = "stallfree_smart_cache" if kind == "cache" and name in own else f"stallfree_{kind}"
+        full = f"{prefix}_{_RENAMED.get(name, name)}{'_total' if grows else ''}"
+        found.append(Metric(full, float(getattr(stats, name)), grows, _HELP[name]))
+    return found
+
+
+class TensorBoardHook:
+    """Writes scalars that TensorBoard shows.
+
+    Args:
+        target: folder of the logs, or a `SummaryWriter` of your own.
+
+    Raises `MissingExtraError` without the extra "tensorboard", `InputError` for what is neither.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._own = isinstance(target, (str, os.PathLike))
+        if self._own:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise missing_extra("tensorboard", "tensorboard", "TensorBoardHook") from error
+            target = SummaryWriter(os.fspath(target))
+        elif not callable(getattr(target, "add_scalar", None)):
+            raise InputError(f"TensorBoardHook({target!r}): give the path of a folder, or a SummaryWriter")
+        self._writer = target
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Write all `values` as scalars at `step`."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is left. A writer of your own stays open."""
+        if self._own:
+            self._writer.close()
+        else:
+            self._writer.flush()
+
+
+class PrometheusCollector:
+    """Reads `metrics` whenever a registry of `prometheus_client` is scraped: `registry.register(...)` it.
+
+    The name of a loader or cache is the label `name`. Raises `MissingExtraError` without the extra "prometheus".
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        _client()
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Any]:
+        """The families, as `prometheus_client` wants them."""
+        core = _client().core
+        families: dict[str, Any] = {}
+        for name, metric in self._metrics.read():
+            if metric.name not in families:
+                kind = core.CounterMetricFamily if metric.grows else core.GaugeMetricFamily
+                families[metric.name] = kind(metric.name, metric.help, labels=["name"])
+            families[metric.name].add_metric([name], metric.value)
+        yield from families.values()
+
+    def describe(self) -> list[Any]:
+        """Nothing: what there is may change from scrape to scrape."""
+        return []
+
+
+class PrometheusServer:
+    """Serves `metrics` to a Prometheus scraper, from a thread of this process.
+
+    Args:
+        metrics: what to serve.
+        port: to listen on; 0: any that is free.
+        address: to listen on. The default can be reached from this host only.
+
+    Attributes:
+        port: that it listens on.
+
+    Raises `MissingExtraError` without the extra "prometheus", `InputError` if nothing can listen there.
+    """
+
+    def __init__(self, metrics: Metrics, port: int = 9400, address: str = "127.0.0.1") -> None:
+        client = _client()
+        registry = client.CollectorRegistry(auto_describe=False)
+        registry.register(PrometheusCollector(metrics))
+        try:
+            self._server, self._thread = client.start_http_server(port, addr=address, registry=registry)
+        except (OSError, OverflowError) as error:
+            raise InputError(
+                f"nothing can listen on {address}:{port}: {error}. Give another port or address"
+            ) from error
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop listening. May be called twice."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> PrometheusServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _client() -> Any:
+    try:
+        import prometheus_client
+        import prometheus_client.core
+    except ImportError as error:
+        raise missing_extra("prometheus_client", "prometheus", "metrics for Prometheus") from error
+    return prometheus_client

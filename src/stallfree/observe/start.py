@@ -1,0 +1,132 @@
+"""Start a script as `python` does, with its data loaders timed from outside.
+
+`stallfree run` replaces itself by a fresh interpreter that runs this file as a program. Until the script begins,
+nothing is imported that an interpreter has not loaded anyway: the script finds its own modules, and imports torch when
+it wants.
+
+    start.py JSON KIND TARGET [ARGUMENT ...]      JSON: a path, or empty; KIND: "script" or "module"
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import CodeType, ModuleType
+    from typing import Any, NoReturn
+
+USER_ERROR = 2
+
+
+def main() -> None:
+    """Run what the arguments name as `__main__`; the summary comes when the interpreter ends."""
+    bare = {name: value for name, value in globals().items() if name[:2] == "__"}  # what python gives a script
+    out, kind, target, *rest = sys.argv[1:]
+    own_path = not getattr(sys.flags, "safe_path", False)
+    if own_path:
+        del sys.path[0]  # the folder of this file
+    watch = _beside("loops").Watch(target, out)
+    atexit.register(watch.finish)
+    module = type(sys)("__main__")
+    names = module.__dict__
+    names.clear()
+    names.update(bare, __doc__=None)
+    if "__annotations__" in bare:
+        names["__annotations__"] = {}
+    sys.modules["__main__"] = module
+    try:
+        code = (_script if kind == "script" else _module)(target, rest, module, own_path)
+        exec(code, names)
+    except SystemExit as end:
+        watch.failed = bool(end.code)
+        if watch.found_nothing:
+            raise SystemExit(USER_ERROR) from None
+        raise
+    except BaseException as error:
+        watch.failed = True
+        _hide_these_frames(error)
+        raise
+    if watch.found_nothing:
+        raise SystemExit(USER_ERROR)
+
+
+def _beside(name: str) -> Any:
+    """The module `name` in this folder, which nobody else gets to see."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    module = type(sys)(f"stallfree.observe.{name}")
+    code = type(__loader__)(module.__name__, path).get_code(module.__name__)  # type: ignore[name-defined]
+    exec(code, module.__dict__)
+    return module
+
+
+def _script(path: str, rest: list[str], module: ModuleType, own_path: bool) -> CodeType:
+    """What `python PATH` does before the first line of the script."""
+    sys.argv = [path, *rest]
+    if own_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    path = os.path.abspath(path)
+    module.__dict__.update(
+        __file__=path,
+        __cached__=None,
+        __loader__=type(__loader__)("__main__", path),  # type: ignore[name-defined]
+    )
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def _module(name: str, rest: list[str], module: ModuleType, own_path: bool) -> CodeType:
+    """What `python -m NAME` does before the first line of the module."""
+    sys.argv = ["-m", *rest]
+    if own_path:
+        sys.path.insert(0, os.getcwd())
+    from importlib.util import find_spec
+
+    try:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the parent package lacks something
+        spec = None
+    code: CodeType | None = None
+    if spec is not None and spec.loader is not None:
+        code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
+    if spec is None or code is None:
+        _fail(f"there is no module {name!r} to run: give the name that you would give to `python -m`")
+    sys.argv[0] = spec.origin or name
+    module.__dict__.update(
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+    return code
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.stderr.flush()
+    raise SystemExit(USER_ERROR)
+
+
+def _hide_these_frames(error: BaseException) -> None:
+    """Have the interpreter show `error` as it would without this file."""
+    hook, inner = sys.excepthook, error.__traceback__
+    while inner is not None and inner.tb_frame.f_globals is globals():
+        inner = inner.tb_next
+
+    def show(kind: type[BaseException], value: BaseException, _: object) -> None:
+        sys.excepthook = hook
+        hook(kind, value.with_traceback(inner), inner)
+
+    sys.excepthook = show
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,439 @@
+"""`stallfree run`: a script behaves as under `python`, and its loaders are timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stallfree.cli.run import run
+from stallfree.errors import InputError
+from stallfree.observe import start as start_file
+
+LAUNCH = """
+from stallfree.cli import app, main
+from stallfree.cli.run import SETTINGS, run
+if "run" not in {command.name for command in app.registered_commands}:
+    app.command("run", context_settings=SETTINGS)(run)
+main()
+"""
+HEAD = "waited for data"
+
+Done = subprocess.CompletedProcess[str]
+
+
+def start(command: list[str], folder: Path) -> Done:
+    """Run to the end, in `folder`."""
+    return subprocess.run(
+        command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def observe(folder: Path, *arguments: str) -> Done:
+    """`stallfree run` with these arguments."""
+    return start([sys.executable, "-c", LAUNCH, "run", *arguments], folder)
+
+
+def observe_script(folder: Path, *arguments: str) -> Done:
+    """What `stallfree run --json out.json train.py` replaces itself by, which need not import stallfree first."""
+    out = str(folder / "out.json")
+    return start([sys.executable, str(start_file.__file__), out, "script", "train.py", *arguments], folder)
+
+
+def both(script: str, folder: Path, *arguments: str) -> tuple[Done, dict[str, Any]]:
+    """Run a script with `python` and with `stallfree run`, see that nothing differs; the second one, and its JSON."""
+    (folder / "train.py").write_text(script)
+    plain = start([sys.executable, "train.py", *arguments], folder)
+    watched = observe_script(folder, *arguments)
+    assert watched.stdout == plain.stdout
+    assert watched.returncode == plain.returncode
+    assert watched.stderr.startswith(plain.stderr)
+    return watched, json.loads((folder / "out.json").read_text())
+
+
+def counts(found: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [(row["dataset"], row["passes"], row["batches"], row["samples"]) for row in found["loaders"]]
+
+
+# -- what the script sees ---------------------------------------------------------------------------------------------
+
+SAME = """
+import sys
+print(sorted(set(sys.modules) - {"__future__", "atexit"}))
+print({k: v for k, v in globals().items() if k[:2] == "__" and k not in ("__loader__", "__builtins__")})
+print(type(__loader__).__name__, getattr(__loader__, "path", None), sys.argv)
+print(sys.path, sys.modules["__main__"].__dict__ is globals())
+import loops, start
+print(loops.MINE, start.MINE)
+import random, threading, inspect, zlib
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+class Data(Dataset):
+    bad = False
+    def __len__(self):
+        return 23
+    def __getitem__(self, i):
+        if i == 5 and self.bad:
+            raise KeyError("no sample 5")
+        return i, torch.rand(2)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
+
+def state():
+    return zlib.crc32(repr((random.getstate(), torch.get_rng_state().tolist())).encode())
+
+def show(loader, stop=None):
+    print(state(), end=" ", flush=True)
+    iterator = iter(loader)
+    print(type(iterator), sorted(vars(iterator)), type(loader), sorted(vars(loader)), iter(iterator) is iterator)
+    for number, batch in enumerate(iterator):
+        print(number, batch)
+        if number == stop:
+            break
+    print(state(), flush=True)
+
+if __name__ == "__main__":
+    torch.manual_seed(3)
+    random.seed(3)
+    show(DataLoader(Data(), batch_size=4, shuffle=True))
+    show(DataLoader(Data(), batch_size=5, shuffle=True, num_workers=2))
+    show(DataLoader(Data(), batch_size=6, num_workers=1, multiprocessing_context="spawn", drop_last=True))
+    show(DataLoader(Stream(), batch_size=2))
+    kept = DataLoader(Data(), batch_size=7, shuffle=True, num_workers=1, persistent_workers=True)
+    show(kept)
+    show(kept)
+    show(kept, stop=1)
+    print(list(kept)[0])
+    one, other = DataLoader(Data(), batch_size=3), DataLoader(Data(), batch_sampler=[[1, 2], [3]])
+    print(list(zip(one, other)))
+    print(inspect.signature(DataLoader.__iter__), DataLoader.__iter__.__qualname__, DataLoader.__iter__.__module__)
+    Data.bad = True
+    for size, workers in (8, 0), (2, 1):
+        try:
+            show(DataLoader(Data(), batch_size=size, num_workers=workers))
+        except KeyError as error:
+            print(str(error).splitlines()[-1], state())
+    import atexit, time
+    atexit.register(print, "at the end")
+    kept_open = open("unflushed.txt", "w")
+    kept_open.write("flushed at the end")
+    def later():
+        threading.main_thread().join()
+        print("thread", len(list(DataLoader(Data(), batch_sampler=[[1]]))))
+    threading.Thread(target=later).start()
+"""
+
+
+def test_the_script_sees_what_it_sees_under_python(tmp_path: Path) -> None:
+    for name in ("loops", "start"):  # the names of stallfree's own files
+        (tmp_path / f"{name}.py").write_text(f"MINE = 'the {name} beside the script'\n")
+    watched, found = both(SAME, tmp_path, "--lr", "0.1", "--", "-m", "--json", "x", "--help")
+    assert watched.returncode == 0
+    assert (tmp_path / "unflushed.txt").read_text() == "flushed at the end"
+    assert counts(found) == [
+        ("Data", 1, 6, 23),
+        ("Data", 1, 5, 23),
+        ("Data", 1, 3, 18),
+        ("Stream", 1, 4, None),
+        ("Data", 4, 14, 3 * 23 + 14),
+        ("Data", 1, 3, 9),
+        ("Data", 1, 2, None),
+        ("Data", 1, 0, 0),
+        ("Data", 1, 2, 4),
+        ("Data", 1, 1, None),
+    ]
+    assert found["total"]["batches"] == 40
+
+
+MODULE = """
+import sys
+from torch.utils.data import DataLoader
+from . import data
+print(__name__, __package__, __spec__.name, __file__, __cached__ == __spec__.cached, sys.argv, sys.path)
+if __name__ == "__main__":
+    class Here(data.Data):
+        pass
+    print([x.tolist() for x in DataLoader(Here(), num_workers=1, multiprocessing_context="forkserver")])
+"""
+
+
+def test_modules(tmp_path: Path) -> None:
+    package = tmp_path / "job"
+    package.mkdir()
+    (package / "__init__.py").write_text("import sys; print('package', sys.argv, sys.path[0])\n")
+    (package / "data.py").write_text(
+        "class Data:\n    def __len__(self): return 2\n    def __getitem__(self, i): return i\n"
+    )
+    script = MODULE.replace("    class Here(data.Data):\n        pass\n", "").replace("Here()", "data.Data()")
+    for name in ("train", "__main__"):
+        (package / f"{name}.py").write_text(script)
+    for name in ("job.train", "job"):
+        plain = start([sys.executable, "-m", name, "-m", "x"], tmp_path)
+        watched = observe(tmp_path, "--json", "out.json", "-m", name, "-m", "x")
+        assert (watched.stdout, watched.returncode) == (plain.stdout, 0)
+        assert "[[0], [1]]" in watched.stdout
+        assert HEAD in watched.stderr
+        assert counts(json.loads((tmp_path / "out.json").read_text())) == [("Data", 1, 2, 2)]
+
+
+def test_the_command_is_the_script_under_python(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        LOOP + "import torch, os\nprint(sys.argv, sys.path, sys.flags, dict(os.environ))"
+    )
+    plain = start([sys.executable, "train.py", "--json", "--help"], tmp_path)
+    watched = observe(tmp_path, "--json", "out.json", "train.py", "--json", "--help")
+    assert (watched.stdout, watched.returncode) == (plain.stdout, 0)
+    assert counts(json.loads((tmp_path / "out.json").read_text())) == [("range", 1, 3, 10)]
+
+
+def test_a_loader_iterated_in_one_place_again_and_again_is_one_row(tmp_path: Path) -> None:
+    script = (
+        "from torch.utils.data import DataLoader\n"
+        "for _ in range(3):\n"
+        "    for batch in DataLoader(range(10), batch_size=4): pass\n"
+        "both = [DataLoader(range(size), batch_size=4) for size in (8, 5)]\n"
+        "for _ in range(2):\n"
+        "    for loader in both:\n"
+        "        for batch in loader: pass\n"
+    )
+    watched, found = both(script, tmp_path)
+    assert [(row["where"], row["loaders"]) for row in found["loaders"]] == [
+        ("train.py:3", 3),
+        ("train.py:7", 1),
+        ("train.py:7", 1),
+    ]
+    assert counts(found) == [("range", 3, 9, 30), ("range", 2, 4, 16), ("range", 2, 4, 10)]
+    assert "(3 alike)" in watched.stderr
+
+
+STALLFREE = """
+import stallfree as sf
+from torch.utils.data import DataLoader
+class Some(list):
+    def __getitem__(self, i):
+        if i in (2, 3):
+            raise ValueError(i)
+        return i
+def main():
+    loader = sf.DataLoader(Some(range(10)), batch_size=4, num_workers=1, on_error="skip")
+    for _ in range(2):
+        print([batch.tolist() for batch in loader])
+    print(type(iter(loader)).__name__, next(iter(DataLoader(range(3)))))
+    loader.close()
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_loaders_of_stallfree_count_what_they_served(tmp_path: Path) -> None:
+    _, found = both(STALLFREE, tmp_path)
+    assert counts(found) == [("Some", 3, 6, 16), ("range", 1, 1, 1)]
+
+
+# -- how it ends ------------------------------------------------------------------------------------------------------
+
+LOOP = """
+import os, signal, sys
+from torch.utils.data import DataLoader
+for batch in DataLoader(range(10), batch_size=4): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("sys.exit(7)", 7),
+        ("sys.exit()", 0),
+        ("sys.exit('out of luck')", 1),
+        ("def f():\n    raise ValueError('oh')\nf()", 1),
+        ("signal.raise_signal(signal.SIGINT)", -2),
+        ("sys.excepthook = lambda kind, value, trace: print(kind, value, trace.tb_lineno)\n1 / 0", 1),
+    ],
+)
+def test_the_summary_comes_however_the_script_ends(end: str, code: int, tmp_path: Path) -> None:
+    watched, found = both(LOOP + end, tmp_path)
+    assert watched.returncode == code
+    assert counts(found) == [("range", 1, 3, 10)]
+    assert watched.stderr.count(HEAD) == 1
+    assert "stallfree analyze" in watched.stderr
+    assert "stallfree/observe" not in watched.stderr  # no frame of ours in a traceback
+
+
+FORKING = """
+import os, sys
+from torch.utils.data import DataLoader
+class Plain:
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return hasattr(DataLoader.__iter__, "__wrapped__")
+loader = DataLoader(Plain(), num_workers=1, multiprocessing_context="fork")
+print([bool(batch) for batch in loader], flush=True)
+pid = os.fork()
+if pid == 0:
+    for batch in DataLoader(range(10)): pass
+    sys.exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+pid = os.fork()
+if pid == 0:
+    raise ValueError("in the child")
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_forked_children_are_not_watched(tmp_path: Path) -> None:
+    watched, found = both(FORKING, tmp_path)
+    assert watched.stdout == "[False, False, False, False]\n0\n1\n"
+    assert counts(found) == [("Plain", 1, 4, 4)]
+    assert watched.stderr.count(HEAD) == 1
+
+
+def test_an_exit_without_end_prints_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOOP + "os._exit(5)")
+    watched = observe_script(tmp_path)
+    assert (watched.returncode, watched.stderr) == (5, "")
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "told"),
+    [
+        ("print('nothing')", 2, True),
+        ("import torch.utils.data, sys; torch.utils.data.DataLoader(range(3)); sys.exit(0)", 2, True),
+        ("import sys; sys.exit(4)", 4, False),
+        ("raise ValueError", 1, False),
+        ("def f(:", 1, False),
+    ],
+)
+def test_a_script_without_a_loader(script: str, code: int, told: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script)
+    plain = start([sys.executable, "train.py"], tmp_path)
+    watched = observe_script(tmp_path)
+    assert (watched.returncode, watched.stdout) == (code, plain.stdout)
+    assert watched.stderr.startswith(plain.stderr)
+    extra = watched.stderr[len(plain.stderr) :]
+    assert extra.count("\n") == told
+    assert extra.startswith("error: train.py iterated no torch.utils.data.DataLoader") == told
+
+
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nix\.py is not there"):
+        run(str(tmp_path / "nix.py"))
+    with pytest.raises(InputError, match="is a folder"):
+        run(str(tmp_path))
+
+
+def test_a_summary_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('it ran')")
+    with pytest.raises(InputError, match=r"x\.json cannot be written"):
+        run(str(tmp_path / "train.py"), json_file=tmp_path / "none" / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nix.py"], "the script nix.py is not there"),
+        (["-m", "no_such_package.train"], "there is no module 'no_such_package.train'"),
+        (["-m", "json.no_such_module"], "there is no module 'json.no_such_module'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    done = observe(tmp_path, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+TIMED = """
+import json, os, time
+from torch.utils.data import DataLoader
+
+class Slow:
+    def __len__(self):
+        return 6
+    def __getitem__(self, i):
+        time.sleep(0.02)
+        return i
+
+class Nested:
+    def __len__(self):
+        return 3
+    def __getitem__(self, i):
+        return sum(float(batch.sum()) for batch in DataLoader(Slow(), batch_size=3))
+
+def run(*loaders):
+    begun = time.perf_counter()
+    for batches in zip(*loaders):
+        time.sleep(0.03)
+    return time.perf_counter() - begun
+
+slow = DataLoader(Slow(), batch_size=2)
+kinds = {"alone": [slow], "in turns": [slow, DataLoader(Slow(), batch_size=2)], "nested": [DataLoader(Nested())]}
+os.chdir("/")
+for kind in KINDS:
+    print(json.dumps(run(*kinds[kind])))
+"""
+
+
+def timed(kind: str, folder: Path) -> tuple[dict[str, Any], float]:
+    """What was found for one kind of loop, and its time as the script measured it."""
+    (folder / "train.py").write_text(TIMED.replace("KINDS", repr([kind])))
+    done = observe_script(folder)
+    assert done.returncode == 0
+    return json.loads((folder / "out.json").read_text()), json.loads(done.stdout)
+
+
+def whole(figures: dict[str, Any]) -> float:
+    return float(figures["first_seconds"] + figures["waited_seconds"] + figures["between_seconds"])
+
+
+def check_share(figures: dict[str, Any]) -> None:
+    waited, between = figures["waited_seconds"], figures["between_seconds"]
+    assert figures["stall_share"] == pytest.approx(waited / (waited + between))
+
+
+def test_times_of_one_loop(tmp_path: Path) -> None:
+    found, elapsed = timed("alone", tmp_path)
+    row, total = found["loaders"][0], found["total"]
+    assert row["first_seconds"] >= 0.04
+    assert row["waited_seconds"] >= 0.08
+    assert row["between_seconds"] >= 0.09
+    assert whole(row) <= elapsed <= found["seconds"]
+    assert {name: total[name] for name in total} == {name: row[name] for name in total}
+    check_share(row)
+
+
+def test_loaders_in_turns_are_not_counted_twice(tmp_path: Path) -> None:
+    found, elapsed = timed("in turns", tmp_path)
+    one, other = found["loaders"]
+    for row in (one, other):  # the wait for the other one is time between
+        assert row["waited_seconds"] >= 0.08
+        assert row["between_seconds"] >= 2 * 0.03 + 2 * 0.04
+        check_share(row)
+    total = found["total"]
+    assert total["waited_seconds"] == pytest.approx(one["waited_seconds"] + other["waited_seconds"])
+    assert total["first_seconds"] == pytest.approx(one["first_seconds"] + other["first_seconds"])
+    assert total["between_seconds"] >= 2 * 0.03
+    assert whole(total) <= elapsed
+
+
+def test_a_loader_within_a_loader_is_not_counted_twice(tmp_path: Path) -> None:
+    found, elapsed = timed("nested", tmp_path)
+    outer, inner = found["loaders"]
+    assert counts(found) == [("Nested", 1, 3, 3), ("Slow", 3, 6, 18)]
+    assert inner["first_seconds"] + inner["waited_seconds"] >= 18 * 0.02
+    total = found["total"]
+    for name in ("first_seconds", "waited_seconds", "between_seconds", "stall_share"):
+        assert total[name] == pytest.approx(outer[name])
+    assert whole(total) <= elapsed
+    assert os.getcwd() != "/"

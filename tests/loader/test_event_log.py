@@ -1,0 +1,194 @@
+"""The log of events that a loader writes."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import logging
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cached_data import Numbers
+from loader_data import METHODS, Made, floats, same
+
+import stallfree as sf
+from children import Child
+from stallfree.errors import InputError
+from stallfree.events import Event, read_events
+
+SAMPLES, BATCH = 10, 3
+BATCHES = 4
+
+
+class Slow(Numbers):
+    """Storage that takes a while."""
+
+    def _record(self, id: int) -> Any:
+        time.sleep(0.005)
+        return super()._record(id)
+
+
+def count(events: list[Event]) -> Counter[tuple[str, int, int]]:
+    """How often each thing was done to each batch."""
+    return Counter((event.what, event.epoch, event.batch) for event in events)
+
+
+def each(what: str, epochs: int, batches: int = BATCHES) -> Counter[tuple[str, int, int]]:
+    """Every batch of some epochs, once."""
+    return Counter({(what, epoch, batch): 1 for epoch in range(epochs) for batch in range(batches)})
+
+
+def check_order(events: list[Event], begun: float) -> None:
+    """Nobody does two things at once, a batch is ready before it is used, and all is in the time of the log."""
+    assert all(0 <= event.start <= event.end <= time.monotonic() - begun for event in events)
+    actors = {event.actor for event in events} - {"gather"}  # which is two threads
+    for actor in actors:
+        own = sorted((event for event in events if event.actor == actor), key=lambda event: (event.start, event.end))
+        for one, following in itertools.pairwise(own):
+            assert one.end <= following.start + 2e-6
+    ready = {(event.epoch, event.batch): event.end for event in events if event.what in ("prep", "gather")}
+    used = {(event.epoch, event.batch): event.start for event in events if event.what == "compute"}
+    assert used.keys() <= ready.keys()
+    assert all(ready[batch] <= start + 2e-6 for batch, start in used.items())
+
+
+@pytest.mark.parametrize(("workers", "method"), [(0, None), *((2, method) for method in METHODS)])
+def test_every_batch_of_every_epoch(workers: int, method: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    begun = time.monotonic()
+    with sf.DataLoader(
+        Slow(SAMPLES), BATCH, num_workers=workers, multiprocessing_context=method, event_log=path
+    ) as loader:
+        for epoch in range(2):
+            for _ in loader:
+                time.sleep(0.002)
+            events = read_events(path)  # complete after each epoch
+            assert count(events) == each("fetch", epoch + 1) + each("prep", epoch + 1) + each("compute", epoch + 1)
+        stats = loader.stats()
+    check_order(events, begun)
+    assert {event.actor for event in events} <= {"device", *(f"loader {number}" for number in range(max(1, workers)))}
+    for what, seconds in (("fetch", stats.fetch_seconds), ("prep", stats.prep_seconds)):
+        spent = sum(event.end - event.start for event in events if event.what == what)
+        assert spent == pytest.approx(seconds, abs=1e-4)
+    steps = [event for event in events if event.what == "compute"]
+    assert {event.actor for event in steps} == {"device"}
+    assert all(event.end - event.start >= 0.002 - 2e-6 for event in steps)
+
+
+def test_batches_out_of_the_cache(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    begun = time.monotonic()
+    with sf.CachedDataset(Numbers(SAMPLES), capacity="4MiB") as dataset:
+        dataset.cache.put_many(range(SAMPLES), [dataset.source.fetch(id) for id in range(SAMPLES)])
+        with sf.DataLoader(dataset, BATCH, num_workers=2, event_log=path) as loader:
+            assert len(list(loader)) == BATCHES
+    events = read_events(path)
+    assert count(events) == each("gather", 1) + each("compute", 1)
+    assert {event.actor for event in events} == {"gather", "device"}
+    check_order(events, begun)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_epoch_that_is_broken_off(persistent: bool, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with sf.DataLoader(
+        Made(SAMPLES, floats), BATCH, num_workers=1, persistent_workers=persistent, event_log=path
+    ) as loader:
+        for number, _ in enumerate(loader):
+            if number == 1:
+                break
+        gc.collect()
+        assert count(read_events(path)) == each("prep", 1, 2) + each("compute", 1, 2)
+        iterator = iter(loader)
+        next(iterator)
+        loader.close()
+        assert count(read_events(path))["compute", 1, 0] == 1
+        del iterator
+    assert count(read_events(path))["compute", 1, 0] == 1
+
+
+def test_batches_keep_their_numbers_after_a_resume(tmp_path: Path) -> None:
+    first = sf.DataLoader(Made(SAMPLES, floats), BATCH)
+    next(iter(first))
+    path = tmp_path / "run.jsonl"
+    loader = sf.DataLoader(Made(SAMPLES, floats), BATCH, event_log=path)
+    loader.load_state_dict(first.state_dict())
+    list(loader)
+    assert sorted({(event.epoch, event.batch) for event in read_events(path)}) == [(0, 1), (0, 2), (0, 3)]
+
+
+def test_batches_that_fail_or_are_empty(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def bad(id: int) -> torch.Tensor:
+        if id in (3, 4, 5):
+            raise ValueError(id)
+        return floats(id)
+
+    iterator = iter(sf.DataLoader(Made(SAMPLES, bad), BATCH, event_log=path))
+    next(iterator)
+    with pytest.raises(sf.SampleError):
+        next(iterator)
+    assert len(list(iterator)) == 2
+    assert count(read_events(path)) == (each("prep", 1) + each("compute", 1)) - Counter(
+        {("prep", 0, 1): 1, ("compute", 0, 1): 1}
+    )
+    assert len(list(sf.DataLoader(Made(SAMPLES, bad), BATCH, on_error="skip", event_log=path))) == 3
+    found = count(read_events(path))
+    assert found["prep", 0, 1] == 1
+    assert found["compute", 0, 1] == 0
+    assert found["compute", 0, 2] == 1
+
+
+def test_the_log_changes_nothing(tmp_path: Path) -> None:
+    def batches(log: Path | None) -> list[Any]:
+        loader = sf.DataLoader(Made(SAMPLES, floats), BATCH, shuffle=True, num_workers=1, event_log=log)
+        return [batch for _ in range(2) for batch in loader]
+
+    assert same(batches(None), batches(tmp_path / "run.jsonl"))
+
+
+def test_a_log_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("old")
+    loader = sf.DataLoader(Made(SAMPLES, floats), BATCH, event_log=str(path))
+    assert path.read_text() == ""
+    list(loader)
+    assert json.loads(path.read_text().splitlines()[0])["what"] == "prep"
+
+
+def test_bad_arguments_leave_the_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("old")
+    with pytest.raises(InputError):
+        sf.DataLoader(Made(SAMPLES, floats), BATCH, staging="much", event_log=path)
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("path", ["no/such/folder/run.jsonl", "/", 7, "a\0b"])
+def test_a_path_that_cannot_be_written(path: Any) -> None:
+    with pytest.raises(InputError, match=r"event_log=.* cannot be written"):
+        sf.DataLoader(Made(SAMPLES, floats), BATCH, event_log=path)
+
+
+def test_a_full_disk_ends_the_log_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    loader = sf.DataLoader(Made(SAMPLES, floats), BATCH, event_log="/dev/full")
+    with caplog.at_level(logging.WARNING, "stallfree"):
+        assert [len(list(loader)) for _ in range(2)] == [BATCHES, BATCHES]
+    assert [record.message for record in caplog.records if "/dev/full" in record.message] == [
+        "the log of events /dev/full ends here, it cannot be written: [Errno 28] No space left on device"
+    ]
+
+
+def test_a_forked_child_writes_nothing_into_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    loader = sf.DataLoader(Made(SAMPLES, floats), BATCH, event_log=path)
+    list(loader)
+    before = path.read_bytes()
+    assert Child(lambda: list(loader)).wait() == 0
+    assert path.read_bytes() == before
