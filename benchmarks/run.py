@@ -30,6 +30,11 @@ NAMES = (
     "smart_boundary",
     "smart_failures",
     "dice",
+    "predicted",
+    "stall_shares",
+    "model_rates",
+    "observer",
+    "replay",
 )
 
 

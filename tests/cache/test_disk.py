@@ -211,7 +211,7 @@ numbers = st.sampled_from([0, 1, 2, 255, 1 << 31, (1 << 32) - 1]) | st.integers(
 
 
 @pytest.mark.filterwarnings("ignore:.*thrown away")
-@pytest.mark.parametrize("array", ["first", "length", "generation", "checksum", "next", "free", "victim_ids"])
+@pytest.mark.parametrize("array", ["first", "length", "generation", "checksum", "next", "free", "victims"])
 @both
 @everything
 @given(st.lists(st.tuples(st.integers(0, 1000), numbers), min_size=1, max_size=100))
@@ -305,7 +305,7 @@ def test_a_cache_of_another_version_is_an_error(tmp_path: Path, monkeypatch: pyt
 
     path = make_disk(tmp_path, "varied")
     monkeypatch.setattr(layout, "VERSION", 99)
-    with pytest.raises(StorageError, match=r"made by another version of stallfree \(format 3, this is 99\)"):
+    with pytest.raises(StorageError, match=r"made by another version of stallfree \(format \d+, this is 99\)"):
         open_cache(tmp_path, "varied")
     assert path.is_dir()
 

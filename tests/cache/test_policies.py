@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from types import SimpleNamespace
+import random
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stallfree.cache import POLICIES, SampleCache
-from stallfree.cache.policies import Policy, Victims, make_policy
+from stallfree.cache.bookkeeper import Bookkeeper
+from stallfree.cache.policies import make_policy, next_uses
 from stallfree.errors import InputError
 
 BLOCK = b"x" * 2000  # with its description about as large as the blocks that are chosen for it
@@ -69,6 +72,107 @@ def test_evictions_are_counted(policy: str) -> None:
         assert (cache.stats().evictions, cache.stats().rejected) == (7, 0)
 
 
+def test_importance_by_hand() -> None:
+    with small("importance", 3) as cache:
+        cache.set_scores([1, 2, 3, 4, 5, 6], [1.0, 2.0, 3.0, 2.5, 1.0, 9.0])  # all before they come
+        assert cache.put_many([1, 2, 3], [record(id) for id in (1, 2, 3)]).all()
+        assert not cache.put(5, record(5))  # as important as the least important: not above it
+        assert cache.put(4, record(4))
+        assert residents(cache) == [2, 3, 4]
+        cache.set_scores([3, 5], [0.5, 2.25])  # one falls, one that is not there rises
+        assert cache.put(5, record(5))
+        assert residents(cache) == [2, 4, 5]
+        cache.set_scores([2], [7.0])
+        assert cache.put_many([7, 1, 6], [record(id) for id in (7, 1, 6)]).tolist() == [False, False, True]
+        assert residents(cache) == [2, 4, 6]
+        assert cache.get_many([2, 4, 6])[2][0] == 6
+        assert (cache.stats().evictions, cache.stats().rejected) == (3, 3)
+        assert cache.check() == []
+
+
+def test_without_scores_importance_keeps_what_came_first() -> None:
+    with small("importance", 3) as cache:
+        assert cache.put_many(range(5), [record(id) for id in range(5)]).tolist() == [True] * 3 + [False] * 2
+        assert cache.stats().evictions == 0
+
+
+def test_a_large_newcomer_must_be_above_all_whose_place_it_takes() -> None:
+    with make(20, 4, policy="importance", example=BLOCK) as cache:
+        room, block = cache.meta.num_blocks, cache.meta.block
+        one, three = b"x" * (block - 100), b"x" * (3 * block - 100)
+        cache.set_scores(range(20), np.arange(20.0))
+        assert cache.put_many(range(1, room + 1), [one] * room).all()
+        cache.set_scores([0], [2.5])
+        assert not cache.put(0, three)  # 1 and 2 are below, 3 is not, and nobody goes in vain
+        assert residents(cache) == list(range(1, room + 1))
+        cache.set_scores([0], [3.5])
+        assert cache.put(0, three)
+        assert residents(cache) == [0, *range(4, room + 1)]
+        assert cache.check() == []
+
+
+def test_scores_that_go_to_and_fro() -> None:
+    with small("importance", 40) as cache:
+        cache.set_scores(range(100), np.arange(100.0))
+        cache.put_many(range(10, 50), [record(id) for id in range(10, 50)])
+        assert cache.put(50, record(50))  # from now on the next to go are queued
+        for _ in range(40):
+            cache.set_scores([13, 13], [5.0, 13.0])
+            cache.set_scores([13], [5.0])
+        assert cache.put_many([51, 52, 53], [record(id) for id in (51, 52, 53)]).all()
+        assert residents(cache) == [*range(14, 54)]
+        assert cache.stats().evictions == 4
+        assert cache.check() == []
+
+
+def test_any_process_may_give_scores() -> None:
+    with small("oracle", 2) as cache:
+        cache.put_many([1, 2], [record(1), record(2)])
+        if os.fork() == 0:
+            try:
+                cache.set_scores([1, 2, 3], [-5.0, -np.inf, -9.0])
+            finally:
+                os._exit(0)
+        assert os.wait()[1] == 0
+        assert cache.put(3, record(3))
+        assert residents(cache) == [1, 3]
+
+
+def test_scores_stay_with_a_cache_on_a_disk(tmp_path: Path) -> None:
+    def attach() -> SampleCache:
+        example = np.zeros(PAGE, np.uint8)
+        return make(100, 2, policy="importance", example=example, store=tmp_path, name="kept", persist=True)
+
+    with attach() as cache:
+        cache.set_scores([1, 2, 3], [-1.0, -np.inf, -2.0])
+        cache.put_many([1, 2], [record(1), record(2)])
+    with attach() as cache:
+        assert cache.put(3, record(3))
+        assert residents(cache) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("ids", "scores", "message"),
+    [
+        ([1, 2], [1.0], "2 ids and the scores"),
+        ([1], [math.nan], "no NaN"),
+        ([1], ["high"], "a number for each id"),
+        ([1], [[1.0]], "a number for each id"),
+        ([100], [1.0], "id 100 is outside"),
+        ([0.5], [1.0], "sequence of integers"),
+    ],
+)
+def test_scores_that_cannot_be_used(ids: list, scores: list, message: str) -> None:
+    with small("importance", 2) as cache, pytest.raises(InputError, match=message):
+        cache.set_scores(ids, scores)
+
+
+@pytest.mark.parametrize("policy", ["minio", "lru"])
+def test_policies_that_make_their_own_scores_take_none(policy: str) -> None:
+    with small(policy, 2) as cache, pytest.raises(InputError, match=f"'{policy}', which makes its own scores"):
+        cache.set_scores([1], [1.0])
+
+
 @pytest.mark.parametrize("policy", ["fifo", "lru", "lfu", "random"])
 def test_a_batch_larger_than_the_cache(policy: str) -> None:
     with small(policy, 4) as cache:
@@ -85,15 +189,31 @@ class Naive:
         self.policy, self.blocks = policy, blocks
         self.score: dict[int, float] = {}
         self.size: dict[int, int] = {}
+        self.given: dict[int, float] = {}
         self.clock = 0
 
     def put(self, id: int, size: int) -> None:
         if id in self.score or size > self.blocks:
             return
-        while sum(self.size.values()) + size > self.blocks:
-            self.forget(min(self.score, key=lambda one: (self.score[one], one)))
+        going: list[int] = []
+        while sum(self.size.values()) - sum(self.size[one] for one in going) + size > self.blocks:
+            going.append(min(self.score.keys() - set(going), key=lambda one: (self.score[one], one)))
+        if self.policy == "importance" and any(self.score[one] >= self.given.get(id, 0) for one in going):
+            return
+        for one in going:
+            self.forget(one)
         self.clock += 1
-        self.score[id], self.size[id] = (1 if self.policy == "lfu" else self.clock), size
+        self.score[id] = {"lfu": 1, "importance": self.given.get(id, 0)}.get(self.policy, self.clock)
+        self.size[id] = size
+
+    def put_many(self, ids: list[int]) -> None:
+        for id in sorted(dict.fromkeys(ids), key=lambda one: -self.given.get(one, 0)):
+            self.put(id, 1)
+
+    def give(self, id: int, score: float) -> None:
+        self.given[id] = score
+        if id in self.score:
+            self.score[id] = score
 
     def forget(self, id: int) -> None:
         del self.score[id], self.size[id]
@@ -141,6 +261,59 @@ def test_decides_like_sorting_all_scores(policy: str, varied: bool, steps: list)
         assert cache.check() == []
 
 
+@pytest.mark.parametrize("varied", [False, True], ids=["uniform", "varied"])
+@many
+@given(
+    st.lists(
+        st.tuples(st.just("put"), ids, st.integers(1, 6))
+        | st.tuples(st.just("put many"), st.lists(ids, max_size=20), st.none())
+        | st.tuples(st.just("give"), st.lists(ids, max_size=30), st.integers(0, 1000))
+        | st.tuples(st.just("drop"), ids, st.none()),
+        max_size=200,
+    )
+)
+def test_importance_decides_like_sorting_all_scores(varied: bool, steps: list) -> None:
+    example = BLOCK if varied else np.zeros(PAGE, np.uint8)
+    with make(100, 30, policy="importance", example=example, name=f"given-{os.getpid()}") as cache:
+        naive = Naive("importance", cache.meta.num_blocks)
+        for what, argument, number in steps:
+            if what == "put":
+                cache.put(argument, b"x" * (number * 256 - 100) if varied else record(argument))
+                naive.put(argument, number if varied else 1)
+            elif what == "put many":
+                cache.put_many(argument, [b"x" * 100 if varied else record(id) for id in argument])
+                naive.put_many(argument)
+            elif what == "give":
+                scores = np.random.default_rng(number).integers(-8, 8, len(argument)).astype(float)
+                cache.set_scores(argument, scores)
+                for id, score in zip(argument, scores.tolist(), strict=True):
+                    naive.give(id, score)
+            elif argument in naive.score:
+                cache.drop([argument])
+                naive.forget(argument)
+            assert residents(cache) == sorted(naive.score)
+        assert cache.check() == []
+
+
+def test_importance_decides_like_sorting_all_scores_in_the_long_run() -> None:
+    rng = np.random.default_rng(1)
+    with small("importance", 120, num_ids=300) as cache:
+        naive = Naive("importance", cache.meta.num_blocks)
+        for step in range(3000):
+            wanted = rng.integers(0, 300, 6)
+            scores = rng.random(6) if step % 2 else rng.integers(0, 4, 6) / 4
+            cache.set_scores(wanted, scores)
+            for id, score in zip(wanted.tolist(), scores.tolist(), strict=True):
+                naive.give(id, score)
+            wanted = rng.integers(0, 300, 4).tolist()
+            cache.put_many(wanted, [record(id) for id in wanted])
+            naive.put_many(wanted)
+            assert residents(cache) == sorted(naive.score)
+        assert cache.check() == []
+        assert cache.stats().evictions > 500
+        assert cache.stats().rejected > 500
+
+
 @pytest.mark.parametrize("policy", ["fifo", "lru", "lfu"])
 def test_decides_like_sorting_all_scores_in_the_long_run(policy: str) -> None:
     rng = np.random.default_rng(1)
@@ -181,42 +354,85 @@ def test_lru_hits_what_theory_says(share: float) -> None:
     assert hits / asked == pytest.approx(room + (1 - room) * math.log(1 - room), abs=0.01)
 
 
-def victims_of(policy: Policy, num_ids: int) -> tuple[Victims, np.ndarray]:
-    state = SimpleNamespace(
-        victim_ids=np.zeros(64, np.uint32),
-        victim_scores=np.zeros(64),
-        victims_limit=np.zeros(2),
-        first=np.ones(num_ids, np.uint32),
-    )
-    return Victims(policy, state, np.zeros(2, np.int64)), np.zeros(num_ids)
+def ages_of_victims(batch: int, room: int, evictions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Newcomers only: each victim's place by age among those that were there, and how many evictions it has lived."""
+    num_ids = 20 * room
+    ranks, lives = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        keeper = Bookkeeper(Path(folder), num_ids, make_policy("random"), room, None)
+        there: list[int] = []  # the oldest first
+        came: dict[int, int] = {}
+        at = 0
+        while keeper.evictions < evictions:
+            new = [id for id in ((at + step) % num_ids for step in range(batch)) if id not in came]
+            at += batch
+            keeper.use(np.array(new, np.int64))
+            left = set(keeper.resident().tolist())
+            for id in [id for id in there if id not in left]:
+                ranks.append(there.index(id))
+                lives.append(keeper.evictions - came.pop(id))
+            there = [id for id in there if id in left] + new
+            came |= dict.fromkeys(new, keeper.evictions)
+    return np.array(ranks), np.array(lives)
 
 
-def test_random_takes_each_with_the_same_probability() -> None:
-    num_ids, rounds = 200, 20_000
-    policy = make_policy("random")
-    victims, score = victims_of(policy, num_ids)
-    policy.entered(score, np.arange(num_ids), 0)
-    times = np.zeros(num_ids)
-    for tick in range(rounds):
-        victim = victims.choose(1, score, tick)
-        times[victim] += 1
-        policy.entered(score, victim, tick)  # its place goes to a newcomer of the same number
-        victims.entered(score, victim)
-    expected = rounds / num_ids
-    chi_square = ((times - expected) ** 2 / expected).sum()
-    assert chi_square < 270  # 199 degrees of freedom: above that in one case of a thousand
+@pytest.mark.parametrize("batch", [1, 3])
+def test_random_takes_the_oldest_as_often_as_the_youngest(batch: int) -> None:
+    room = 40
+    ranks, lives = ages_of_victims(batch, room, 12_000)
+    times = np.bincount(ranks, minlength=room)
+    expected = len(ranks) / room
+    assert len(times) == room
+    assert ((times - expected) ** 2 / expected).sum() < 73  # 39 degrees of freedom: above it once in a thousand cases
+    steps = lives / batch  # a life ends with each step with the same probability, so it is geometric
+    assert steps.mean() == pytest.approx(room / batch, rel=0.05)
+    assert (steps > 2 * room / batch).mean() == pytest.approx((1 - batch / room) ** (2 * room / batch), rel=0.1)
 
 
-def test_newcomers_do_not_go_before_the_next_choice_when_random() -> None:
-    with small("random", 32) as cache:
-        for id in range(32):
-            cache.put(id, record(id))
-        cache.put(50, record(50))
-        cache.put(51, record(51))
-        assert cache.resident([50, 51]).all()
+@pytest.mark.parametrize("share", [0.35, 0.65])
+def test_random_hits_what_a_simulation_of_random_replacement_hits(share: float) -> None:
+    num_ids, epochs = 2000, 12
+    rng = np.random.default_rng(0)
+    orders = [rng.permutation(num_ids) for _ in range(epochs)]
+    room = int(share * num_ids)
+    with tempfile.TemporaryDirectory() as folder:
+        keeper = Bookkeeper(Path(folder), num_ids, make_policy("random"), room, None)
+        hits = [sum(1 - len(keeper.use(order[at : at + 1])) for at in range(num_ids)) for order in orders]
+    dice = random.Random(0)
+    slots: list[int] = []
+    place: dict[int, int] = {}
+    simulated = []
+    for order in orders:
+        simulated.append(sum(id in place or visit(id, slots, place, room, dice) for id in order.tolist()))
+    asked = (epochs - 4) * num_ids
+    assert sum(hits[4:]) / asked == pytest.approx(sum(simulated[4:]) / asked, abs=0.01)
+
+
+def visit(id: int, slots: list[int], place: dict[int, int], room: int, dice: random.Random) -> bool:
+    """Put `id` into a free slot, or into any."""
+    at = len(slots) if len(slots) < room else dice.randrange(room)
+    if at == len(slots):
+        slots.append(id)
+    else:
+        del place[slots[at]]
+        slots[at] = id
+    place[id] = at
+    return False
 
 
 def test_unknown_policies_are_refused() -> None:
-    with pytest.raises(InputError, match="policy='lru2' is unknown: use one of fifo, lfu"):
+    with pytest.raises(
+        InputError, match="policy='lru2' is unknown: use one of fifo, importance, lfu, lru, minio, oracle"
+    ):
         make_policy("lru2")
-    assert set(POLICIES) == {"minio", "fifo", "lru", "lfu", "random"}
+    assert set(POLICIES) == {"minio", "fifo", "lru", "lfu", "random", "importance", "oracle"}
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=15), max_size=4))
+def test_next_uses(epochs: list[list[int]]) -> None:
+    flat = [id for ids in epochs for id in ids]
+    expected = [next((later for later in range(at + 1, len(flat)) if flat[later] == id), np.inf)
+                for at, id in enumerate(flat)]  # fmt: skip
+    found = next_uses([np.array(ids, np.int64) for ids in epochs], 10)
+    assert [len(uses) for uses in found] == [len(ids) for ids in epochs]
+    assert [use for uses in found for use in uses.tolist()] == expected

@@ -7,7 +7,7 @@ index, and only the copying of bytes is left out.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.bookkeeper import Bookkeeper
-from stallfree.cache.policies import Policy, make_policy
+from stallfree.cache.limits import free_memory
+from stallfree.cache.policies import Oracle, Policy, make_policy, next_uses
 from stallfree.errors import InputError
 from stallfree.plans import Plan
-from stallfree.units import parse_size
+from stallfree.units import format_size, parse_size
 
 Ids = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ def replay(
     policy: str | Policy,
     capacity: int | str,
     sizes: Sequence[int] | npt.NDArray[Any] | None = None,
+    scores: Any = None,
     batch_size: int = 256,
+    on_epoch: Callable[[EpochReplay], object] | None = None,
 ) -> Replay:
     """Run `policy` over a trace of ids, without data.
 
@@ -88,14 +92,16 @@ def replay(
 
     Args:
         trace_or_plans: a sequence of ids (one epoch), or of epochs: plans, arrays or lists of ids.
-        policy: "minio", "fifo", "lru", "lfu" or "random", or a `Policy`.
+        policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle", or a `Policy`. The oracle sees the
+            next uses in the trace.
         capacity: what the cache holds. Without `sizes` a number of samples, with them bytes, as an int or such as
             "4GiB", index included; or a share of all samples or bytes, such as "35%".
         sizes: bytes of each sample, by id. None: all are alike.
+        scores: for "importance", and for it only: a number for each id, or a row of them for each epoch.
         batch_size: ids per batch.
+        on_epoch: is called with each epoch when it is done.
 
-    Every decision is that of a live cache with the same batches, but for "random", which draws at other moments.
-    Raises `InputError` for arguments that cannot be used.
+    Every decision is that of a live cache with the same batches. Raises `InputError` for arguments that cannot be used.
     """
     epochs = _epochs(trace_or_plans)
     policy = make_policy(policy)
@@ -104,18 +110,29 @@ def replay(
     most = max((int(ids.max()) for ids in epochs if len(ids)), default=-1)
     bytes_of = None if sizes is None else _sizes(sizes, most)
     num_ids = most + 1 if bytes_of is None else len(bytes_of)
+    _check_memory(num_ids)
     room = _room(capacity, num_ids, bytes_of)
+    importance = _importance(scores, policy, len(epochs), num_ids)
+    uses = next_uses(epochs, num_ids) if isinstance(policy, Oracle) else [None] * len(epochs)
+    done = []
     with tempfile.TemporaryDirectory(prefix="stallfree-replay-") as folder:
         keeper = Bookkeeper(Path(folder), num_ids, policy, room, bytes_of)
-        done = tuple(_run(keeper, ids, bytes_of, batch_size) for ids in epochs)
-        return Replay(policy.name, room if bytes_of is None else 0, done, keeper.resident())
+        for number, ids in enumerate(epochs):
+            if importance is not None:
+                keeper.set_scores(np.arange(num_ids), importance[number])
+            done.append(_run(keeper, ids, uses[number], bytes_of, batch_size))
+            if on_epoch is not None:
+                on_epoch(done[-1])
+        return Replay(policy.name, room if bytes_of is None else 0, tuple(done), keeper.resident())
 
 
-def _run(keeper: Bookkeeper, ids: Ids, sizes: Ids | None, batch_size: int) -> EpochReplay:
+def _run(keeper: Bookkeeper, ids: Ids, uses: Scores | None, sizes: Ids | None, batch_size: int) -> EpochReplay:
     hits, size = 0, 0
     evictions, rejected = keeper.evictions, keeper.rejected
     for start in range(0, len(ids), batch_size):
         batch = ids[start : start + batch_size]
+        if uses is not None:
+            keeper.set_scores(batch, -uses[start : start + batch_size])
         missed = keeper.use(batch)
         hits += len(batch) - len(missed)
         if sizes is not None:
@@ -156,6 +173,35 @@ def _sizes(given: Any, most: int) -> Ids:
     return sizes.astype(np.int64)
 
 
+def _check_memory(num_ids: int) -> None:
+    size, free = 64 * num_ids, free_memory()
+    if size > free:
+        raise InputError(
+            f"the trace holds the id {num_ids - 1}: a replay of so many ids takes about {format_size(size)} of memory, "
+            f"and {format_size(free)} are free. Ids are numbers from 0 on: number them without gaps"
+        )
+
+
+def _importance(given: Any, policy: Policy, epochs: int, num_ids: int) -> Scores | None:
+    """One row for each epoch, or None for policies that need no scores."""
+    if given is None and (isinstance(policy, Oracle) or not policy.given):
+        return None
+    if isinstance(policy, Oracle) or not policy.given:
+        raise InputError(f"scores are for the policy 'importance' only, not for {policy.name!r}: leave them out")
+    if given is None:
+        raise InputError(f"policy={policy.name!r} needs scores: give a number for each of the {num_ids:,} ids")
+    try:
+        scores = np.asarray(given, np.float64)
+    except (TypeError, ValueError):
+        scores = np.empty(0)
+    if scores.shape not in ((num_ids,), (epochs, num_ids)) or np.isnan(scores).any():
+        raise InputError(
+            f"scores must be a number for each of the ids 0 to {num_ids - 1}, or a row of them for each of {epochs} "
+            f"epochs, none of them NaN; given was {given!r:.80}"
+        )
+    return np.broadcast_to(scores, (epochs, num_ids))
+
+
 def _room(capacity: int | str, num_ids: int, sizes: Ids | None) -> int:
     """Samples, or bytes if there are sizes."""
     if isinstance(capacity, str) and capacity.strip().endswith("%"):
@@ -166,10 +212,10 @@ def _room(capacity: int | str, num_ids: int, sizes: Ids | None) -> int:
         if not 0 < share <= 1:
             raise InputError(f"capacity={capacity!r}: a share is more than 0% and at most 100%")
         return max(1, int(share * (num_ids if sizes is None else int(sizes.sum()))))
-    if sizes is not None:
-        return parse_size(capacity, "capacity")
+    if sizes is not None:  # more than all records with their index could take makes no difference
+        return min(parse_size(capacity, "capacity"), 2 * int(sizes.sum()) + 512 * num_ids + (1 << 20))
     if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 1:
         raise InputError(
             f"capacity={capacity!r}: without sizes give a number of samples of 1 or more, or a share such as '35%'"
         )
-    return int(capacity)
+    return min(int(capacity), num_ids)

@@ -17,8 +17,6 @@ from stallfree.cache.writer import Writer
 
 Ids = npt.NDArray[np.int64]
 
-_SHARE = 8
-
 
 class Bookkeeper(Writer):
     """Decides as the live cache does, by being its `Writer`.
@@ -52,8 +50,9 @@ class Bookkeeper(Writer):
         Index.create(file, num_ids, meta.num_blocks, meta.block, **meta.kinds)
         index = Index(file, num_ids, meta.num_blocks, **meta.kinds)
         super().__init__(meta, index, _NoArena(), Counters(index.counters), policy, folder)  # type: ignore[arg-type]
-        if policy.evicts:  # memory is no matter here: a longer queue is filled less often, and decides alike
-            self._victims = Victims(policy, _Queue(index.first), np.zeros(2, np.int64), _SHARE)
+        if policy.evicts:  # a longer queue takes memory and saves time; it decides alike
+            self._victims = Victims(_Queue(index.first), np.zeros(2, np.int64))
+        self._seen = np.zeros(num_ids, np.int64)
         self._sizes = sizes
         self._blocks = None if sizes is None else blocks_of(sizes, meta.block)
 
@@ -63,39 +62,70 @@ class Bookkeeper(Writer):
         self.used(ids[there])
         missed: Ids = ids[~there]
         if len(missed):
-            _, first = np.unique(missed, return_index=True)
-            first.sort()
-            self._enter(missed[first])
+            times = np.arange(len(missed))
+            self._seen[missed[::-1]] = times[::-1]
+            self._enter(missed[self._seen[missed] == times])  # the first of repeated ones
         return missed
 
     def _enter(self, ids: Ids) -> None:
-        if not self._policy.evicts and not self.has_room():
-            self._counters.add((Count.REJECTED, len(ids)))
-            return
-        if self._blocks is None:
-            rejected = self._write_plain(ids, range(len(ids)))  # type: ignore[arg-type]
-        else:
-            rejected = self._enter_chained(ids, self._blocks[ids])
+        rejected = len(ids)
+        if self._policy.evicts or self.has_room():
+            ids = ids[self._turns(ids)]
+            if self._blocks is None:
+                rejected = self._write_plain(ids, range(len(ids)))  # type: ignore[arg-type]
+            else:
+                rejected -= self._enter_sized(ids, self._blocks[ids])
         if rejected:
             self._counters.add((Count.REJECTED, rejected))
 
     def _copy_plain(self, ids: Any, blocks: Any, leaves: Any) -> None:
         """There is nothing to copy."""
 
-    def _enter_chained(self, ids: Ids, counts: Ids) -> int:
+    def _enter_sized(self, ids: Ids, counts: Ids) -> int:
+        """Store records of `counts` blocks each; how many were stored."""
+        possible = counts <= int(self._header[Field.LIMIT])
+        if self._policy.given:
+            return self._enter_given(ids[possible], counts[possible])
+        total = int(counts[possible].sum())
+        there = self._make_room(total)
+        if not self._policy.evicts:
+            possible &= counts <= there
+        ids, counts = ids[possible], counts[possible]
+        if there >= total:
+            return self._store(ids, counts)
+        return sum(self._enter_one(ids, counts, at) for at in range(len(ids)))
+
+    def _enter_given(self, ids: Ids, counts: Ids) -> int:
+        if len(ids) == 0:
+            return 0
+        first = self._admit(ids, counts)
+        stored = self._store(ids[:first], counts[:first])
+        score: Any = self._index.score
+        victim = self._victims.choose(1, score)
+        self._victims.give_back(score, victim)
+        lowest = score[victim].min(initial=np.inf)
+        for at in range(first + 1, len(ids)):  # most are not above the lowest: that spares the look at who would go
+            if score[ids[at]] > lowest or self._available(int(counts[at])) >= counts[at]:
+                stored += self._enter_one(ids, counts, at)
+        return stored
+
+    def _enter_one(self, ids: Ids, counts: Ids, at: int) -> int:
+        one = slice(at, at + 1)
+        return self._store(ids[one], counts[one]) if self._has_place(int(ids[at]), int(counts[at])) else 0
+
+    def _store(self, ids: Ids, counts: Ids) -> int:
+        """Store records of `counts` blocks each, which are free; how many."""
+        if len(ids) == 0:
+            return 0
         assert self._sizes is not None
-        rejected = 0
-        limit = int(self._header[Field.LIMIT])
-        if self._policy.evicts:
-            self._make_room(int(counts[counts <= limit].sum()))
-        for id, count, size in zip(ids.tolist(), counts.tolist(), self._sizes[ids].tolist(), strict=True):
-            if count > limit or self._make_room(count) < count:
-                rejected += 1
-                continue
-            blocks = self._take(count)
-            self._index.next[blocks[:-1]] = blocks[1:]
-            self._publish(np.array([id]), blocks[:1], size, size)
-        return rejected
+        blocks, ends = self._take(int(counts.sum())), np.cumsum(counts)
+        inner = np.ones(len(blocks), bool)
+        inner[ends - 1] = False
+        links = np.flatnonzero(inner)
+        self._index.next[blocks[links]] = blocks[links + 1]
+        sizes = self._sizes[ids]
+        self._publish(ids, blocks[ends - counts], sizes, int(sizes.sum()))
+        return len(ids)
 
     @property
     def evictions(self) -> int:
@@ -117,11 +147,9 @@ class _Queue:
     """The state of `Victims`, in memory of its own."""
 
     def __init__(self, first: npt.NDArray[Any]) -> None:
-        room = max(64, len(first) // _SHARE)
         self.first = first
-        self.victim_ids = np.zeros(room, np.uint32)
-        self.victim_scores = np.zeros(room)
-        self.victims_limit = np.zeros(2)
+        self.victims = np.zeros(max(64, len(first) // 8), np.complex128)
+        self.victims_limit = np.zeros(1, np.complex128)
 
 
 class _NoArena:

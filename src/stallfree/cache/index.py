@@ -2,6 +2,7 @@
 
     header      64 numbers of 8 bytes (`Field`)
     counters    rows of 16 numbers; each attached process adds to one of its own (see counters.py)
+    level       f64, the score of the last record that was evicted
     victims     ids that are next to be evicted, with the scores they were chosen by (see policies.py)
     first       u32 per id     first block + 1, or 0: not resident. Written last, so it makes a record visible
     length      u32 per id     bytes of the record, or 0: laid out as the cache's common structure says
@@ -34,7 +35,7 @@ class DamagedError(StorageError):
     """The files of a cache are not what was written."""
 
 
-MAGIC = 0x5741_4C4C_4652_0003
+MAGIC = 0x5741_4C4C_4652_0004
 FREE_BLOCK = 0xFFFF_FFFF
 """In the place of a block's successor: it was given back."""
 
@@ -75,10 +76,10 @@ def _arrays(num_ids: int, num_blocks: int, scored: bool, checked: bool) -> dict[
     sizes = {
         "header": (np.int64, _HEADER),
         "counters": (np.int64, ROWS * COLUMNS),
-        "victims_limit": (np.float64, 2),
-        "victim_scores": (np.float64, victims),
+        "level": (np.float64, 1),
+        "victims_limit": (np.complex128, 1),
+        "victims": (np.complex128, victims),
         "score": (np.float64, num_ids if scored else 0),
-        "victim_ids": (np.uint32, victims),
         "first": (np.uint32, num_ids),
         "length": (np.uint32, num_ids),
         "generation": (np.uint32, num_ids),
@@ -113,9 +114,9 @@ class Index:
 
     header: Array
     counters: Array
+    level: Array
     victims_limit: Array
-    victim_scores: Array
-    victim_ids: Array
+    victims: Array
     first: Array
     length: Array
     generation: Array

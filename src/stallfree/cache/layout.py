@@ -16,7 +16,7 @@ from stallfree.pipeline.structure import Structure, structure_of
 from stallfree.units import format_size
 
 META = "meta.json"
-VERSION = 3
+VERSION = 4
 ALIGN = 64
 LARGE_BLOCK = 16 << 10
 SMALL_BLOCK = 256

@@ -4,10 +4,12 @@
 | --- | --- | --- | --- |
 | minio | none | never | Mohan et al., "Analyzing and Mitigating Data Stalls", VLDB 2021, section 4.1 |
 | fifo / lru / lfu | time of entry / time of last use / number of uses | always | |
-| random | drawn when victims are looked for | always | |
+| random | the score of the last that went, plus an exponential draw at entry | always | |
+| importance | given by the user | above the lowest resident | Chen et al., "iCACHE", HPCA 2023 |
+| oracle | minus the next use, given | above the lowest resident | Belady, IBM Systems Journal 5 (2), 1966 |
 
 The resident of lowest score goes; of several, the one of lowest id. Victims are found many at a time (`Victims`), by
-one partition of the scores of all residents, so that an eviction costs the same however many there are.
+one look at the scores of all residents, so that an eviction costs the same however many there are.
 """
 
 from __future__ import annotations
@@ -31,15 +33,17 @@ class Policy:
     """Whether the policy keeps a score per id."""
     evicts = False
     """Whether it makes room for a newcomer when the cache is full."""
+    given = False
+    """Whether the scores are given from outside, and a newcomer must be above the residents whose place it takes."""
 
-    def entered(self, score: Array, ids: Array, tick: int) -> None:
-        """`ids` have just become resident; `tick` is the number of uses before."""
+    def entered(self, score: Array, ids: Array, tick: int, level: float) -> None:
+        """`ids` have just become resident.
+
+        `tick` is the number of uses before, `level` the score of the last record that was evicted.
+        """
 
     def used(self, score: Array, ids: Array, tick: int) -> None:
         """`ids` were hit."""
-
-    def before_choice(self, score: Array, residents: Array, tick: int) -> None:
-        """Victims are about to be chosen among `residents`."""
 
 
 class Fifo(Policy):
@@ -47,7 +51,7 @@ class Fifo(Policy):
 
     name, scored, evicts = "fifo", True, True
 
-    def entered(self, score: Array, ids: Array, tick: int) -> None:
+    def entered(self, score: Array, ids: Array, tick: int, level: float) -> None:
         score[ids] = np.arange(tick, tick + len(ids))
 
 
@@ -65,26 +69,46 @@ class Lfu(Policy):
 
     name, scored, evicts = "lfu", True, True
 
-    def entered(self, score: Array, ids: Array, tick: int) -> None:
+    def entered(self, score: Array, ids: Array, tick: int, level: float) -> None:
         score[ids] = 1
 
     def used(self, score: Array, ids: Array, tick: int) -> None:
-        np.add.at(score, ids, 1)
+        each, times = np.unique(ids, return_counts=True)
+        score[each] += times
 
 
 class Random(Policy):
-    """Any resident goes, each with the same probability."""
+    """Any resident goes, each with the same probability.
+
+    A score is a time of death: `level`, which is the present, plus a time to live that is exponential. Such a time has
+    no memory: what is left to those who have lived for long is distributed as the whole life of a newcomer. So the next
+    one to go is any of them, and no score needs to be drawn again.
+    """
 
     name, scored, evicts = "random", True, True
 
-    def entered(self, score: Array, ids: Array, tick: int) -> None:
-        score[ids] = 2.0  # above all that are drawn: not before the next choice
-
-    def before_choice(self, score: Array, residents: Array, tick: int) -> None:
-        score[residents] = np.random.default_rng(tick).random(len(residents))
+    def entered(self, score: Array, ids: Array, tick: int, level: float) -> None:
+        score[ids] = level - np.log1p(-_uniform(tick, len(ids)))
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"minio": Policy, "fifo": Fifo, "lru": Lru, "lfu": Lfu, "random": Random}
+class Importance(Policy):
+    """The one of lowest importance goes, if a more important one comes. The user says how important each id is."""
+
+    name, scored, evicts, given = "importance", True, True, True
+
+
+class Oracle(Importance):
+    """The one that is needed last goes, if one comes that is needed sooner: no policy that hits more is possible.
+
+    The scores are minus the next uses (`next_uses`), so somebody who knows the plan has to give them.
+    """
+
+    name = "oracle"
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    kind.name: kind for kind in (Policy, Fifo, Lru, Lfu, Random, Importance, Oracle)
+}
 
 
 def make_policy(policy: str | Policy) -> Policy:
@@ -96,11 +120,47 @@ def make_policy(policy: str | Policy) -> Policy:
     return POLICIES[policy]()
 
 
+def next_uses(epochs: list[Array], num_ids: int) -> list[Array]:
+    """When each access of a plan is followed by the next one to the same id; infinity if by none.
+
+    Args:
+        epochs: ids in the order of their use, epoch after epoch.
+        num_ids: number of samples.
+
+    Accesses are counted from 0 through all epochs. The scores of the policy "oracle" are minus these numbers.
+    """
+    following = np.full(num_ids, np.inf)
+    end = sum(len(ids) for ids in epochs)
+    found = []
+    for ids in reversed(epochs):
+        uses = following[ids]
+        times = np.arange(end - len(ids), end)
+        following[ids[::-1]] = times[::-1]
+        if (following[ids] != times).any():  # some are used again in this epoch
+            order = np.argsort(ids, kind="stable")
+            again = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
+            uses[order[again]] = times[order[again + 1]]
+        end -= len(ids)
+        found.append(uses)
+    return found[::-1]
+
+
+def _uniform(tick: int, count: int) -> Array:
+    """`count` numbers in [0, 1): each tick has its own (a counter mixed as SplitMix64 does)."""
+    mixed = np.arange(tick + 1, tick + 1 + count, dtype=np.uint64)
+    mixed *= np.uint64(0x9E37_79B9_7F4A_7C15)
+    for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB)):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
+    mixed ^= mixed >> np.uint64(31)
+    mixed >>= np.uint64(11)
+    return mixed * 2.0**-53
+
+
 class VictimState(Protocol):
     """The arrays that `Victims` works on; in a live cache they lie in shared memory."""
 
-    victim_ids: Array
-    victim_scores: Array
+    victims: Array
     victims_limit: Array
     first: Array
 
@@ -108,107 +168,148 @@ class VictimState(Protocol):
 class Victims:
     """A queue of residents in order of rising (score, id); the cheapest way to the lowest of all.
 
-    The queue holds those residents that are not above `limit`, a pair (score, id), in that order. A resident whose
-    score has risen since is put where it belongs, or dropped when it rose above the limit; a newcomer not above the
-    limit is put in. When the queue is empty it is filled again. So each choice is the one that sorting all residents
-    anew would give.
+    An entry is the complex number score + id * i, because NumPy orders complex numbers by the real part and then by
+    the imaginary one. The queue holds every resident that is not above `victims_limit`. It may hold others: an entry is
+    good only if its id is resident and still has this score, and counts once. A resident whose score has risen since is
+    put where it belongs when its turn comes; a newcomer, or a resident whose score has fallen, is put in at once. When
+    the queue is empty it is filled again. So each choice is the one that sorting all residents anew would give.
+
+    To fill it takes a look at all residents, to put one in moves the others. So it is made longer or shorter until both
+    cost about the same; that decides how fast it is, and never who goes.
 
     `span` is a pair of integers (position, end) that may lie in shared memory. All calls are made under the lock of
-    writers. A `share`-th of the residents is queued at a time, if there is room for so many.
+    writers.
     """
 
-    def __init__(self, policy: Policy, state: VictimState, span: Array, share: int = 64) -> None:
-        self.policy = policy
-        self._share = share
+    def __init__(self, state: VictimState, span: Array) -> None:
         self._state = state
         self._span = span
+        self._sample = np.empty(0, np.int64)
+        self._places = np.empty(0, np.int64)
+        self._aim = len(state.victims) // 2  # how many to queue
+        self._moved = 0  # entries, since the queue was filled or made shorter
 
     def forget(self) -> None:
         """Empty the queue."""
         self._span[:] = 0
 
     def entered(self, score: Array, ids: Array) -> None:
-        """`ids` have become resident, perhaps with scores below the limit, or were chosen and are to stay after all."""
+        """`ids` are resident and may have scores below the limit that they had not before."""
         if self._span[0] < self._span[1]:
-            scores = score[ids]
-            low = self._within(ids, scores)
-            if low.any():
-                self._insert(ids[low], scores[low])
+            self._insert(_keys(score[ids], ids))
 
-    def choose(self, count: int, score: Array, tick: int) -> Array:
+    def choose(self, count: int, score: Array) -> Array:
         """Up to `count` residents of lowest score, lowest first; fewer only when no more are resident.
 
-        The caller must make them absent before the next call, or give them back with `entered`.
+        The caller must make them absent before the next call, or give them back.
         """
         chosen: list[Array] = []
+        last = -1
         while count > 0:
-            if self._span[0] >= self._span[1] and not self._fill(score, tick, chosen):
+            if self._span[0] >= self._span[1] and not self._fill(score, chosen):
                 break
-            taken = self._take(count, score)
-            chosen.append(taken)
-            count -= len(taken)
-        none: Array = np.empty(0, np.uint32)
-        return np.concatenate([none, *chosen])
+            taken = self._take(count, score, last)
+            if len(taken):
+                chosen.append(taken)
+                count -= len(taken)
+                last = int(taken[-1])
+        return chosen[0] if len(chosen) == 1 else np.concatenate([np.empty(0, np.int64), *chosen])
 
-    def _within(self, ids: Array, scores: Array) -> Array:
-        limit, last = self._state.victims_limit
-        within: Array = (scores < limit) | ((scores == limit) & (ids <= last))
-        return within
+    def give_back(self, score: Array, ids: Array) -> None:
+        """`ids`, the last ones of those just chosen, stay after all."""
+        if len(ids) <= len(self._places):
+            self._span[0] = self._places[-len(ids)]
+        else:
+            self.entered(score, ids)
 
-    def _take(self, count: int, score: Array) -> Array:
-        state = self._state
-        at, end = self._span
-        stop = min(at + count, end)
-        ids: Array = state.victim_ids[at:stop].copy()
-        known = state.victim_scores[at:stop]
-        now = score[ids]
-        alive = state.first[ids] != 0
-        self._span[0] = stop
-        if alive.all() and (now == known).all():
-            return ids
-        keep = alive & self._within(ids, now)
-        ids, now = ids[keep], now[keep]
-        order = np.lexsort((ids, now))
-        ids, now = ids[order], now[order]
-        if stop < end:
-            score_after, id_after = state.victim_scores[stop], state.victim_ids[stop]
-            surely = (now < score_after) | ((now == score_after) & (ids < id_after))
-            if not surely.all():
-                self._insert(ids[~surely], now[~surely])
-                ids = ids[surely]
-        return ids
-
-    def _insert(self, ids: Array, scores: Array) -> None:
+    def _take(self, count: int, score: Array, last: int) -> Array:
+        """Some of the next ones, none if the queue had to be put in order first; `last` was taken just before."""
         state = self._state
         at, end = (int(n) for n in self._span)
-        all_ids = np.concatenate((state.victim_ids[at:end], ids.astype(np.uint32)))
-        all_scores = np.concatenate((state.victim_scores[at:end], scores))
-        order = np.lexsort((all_ids, all_scores))
-        room = len(state.victim_ids)
-        if len(order) > room:
-            order = order[:room]
-            state.victims_limit[:] = all_scores[order[-1]], all_ids[order[-1]]
-        state.victim_ids[: len(order)] = all_ids[order]
-        state.victim_scores[: len(order)] = all_scores[order]
-        self._span[:] = 0, len(order)
+        stop = min(at + count + count // 2 + 8, end)
+        keys = state.victims[at:stop]
+        ids = keys.imag.astype(np.int64)
+        now = score[ids]
+        there = state.first[ids] != 0
+        good = there & (now == keys.real)
+        moved = there > good
+        if moved.any():
+            put = _keys(now[moved], ids[moved])
+            put = put[put <= state.victims_limit]
+            if len(put):
+                keys = keys[good]
+                state.victims[stop - len(keys) : stop] = keys
+                self._span[0] = stop - len(keys)
+                self._insert(put)
+                return np.empty(0, np.int64)
+        good[1:] &= keys[1:] != keys[:-1]
+        good[0] &= ids[0] != last
+        picked = np.flatnonzero(good)[:count]
+        self._places = at + picked
+        self._span[0] = self._places[-1] + 1 if len(picked) == count else stop
+        return ids[picked]
 
-    def _fill(self, score: Array, tick: int, chosen: list[Array]) -> bool:
+    def _insert(self, keys: Array) -> None:
+        state = self._state
+        keys = keys[keys <= state.victims_limit]
+        if len(keys) == 0:
+            return
+        room = len(state.victims)
+        if len(keys) > room // 2:
+            self.forget()
+            return
+        keys.sort()
+        queue = state.victims[self._span[0] : self._span[1]]
+        queue = np.insert(queue, np.searchsorted(queue, keys), keys)
+        self._moved += len(queue)
+        if self._moved > len(state.first):
+            self._moved, self._aim = 0, max(self._aim // 2, min(1024, room // 2))
+        if len(queue) > min(2 * self._aim, room):
+            queue = queue[: min(2 * self._aim, room)]
+            state.victims_limit[:] = queue[-1]
+        state.victims[: len(queue)] = queue
+        self._span[:] = 0, len(queue)
+
+    def _fill(self, score: Array, chosen: list[Array]) -> bool:
+        """Queue the lowest of all residents. How many is guessed from a sample, who they are is not."""
         state = self._state
         there = state.first != 0
         for gone in chosen:
             there[gone] = False
-        residents = np.flatnonzero(there)
-        if len(residents) == 0:
+        residents = int(np.count_nonzero(there))
+        if residents == 0:
             return False
-        self.policy.before_choice(score, residents, tick)
-        scores = score[residents]
-        size = min(max(16, len(residents) // self._share), len(state.victim_ids), len(residents))
-        bound = np.partition(scores, size - 1)[size - 1]
-        lowest = np.flatnonzero(scores < bound)
-        same = np.flatnonzero(scores == bound)[: size - len(lowest)]  # residents are in order of ids
-        lowest = np.concatenate((lowest[np.argsort(scores[lowest], kind="stable")], same))
-        state.victim_ids[:size] = residents[lowest]
-        state.victim_scores[:size] = scores[lowest]
-        state.victims_limit[:] = bound, residents[lowest[-1]]
-        self._span[:] = 0, size
+        room = len(state.victims)
+        if self._moved < len(state.first) // 2:
+            self._aim = min(self._aim * 2, room * 3 // 4)
+        self._moved = 0
+        share = min(1.0, self._aim / residents)
+        if share < 1:
+            there &= score <= self._guess(score, there, share)
+        lowest = np.flatnonzero(there)
+        scores = score[lowest]
+        order = np.argsort(scores)
+        ordered = scores[order]
+        if (ordered[1:] == ordered[:-1]).any():
+            order = np.argsort(scores, kind="stable")  # they are in order of ids
+        order = order[:room]
+        state.victims[: len(order)] = _keys(scores[order], lowest[order])
+        state.victims_limit[:] = state.victims[len(order) - 1]
+        self._span[:] = 0, len(order)
         return True
+
+    def _guess(self, score: Array, there: Array, share: float) -> float:
+        """A score that about this share of the residents does not exceed, one of them at least."""
+        if len(self._sample) == 0:
+            self._sample = np.random.default_rng(0).integers(0, len(score), 8192)
+        known = score[self._sample[there[self._sample]]]
+        if len(known) * share < 16:
+            known = score[there]
+        rank = max(0, int(len(known) * share) - 1)
+        return float(np.partition(known, rank)[rank])
+
+
+def _keys(scores: Array, ids: Array) -> Array:
+    keys = np.empty(len(ids), np.complex128)
+    keys.real, keys.imag = scores, ids
+    return keys

@@ -39,6 +39,8 @@ def chains(index: Index, heads: Array, counts: Array) -> Array:
 
 def blocks_of(length: Array, block: int) -> Array:
     """Blocks that records of `length` bytes take; 0 stands for the common structure, which takes one."""
+    if not length.any():
+        return np.ones(len(length), np.int64)
     return np.maximum(1, -(-length.astype(np.int64) // block))
 
 
@@ -55,7 +57,8 @@ def check_disk(index: Index, block: int, uniform: bool, backed: int) -> int:
         if not 0 <= header[field] < 1 << 52:
             header[field] = 0
     if index.score is not None:
-        index.score[~np.isfinite(index.score)] = 0
+        index.score[np.isnan(index.score)] = 0
+        index.level[~np.isfinite(index.level)] = 0
     if not uniform:
         index.first[(index.first != 0) & (index.length == 0)] = 0
     dropped = recover(index, block)

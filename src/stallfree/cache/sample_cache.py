@@ -66,7 +66,8 @@ class SampleCache:
         num_ids: number of samples of the data set; ids are 0 to `num_ids` - 1.
         capacity: bytes, as an int or such as "4GiB", for records and index together.
         fingerprint: says which samples these are. A cache of that name with another one is an error.
-        policy: "minio", "fifo", "lru", "lfu" or "random", or an object of `policies.Policy`.
+        policy: "minio", "fifo", "lru", "lfu", "random", or "importance" or "oracle", which want scores (`set_scores`);
+            or an object of `policies.Policy`.
         store: "memory" (shared memory of this host) or a folder on a local disk.
         name: made from the fingerprint, the policy and the capacity if None, so that jobs with the same data meet.
         persist: keep the cache when the last process leaves.
@@ -344,6 +345,39 @@ class SampleCache:
     def get(self, id: int) -> Any:
         """One sample, or `MISS`."""
         return self.get_many([id])[0]
+
+    def set_scores(self, ids: Any, scores: Any) -> None:
+        """Say how much each sample is worth, resident or not; the cache keeps those of highest score.
+
+        Ids that are not resident keep their scores for when they come. A new cache has 0 for all. When it is full, a
+        newcomer is stored only if its score is above those of the residents whose place it takes. To drive the policy
+        "oracle", give each sample of a batch minus its next use before the batch is read (`policies.next_uses`).
+
+        Args:
+            ids: integers. Of an id that is there twice, the last score counts.
+            scores: a number for each, not NaN.
+
+        Raises `InputError` for another policy than "importance" and "oracle", and for scores that cannot be used;
+        `WaitError` if the lock is not free in 2 s.
+        """
+        self._check_process()
+        if not self.policy.given:
+            raise InputError(
+                f"the cache {self.name!r} has the policy {self.policy.name!r}, which makes its own scores: "
+                "set_scores is for a cache made with policy='importance' or 'oracle'"
+            )
+        wanted = self._ids(ids)
+        try:
+            values = np.asarray(scores, np.float64)
+        except (TypeError, ValueError):
+            values = np.empty((0, 0))
+        if values.shape != wanted.shape or np.isnan(values).any():
+            raise InputError(
+                f"set_scores was given {len(wanted)} ids and the scores {scores!r:.80}: give a number for each id, and "
+                "no NaN"
+            )
+        with self._file_lock.hold(LOCK_SECONDS, f"setting scores in the cache {self.name!r}"):
+            self._writer.set_scores(wanted, values)
 
     def drop(self, ids: Any) -> None:
         """Make `ids` absent. They are not counted as evictions. Raises `WaitError` if the lock is not free in 2 s."""

@@ -74,14 +74,15 @@ class Writer:
         self._block, self._capacity, self._path = meta.block, meta.capacity, path
         self._beside = meta.index_bytes
         self._common = meta.structure()
-        self._victims = Victims(policy, index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
+        self._victims = Victims(index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
         self._memory = np.empty(0, np.uint8)
         self._warned = False
 
     def write(self, ids: Array, records: Sequence[Record]) -> None:
         """Store `records` as those of `ids`, which are all different. Those that are there already stay as they are."""
         self._begin()
-        absent = np.flatnonzero(self._index.first[ids] == 0).tolist()  # another process may have been faster
+        absent = np.flatnonzero(self._index.first[ids] == 0)  # another process may have been faster
+        absent = absent[self._turns(ids[absent])].tolist()
         common = self._common
         plain = [at for at in absent if records[at][0] is common]
         chained = absent if not plain else [at for at in absent if records[at][0] is not common]
@@ -99,6 +100,15 @@ class Writer:
         self._begin()
         self._free(ids[self._index.first[ids] != 0])
         self._victims.forget()
+        self._header[Field.DIRTY] = 0
+
+    def set_scores(self, ids: Array, scores: Array) -> None:
+        """Let `scores` be those of `ids`, whether they are resident or not; the last one of an id counts."""
+        index = self._index
+        assert index.score is not None
+        self._begin()
+        index.score[ids] = scores
+        self._victims.entered(index.score, ids[index.first[ids] != 0])
         self._header[Field.DIRTY] = 0
 
     def check(self) -> list[str]:
@@ -129,19 +139,24 @@ class Writer:
         """Write records of the common structure, one block each; how many were not stored."""
         done = 0
         while done < len(ids):
-            count = self._make_room(len(ids) - done)
+            if self._policy.given:
+                count = self._admit(ids[done:], np.ones(len(ids) - done, np.int64))
+            else:
+                count = self._make_room(len(ids) - done)
             if count == 0:
-                return len(ids) - done
+                break
             blocks = self._take(count)
             batch = slice(done, done + count)
             try:
                 self._copy_plain(ids[batch], blocks, leaves[batch])
             except OSError:
                 self._push(blocks)
-                return len(ids) - done
+                break
             self._publish(ids[batch], blocks, 0, count * self._block)
             done += count
-        return 0
+            if self._policy.given:
+                break  # the others are below all that are there now
+        return len(ids) - done
 
     def _copy_plain(self, ids: Array, blocks: Array, leaves: list[list[Array]]) -> None:
         assert self._common is not None
@@ -166,11 +181,11 @@ class Writer:
         counts = [-(-size // self._block) for size in sizes]
         limit = int(self._header[Field.LIMIT])
         rejected = 0
-        if self._policy.evicts:  # once for all newcomers that can be stored at all
+        if self._policy.evicts and not self._policy.given:  # once for all newcomers that can be stored at all
             self._make_room(sum(count for count in counts if count <= limit))
         for id, (structure, arrays), size, count in zip(ids, records, sizes, counts, strict=True):
             limit = int(self._header[Field.LIMIT])
-            if count > limit or size > _LARGEST or self._make_room(count) < count:
+            if count > limit or size > _LARGEST or not self._has_place(id, count):
                 rejected += 1
                 continue
             blocks = self._take(count)
@@ -188,8 +203,8 @@ class Writer:
             self._publish(np.array([id]), blocks[:1], size, size)
         return rejected
 
-    def _publish(self, ids: Array, heads: Array, length: int, size: int) -> None:
-        """Make records visible whose data and chains are written; `size` is their bytes together."""
+    def _publish(self, ids: Array, heads: Array, length: Any, size: int) -> None:
+        """Make records visible whose data and chains are written; `size` is the sum of their bytes."""
         index, header = self._index, self._header
         index.length[ids] = length
         index.generation[ids] += 1
@@ -198,22 +213,64 @@ class Writer:
         header[Field.RESIDENT_BYTES] += size
         index.first[ids] = heads + 1
         if index.score is not None:
-            self._policy.entered(index.score, ids, self._tick(len(ids)))
+            self._policy.entered(index.score, ids, self._tick(len(ids)), float(index.level[0]))
             self._victims.entered(index.score, ids)
 
     def _free(self, ids: Array) -> None:
         index, header = self._index, self._header
         if len(ids) == 0:
             return
-        lengths = index.length[ids].astype(np.int64)
-        blocks = chains(index, index.first[ids].astype(np.int64) - 1, blocks_of(lengths, self._block))
+        lengths = index.length[ids]
+        heads = np.minimum(index.first[ids].astype(np.int64) - 1, len(index.next) - 1)
+        if lengths.any():
+            blocks = chains(index, heads, blocks_of(lengths, self._block))
+            size = int(np.where(lengths == 0, self._block, lengths).sum(dtype=np.int64))
+        else:
+            blocks, size = heads, len(ids) * self._block
         index.first[ids] = 0
         fence()
         index.generation[ids] += 1
         fence()
         header[Field.RESIDENT] -= len(ids)
-        header[Field.RESIDENT_BYTES] -= int(np.where(lengths == 0, self._block, lengths).sum())
+        header[Field.RESIDENT_BYTES] -= size
         self._push(blocks)
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def _turns(self, ids: Array) -> Any:
+        """In which order newcomers come: where scores are given, the highest first."""
+        if not self._policy.given:
+            return slice(None)
+        assert self._index.score is not None
+        return np.argsort(-self._index.score[ids], kind="stable")
+
+    def _has_place(self, id: int, count: int) -> bool:
+        """Make room for a newcomer of `count` blocks, if the policy admits it."""
+        if self._policy.given:
+            return self._admit(np.array([id]), np.array([count])) == 1
+        return self._make_room(count) == count
+
+    def _admit(self, ids: Array, counts: Array) -> int:
+        """Make room for newcomers of given scores, falling, and so many blocks each; how many, the first ones.
+
+        A newcomer is admitted if its score is above those of all whose place it takes.
+        """
+        index = self._index
+        assert index.score is not None
+        ends = np.cumsum(counts)
+        there = self._available(int(ends[-1]))
+        fit = int(np.searchsorted(ends, there, "right"))
+        if fit == len(ids):
+            return fit
+        victims = self._victims.choose(int(ends[-1]) - there, index.score)
+        freed = np.cumsum(blocks_of(index.length[victims], self._block))
+        last = np.searchsorted(freed, ends[fit:] - there)  # the last one who would have to go
+        last = last[: np.searchsorted(last, len(victims))]
+        above = index.score[ids[fit : fit + len(last)]] > index.score[victims[last]]
+        above[1:] |= last[1:] == last[:-1]  # there is room left where the one before finds place
+        count = len(above) if above.all() else int(above.argmin())
+        self._let_go(victims, int(last[count - 1]) + 1 if count else 0)
+        return fit + count
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -286,21 +343,28 @@ class Writer:
         index.free[stacked : stacked + len(some)] = some
         header[Field.STACKED] = stacked + len(some)
 
-    def _evict(self, need: int) -> int:
-        """Drop the records of lowest score until `need` blocks are free, or all; how many were dropped."""
+    def _evict(self, need: int) -> bool:
+        """Drop the records of lowest score until `need` blocks are free, or all; whether any was dropped."""
         index, header = self._index, self._header
         assert index.score is not None
         used = int(header[Field.HIGH] - header[Field.FREE])
         per_item = max(1.0, used / max(1, int(header[Field.RESIDENT])))
-        victims = self._victims.choose(max(1, int(need / per_item)), index.score, int(header[Field.TICK]))
+        victims = self._victims.choose(max(1, int(need / per_item)), index.score)
         blocks = np.cumsum(blocks_of(index.length[victims], self._block))
-        enough = int(np.searchsorted(blocks, need)) + 1
-        if enough < len(victims):
-            self._victims.entered(index.score, victims[enough:])
-            victims = victims[:enough]
-        self._free(victims)
-        self._counters.add((Count.EVICTIONS, len(victims)))
-        return len(victims)
+        self._let_go(victims, int(np.searchsorted(blocks, need)) + 1)
+        return len(victims) > 0
+
+    def _let_go(self, victims: Array, count: int) -> None:
+        """Drop the first `count` of `victims`, and give the others back."""
+        index = self._index
+        assert index.score is not None
+        if count < len(victims):
+            self._victims.give_back(index.score, victims[count:])
+            victims = victims[:count]
+        if len(victims):
+            index.level[0] = index.score[victims[-1]]
+            self._free(victims)
+            self._counters.add((Count.EVICTIONS, len(victims)))
 
     # -- small things -------------------------------------------------------------------------------------------------
 

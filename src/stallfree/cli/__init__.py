@@ -14,6 +14,7 @@ from stallfree.cli.analyze import analyze as analyze_command
 from stallfree.cli.cache import app as cache_app
 from stallfree.cli.demo import demo as demo_command
 from stallfree.cli.predict import predict as predict_command
+from stallfree.cli.replay import replay as replay_command
 from stallfree.cli.run import SETTINGS as run_settings
 from stallfree.cli.run import run as run_command
 from stallfree.cli.simulate import simulate as simulate_command
@@ -38,6 +39,7 @@ app.command("run", context_settings=run_settings)(run_command)
 app.command("analyze")(analyze_command)
 app.command("predict")(predict_command)
 app.command("simulate")(simulate_command)
+app.command("replay")(replay_command)
 app.command("top")(top_command)
 app.add_typer(cache_app, name="cache")
 

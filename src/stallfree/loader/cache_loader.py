@@ -40,7 +40,7 @@ class CacheLoader:
         capacity: bytes for values and index, as an int or such as "4GiB".
         store: "memory" or a folder on a local disk.
         name: of the cache; who gives the same name, capacity and policy shares it.
-        policy: "minio", "fifo", "lru", "lfu" or "random".
+        policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle".
         persist: keep the cache when the last process has left.
         typical: bytes of a usual value. Memory is given out in blocks of about an eighth of that: larger blocks are
             read faster, and small values waste less of smaller ones. Who makes the cache decides.

@@ -50,7 +50,8 @@ class CachedDataset:
         dataset: a source such as `ImageFolder`, or any map-style data set. One that gives random samples cannot be
             cached: give its transform here. To see whether it does, the first sample of a plain data set is read twice.
         capacity: bytes for records and index, as an int or such as "4GiB".
-        policy: "minio", "fifo", "lru", "lfu" or "random".
+        policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle". The scores of the last two are given
+            with `.cache.set_scores(ids, scores)`.
         store: "memory" (shared memory of this host) or a folder on a local disk.
         form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them, "auto"
             (the default) the prepared form if all of it fits, else the smaller one.
