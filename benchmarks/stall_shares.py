@@ -70,8 +70,8 @@ def run(options: Options) -> Report:
         checks=[Check("largest difference, points", 100 * worst, 2.0, "<=", ".1f")],
         notes=[
             f"Fetch: a `ThrottledSource` over records of {BYTES:,} bytes in memory. Prep: so much processor time on "
-            f"checksums, in {WORKERS} worker, so that no core is wanted twice. Compute: sleep. Batches of {BATCH}. Known: "
-            "the epoch takes the longest of the three, with all data in memory the longer of prep and compute."
+            f"checksums, in {WORKERS} worker, so that no core is wanted twice. Compute: sleep. Batches of {BATCH}. "
+            "Known: the epoch takes the longest of the three, with all data in memory the longer of prep and compute."
         ],
         versions=found[0]["versions"],
         raw=found,

@@ -160,3 +160,12 @@ def test_bad_questions(arguments: dict[str, Any], message: str) -> None:
 def test_reports_are_plain_json() -> None:
     data = make({"S": None}).data
     assert json.loads(json.dumps(data, allow_nan=False)) == data
+
+
+def test_a_loader_that_fetches_and_prepares_in_turn_gains_from_every_hit() -> None:
+    report = make({"G": 1e6, "P": 800, "S": 200, "C": 50_000, "cold": 160, "warm": 790}, parted=False)
+    told = [report.predict(cache=f"{share}%").throughput for share in (0, 25, 50, 75, 100)]
+    assert told == sorted(told)
+    assert told[0] == pytest.approx(1 / (1 / 200 + 1 / 800), rel=0.1)
+    assert report.data["curves"]["cache"]["best"] > 0.9
+    assert any("stallfree.DataLoader" in item["do"] for item in report.data["advice"])

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -190,10 +192,10 @@ class _Analysis:
             self._time("C", _cache_reads(full, self._there, job.batch_size), 2)
         elif some.files:
             cold = self._cold(some)
-            self._time("S", _file_reads(cold, some, job.batch_size), 1)
+            self._time("S", _file_reads(cold, some, job), 1)
             self._check_out(cold)
             self._bring_in(some)
-            self._time("C", _file_reads(Endless(some.ids), some, job.batch_size), 1)
+            self._time("C", _file_reads(Endless(some.ids), some, job), 1)
         else:
             why = "no file was seen to be opened, so storage cannot be told from prep; a Source keeps them apart"
             self._rates["S"] = self._rates["C"] = Rate(None, note=why)
@@ -329,13 +331,19 @@ def _count(samples: list[Any]) -> torch.Tensor:
     return torch.tensor(len(samples))
 
 
-def _file_reads(ids: Iterable[int], some: Records, batch_size: int) -> Iterator[int]:
-    """Read the files of `ids`."""
-    for number, id in enumerate(ids, 1):
+def _file_reads(ids: Iterable[int], some: Records, job: Job) -> Iterator[int]:
+    """Read the files of `ids`, as many at once as there are workers."""
+
+    def read(id: int) -> None:
         for path in some.paths[id]:
             read_file(path)
-        if number % batch_size == 0:
-            yield batch_size
+
+    order = iter(ids)
+    with ThreadPoolExecutor(max(1, job.num_workers)) as pool:
+        while True:
+            for _ in pool.map(read, list(islice(order, job.batch_size))):
+                pass
+            yield job.batch_size
 
 
 def _cache_reads(full: CachedDataset, ids: list[int], batch_size: int) -> Iterator[int]:

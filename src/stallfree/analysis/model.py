@@ -29,7 +29,7 @@ class Rates:
     Attributes:
         compute: G, steps on batches that are on the device.
         prep: P of samples that miss: all steps, and what fetching costs the processor.
-        prep_hit: P of samples that hit: reading the cache, and the steps that are left for what is cached.
+        prep_hit: P of samples that hit: the steps that are left, and reading the cache if loading overlaps.
         storage: S, fetches from cold storage, no prep.
         cache: C, reads from the cache, no prep.
     """
@@ -91,7 +91,10 @@ def sustained(rates: Rates, hits: float, loading: Loading, *, seed: int = 0) -> 
     missed = np.random.default_rng(seed).binomial(size, 1 - hits, _BATCHES)
     step = size / rates.compute
     fetching = (missed / rates.storage).tolist()
-    preparing = (workers * (missed / rates.prep + (size - missed) / rates.prep_hit)).tolist()
+    working = missed / rates.prep + (size - missed) / rates.prep_hit
+    if not loading.overlap:
+        working += (size - missed) / rates.cache
+    preparing = (workers * working).tolist()
     follow = _overlapping if loading.overlap else _in_turn
     out = follow(fetching, preparing, step, workers, loading.ahead)
     warm = _BATCHES // 4

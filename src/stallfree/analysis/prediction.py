@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stallfree.analysis.model import Loading, Rates, knee, law, sustained
@@ -171,7 +170,7 @@ def _answers(setting: Setting) -> tuple[str, ...]:
 
 
 def _on_cache(setting: Setting) -> str:
-    enough = knee(setting.limited)
+    enough = enough_cache(setting)
     if enough is None:
         return "cache: no cache ends the fetch stall; its own rate C is the limit"
     if enough == 0:
@@ -243,9 +242,27 @@ def _plural(count: int, word: str) -> str:
     return word if count == 1 else f"{word}s"
 
 
-def best_share(setting: Setting, points: Callable[[float], float]) -> float | None:
-    """The share of samples to cache: where the fetch stall ends; None if caching gains less than 2%."""
-    enough = knee(setting.limited)
-    if enough is None:
-        enough = 1.0
-    return enough if enough > 0 and points(enough) > 1.02 * points(0.0) else None
+def best_share(setting: Setting) -> float | None:
+    """The share of samples to cache: the least that ends the fetch stall; None if that gains less than 2%."""
+    enough = enough_cache(setting)
+    share = 1.0 if enough is None else enough
+    gain = setting.with_hits(share).throughput / setting.with_hits(0.0).throughput
+    return share if gain > 1.02 else None
+
+
+def enough_cache(setting: Setting) -> float | None:
+    """The least share of hits at which fetching holds nothing up; None if even 1 is too little.
+
+    Where a worker fetches and prepares in turn, each miss costs its time: there it is the least share within 2% of
+    what caching all samples gives.
+    """
+    if setting.loading.overlap:
+        return knee(setting.limited)
+    goal = 0.98 * setting.with_hits(1.0).throughput
+    low, high = 0.0, 1.0
+    if setting.with_hits(low).throughput >= goal:
+        return low
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (low, middle) if setting.with_hits(middle).throughput >= goal else (middle, high)
+    return high

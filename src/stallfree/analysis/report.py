@@ -286,7 +286,7 @@ def _advice(now: Setting, data: dict[str, Any]) -> list[dict[str, Any]]:
             "a worker then fetches the next batches while it prepares one: min(F, P, G) in place of their sum",
             ours,
         )
-    enough = best_share(now, lambda hits: now.with_hits(hits).throughput)
+    enough = best_share(now)
     if enough is not None and enough > now.hits:
         size = f" ({format_size(enough * now.samples * now.record_bytes)})" if now.record_bytes else ""
         then = now.with_hits(enough)
@@ -347,7 +347,7 @@ def _curves(now: Setting) -> dict[str, Any]:
             "F": [_finite(one.rates.fetch_at(one.hits)) for one in there],
             "P": [_finite(one.rates.prep_at(one.hits)) for one in there],
             "G": [_finite(one.rates.compute) for one in there],
-            "best": best_share(now, lambda hits: now.with_hits(hits).throughput),
+            "best": best_share(now),
         },
         "cpus": {"x": cpus, "throughput": [now.with_cpus(count).throughput for count in cpus], "now": now.cpus},
         "storage": {"x": [], "throughput": [], "now": None},
