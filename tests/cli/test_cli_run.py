@@ -15,13 +15,6 @@ from stallfree.cli.run import run
 from stallfree.errors import InputError
 from stallfree.observe import start as start_file
 
-LAUNCH = """
-from stallfree.cli import app, main
-from stallfree.cli.run import SETTINGS, run
-if "run" not in {command.name for command in app.registered_commands}:
-    app.command("run", context_settings=SETTINGS)(run)
-main()
-"""
 HEAD = "waited for data"
 
 Done = subprocess.CompletedProcess[str]
@@ -36,7 +29,7 @@ def start(command: list[str], folder: Path) -> Done:
 
 def observe(folder: Path, *arguments: str) -> Done:
     """`stallfree run` with these arguments."""
-    return start([sys.executable, "-c", LAUNCH, "run", *arguments], folder)
+    return start([sys.executable, "-m", "stallfree", "run", *arguments], folder)
 
 
 def observe_script(folder: Path, *arguments: str) -> Done:
@@ -250,9 +243,9 @@ for batch in DataLoader(range(10), batch_size=4): pass
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        ("sys.exit(7)", 7),
-        ("sys.exit()", 0),
-        ("sys.exit('out of luck')", 1),
+        pytest.param("sys.exit(7)", 7, marks=pytest.mark.slow),
+        pytest.param("sys.exit()", 0, marks=pytest.mark.slow),
+        pytest.param("sys.exit('out of luck')", 1, marks=pytest.mark.slow),
         ("def f():\n    raise ValueError('oh')\nf()", 1),
         ("signal.raise_signal(signal.SIGINT)", -2),
         ("sys.excepthook = lambda kind, value, trace: print(kind, value, trace.tb_lineno)\n1 / 0", 1),

@@ -80,7 +80,8 @@ def test_samples_are_right_when_few_of_them_fit(policy: str, store: str) -> None
         stats = data.stats()
     assert 0 < stats.resident_items < 64
     assert stats.hits > 0
-    assert (stats.evictions > 0) == (policy != "minio")
+    # Without scores all samples are worth the same, and none takes the place of another.
+    assert (stats.evictions > 0) == (policy not in ("minio", "importance", "oracle"))
 
 
 @pytest.mark.parametrize("form", ["fetched", "prepared"])

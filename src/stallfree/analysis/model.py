@@ -95,37 +95,21 @@ def sustained(rates: Rates, hits: float, loading: Loading, *, seed: int = 0) -> 
     if not loading.overlap:
         working += (size - missed) / rates.cache
     preparing = (workers * working).tolist()
-    follow = _overlapping if loading.overlap else _in_turn
-    out = follow(fetching, preparing, step, workers, loading.ahead)
+    out = _handed_out(fetching, preparing, step, loading)
     warm = _BATCHES // 4
     return min(bound, size * (_BATCHES - 1 - warm) / (out[-1] - out[warm]))
 
 
-def _overlapping(fetching: list[float], preparing: list[float], step: float, workers: int, ahead: int) -> list[float]:
-    """When each batch is handed out, if fetches begin as soon as a batch is asked for."""
-    free = [0.0] * workers
+def _handed_out(fetching: list[float], preparing: list[float], step: float, loading: Loading) -> list[float]:
+    """When each batch is handed out, by the seconds that its fetches take the line and its prep a worker."""
+    free = [0.0] * loading.workers
     line = 0.0
     out: list[float] = []
     for number, (fetch, prep) in enumerate(zip(fetching, preparing, strict=True)):
-        asked = out[number - ahead] if number >= ahead else 0.0
-        line = max(line, asked) + fetch
+        asked = out[number - loading.ahead] if number >= loading.ahead else 0.0
         worker = free.index(min(free))
-        free[worker] = max(free[worker], line, asked) + prep
-        out.append(max(free[worker], out[-1] + step if out else 0.0))
-    return out
-
-
-def _in_turn(fetching: list[float], preparing: list[float], step: float, workers: int, ahead: int) -> list[float]:
-    """The same, if a worker fetches when it comes to a batch, and then prepares it."""
-    free = [0.0] * workers
-    line = 0.0
-    out: list[float] = []
-    for number, (fetch, prep) in enumerate(zip(fetching, preparing, strict=True)):
-        asked = out[number - ahead] if number >= ahead else 0.0
-        worker = number % workers
-        begun = max(free[worker], asked)
-        line = max(line, begun) + fetch
-        free[worker] = max(line, begun) + prep
+        line = max(line, asked if loading.overlap else max(asked, free[worker])) + fetch
+        free[worker] = max(free[worker], line) + prep
         out.append(max(free[worker], out[-1] + step if out else 0.0))
     return out
 

@@ -321,7 +321,7 @@ def _with_a_worker(now: Setting) -> Setting:
 
 def _bottleneck(now: Setting, data: dict[str, Any]) -> str:
     cold, warm = data["shares"]["cold"], data["shares"]["warm"]
-    rates = f"F {_f(now)}, P {now.rates.prep_at(now.hits):,.0f}, G {now.rates.compute:,.0f} samples/s"
+    rates = f"F {_f(now)}, P {data['rates']['P']['value']:,.0f}, G {now.rates.compute:,.0f} samples/s"
     fetch, prep, busy = f"{cold['fetch_stall']:.0%}", f"{warm['prep_stall']:.0%}", f"{cold['compute']:.0%}"
     return {
         "fetch": f"Storage is the limit: with cold files {fetch} of the time is a wait for it ({rates}).",
