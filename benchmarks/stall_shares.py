@@ -21,13 +21,14 @@ NAME = "stall_shares"
 QUESTION = "How near do stall shares come to those of jobs with known answers?"
 CASES = (
     # what binds, milliseconds per sample: fetch, prep, compute
-    ("fetch", 10.0, 2.5, 4.0),
-    ("fetch", 8.0, 5.0, 3.0),
-    ("prep", 2.5, 5.0, 3.0),
-    ("prep, fetch hidden", 4.0, 5.0, 1.5),
-    ("compute", 2.5, 3.0, 6.0),
+    # long enough for the throttle's own 0.1 ms of processor time per fetch to be little
+    ("fetch", 20.0, 5.0, 8.0),
+    ("fetch", 16.0, 10.0, 6.0),
+    ("prep", 5.0, 10.0, 6.0),
+    ("prep, fetch hidden", 8.0, 10.0, 3.0),
+    ("compute", 5.0, 6.0, 12.0),
 )
-BATCH = 16
+BATCH = 8
 WORKERS = 1
 BYTES = 20_000
 

@@ -69,7 +69,8 @@ def analyze(
 
     A data set of stallfree (`CachedDataset`, `ImageFolder`, any `Source`) runs under `stallfree.DataLoader`, any other
     under `torch.utils.data.DataLoader`, as it is used today. There fetch and prep cannot be told apart within a sample;
-    P is then measured with the files in memory, and S by reading the files that were seen to be opened.
+    P is then measured with the files in memory, and S by reading the files that were seen to be opened. Each step is
+    waited for before the next batch is asked for, also where the device works asynchronously.
 
     Args:
         dataset: a map-style data set or source.
