@@ -154,6 +154,8 @@ BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     (range(9), nothing, {"cache": "140%"}, "cache='140%'"),
     (range(9), nothing, {"cache": "much"}, "cache='much'"),
     (iter(range(9)), nothing, {}, "map-style"),
+    (range(9), nothing, {"workers": 3}, "the loader cannot be made with the arguments that were given: .*'workers'"),
+    ([[1] * (1 + id) for id in range(9)], nothing, {}, "cannot make a batch: RuntimeError: "),
 ]
 
 

@@ -63,6 +63,12 @@ def test_it_ends_with_the_batches(clock: Clock) -> None:
     assert heard[-1] == 1.0
 
 
+def test_slow_batches_are_timed_even_if_warm_up_takes_all_the_time(clock: Clock) -> None:
+    found = steady_rate(ticks(clock, iter(lambda: 6.0, None)), 10, Limits(1, 10))
+    assert found.value == pytest.approx(8 / 6)
+    assert clock.now - 100 == pytest.approx(12)
+
+
 def test_nothing_to_time(clock: Clock) -> None:
     found = steady_rate(ticks(clock, [1.0]), 4, Limits(1, 10))
     assert found.value is None

@@ -366,7 +366,11 @@ def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
     ids = (some.ids * count)[: count * job.batch_size]
     dataset = _Uncached(job) if job.parted else job.dataset
     with _closing(job.load(dataset, ids)) as batches:
-        return [_copied(batch) for batch in batches]
+        try:
+            return [_copied(batch) for batch in batches]
+        except Exception as error:
+            first = str(error).strip().split("\n")[-1] or type(error).__name__
+            raise InputError(f"the loader of the job cannot make a batch: {type(error).__name__}: {first}") from error
 
 
 def _path(where: str) -> list[str]:

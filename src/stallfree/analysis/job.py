@@ -77,6 +77,14 @@ class Job:
         """The job's loader over `ids` of `dataset`."""
         arguments = {**self.arguments, "sampler": ids, **changed}
         arguments |= {"batch_size": self.batch_size, "num_workers": self.num_workers}
+        try:
+            return self._make(dataset, arguments)
+        except StallfreeError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise InputError(f"the loader cannot be made with the arguments that were given: {error}") from error
+
+    def _make(self, dataset: Any, arguments: dict[str, Any]) -> Any:
         if self.loader == "stallfree":
             return DataLoader(dataset, **arguments)
         known = {
@@ -295,27 +303,34 @@ class Cold:
 
 
 class Opened:
-    """Hears which files are opened for reading while samples are read."""
+    """Hears which files are opened for reading while samples are read. One at a time."""
+
+    _heard: list[str] | None = None
+    _hooked = False
 
     def __init__(self) -> None:
-        self._paths: list[str] | None = []
-        sys.addaudithook(self._hear)
+        Opened._heard = []
+        if not Opened._hooked:  # an audit hook cannot be taken away, so there is one for all
+            Opened._hooked = True
+            sys.addaudithook(_hear)
 
     def take(self) -> list[str]:
         """Regular files opened since the last call, none of them a part of Python."""
         inside = (sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/shm/stallfree-")
-        paths, self._paths = self._paths or [], []
+        paths, Opened._heard = Opened._heard or [], []
         return [path for path in dict.fromkeys(paths) if not path.startswith(inside) and os.path.isfile(path)]
 
     def stop(self) -> None:
-        """Listen no more. An audit hook cannot be taken away, so it stays and does nothing."""
-        self._paths = None
+        """Listen no more."""
+        Opened._heard = None
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self._paths is not None and event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
-            flags = arguments[2] if len(arguments) > 2 and isinstance(arguments[2], int) else 0
-            if flags & os.O_ACCMODE == os.O_RDONLY:
-                self._paths.append(os.path.abspath(os.fsdecode(arguments[0])))
+
+def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+    heard = Opened._heard
+    if heard is not None and event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
+        flags = arguments[2] if len(arguments) > 2 and isinstance(arguments[2], int) else 0
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            heard.append(os.path.abspath(os.fsdecode(arguments[0])))
 
 
 @dataclass

@@ -67,7 +67,8 @@ def steady_rate(
 ) -> Rate:
     """The rate at which samples are delivered by `batches`, an iterator that gives the size of each batch.
 
-    The first `warm_up` batches come out of queues that were filled while nobody looked, and are not timed. The run ends
+    The first `warm_up` batches come out of queues that were filled while nobody looked, and are not timed, unless they
+    take half of `limits.most`. The run ends
     when the interval (batch means: ten blocks, Student's t) is within 1% of the rate and `limits.least` seconds have
     been timed, after `limits.most`, or with the iterator. `on_progress` hears how much is over at the most, 0 to 1.
     """
@@ -76,7 +77,7 @@ def steady_rate(
     started = looked = begun = time.perf_counter()
     for number, size in enumerate(batches, 1):
         now = time.perf_counter()
-        if number <= warm_up:
+        if number <= warm_up and now - started < limits.most / 2:
             begun = now
         else:
             ends.append(now - begun)
@@ -91,9 +92,11 @@ def steady_rate(
 
 
 def _over(ends: Sequence[float], sizes: Sequence[int], seconds: float, limits: Limits) -> bool:
+    if not ends:
+        return False
     if seconds >= limits.most:
         return True
-    if not ends or ends[-1] < limits.least:
+    if ends[-1] < limits.least:
         return False
     rate = rate_of(ends, sizes)
     return rate.value is not None and rate.high is not None and rate.high - rate.value <= _ENOUGH * rate.value
