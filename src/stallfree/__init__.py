@@ -19,8 +19,9 @@ from stallfree.errors import (
 from stallfree.loader import Batch, CachedDataset, CacheLoader, DataLoader, SmartCacheDataset
 from stallfree.observe import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
 from stallfree.pipeline import Compose, OnItem, Split, StallfreeWarning, mark_deterministic, mark_random, split
+from stallfree.shared import SharedLoader
 from stallfree.sources import DecodeImage, FileDataset, ImageFolder
-from stallfree.stats import CacheStats, LoaderStats, SmartCacheStats
+from stallfree.stats import CacheStats, LoaderStats, SharedStats, SmartCacheStats
 
 __version__ = _version("stallfree")
 
@@ -49,6 +50,8 @@ __all__ = [
     "Replay",
     "Report",
     "SampleError",
+    "SharedLoader",
+    "SharedStats",
     "SmartCacheDataset",
     "SmartCacheStats",
     "Split",

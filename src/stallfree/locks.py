@@ -23,6 +23,10 @@ from stallfree.errors import WaitError
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
+CLAIMS = 255
+"""Bytes that `claim_any` gives."""
+
+
 class _Open:
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -118,11 +122,25 @@ class FileLock:
             self._entry.claims.discard(byte)
             fcntl.lockf(self._entry.fd, fcntl.LOCK_UN, 1, byte)
 
+    def claim_any(self) -> int:
+        """Claim the lowest byte that is free; its number. Raises `WaitError` when all of them are claimed."""
+        for byte in range(1, CLAIMS + 1):
+            if self.claim(byte):
+                return byte
+        raise WaitError(f"all {CLAIMS} places in {self.path} are taken by processes that live")
+
     def claimed_elsewhere(self) -> bool:
         """Whether another process has claimed any byte."""
+        return self._asked(1, 0)
+
+    def count_claims(self) -> int:
+        """How many of the bytes that `claim_any` gives are claimed by other processes."""
+        return sum(self._asked(byte, 1) for byte in range(1, CLAIMS + 1))
+
+    def _asked(self, start: int, length: int) -> bool:
         if self._entry is None:
             return False
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0, 0)
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
         kind, *_ = _FLOCK.unpack(fcntl.fcntl(self._entry.fd, fcntl.F_GETLK, asked))
         return bool(kind != fcntl.F_UNLCK)
 

@@ -131,9 +131,26 @@ class LoaderStats:
 
     def __sub__(self, before: LoaderStats) -> LoaderStats:
         """What was done since `before`, for instance in one epoch. Queue, staging and workers are those of now."""
-        states = ("queue_depth", "staging_bytes", "num_workers")
+        states = ("queue_depth", "staging_bytes", "num_workers", "jobs")
         names = [field.name for field in fields(self)]
         now = {name: getattr(self, name) for name in names}
-        return LoaderStats(
+        return type(self)(
             **{name: now[name] if name in states else now[name] - getattr(before, name) for name in names}
         )
+
+
+@dataclass(frozen=True)
+class SharedStats(LoaderStats):
+    """What one job's `SharedLoader` has done. Hits, misses, bytes and seconds of workers are those of its batches.
+
+    A batch that several jobs were given is counted at each of them, though it was prepared once.
+
+    Attributes:
+        alone: chunks that this job prepared for itself: it came in the middle of an epoch, or was left behind.
+        takeovers: times that the process which prepares the group's batches had died.
+        jobs: processes in the group, when this one last heard of it.
+    """
+
+    alone: int
+    takeovers: int
+    jobs: int

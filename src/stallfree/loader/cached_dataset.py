@@ -65,6 +65,7 @@ class CachedDataset:
     Attributes:
         cache: the `SampleCache`.
         form: "fetched" or "prepared".
+        steps: all that is applied to a record, the source's own pipeline and `transform`.
         decision: one line that says why. It goes to the log `stallfree` too, as information.
 
     Raises `InputError` (and its subclasses `CapacityError`, `FingerprintError`) for arguments that cannot be used,
@@ -92,14 +93,14 @@ class CachedDataset:
         store = str(store)
         self.source: Source = as_source(dataset)
         self.seed = operator.index(seed)
-        self._steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
-        first = look(self.source, self._steps)
+        self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
+        first = look(self.source, self.steps)
         self.form, self.decision = choose_form(
             form, first, len(self.source), size, scored=policy.scored, on_disk=store != "memory"
         )
         log.info("%s", self.decision)
         parts, prepared = first.parts, self.form == "prepared"
-        before, rest = (parts.deterministic, parts.random) if prepared else (Compose([]), self._steps)
+        before, rest = (parts.deterministic, parts.random) if prepared else (Compose([]), self.steps)
         fresh = len(parts.random) > 0
         self._epochs = _shared_counts(1 + (len(self.source) if fresh else 0))
         key = fingerprint(self.source.fingerprint(), before, _FORMAT)
@@ -169,7 +170,7 @@ class CachedDataset:
 
     def fingerprint(self) -> str:
         """Changes with the fingerprint of the source and with the steps after it."""
-        return f"CachedDataset {fingerprint(self.source.fingerprint(), self._steps)}"
+        return f"CachedDataset {fingerprint(self.source.fingerprint(), self.steps)}"
 
     def stats(self) -> CacheStats:
         """The counts of the cache, over all processes attached to it; after `close`, those of that moment."""

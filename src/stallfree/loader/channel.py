@@ -12,16 +12,24 @@ import os
 import struct
 from collections import deque
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from typing import Protocol
 
 _HEAD = struct.Struct("<Q")
 _SMALL = 16384
 
 
+class Endpoint(Protocol):
+    """A connection of `multiprocessing`, or a socket."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
 class Channel:
     """The end of the iterating process."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Endpoint) -> None:
         self._connection = connection
         self._fd = connection.fileno()
         os.set_blocking(self._fd, False)

@@ -80,9 +80,10 @@ class Crew:
         options: what to do and how.
         base_seed: of the workers' own generators.
         counts: is added to.
+        slots: of the ring; those under way, and three that may be kept, if None.
     """
 
-    def __init__(self, options: Options, base_seed: int, counts: Counts) -> None:
+    def __init__(self, options: Options, base_seed: int, counts: Counts, slots: int | None = None) -> None:
         self.ahead = options.ahead
         self.seconds = options.seconds
         self.counts = counts
@@ -90,7 +91,7 @@ class Crew:
         self.token = 0
         # A copy, whose threads are this crew's own: closing them must not disturb another loader of the same data set.
         reader = copy.copy(options.reader)
-        self.ring = Ring(options.ahead + KEPT, options.staging)
+        self.ring = Ring(slots or options.ahead + KEPT, options.staging)
         self.log = options.log
         self.status = Status(self.ring.slots.folder, options.dataset, options.begun)
         self.filler = Filler(reader, self.ring.slots, options.collate, options.single, options.seed, options.skip)
@@ -133,11 +134,11 @@ class Crew:
         return gather or self._workers is not None
 
     def poll(self) -> list[Result]:
-        """Results that are there, of the present iteration. Slots of older ones go back."""
+        """Results that are there, but for those of older iterations, whose slots go back."""
         results = []
         for lane in self._lanes:
             for result in lane.poll():
-                if result.token == self.token:
+                if result.token >= self.token:
                     results.append(result)
                 else:
                     self.ring.give(result.slot)
@@ -148,11 +149,22 @@ class Crew:
 
     def wait(self, seconds: float) -> None:
         """Wait for a result, but for a second at most: then those who should be working are looked after."""
-        if any(lane.prepare_wait() for lane in self._lanes):
-            return
-        if not wait([pair for lane in self._lanes for pair in lane.descriptors], min(seconds, 1.0)):
-            for lane in self._lanes:
-                lane.check()
+        if not self.prepare_wait() and not wait(self.descriptors, min(seconds, 1.0)):
+            self.check()
+
+    @property
+    def descriptors(self) -> list[tuple[int, int]]:
+        """What to wait for, as descriptors and events of `poll`."""
+        return [pair for lane in self._lanes for pair in lane.descriptors]
+
+    def prepare_wait(self) -> bool:
+        """From now on, results are announced. Whether one is there already, so that there is nothing to wait for."""
+        return any(lane.prepare_wait() for lane in self._lanes)
+
+    def check(self) -> None:
+        """Look after those who should be working."""
+        for lane in self._lanes:
+            lane.check()
 
     def describe(self, task: Task) -> str:
         """Who has that task, for messages."""

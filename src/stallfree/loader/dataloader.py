@@ -135,7 +135,7 @@ class DataLoader:
         self.persistent_workers = persistent_workers
         self.with_ids = with_ids
         self.seed = seed_of(dataset, seed, generator)
-        reader = _reader_of(dataset)
+        reader = reader_of(dataset)
         self._options = Options(
             reader=reader,
             dataset=dataset,
@@ -323,7 +323,7 @@ class _Iteration:
             self.close()
             raise
         if self._pin:
-            data = _pinned(data)
+            data = pinned(data)
         if self._log is not None:
             self._handed_over = time.monotonic()
         return Batch(data, torch.from_numpy(ids.copy()), None) if self._with_ids else data
@@ -348,7 +348,7 @@ class _Iteration:
             self.close()
 
 
-def _reader_of(dataset: Any) -> Reader:
+def reader_of(dataset: Any) -> Reader:
     reader = getattr(dataset, "reader", None)
     if isinstance(reader, Reader):
         return reader
@@ -356,7 +356,7 @@ def _reader_of(dataset: Any) -> Reader:
     return Reader(source, None, Compose([]), source.pipeline, fresh=True)
 
 
-def _pinned(data: Any) -> Any:
+def pinned(data: Any) -> Any:
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(data)  # type: ignore[no-untyped-call]

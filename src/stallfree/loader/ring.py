@@ -91,6 +91,13 @@ class Slots:
     def _file(self, slot: int) -> Path:
         return self.folder / f"slot-{slot}"
 
+    def remove(self, slot: int) -> None:
+        """The file of `slot` is not needed any more. Who has it mapped keeps that memory until it lets go."""
+        self._maps.pop(slot, None)
+        self.kept.pop(slot, None)
+        with contextlib.suppress(OSError):
+            self._file(slot).unlink()
+
     def close(self) -> None:
         """Let go of the memory. What batches are kept in stays until they are freed."""
         self._maps.clear()
@@ -101,7 +108,7 @@ class Slots:
 
 
 class Ring:
-    """`count` slots, and who has them. Belongs to the process that iterates.
+    """`count` slots, and who has them. Belongs to the process that hands out tasks.
 
     Args:
         count: number of slots.
@@ -112,6 +119,8 @@ class Ring:
         sweep(default_root())  # what killed processes left
         self._folder = SharedFolder(f"ring-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
         self.count = count
+        self._last = count  # number of slots ever made; a number is not used again
+        self._surplus = 0
         self.slots = Slots(
             self._folder.path, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE
         )
@@ -127,8 +136,30 @@ class Ring:
 
     def give(self, slot: int) -> None:
         """The slot is free again. Safe to be called by a finaliser, in any thread. `NO_SLOT` is none."""
-        if slot != NO_SLOT:
+        if slot == NO_SLOT:
+            return
+        if self._surplus:
+            self._surplus -= 1
+            self.slots.remove(slot)
+        else:
             self._free.append(slot)
+
+    def resize(self, count: int) -> None:
+        """Have `count` slots. Those that are too many go as they come free. Not while `lease` is in use."""
+        while self.count < count:
+            self.count += 1
+            if self._surplus:
+                self._surplus -= 1
+            else:
+                self._free.append(self._last)
+                self._last += 1
+        while self.count > count:
+            self.count -= 1
+            slot = self._free.popleft() if self._free else None
+            if slot is None:
+                self._surplus += 1
+            else:
+                self.slots.remove(slot)
 
     @property
     def free(self) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 from torch.utils.data import DistributedSampler
 
 from stallfree.cache import SampleCache
@@ -24,6 +23,7 @@ from stallfree.folders import check_name
 from stallfree.loader.arguments import context_of
 from stallfree.loader.cached_dataset import checked_ids
 from stallfree.loader.first_look import look
+from stallfree.loader.ranks import job_name
 from stallfree.loader.reader import Reader, private
 from stallfree.loader.window_fill import FillCrew, FillSetup
 from stallfree.loader.window_size import Fit, fit_budget, fit_count
@@ -42,7 +42,6 @@ Ids = npt.NDArray[np.int64]
 _FORMAT = "smart-1"
 _WAIT_SECONDS = 300.0
 _CHECK_SECONDS = 0.005
-_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 """Variables that the ranks of one job have in common."""
 
 log = logging.getLogger("stallfree")
@@ -480,10 +479,7 @@ def _hosts() -> tuple[int, int]:
 
 def _job() -> str:
     """The same text in all ranks of one job on this host, another in other jobs."""
-    given = [os.environ.get(variable, "") for variable in _JOB]
-    if any(given):
-        return xxhash.xxh3_64_hexdigest("|".join(given).encode())[:12]
-    return f"{os.getpid()}-{next(_made)}"
+    return job_name() or f"{os.getpid()}-{next(_made)}"
 
 
 def _close(owner: int, crew: FillCrew | None, state: WindowState) -> None:

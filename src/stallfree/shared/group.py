@@ -1,0 +1,261 @@
+"""A group of jobs on this host: its folder, what its jobs must agree on, and the process that works for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from stallfree.errors import InputError, StorageError, WorkerError
+from stallfree.folders import SharedFolder, check_name, sweep
+from stallfree.locks import FileLock
+from stallfree.shared.closing import forget, keep_from_children
+from stallfree.shared.conductor import Setup, conduct
+from stallfree.shared.protocol import unpack_note
+
+_META_VERSION = 1
+_START_SECONDS = 120.0
+
+_WORDS = {
+    "data set": "the data set",
+    "transform": "the transform",
+    "collate_fn": "collate_fn",
+}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the first job of a group decides, and the others find.
+
+    Attributes:
+        same: what all jobs must give alike; values are shown in messages, those of `_WORDS` are fingerprints.
+        chunk: samples that are prepared as one batch.
+        workers: of the group.
+        ahead: batches under way.
+        staging: bytes of the ring, or None.
+    """
+
+    same: dict[str, Any]
+    chunk: int
+    workers: int
+    ahead: int
+    staging: int | None
+
+
+class Group:
+    """One job's part in the group `name`. Makes it if it is not there.
+
+    Attributes:
+        folder: the group's.
+        terms: those of the group.
+
+    Raises `InputError` when the group's jobs do something else.
+    """
+
+    def __init__(self, name: str, terms: Terms) -> None:
+        self.name = name
+        self._attached = SharedFolder(
+            check_name(f"group-{name}"), initialize=lambda path: _write(path / "group.json", terms)
+        )
+        self.folder = self._attached.path
+        try:
+            self.terms = _read(self.folder)
+            differing = [key for key, value in terms.same.items() if self.terms.same.get(key) != value]
+            if differing:
+                raise InputError(
+                    f"this job does not fit into the group {name!r}: "
+                    + "; ".join(_difference(key, self.terms.same.get(key), terms.same[key]) for key in differing)
+                    + ". Give the same, or the name of another group"
+                )
+            self._starting = FileLock(self.folder / "starting")
+            self._members = FileLock(self.folder / "members")
+        except BaseException:
+            self._attached.close()
+            raise
+
+    def claim(self) -> int:
+        """A sign of life as a member, which ends with this process or with `release`."""
+        return self._members.claim_any()
+
+    def release(self, claim: int) -> None:
+        """Take back what `claim` gave."""
+        self._members.release(claim)
+
+    def reach(self, setup: Setup) -> tuple[socket.socket, bool]:
+        """A connection to the group's conductor, and whether it had to be started."""
+        found = _connect(self.folder)
+        if found is not None:
+            return found, False
+        with self._starting.hold(_START_SECONDS, f"starting the group {self.name!r}"):
+            found = _connect(self.folder)
+            if found is not None:
+                return found, False
+            _start(setup, self._attached)
+            found = _connect(self.folder)
+            if found is None:
+                raise WorkerError(f"the process that prepares for the group {self.name!r} ended at once", ids=[])
+            return found, True
+
+    def close(self) -> None:
+        """Leave. The last one out removes the folder."""
+        self._members.close()
+        self._starting.close()
+        self._attached.close()
+        sweep(self.folder.parent)  # what a killed conductor left
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a group belongs to the process that joined it")
+
+
+def _write(path: Path, terms: Terms) -> None:
+    path.write_text(json.dumps({"version": _META_VERSION, **terms.__dict__}))
+
+
+def _read(folder: Path) -> Terms:
+    try:
+        told = json.loads((folder / "group.json").read_bytes())
+        version = told.pop("version")
+        if version != _META_VERSION:
+            raise InputError(f"the group in {folder} was made by another release of stallfree: give another name")
+        return Terms(**told)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise StorageError(f"the group's folder {folder} cannot be read: {error}. Give another name") from error
+
+
+def _difference(key: str, theirs: Any, ours: Any) -> str:
+    if key in _WORDS:
+        return f"{_WORDS[key]} is another one (its code, parameters or files differ)"
+    return f"it has {key}={theirs!r}, this job gives {key}={ours!r}"
+
+
+def _connect(folder: Path) -> socket.socket | None:
+    """A connection to whoever listens there, if anybody does."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            connection.connect(f"/proc/self/fd/{fd}/socket")  # a path of its own may be too long for a socket
+        finally:
+            os.close(fd)
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+# -- conductors that this process started ---------------------------------------------------------------------------
+
+
+_started: list[tuple[BaseProcess, Connection]] = []
+
+
+def _start(setup: Setup, attached: SharedFolder) -> None:
+    """Start a conductor, and wait until members may come."""
+    context = setup.options.context
+    method = context.get_start_method()
+    if not _started:
+        Finalize(None, end_conductors, exitpriority=100)  # before multiprocessing waits for its children to end
+    ours, theirs = context.Pipe()
+    keep_from_children(ours.fileno())
+    process = context.Process(  # type: ignore[attr-defined]
+        target=conduct,
+        args=(theirs, setup, attached if method == "fork" else None),
+        name="stallfree-conductor",
+        daemon=False,  # it has children
+    )
+    try:
+        process.start()
+    except Exception as error:
+        forget(ours.fileno())
+        ours.close()
+        raise _cannot_send(setup, method, error) from error
+    finally:
+        theirs.close()
+    _started.append((process, ours))
+    told = b""
+    poller = select.poll()
+    poller.register(ours, select.POLLIN)
+    poller.register(process.sentinel, select.POLLIN)
+    if poller.poll(_START_SECONDS * 1000):
+        with contextlib.suppress(EOFError, OSError):
+            told = ours.recv_bytes()
+    if told == b"r":
+        return
+    _end(process, ours, 0.0)
+    if told:
+        raise unpack_note(told)[0]
+    raise WorkerError(
+        f"the process that is to prepare for the group ended with exit code {process.exitcode} before it could begin",
+        ids=[],
+    )
+
+
+def _cannot_send(setup: Setup, method: str, error: Exception) -> Exception:
+    if method != "fork":
+        for what, part in (("the data set", setup.options.dataset), ("collate_fn", setup.options.collate)):
+            try:
+                ForkingPickler.dumps(part)
+            except Exception as reason:
+                return InputError(
+                    f"{what} cannot be sent to a process started by {method!r}: {reason}. Define it at the top level "
+                    "of a module (no lambda, no function within a function), or use multiprocessing_context='fork'"
+                )
+    return error
+
+
+def reap(seconds: float) -> None:
+    """Wait for the end of conductors of this process that are ending, up to so many seconds each."""
+    for process, lifeline in list(_started):
+        process.join(seconds)
+        if not process.is_alive():
+            _end(process, lifeline, 0.0)
+
+
+def end_conductors() -> None:
+    """End the conductors of this process; their members go on with others."""
+    for process, lifeline in list(_started):
+        _end(process, lifeline, 10.0)
+
+
+def _end(process: BaseProcess, lifeline: Connection, seconds: float) -> None:
+    with contextlib.suppress(ValueError):
+        _started.remove((process, lifeline))
+    forget(lifeline.fileno())
+    lifeline.close()
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _forget_in_child() -> None:
+    _started.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def difference_of_sizes(group: str, chunk: int, batch_size: int, ranks: int) -> str:
+    """What is wrong with a batch size, if anything."""
+    unit = batch_size * ranks
+    if chunk % unit == 0 or unit % chunk == 0:
+        return ""
+    who = f"batch_size={batch_size}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
+    return (
+        f"{who} does not go with the {chunk} samples that the group {group!r} prepares at once: give a multiple or a "
+        "divisor of that, or in the first job a chunk_size that divides the batch sizes of all"
+    )

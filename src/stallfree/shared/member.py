@@ -1,0 +1,394 @@
+"""A job's seat in a group: asks the conductor for batches, and gets the group another one when that has died."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.errors import StallfreeError, WaitError, WorkerError
+from stallfree.loader.channel import Channel
+from stallfree.loader.epoch import RemoteTraceback
+from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, Result
+from stallfree.pipeline.codec import read_record
+from stallfree.shared.closing import forget, keep_from_children
+from stallfree.shared.conductor import Setup
+from stallfree.shared.group import Group, reap
+from stallfree.shared.protocol import (
+    ALONE,
+    ASK,
+    BATCH,
+    BECAUSE,
+    BROKEN,
+    BYE,
+    FAREWELL,
+    MOVED,
+    RELEASE,
+    SKIP,
+    WELCOME,
+    WHY,
+    Hello,
+    body_of,
+    request,
+    result_of,
+    unpack_answer,
+    unpack_note,
+)
+from stallfree.shared.views import Views
+
+Bytes = npt.NDArray[np.uint8]
+
+LIVES = 10
+"""Conductors that may die one after the other, before a batch came of any, until that is an error."""
+
+_ANSWER_SECONDS = 5.0
+_LEAVE_SECONDS = 30.0
+
+log = logging.getLogger("stallfree")
+
+
+class Gone(Exception):
+    """The conductor has died, or ended."""
+
+
+@dataclass
+class Chunk:
+    """What the group prepared as one batch. `error` is what went wrong with it, if anything."""
+
+    number: int
+    result: Result
+    data: Any = None
+    error: StallfreeError | None = None
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """The group does not serve what was asked for, but batch `start` of the row and those after it."""
+
+    start: int
+
+
+@dataclass(frozen=True)
+class Onward:
+    """The group is through with the epoch that this job was about to begin; it is in `epoch` now."""
+
+    epoch: int
+
+
+class Line:
+    """The connection to one conductor, and the views of its ring.
+
+    Batches may be freed by any thread, at any instant, so that part is safe to be called from finalisers.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.pid = _pid_of(connection)
+        self.views: Views | None = None
+        self._channel = Channel(connection)
+        self._fd = connection.fileno()
+        keep_from_children(self._fd)
+        self._process = -1
+        try:
+            self._process = os.pidfd_open(self.pid)
+        except (OSError, AttributeError):
+            self._process = -1  # of another name space: the end of the connection must do
+        self._lock = threading.Lock()
+        self._let_go: deque[int] = deque()
+        self._leases: dict[int, weakref.ref[Bytes]] = {}
+        self._owner = os.getpid()
+        self._closed = False
+
+    def welcome(self, folder: Path) -> None:
+        """The ring is in `folder`."""
+        self.views = Views(folder)
+
+    def send(self, message: bytes) -> None:
+        """Send a message."""
+        with self._lock:
+            self._channel.send(message)
+        self._send_releases()
+
+    def receive(self, deadline: float) -> bytearray | None:
+        """The next message; None at the deadline. Raises `Gone` when there will be none."""
+        while True:
+            try:
+                message = self._channel.receive()
+            except EOFError:
+                raise Gone from None
+            if message is not None:
+                return message
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self._wait(left)
+
+    def _wait(self, seconds: float) -> None:
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN | (select.POLLOUT if self._channel.writing else 0))
+        if self._process >= 0:
+            poller.register(self._process, select.POLLIN)
+        ready = dict(poller.poll(seconds * 1000))
+        if self._channel.writing:
+            with self._lock:
+                self._channel.flush()
+        if self._process in ready and not ready.get(self._fd, 0) & select.POLLIN:
+            raise Gone
+
+    @property
+    def leased(self) -> int:
+        """Batches whose memory is in use here."""
+        return len(self._leases)
+
+    def lease(self, number: int, slot: int, memory: Bytes) -> None:
+        """Batch `number` is let go of when `memory` is freed, on which its tensors are views."""
+        size = memory.nbytes
+
+        def end(_: object) -> None:
+            self._leases.pop(number, None)
+            if os.getpid() == self._owner and not self._closed:
+                assert self.views is not None
+                self.views.clean(slot, size)
+                self.release(number)
+
+        self._leases[number] = weakref.ref(memory, end)
+
+    def release(self, number: int) -> None:
+        """Batch `number` is not used here any more. In any thread, also in the midst of `send`."""
+        self._let_go.append(number)
+        self._send_releases()
+
+    def _send_releases(self) -> None:
+        # Whoever cannot get the lock leaves it to the one who has it, who looks again when it is free.
+        while self._let_go and self._lock.acquire(blocking=False):
+            try:
+                while self._let_go and not self._closed:
+                    self._channel.send(request(RELEASE, number=self._let_go.popleft()))
+                if self._closed:
+                    self._let_go.clear()
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Hang up. Batches that are kept stay valid."""
+        if self._closed or os.getpid() != self._owner:
+            return
+        with self._lock:
+            self._closed = True
+            forget(self._fd)
+            self._channel.close()
+        if self._process >= 0:
+            os.close(self._process)
+        if self.views is not None:
+            self.views.close()
+
+
+class Member:
+    """See the module. One thread at a time.
+
+    Args:
+        group: to be a member of.
+        setup: for a conductor, if there is none.
+        hello: how to introduce itself.
+        seconds: longest wait for a batch.
+
+    Attributes:
+        jobs: members of the group, as last heard.
+        deaths: conductors that died.
+    """
+
+    def __init__(self, group: Group, setup: Setup, hello: Hello, seconds: float) -> None:
+        self.jobs = 0
+        self.deaths = 0
+        self._group = group
+        self._setup = setup
+        self._hello = hello
+        self._seconds = seconds
+        self._line: Line | None = None
+        self._claim = -1
+        self._serial = 0
+        self._asked: int | None = None
+        self._taken = -1
+        self._position = -1
+        self._in_a_row = 0
+
+    def join(self) -> int:
+        """Become a member; the epoch that begins for this job."""
+        self._claim = self._group.claim()
+        while True:
+            try:
+                return self._enter()
+            except Gone:
+                self._lost()
+
+    def _enter(self) -> int:
+        connection, _ = self._group.reach(self._setup)
+        line = self._line = Line(connection)
+        self._asked, self._serial = None, self._serial + 1
+        line.send(replace(self._hello, position=self._position).pack())
+        epoch = None
+        deadline = time.monotonic() + self._seconds
+        while epoch is None:
+            message = line.receive(deadline)
+            if message is None:
+                raise WaitError(
+                    f"process {line.pid}, which prepares for the group {self._group.name!r}, did not let this job in "
+                    f"within {self._seconds:g} s: "
+                    + ("not all ranks of this job have come" if self._hello.ranks > 1 else "it does not answer")
+                )
+            kind, _, number, extra = unpack_answer(message)
+            if kind == BROKEN:
+                self._broken(message)
+            if kind == WELCOME:
+                epoch, self.jobs = number, extra
+                line.welcome(Path(os.fsdecode(bytes(body_of(message)))))
+        return epoch
+
+    def _lost(self) -> None:
+        """The conductor is dead. Nothing that it sent and that was not handed out counts."""
+        self.deaths += 1
+        self._in_a_row += 1
+        pid = -1
+        if self._line is not None:
+            pid = self._line.pid
+            self._line.close()
+            self._line = None
+        if self._in_a_row >= LIVES:
+            raise WorkerError(
+                f"{LIVES} processes that were to prepare for the group {self._group.name!r} died one after the other "
+                f"(the last was {pid}), before a batch came. Kills by the system often mean that memory is short",
+                ids=[],
+            )
+        reap(0.0)
+
+    def take(self, number: int, end: int) -> Chunk | Elsewhere | Onward:
+        """Wait for batch `number` of the row, and ask for the one after it if that is below `end`."""
+        self._position = number
+        deadline = time.monotonic() + self._seconds
+        while True:
+            try:
+                if self._line is None:
+                    self._enter()
+                return self._take(number, end, deadline)
+            except Gone:
+                self._lost()
+
+    def _take(self, number: int, end: int, deadline: float) -> Chunk | Elsewhere | Onward:
+        line = self._line
+        assert line is not None
+        if self._asked != number:
+            self._ask(line, number)
+        while True:
+            message = line.receive(deadline)
+            if message is None:
+                raise WaitError(self._why(line, number))
+            kind, serial, told, extra = unpack_answer(message)
+            if kind == BROKEN:
+                self._broken(message)
+            if serial != self._serial:
+                continue
+            if kind == BATCH:
+                self._in_a_row = 0
+                self._asked, self._taken, self._position = None, number, number + 1
+                if number + 1 < end:
+                    self._ask(line, number + 1)
+                return self._open(line, number, result_of(message), extra)
+            if kind in (ALONE, MOVED):
+                self._asked = None
+                return Elsewhere(told) if kind == ALONE else Onward(told)
+
+    def _ask(self, line: Line, number: int) -> None:
+        self._asked = number
+        line.send(request(ASK, self._serial, number))
+
+    def _open(self, line: Line, number: int, result: Result, keep: int) -> Chunk:
+        """The batch in an answer: as a view on the ring while not too many are held, else as a copy."""
+        chunk = Chunk(number, result)
+        assert line.views is not None
+        if result.status == READY:
+            try:
+                memory = line.views.view(result.slot, result.size)
+            except OSError:
+                self._position = number
+                raise Gone from None
+            if line.leased < keep:
+                line.lease(number, result.slot, memory)
+                chunk.data = read_record(memory, copy=False, allow_pickle=True)
+                return chunk
+            chunk.data = read_record(memory, copy=True, allow_pickle=True)
+        elif result.status == PRIVATE:
+            assert result.memory is not None
+            chunk.data = read_record(result.memory, copy=False, allow_pickle=True)
+        elif result.status == FAILED:
+            chunk.error, trace = unpack_note(result.note)
+            chunk.error.__cause__ = RemoteTraceback(trace)
+        else:
+            assert result.status == EMPTY
+        line.release(number)
+        return chunk
+
+    def skip(self, cursor: int) -> None:
+        """Nothing before batch `cursor` is needed."""
+        self._position = max(self._position, cursor)
+        self._serial += 1
+        self._asked = None
+        if self._line is not None:
+            self._line.send(request(SKIP, self._serial, cursor, self._taken))
+
+    def _why(self, line: Line, number: int) -> str:
+        """The message for a batch that did not come."""
+        batch = "batch {1} of epoch {0}".format(*divmod(number, len(self._setup.order)))
+        why = f"process {line.pid}, which prepares for the group, does not answer: it may be stopped"
+        line.send(request(WHY, self._serial, number))
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while (message := line.receive(deadline)) is not None:
+            if unpack_answer(message)[0] == BECAUSE:
+                why = bytes(body_of(message)).decode()
+                break
+        return (
+            f"{batch} did not come from the group {self._group.name!r} within {self._seconds:g} s: {why}. "
+            "Give a larger timeout if samples take so long"
+        )
+
+    def _broken(self, message: bytearray) -> None:
+        error, trace = unpack_note(body_of(message))
+        raise error from RemoteTraceback(trace)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the ring."""
+        line = self._line
+        return 0 if line is None or line.views is None else line.views.ring_bytes
+
+    def close(self) -> None:
+        """Leave the group. If nobody is left, wait until its process has ended."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.send(request(BYE))
+            try:
+                deadline = time.monotonic() + _LEAVE_SECONDS
+                while (message := line.receive(deadline)) is not None:
+                    if unpack_answer(message)[0] == FAREWELL:
+                        break
+            except Gone:
+                reap(_ANSWER_SECONDS)
+            line.close()
+        if self._claim >= 0:
+            self._group.release(self._claim)
+
+
+def _pid_of(connection: socket.socket) -> int:
+    """The process at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(credentials[:4], sys.byteorder)

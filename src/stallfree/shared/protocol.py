@@ -1,0 +1,139 @@
+"""What a member of a group and its conductor say to each other. Fixed layouts, no pickle; integers are little-endian.
+
+A member asks for batches one by one, always one ahead of what it has handed out. So what it has asked for tells how far
+it is, and all that the conductor has not given it yet can be taken back without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+
+from stallfree.errors import InputError, SampleError, StallfreeError, WorkerError
+from stallfree.loader.messages import Result, unpack_result
+
+VERSION = 1
+
+HELLO, ASK, SKIP, RELEASE, WHY, BYE = 1, 2, 3, 4, 5, 6
+WELCOME, BATCH, ALONE, MOVED, BECAUSE, BROKEN, FAREWELL = 11, 12, 13, 14, 15, 16, 17
+
+NOWHERE = -1
+"""In the place of a position: a newcomer."""
+
+_REQUEST = struct.Struct("<iiqq")
+_HELLO = struct.Struct("<iiiiiiq16s")
+_ANSWER = struct.Struct("<iiqq")
+_KIND = struct.Struct("<i")
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A member introduces itself.
+
+    Attributes:
+        pid: its process.
+        job: 16 bytes, the same for all ranks of a job.
+        rank, ranks: which of the job's processes on this host it is, and how many there are.
+        position: the number of the batch that it needs next, or `NOWHERE`.
+        catchup: whether a newcomer is to take part in the epoch under way.
+        name: of its script, for messages.
+    """
+
+    pid: int
+    job: bytes
+    rank: int
+    ranks: int
+    position: int
+    catchup: bool
+    name: str
+
+    def pack(self) -> bytes:
+        """As bytes."""
+        numbers = (HELLO, VERSION, self.pid, self.rank, self.ranks, int(self.catchup), self.position)
+        return _HELLO.pack(*numbers, self.job) + self.name.encode(errors="replace")[:200]
+
+
+def unpack_hello(data: bytearray) -> Hello:
+    """The member in a message. Raises `StallfreeError` if that is of another release."""
+    kind, version, pid, rank, ranks, catchup, position, job = _HELLO.unpack_from(data)
+    if (kind, version) != (HELLO, VERSION):
+        raise StallfreeError(f"process {pid} speaks version {version} of the group's protocol, this one {VERSION}")
+    name = data[_HELLO.size :].decode(errors="replace")
+    return Hello(pid, job, rank, ranks, position, bool(catchup), name)
+
+
+def kind_of(data: bytearray) -> int:
+    """What kind of message it is."""
+    return int(_KIND.unpack_from(data)[0])
+
+
+def request(kind: int, serial: int = 0, number: int = 0, taken: int = 0) -> bytes:
+    """A request of a member.
+
+    ASK: for batch `number`. SKIP: nothing before batch `number` is needed, and nothing granted after batch `taken`
+    will be taken. RELEASE: of batch `number`. WHY: who is being waited for? BYE: leaves.
+    """
+    return _REQUEST.pack(kind, serial, number, taken)
+
+
+def unpack_request(data: bytearray) -> tuple[int, int, int, int]:
+    """Kind, serial, number and taken of a request."""
+    kind, serial, number, taken = _REQUEST.unpack_from(data)
+    return kind, serial, number, taken
+
+
+def answer(kind: int, serial: int = 0, number: int = 0, extra: int = 0, body: bytes = b"") -> bytes:
+    """An answer of the conductor.
+
+    WELCOME: epoch `number`; `extra` members; the body is the ring's folder. BATCH: a result in the body; `extra` is how
+    many batches may be held. ALONE: the group serves from batch `number` on. MOVED: the group is in epoch `number`.
+    BECAUSE: text in the body. BROKEN: an error in the body, which ends the group. FAREWELL: to one who leaves others.
+    """
+    return _ANSWER.pack(kind, extra, serial, number) + body
+
+
+def unpack_answer(data: bytearray) -> tuple[int, int, int, int]:
+    """Kind, serial, number and extra of an answer."""
+    kind, extra, serial, number = _ANSWER.unpack_from(data)
+    return kind, serial, number, extra
+
+
+def body_of(data: bytearray) -> bytearray:
+    """The body of an answer."""
+    return data[_ANSWER.size :]
+
+
+def result_of(data: bytearray) -> Result:
+    """The result in a BATCH."""
+    return unpack_result(body_of(data))
+
+
+def pack_error(error: BaseException | None, trace: str) -> bytes:
+    """An error as text: what members raise must not be unpickled."""
+    told: dict[str, object] = {"message": str(error), "trace": trace, "kind": "StallfreeError"}
+    if isinstance(error, SampleError):
+        told |= {"kind": "SampleError", "id": error.id, "where": error.where}
+    elif isinstance(error, WorkerError):
+        told |= {"kind": "WorkerError", "ids": error.ids}
+    elif isinstance(error, InputError):
+        told["kind"] = "InputError"
+    elif error is None or not isinstance(error, StallfreeError):
+        told["message"] = trace if error is None else f"{type(error).__name__}: {error}"
+    return json.dumps(told).encode()
+
+
+def unpack_note(note: bytes | bytearray) -> tuple[StallfreeError, str]:
+    """The error that was packed, and its traceback as text."""
+    told = json.loads(bytes(note))
+    message, kind = told["message"], told["kind"]
+    error: StallfreeError
+    if kind == "SampleError":
+        error = SampleError(message, id=told["id"], where=told["where"])
+    elif kind == "WorkerError":
+        error = WorkerError(message, ids=told["ids"])
+    elif kind == "InputError":
+        error = InputError(message)
+    else:
+        error = StallfreeError(message)
+    return error, told["trace"]

@@ -1,0 +1,471 @@
+"""`SharedLoader`: jobs of one host that train on the same data share the work of preparing it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import default_collate
+
+from stallfree.errors import InputError
+from stallfree.loader.arguments import (
+    WAIT_SECONDS,
+    check_functions,
+    check_numbers,
+    context_of,
+    seed_of,
+)
+from stallfree.loader.crew import Crew, Options, new_counts
+from stallfree.loader.dataloader import Batch, pinned, reader_of
+from stallfree.loader.epoch import Epoch, Progress
+from stallfree.loader.messages import NOTHING, Ids
+from stallfree.loader.order import Order
+from stallfree.loader.ranks import find_ranks, job_name
+from stallfree.loader.smart_cache import SmartCacheDataset
+from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.randomness import Randomness
+from stallfree.shared.conductor import Setup
+from stallfree.shared.group import Group, Terms, difference_of_sizes
+from stallfree.shared.member import Chunk, Elsewhere, Member, Onward
+from stallfree.shared.portions import Portions
+from stallfree.shared.protocol import NOWHERE, Hello
+from stallfree.stats import SharedStats
+from stallfree.units import parse_size
+
+_made = count()
+_SUMMED = (
+    "hits",
+    "misses",
+    "storage_bytes",
+    "fetch_seconds",
+    "prep_seconds",
+    "wait_seconds",
+    "retries",
+    "workers_replaced",
+    "skips",
+    "private_copies",
+)
+
+
+class SharedLoader:
+    """A loader whose batches are prepared once for all jobs of this host that give the same `group`.
+
+    Used in each job like a `DataLoader`. The first job starts a process that runs the workers and holds the ring of
+    ready batches; the others find it by the group's name. Each job gets every sample exactly once per epoch, prepared
+    anew for that epoch, and all jobs get the same batches. That is the coordinated prep of CoorDL (Mohan et al., VLDB
+    2021, section 4.3), with leases in the place of counts of hand-outs, and with failures handled.
+
+    Jobs may come, leave and die at any time. When the process that prepares ends with the job that started it, or dies,
+    the next job that notices starts another; since a batch is a function of (seed, epoch, ids), none is lost or
+    repeated. A job is in the group from its first iteration until `close`, or until the loader is freed: close it when
+    training is over and the process goes on, or the others wait for it.
+
+    What a job does to the tensors of its batch is not seen by others.
+
+    Args:
+        dataset: a `CachedDataset`, a source, or any map-style data set, the same in all jobs.
+        group: name of the group: letters, digits, `.`, `_` and `-`.
+        batch_size: samples per batch of this job (of each rank, if the job has several). It may differ between jobs: a
+            multiple or a divisor of `chunk_size`.
+        shuffle: another order each epoch, a function of (seed, epoch).
+        num_workers: worker processes of the group, 1 or more. The first job decides.
+        chunk_size: samples that are prepared as one batch, and then divided or joined for each job. None: as the group
+            does; in its first job, `batch_size` times the number of ranks.
+        collate_fn: makes a batch of a list of samples; torch's default if None. With another one all jobs must have
+            batches of `chunk_size`, and no ranks.
+        drop_last: leave out a last batch that is not full; each job's own choice.
+        pin_memory: yield batches in pinned memory, when there is an accelerator.
+        timeout: seconds to wait for a batch before `WaitError`, and for which a slow job may hold up the others with
+            `on_lag="wait"`; 0 means 300.
+        worker_init_fn: called in each worker with its number.
+        multiprocessing_context: "fork", "forkserver", "spawn" or a context; Python's default if None.
+        prefetch_factor: batches under way per worker; 2 if None. The first job decides.
+        seed: of order and augmentation; that of the `CachedDataset`, or 0, if None.
+        with_ids: yield `Batch(data, ids, weights)`.
+        on_error: "raise" a `SampleError` for a sample that cannot be had, at every job, or "skip" it.
+        staging: bytes for the ring of ready batches, as an int or such as "256MiB". None: twice `num_workers` batches,
+            and four for each job in the group. The first job decides.
+        join: a job that comes in the middle of an epoch waits for the "next" one, or does a "catchup": it gets what is
+            still to come of this epoch with the others, and then what it missed, prepared by its own `num_workers`.
+        on_lag: a slow job holds up the others when the ring is full of batches that it has not taken. "wait" for it, or
+            "detach" it: it prepares the rest of its epoch by itself, and is with the others again in the next.
+        job_transform: applied to each batch of this job after the shared prep, in this process. What it draws is a
+            function of (seed, epoch, number of the batch).
+
+    Attributes:
+        group: the group's name.
+        chunk_size: the group's.
+        epoch: the group's epoch in which this job is or, between two, which it will begin. It may go up by more than
+            one, if the group was further on.
+
+    The ranks of a job are found by `torch.distributed` if that is initialised, else by the variables `RANK` and
+    `WORLD_SIZE`: each gets its rows of every `batch_size` times `WORLD_SIZE` samples, and all get equally many batches.
+
+    Raises `InputError` for arguments that cannot be used, and for a job whose data set, transform, seed or batches
+    differ from the group's; while iterating `SampleError`, `WorkerError` and `WaitError`, and `StallfreeError` for what
+    `collate_fn` raised.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        group: str,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        num_workers: int = 1,
+        chunk_size: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        prefetch_factor: int | None = None,
+        seed: int | None = None,
+        with_ids: bool = False,
+        on_error: str = "raise",
+        staging: int | str | None = None,
+        join: str = "next",
+        on_lag: str = "wait",
+        job_transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        check_numbers(num_workers, batch_size, timeout, prefetch_factor, False)
+        check_functions(collate_fn, worker_init_fn, on_error)
+        _check(dataset, num_workers, batch_size, chunk_size, join, on_lag, job_transform)
+        self.dataset = dataset
+        self.group = group
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.with_ids = with_ids
+        self.seed = seed_of(dataset, seed, None)
+        self.epoch = 0
+        self._pin = pin_memory
+        self._transform = job_transform
+        self._drawing = Randomness(job_transform)
+        self._ranks = find_ranks()
+        reader = reader_of(dataset)
+        self._samples = len(reader.source)
+        collate = None if collate_fn is default_collate else collate_fn
+        terms = Terms(
+            same={
+                "data set": fingerprint(reader.source.fingerprint()),
+                "transform": fingerprint(_steps(dataset)),
+                "collate_fn": fingerprint(collate),
+                "seed": self.seed,
+                "shuffle": bool(shuffle),
+                "on_error": on_error,
+                "on_lag": on_lag,
+            },
+            chunk=chunk_size or batch_size * self._ranks.count,
+            workers=num_workers,
+            ahead=(prefetch_factor or 2) * num_workers,
+            staging=None if staging is None else parse_size(staging, "staging"),
+        )
+        joined = Group(group, terms)
+        try:
+            self.chunk_size = joined.terms.chunk
+            self._check_sizes(chunk_size, collate is not None)
+        except BaseException:
+            joined.close()
+            raise
+        self._order = Order(self._samples, self.chunk_size, bool(shuffle), None, None, False, self.seed)
+        seconds = timeout or WAIT_SECONDS
+
+        def options(workers: int, ahead: int, staging: int | None) -> Options:
+            return Options(
+                reader=reader,
+                dataset=dataset,
+                collate=collate,
+                single=False,
+                seed=self.seed,
+                skip=on_error == "skip",
+                workers=workers,
+                ahead=ahead,
+                context=context_of(multiprocessing_context),
+                worker_init=worker_init_fn,
+                seconds=seconds,
+                staging=staging,
+                log=None,
+                begun=time.monotonic(),
+            )
+
+        self._own_options = options(num_workers, (prefetch_factor or 2) * num_workers, None)
+        self._counts = new_counts()
+        self._alone_counts = new_counts()
+        self._alone = 0
+        setup = Setup(
+            folder=joined.folder,
+            options=options(joined.terms.workers, joined.terms.ahead, joined.terms.staging),
+            base_seed=int(torch.empty((), dtype=torch.int64).random_().item()),
+            order=self._order,
+            detach=on_lag == "detach",
+            lag_seconds=seconds,
+        )
+        self._workers = joined.terms.workers
+        self._member = Member(joined, setup, self._hello(join == "catchup"), seconds)
+        self._joined = False
+        self._pass: weakref.ref[_Pass] | None = None
+        self._end = weakref.finalize(self, _close, os.getpid(), self._member, joined)
+
+    def _check_sizes(self, chunk_size: int | None, own_collate: bool) -> None:
+        problem = ""
+        if chunk_size is not None and chunk_size != self.chunk_size:
+            problem = (
+                f"chunk_size={chunk_size}, and the group {self.group!r} prepares {self.chunk_size} samples at once: "
+                "leave it out, or give the name of another group"
+            )
+        elif own_collate and self.batch_size != self.chunk_size:
+            problem = (
+                f"batch_size={self.batch_size} on {self._ranks.count} ranks and chunks of {self.chunk_size}: what a "
+                "collate_fn made cannot be divided or joined; give batch_size and chunk_size alike, and one rank"
+            )
+        problem = problem or difference_of_sizes(self.group, self.chunk_size, self.batch_size, self._ranks.count)
+        if problem:
+            raise InputError(problem)
+
+    def _hello(self, catchup: bool) -> Hello:
+        ranks = self._ranks
+        name = f"{os.getpid()}-{next(_made)}" if ranks.count == 1 else job_name() or f"child of {os.getppid()}"
+        script = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
+        key = xxhash.xxh3_128_digest(name.encode())
+        return Hello(os.getpid(), key, ranks.rank, ranks.here, NOWHERE, catchup, script or "python")
+
+    # -- epochs -------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
+        return len(self._portions(0))
+
+    def _portions(self, epoch: int) -> Portions:
+        def planned(number: int) -> Ids:
+            return next(iter(self._order.batches(epoch, number)))
+
+        ranks = self._ranks
+        return Portions(
+            self._samples, self.chunk_size, self.batch_size, ranks.rank, ranks.count, self.drop_last, planned
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._end.alive:
+            raise InputError(f"the loader of the group {self.group!r} is closed: make a new one")
+        before = None if self._pass is None else self._pass()
+        if before is not None:
+            before.close()
+        if not self._joined:
+            self.epoch = self._member.join()
+            self._joined = True
+        iteration = _Pass(self)
+        self._pass = weakref.ref(iteration)
+        return iteration
+
+    def stats(self) -> SharedStats:
+        """What this job's loader has done since it was made."""
+        counts = dict(self._counts)
+        for name in _SUMMED:
+            counts[name] += self._alone_counts[name]
+        counts |= {"num_workers": self._workers, "staging_bytes": self._member.staging_bytes}
+        return SharedStats(**counts, alone=self._alone, takeovers=self._member.deaths, jobs=self._member.jobs)
+
+    def close(self) -> None:
+        """Leave the group. Batches that are kept stay valid. The last one out ends its processes. May be called twice."""
+        iteration = None if self._pass is None else self._pass()
+        if iteration is not None:
+            iteration.close()
+        self._end()
+
+    def __enter__(self) -> SharedLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Pass:
+    """One epoch of one job: first what the group serves of it, then what this job has to prepare by itself."""
+
+    def __init__(self, loader: SharedLoader) -> None:
+        self._loader = loader
+        self._member = loader._member
+        self._batches = len(loader._order)
+        self._ready: deque[tuple[int, Any, Ids]] = deque()
+        self._gaps: deque[tuple[int, int]] = deque()  # numbers in the epoch
+        self._crew: Crew | None = None
+        self._own: tuple[Epoch, Progress, int] | None = None
+        self._through = False
+        self._skipped = False
+        self._begin(loader.epoch)
+
+    def _begin(self, epoch: int) -> None:
+        self.epoch = self._loader.epoch = epoch
+        self._portions = self._loader._portions(epoch)
+        self._first = epoch * self._batches
+        self._at, self._end = self._first, self._first + self._portions.chunks
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._portions)
+
+    def __next__(self) -> Any:
+        while not self._ready:
+            if self._through:
+                raise StopIteration
+            try:
+                self._next_chunk()
+            except StopIteration:
+                self.close()
+                raise
+        return self._hand_out(*self._ready.popleft())
+
+    def _hand_out(self, number: int, data: Any, ids: Ids) -> Any:
+        loader = self._loader
+        if loader._transform is not None:
+            with loader._drawing as drawing:
+                drawing.seed(loader.seed, self.epoch, -1 - number)
+                data = loader._transform(data)
+        if loader._pin and torch.cuda.is_available():
+            data = pinned(data)
+        loader._counts["batches"] += 1
+        loader._counts["samples"] += len(ids)
+        return Batch(data, torch.from_numpy(np.array(ids)), None) if loader.with_ids else data
+
+    def _next_chunk(self) -> None:
+        """Bring one more chunk, and the batches that are complete with it. Raises `StopIteration` at the end."""
+        while self._at < self._end:
+            started = time.monotonic()
+            try:
+                got = self._member.take(self._at, self._end)
+            finally:
+                self._loader._counts["wait_seconds"] += time.monotonic() - started
+            if isinstance(got, Onward):
+                self._begin(got.epoch)
+            elif isinstance(got, Elsewhere):
+                start = min(got.start, self._end)
+                self._gaps.append((self._at - self._first, start - self._first))
+                self._at = start
+            else:
+                self._at += 1
+                self._take_in(got)
+                return
+        self._leave_rest()
+        self._next_alone()
+
+    def _take_in(self, chunk: Chunk) -> None:
+        counts, result = self._loader._counts, chunk.result
+        for name in ("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"):
+            counts[name] += getattr(result, name)
+        counts["skips"] += result.skipped
+        there = chunk.data is not None
+        ids = result.ids if there else NOTHING
+        self._ready.extend(self._portions.feed(chunk.number - self._first, chunk.data, ids))
+        if chunk.error is not None:
+            raise chunk.error
+
+    def _leave_rest(self) -> None:
+        """Nothing more of this epoch is needed from the group."""
+        if not self._skipped:
+            self._skipped = True
+            self._member.skip(self._first + self._batches)
+
+    def _next_alone(self) -> None:
+        """One chunk that the group does not serve to this job, prepared here."""
+        while True:
+            if self._own is None:
+                if not self._gaps:
+                    raise StopIteration
+                self._own = self._start_alone(*self._gaps.popleft())
+            epoch, progress, at = self._own
+            try:
+                data, ids = next(epoch)
+            except StopIteration:
+                self._feed_empty(at, progress.handed_out)
+                self._own = None
+                if self._ready:
+                    return
+                continue
+            except Exception:
+                self._feed_empty(at, progress.handed_out)
+                self._own = epoch, progress, progress.handed_out
+                raise
+            self._feed_empty(at, progress.handed_out - 1)
+            self._own = epoch, progress, progress.handed_out
+            self._loader._alone += 1
+            self._ready.extend(self._portions.feed(progress.handed_out - 1, data, ids))
+            return
+
+    def _feed_empty(self, start: int, stop: int) -> None:
+        for number in range(start, stop):
+            self._ready.extend(self._portions.feed(number, None, NOTHING))
+
+    def _start_alone(self, start: int, stop: int) -> tuple[Epoch, Progress, int]:
+        loader = self._loader
+        if self._crew is None:
+            self._crew = Crew(loader._own_options, loader.seed & 0x7FFFFFFF, loader._alone_counts)
+        batches = islice(loader._order.batches(self.epoch, start), stop - start)
+        progress = Progress(batches, self.epoch, start)
+        return Epoch(self._crew, progress), progress, start
+
+    def close(self) -> None:
+        """End this pass. May be called twice."""
+        if self._through:
+            return
+        self._through = True
+        self._ready.clear()
+        self._leave_rest()
+        self._loader.epoch = self.epoch + 1
+        if self._own is not None:
+            self._own[0].close()
+        if self._crew is not None:
+            self._crew.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_at"):
+            self.close()
+
+
+def _check(
+    dataset: Any, num_workers: int, batch_size: Any, chunk_size: Any, join: str, on_lag: str, job_transform: Any
+) -> None:
+    if num_workers < 1:
+        raise InputError("num_workers=0: the workers belong to the group, which needs 1 or more")
+    if batch_size is None:
+        raise InputError("batch_size=None: give the number of samples per batch")
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+        raise InputError(f"chunk_size={chunk_size!r}: give an int of 1 or more, or None")
+    if join not in ("next", "catchup"):
+        raise InputError(f"join={join!r}: use 'next' or 'catchup'")
+    if on_lag not in ("wait", "detach"):
+        raise InputError(f"on_lag={on_lag!r}: use 'wait' or 'detach'")
+    if job_transform is not None and not callable(job_transform):
+        raise InputError(f"job_transform={job_transform!r} cannot be called: give a function, or None")
+    if isinstance(dataset, SmartCacheDataset):
+        raise InputError(
+            "a SmartCacheDataset is one job's own window over the data: give the data set beneath it, or a "
+            "CachedDataset of it"
+        )
+
+
+def _steps(dataset: Any) -> Any:
+    steps = getattr(dataset, "steps", None)
+    return steps if steps is not None else reader_of(dataset).source.pipeline
+
+
+def _close(owner: int, member: Member, group: Group) -> None:
+    if os.getpid() != owner:
+        return  # a forked child: the seat is its parent's
+    try:
+        member.close()
+    finally:
+        group.close()
