@@ -11,7 +11,6 @@ import logging
 import os
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -49,6 +48,7 @@ from stallfree.shared.protocol import (
     unpack_request,
 )
 from stallfree.shared.schedule import Alone, Answer, Grant, Schedule
+from stallfree.shared.sockets import listen, process_of
 
 SLOTS_PER_MEMBER = 4
 """Slots for each member beyond those under way: batches that it may hold, and one on its way to it."""
@@ -156,7 +156,7 @@ class Conductor:
         self._going = False
         self._had_members = False
         self._blocked: float | None = None
-        self._listener = _listen(setup.folder / "socket")
+        self._listener = listen(setup.folder)
         keep_from_children(self._listener.fileno())
         self._numbers = 0
         self._last: _Peer | None = None
@@ -232,7 +232,7 @@ class Conductor:
             connection, _ = self._listener.accept()
             process = -1
             with contextlib.suppress(OSError, AttributeError):
-                process = os.pidfd_open(_pid_of(connection))
+                process = os.pidfd_open(process_of(connection))
             keep_from_children(connection.fileno())
             self._numbers += 1
             self._peers[self._numbers] = _Peer(Channel(connection), process)
@@ -476,28 +476,6 @@ class Conductor:
             self._hang_up(self._last)
 
 
-def _listen(path: Path) -> socket.socket:
-    """A listening socket at `path`, in place of what a conductor that ended left there."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        making = f"socket-{os.getpid()}"
-        mask = os.umask(0o177)
-        try:
-            listener.bind(f"/proc/self/fd/{folder}/{making}")  # a path of its own may be too long for a socket
-        finally:
-            os.umask(mask)
-        listener.listen(128)
-        os.rename(making, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        listener.close()
-        raise
-    finally:
-        os.close(folder)
-    listener.setblocking(False)
-    return listener
-
-
 def _next_epoch(folder: Path) -> int:
     """The epoch after the last one of which a batch was prepared here."""
     try:
@@ -511,8 +489,3 @@ def _note_epoch(folder: Path, epoch: int) -> None:
         new = folder / f"epoch-{os.getpid()}"
         new.write_text(str(epoch))
         new.rename(folder / "epoch")
-
-
-def _pid_of(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(credentials[:4], sys.byteorder)

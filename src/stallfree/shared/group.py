@@ -21,6 +21,7 @@ from stallfree.locks import FileLock
 from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.conductor import Setup, conduct
 from stallfree.shared.protocol import unpack_note
+from stallfree.shared.sockets import connect
 
 _META_VERSION = 1
 _START_SECONDS = 120.0
@@ -92,15 +93,15 @@ class Group:
 
     def reach(self, setup: Setup) -> tuple[socket.socket, bool]:
         """A connection to the group's conductor, and whether it had to be started."""
-        found = _connect(self.folder)
+        found = connect(self.folder)
         if found is not None:
             return found, False
         with self._starting.hold(_START_SECONDS, f"starting the group {self.name!r}"):
-            found = _connect(self.folder)
+            found = connect(self.folder)
             if found is not None:
                 return found, False
             _start(setup, self._attached)
-            found = _connect(self.folder)
+            found = connect(self.folder)
             if found is None:
                 raise WorkerError(f"the process that prepares for the group {self.name!r} ended at once", ids=[])
             return found, True
@@ -137,24 +138,6 @@ def _difference(key: str, theirs: Any, ours: Any) -> str:
     if key in _WORDS:
         return f"{_WORDS[key]} is another one (its code, parameters or files differ)"
     return f"it has {key}={theirs!r}, this job gives {key}={ours!r}"
-
-
-def _connect(folder: Path) -> socket.socket | None:
-    """A connection to whoever listens there, if anybody does."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            connection.connect(f"/proc/self/fd/{fd}/socket")  # a path of its own may be too long for a socket
-        finally:
-            os.close(fd)
-    except (FileNotFoundError, ConnectionRefusedError):
-        connection.close()
-        return None
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 # -- conductors that this process started ---------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import logging
 import os
 import select
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -46,6 +45,7 @@ from stallfree.shared.protocol import (
     unpack_answer,
     unpack_note,
 )
+from stallfree.shared.sockets import process_of
 from stallfree.shared.views import Views
 
 Bytes = npt.NDArray[np.uint8]
@@ -94,7 +94,7 @@ class Line:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self.pid = _pid_of(connection)
+        self.pid = process_of(connection)
         self.views: Views | None = None
         self._channel = Channel(connection)
         self._fd = connection.fileno()
@@ -298,13 +298,15 @@ class Member:
                 self._broken(message)
             if serial != self._serial:
                 continue
-            if kind == BATCH:
+            if kind == BATCH and told != number:
+                line.release(told)  # asked for before an interrupt
+            elif kind == BATCH:
                 self._in_a_row = 0
                 self._asked, self._taken, self._position = None, number, number + 1
                 if number + 1 < end:
                     self._ask(line, number + 1)
                 return self._open(line, number, result_of(message), extra)
-            if kind in (ALONE, MOVED):
+            elif kind in (ALONE, MOVED):
                 self._asked = None
                 return Elsewhere(told) if kind == ALONE else Onward(told)
 
@@ -386,9 +388,3 @@ class Member:
             line.close()
         if self._claim >= 0:
             self._group.release(self._claim)
-
-
-def _pid_of(connection: socket.socket) -> int:
-    """The process at the other end."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(credentials[:4], sys.byteorder)

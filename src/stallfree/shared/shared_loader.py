@@ -278,7 +278,7 @@ class SharedLoader:
         return SharedStats(**counts, alone=self._alone, takeovers=self._member.deaths, jobs=self._member.jobs)
 
     def close(self) -> None:
-        """Leave the group. Batches that are kept stay valid. The last one out ends its processes. May be called twice."""
+        """Leave the group; kept batches stay valid. The last one out ends its processes. May be called twice."""
         iteration = None if self._pass is None else self._pass()
         if iteration is not None:
             iteration.close()
