@@ -34,6 +34,7 @@ from stallfree.shared.protocol import (
     BYE,
     FAREWELL,
     MOVED,
+    NOWHERE,
     RELEASE,
     SKIP,
     WELCOME,
@@ -220,11 +221,12 @@ class Member:
         self._serial = 0
         self._asked: int | None = None
         self._taken = -1
-        self._position = -1
+        self._position = NOWHERE
         self._in_a_row = 0
 
-    def join(self) -> int:
-        """Become a member; the epoch that begins for this job."""
+    def join(self, position: int) -> int:
+        """Become a member, who needs the batch at `position` of the row next, or a newcomer; the epoch of this job."""
+        self._position = position
         self._claim = self._group.claim()
         while True:
             try:

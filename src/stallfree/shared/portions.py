@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,11 @@ class Portions:
     def chunks(self) -> int:
         """Chunks that are needed, from the first on."""
         return -(-min(self._units * self._unit, self._samples) // self._chunk)
+
+    def first_chunk(self, done: Collection[int]) -> int:
+        """The first chunk that is needed when the batches `done` are not."""
+        missing = next((unit for unit in range(self._units) if unit not in done), None)
+        return self.chunks if missing is None else missing * self._unit // self._chunk
 
     def feed(self, number: int, data: Any, ids: Ids) -> Iterator[tuple[int, Any, Ids]]:
         """Chunk `number` has come, in any order, with the samples `ids` (none, if it failed).

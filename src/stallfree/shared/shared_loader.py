@@ -6,13 +6,11 @@ import os
 import sys
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import count, islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from multiprocessing.context import BaseContext
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch.utils.data import default_collate
@@ -25,22 +23,23 @@ from stallfree.loader.arguments import (
     context_of,
     seed_of,
 )
-from stallfree.loader.crew import Crew, Options, new_counts
-from stallfree.loader.dataloader import Batch, pinned, reader_of
-from stallfree.loader.epoch import Epoch, Progress
-from stallfree.loader.messages import NOTHING, Ids
+from stallfree.loader.crew import Options
+from stallfree.loader.dataloader import reader_of
+from stallfree.loader.messages import Ids
 from stallfree.loader.order import Order
 from stallfree.loader.ranks import find_ranks, job_name
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.fingerprint import fingerprint
-from stallfree.pipeline.randomness import Randomness
 from stallfree.shared.conductor import Setup
 from stallfree.shared.group import Group, Terms, difference_of_sizes
-from stallfree.shared.member import Chunk, Elsewhere, Member, Onward
+from stallfree.shared.member import Member
+from stallfree.shared.one_pass import Pass, Seat
 from stallfree.shared.portions import Portions
 from stallfree.shared.protocol import NOWHERE, Hello
 from stallfree.stats import SharedStats
 from stallfree.units import parse_size
+
+_STATE_VERSION = 1
 
 _made = count()
 _SUMMED = (
@@ -105,8 +104,6 @@ class SharedLoader:
     Attributes:
         group: the group's name.
         chunk_size: the group's.
-        epoch: the group's epoch in which this job is or, between two, which it will begin. It may go up by more than
-            one, if the group was further on.
 
     The ranks of a job are found by `torch.distributed` if that is initialised, else by the variables `RANK` and
     `WORLD_SIZE`: each gets its rows of every `batch_size` times `WORLD_SIZE` samples, and all get equally many batches.
@@ -149,10 +146,6 @@ class SharedLoader:
         self.drop_last = drop_last
         self.with_ids = with_ids
         self.seed = seed_of(dataset, seed, None)
-        self.epoch = 0
-        self._pin = pin_memory
-        self._transform = job_transform
-        self._drawing = Randomness(job_transform)
         self._ranks = find_ranks()
         reader = reader_of(dataset)
         self._samples = len(reader.source)
@@ -200,10 +193,6 @@ class SharedLoader:
                 begun=time.monotonic(),
             )
 
-        self._own_options = options(num_workers, (prefetch_factor or 2) * num_workers, None)
-        self._counts = new_counts()
-        self._alone_counts = new_counts()
-        self._alone = 0
         setup = Setup(
             folder=joined.folder,
             options=options(joined.terms.workers, joined.terms.ahead, joined.terms.staging),
@@ -213,10 +202,21 @@ class SharedLoader:
             lag_seconds=seconds,
         )
         self._workers = joined.terms.workers
-        self._member = Member(joined, setup, self._hello(join == "catchup"), seconds)
+        self._seat = Seat(
+            Member(joined, setup, self._hello(join == "catchup"), seconds),
+            self._order,
+            self._portions,
+            options(num_workers, (prefetch_factor or 2) * num_workers, None),
+            job_transform,
+            pin_memory,
+            with_ids,
+        )
         self._joined = False
-        self._pass: weakref.ref[_Pass] | None = None
-        self._end = weakref.finalize(self, _close, os.getpid(), self._member, joined)
+        self._resumed: int | None = None
+        self._done: frozenset[int] = frozenset()
+        self._same = terms.same
+        self._pass: weakref.ref[Pass] | None = None
+        self._end = weakref.finalize(self, _close, os.getpid(), self._seat.member, joined)
 
     def _check_sizes(self, chunk_size: int | None, own_collate: bool) -> None:
         problem = ""
@@ -243,6 +243,15 @@ class SharedLoader:
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
+    @property
+    def epoch(self) -> int:
+        """The group's epoch in which this job is or, between two, which it will begin.
+
+        It may go up by more than one, if the group was further on.
+        """
+        iteration = None if self._pass is None else self._pass()
+        return self._seat.next_epoch if iteration is None or iteration.through else iteration.epoch
+
     def __len__(self) -> int:
         """Number of batches of an epoch."""
         return len(self._portions(0))
@@ -262,20 +271,64 @@ class SharedLoader:
         before = None if self._pass is None else self._pass()
         if before is not None:
             before.close()
+        done = self._done
         if not self._joined:
-            self.epoch = self._member.join()
+            self._seat.next_epoch = self._seat.member.join(self._first_needed(done))
             self._joined = True
-        iteration = _Pass(self)
+        self._done = frozenset()
+        iteration = Pass(self._seat, self._seat.next_epoch, done)
         self._pass = weakref.ref(iteration)
         return iteration
 
+    def _first_needed(self, done: frozenset[int]) -> int:
+        """The number in the row of the first chunk that is needed when the batches `done` are not; or `NOWHERE`."""
+        if self._resumed is None:
+            return NOWHERE
+        return self._resumed * len(self._order) + self._portions(0).first_chunk(done)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this job is: the group's epoch, and which of its batches were handed out. It is fit for JSON."""
+        iteration = None if self._pass is None else self._pass()
+        under_way = iteration is not None and not iteration.through
+        done = iteration.done if iteration is not None and under_way else self._done
+        return {"version": _STATE_VERSION, "epoch": self.epoch, "done": _ranges(done), "terms": self._terms()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, before the first iteration: the next one gives what was left.
+
+        A group that is new begins there. In one that is further on, this job prepares by itself what it has missed of
+        that epoch. Raises `InputError` for a state of another loader, and after the first iteration.
+        """
+        if self._joined:
+            raise InputError("this loader is in its group already: load the state before the first iteration")
+        known = isinstance(state, dict) and {"version", "epoch", "done", "terms"} <= state.keys()
+        if not known or state["version"] != _STATE_VERSION:
+            raise InputError("this is no state of a SharedLoader of this release: give what state_dict() returned")
+        if state["terms"] != self._terms():
+            raise InputError(
+                f"the state was taken with {state['terms']}, this loader has {self._terms()}: give the same"
+            )
+        self._seat.next_epoch = self._resumed = int(state["epoch"])
+        self._done = frozenset(number for start, stop in state["done"] for number in range(start, stop))
+
+    def _terms(self) -> dict[str, Any]:
+        """What must be the same for a position in one loader to be that position in another."""
+        same = {name: self._same[name] for name in ("seed", "shuffle")}
+        sizes = {"samples": self._samples, "batch_size": self.batch_size, "chunk_size": self.chunk_size}
+        return {**same, **sizes, "ranks": self._ranks.count, "drop_last": self.drop_last}
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
     def stats(self) -> SharedStats:
         """What this job's loader has done since it was made."""
-        counts = dict(self._counts)
+        seat = self._seat
+        counts = dict(seat.counts)
         for name in _SUMMED:
-            counts[name] += self._alone_counts[name]
-        counts |= {"num_workers": self._workers, "staging_bytes": self._member.staging_bytes}
-        return SharedStats(**counts, alone=self._alone, takeovers=self._member.deaths, jobs=self._member.jobs)
+            counts[name] += seat.alone_counts[name]
+        counts |= {"num_workers": self._workers, "staging_bytes": seat.member.staging_bytes}
+        return SharedStats(**counts, alone=seat.alone, takeovers=seat.member.deaths, jobs=seat.member.jobs)
 
     def close(self) -> None:
         """Leave the group; kept batches stay valid. The last one out ends its processes. May be called twice."""
@@ -289,150 +342,6 @@ class SharedLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Pass:
-    """One epoch of one job: first what the group serves of it, then what this job has to prepare by itself."""
-
-    def __init__(self, loader: SharedLoader) -> None:
-        self._loader = loader
-        self._member = loader._member
-        self._batches = len(loader._order)
-        self._ready: deque[tuple[int, Any, Ids]] = deque()
-        self._gaps: deque[tuple[int, int]] = deque()  # numbers in the epoch
-        self._crew: Crew | None = None
-        self._own: tuple[Epoch, Progress, int] | None = None
-        self._through = False
-        self._skipped = False
-        self._begin(loader.epoch)
-
-    def _begin(self, epoch: int) -> None:
-        self.epoch = self._loader.epoch = epoch
-        self._portions = self._loader._portions(epoch)
-        self._first = epoch * self._batches
-        self._at, self._end = self._first, self._first + self._portions.chunks
-
-    def __iter__(self) -> _Pass:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._portions)
-
-    def __next__(self) -> Any:
-        while not self._ready:
-            if self._through:
-                raise StopIteration
-            try:
-                self._next_chunk()
-            except StopIteration:
-                self.close()
-                raise
-        return self._hand_out(*self._ready.popleft())
-
-    def _hand_out(self, number: int, data: Any, ids: Ids) -> Any:
-        loader = self._loader
-        if loader._transform is not None:
-            with loader._drawing as drawing:
-                drawing.seed(loader.seed, self.epoch, -1 - number)
-                data = loader._transform(data)
-        if loader._pin and torch.cuda.is_available():
-            data = pinned(data)
-        loader._counts["batches"] += 1
-        loader._counts["samples"] += len(ids)
-        return Batch(data, torch.from_numpy(np.array(ids)), None) if loader.with_ids else data
-
-    def _next_chunk(self) -> None:
-        """Bring one more chunk, and the batches that are complete with it. Raises `StopIteration` at the end."""
-        while self._at < self._end:
-            started = time.monotonic()
-            try:
-                got = self._member.take(self._at, self._end)
-            finally:
-                self._loader._counts["wait_seconds"] += time.monotonic() - started
-            if isinstance(got, Onward):
-                self._begin(got.epoch)
-            elif isinstance(got, Elsewhere):
-                start = min(got.start, self._end)
-                self._gaps.append((self._at - self._first, start - self._first))
-                self._at = start
-            else:
-                self._at += 1
-                self._take_in(got)
-                return
-        self._leave_rest()
-        self._next_alone()
-
-    def _take_in(self, chunk: Chunk) -> None:
-        counts, result = self._loader._counts, chunk.result
-        for name in ("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"):
-            counts[name] += getattr(result, name)
-        counts["skips"] += result.skipped
-        there = chunk.data is not None
-        ids = result.ids if there else NOTHING
-        self._ready.extend(self._portions.feed(chunk.number - self._first, chunk.data, ids))
-        if chunk.error is not None:
-            raise chunk.error
-
-    def _leave_rest(self) -> None:
-        """Nothing more of this epoch is needed from the group."""
-        if not self._skipped:
-            self._skipped = True
-            self._member.skip(self._first + self._batches)
-
-    def _next_alone(self) -> None:
-        """One chunk that the group does not serve to this job, prepared here."""
-        while True:
-            if self._own is None:
-                if not self._gaps:
-                    raise StopIteration
-                self._own = self._start_alone(*self._gaps.popleft())
-            epoch, progress, at = self._own
-            try:
-                data, ids = next(epoch)
-            except StopIteration:
-                self._feed_empty(at, progress.handed_out)
-                self._own = None
-                if self._ready:
-                    return
-                continue
-            except Exception:
-                self._feed_empty(at, progress.handed_out)
-                self._own = epoch, progress, progress.handed_out
-                raise
-            self._feed_empty(at, progress.handed_out - 1)
-            self._own = epoch, progress, progress.handed_out
-            self._loader._alone += 1
-            self._ready.extend(self._portions.feed(progress.handed_out - 1, data, ids))
-            return
-
-    def _feed_empty(self, start: int, stop: int) -> None:
-        for number in range(start, stop):
-            self._ready.extend(self._portions.feed(number, None, NOTHING))
-
-    def _start_alone(self, start: int, stop: int) -> tuple[Epoch, Progress, int]:
-        loader = self._loader
-        if self._crew is None:
-            self._crew = Crew(loader._own_options, loader.seed & 0x7FFFFFFF, loader._alone_counts)
-        batches = islice(loader._order.batches(self.epoch, start), stop - start)
-        progress = Progress(batches, self.epoch, start)
-        return Epoch(self._crew, progress), progress, start
-
-    def close(self) -> None:
-        """End this pass. May be called twice."""
-        if self._through:
-            return
-        self._through = True
-        self._ready.clear()
-        self._leave_rest()
-        self._loader.epoch = self.epoch + 1
-        if self._own is not None:
-            self._own[0].close()
-        if self._crew is not None:
-            self._crew.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_at"):
-            self.close()
 
 
 def _check(
@@ -455,6 +364,17 @@ def _check(
             "a SmartCacheDataset is one job's own window over the data: give the data set beneath it, or a "
             "CachedDataset of it"
         )
+
+
+def _ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """Numbers as a list of [start, stop]."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] += 1
+        else:
+            ranges.append([number, number + 1])
+    return ranges
 
 
 def _steps(dataset: Any) -> Any:
