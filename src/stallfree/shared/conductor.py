@@ -22,31 +22,11 @@ from stallfree.folders import SharedFolder
 from stallfree.loader.channel import Channel
 from stallfree.loader.crew import Crew, Options, new_counts
 from stallfree.loader.fill import unpack_error
-from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Result, Task
+from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
 from stallfree.loader.order import Order
 from stallfree.locks import FileLock
 from stallfree.shared.closing import forget, keep_from_children
-from stallfree.shared.protocol import (
-    ALONE,
-    ASK,
-    BATCH,
-    BECAUSE,
-    BROKEN,
-    BYE,
-    FAREWELL,
-    HELLO,
-    MOVED,
-    RELEASE,
-    SKIP,
-    WELCOME,
-    WHY,
-    Hello,
-    answer,
-    kind_of,
-    pack_error,
-    unpack_hello,
-    unpack_request,
-)
+from stallfree.shared.protocol import Hello, Kind, answer, kind_of, pack_error, unpack_hello, unpack_request
 from stallfree.shared.schedule import Alone, Answer, Grant, Schedule
 from stallfree.shared.sockets import listen, process_of
 
@@ -141,7 +121,8 @@ class Conductor:
 
     def __init__(self, lifeline: Connection, setup: Setup) -> None:
         self._setup = setup
-        self._lifeline: Connection | None = lifeline
+        self._lifeline = lifeline
+        self._ended = False  # the process that started this one
         self._folder = SharedFolder(setup.folder.name, root=setup.folder.parent, initialize=lambda _: None)
         self._members_lock = FileLock(setup.folder / "members")
         self._counts = {**new_counts(), "num_workers": setup.options.workers}
@@ -152,12 +133,17 @@ class Conductor:
         self._tasks: dict[int, Task] = {}
         self._largest = 0
         self._epoch = -1
+        self._plan: list[Ids] = []  # of that epoch
         self._begun = time.monotonic()
         self._going = False
         self._had_members = False
         self._blocked: float | None = None
         self._listener = listen(setup.folder)
         keep_from_children(self._listener.fileno())
+        self._poller = select.poll()
+        self._poller.register(self._listener, select.POLLIN)
+        self._poller.register(lifeline, select.POLLIN)
+        self._owners: dict[int, int] = {}  # of the descriptors of peers
         self._numbers = 0
         self._last: _Peer | None = None
 
@@ -173,7 +159,7 @@ class Conductor:
             self._collect()
 
     def _over(self) -> bool:
-        if self._lifeline is None:
+        if self._ended:
             return True
         if self._peers:
             if self._last is not None:  # somebody came just then
@@ -183,32 +169,22 @@ class Conductor:
         return self._had_members or time.monotonic() - self._begun > _FIRST_WAIT
 
     def _wait(self) -> None:
-        poller = select.poll()
-        poller.register(self._listener, select.POLLIN)
-        assert self._lifeline is not None
-        poller.register(self._lifeline, select.POLLIN)
-        owners: dict[int, int] = {}
-        for number, peer in self._peers.items():
-            events = select.POLLIN | (select.POLLOUT if peer.channel.writing else 0)
-            poller.register(peer.channel.fileno(), events)
-            owners[peer.channel.fileno()] = number
-            if peer.process >= 0:
-                poller.register(peer.process, select.POLLIN)
-                owners[peer.process] = number
         nothing = not self._crew.prepare_wait()
-        for fd, events in self._crew.descriptors:
-            poller.register(fd, events)
-        ready = poller.poll(self._patience() if nothing else 0)
+        lanes = self._crew.descriptors
+        for fd, events in lanes:
+            self._poller.register(fd, events)
+        ready = self._poller.poll(self._patience() if nothing else 0)
+        for fd, _ in lanes:
+            self._poller.unregister(fd)
         if not ready:
             self._crew.check()
         for fd, _ in ready:
             if fd == self._listener.fileno():
                 self._accept()
             elif fd == self._lifeline.fileno():
-                self._lifeline = None
-                return
-            elif fd in owners and owners[fd] in self._peers:
-                self._hear(owners[fd], dead=fd == self._peers[owners[fd]].process)
+                self._ended = True
+            elif (number := self._owners.get(fd)) is not None:
+                self._hear(number, dead=fd == self._peers[number].process)
 
     def _patience(self) -> float:
         """Milliseconds until something is to be looked after."""
@@ -236,13 +212,19 @@ class Conductor:
             keep_from_children(connection.fileno())
             self._numbers += 1
             self._peers[self._numbers] = _Peer(Channel(connection), process)
+            for fd in (connection.fileno(), process):
+                if fd >= 0:
+                    self._poller.register(fd, select.POLLIN)
+                    self._owners[fd] = self._numbers
 
     def _hear(self, number: int, dead: bool) -> None:
         peer = self._peers[number]
-        peer.channel.flush()
+        if peer.channel.writing:
+            peer.channel.flush()
+            self._watch(peer)
         try:
             while number in self._peers and (message := peer.channel.receive()) is not None:
-                if kind_of(message) == HELLO:
+                if kind_of(message) == Kind.HELLO:
                     peer.hello = unpack_hello(message)
                     self._welcome()
                 else:
@@ -258,6 +240,7 @@ class Conductor:
     def _drop(self, number: int) -> None:
         """A member has left, or died: all that it held is free."""
         peer = self._peers.pop(number)
+        self._unwatch(peer)
         if peer.inside:
             self._free(self._schedule.leave(number))
             self._resize()
@@ -271,6 +254,12 @@ class Conductor:
         peer.channel.close()
         if peer.process >= 0:
             os.close(peer.process)
+
+    def _unwatch(self, peer: _Peer) -> None:
+        for fd in (peer.channel.fileno(), peer.process):
+            if fd >= 0:
+                self._poller.unregister(fd)
+                del self._owners[fd]
 
     def _begin_when_all_are_back(self) -> None:
         """At first, wait for the members that another conductor left behind, but not for long."""
@@ -310,37 +299,42 @@ class Conductor:
         peer.inside = self._had_members = True
         self._resize()
         folder = os.fsencode(self._crew.ring.slots.folder)
-        self._send(peer, answer(WELCOME, 0, epoch, sum(p.inside for p in self._peers.values()), folder))
+        self._send(peer, answer(Kind.WELCOME, 0, epoch, sum(p.inside for p in self._peers.values()), folder))
 
     def _serve(self, number: int, peer: _Peer, message: bytearray) -> None:
         kind, serial, batch, taken = unpack_request(message)
-        if kind == BYE:
+        if kind == Kind.BYE:
             if len(self._peers) > 1:
-                self._send(peer, answer(FAREWELL))
+                self._send(peer, answer(Kind.FAREWELL))
             self._drop(number)
-        elif kind == WHY:
-            self._send(peer, answer(BECAUSE, serial, body=self._explain(batch).encode()))
-        elif kind == ASK:
+        elif kind == Kind.WHY:
+            self._send(peer, answer(Kind.BECAUSE, serial, body=self._explain(batch).encode()))
+        elif kind == Kind.ASK:
             told = self._schedule.ask(number, serial, batch)
             if told is not None:
                 self._tell(told)
-        elif kind == SKIP:
+        elif kind == Kind.SKIP:
             self._free(self._schedule.skip(number, batch, taken))
-        elif kind == RELEASE:
+        elif kind == Kind.RELEASE:
             self._free(self._schedule.release(number, batch))
 
     def _tell(self, told: Answer) -> None:
         peer = self._peers[told.member]
         if isinstance(told, Grant):
             made = self._made[told.number]
-            self._send(peer, answer(BATCH, told.serial, told.number, self._keep(), made.message))
+            self._send(peer, answer(Kind.BATCH, told.serial, told.number, self._keep(), made.message))
         elif isinstance(told, Alone):
-            self._send(peer, answer(ALONE, told.serial, told.start))
+            self._send(peer, answer(Kind.ALONE, told.serial, told.start))
         else:
-            self._send(peer, answer(MOVED, told.serial, told.epoch))
+            self._send(peer, answer(Kind.MOVED, told.serial, told.epoch))
 
     def _send(self, peer: _Peer, message: bytes) -> None:
         peer.channel.send(message)
+        if peer.channel.writing:
+            self._watch(peer)
+
+    def _watch(self, peer: _Peer) -> None:
+        self._poller.modify(peer.channel.fileno(), select.POLLIN | (select.POLLOUT if peer.channel.writing else 0))
 
     def _explain(self, batch: int) -> str:
         """Who is being waited for, in words."""
@@ -389,8 +383,9 @@ class Conductor:
         epoch, batch = divmod(number, self._schedule.batches)
         if epoch != self._epoch:
             self._epoch = epoch
+            self._plan = list(self._setup.order.batches(epoch, 0))
             _note_epoch(self._setup.folder, epoch)
-        ids = next(iter(self._setup.order.batches(epoch, batch)))
+        ids = self._plan[batch]
         # The token tells epochs apart: two may be under way at once.
         self._submit(number, Task(epoch + 1, batch, NO_SLOT, epoch, ids), self._crew.filler.can_gather(ids))
 
@@ -460,7 +455,7 @@ class Conductor:
     def break_off(self, note: bytes) -> None:
         """Tell all members that it cannot go on, and why."""
         for peer in self._peers.values():
-            self._send(peer, answer(BROKEN, body=note))
+            self._send(peer, answer(Kind.BROKEN, body=note))
 
     def close(self) -> None:
         """End workers and connections, remove the ring."""

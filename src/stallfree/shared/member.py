@@ -25,27 +25,7 @@ from stallfree.pipeline.codec import read_record
 from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.conductor import Setup
 from stallfree.shared.group import Group, reap
-from stallfree.shared.protocol import (
-    ALONE,
-    ASK,
-    BATCH,
-    BECAUSE,
-    BROKEN,
-    BYE,
-    FAREWELL,
-    MOVED,
-    NOWHERE,
-    RELEASE,
-    SKIP,
-    WELCOME,
-    WHY,
-    Hello,
-    body_of,
-    request,
-    result_of,
-    unpack_answer,
-    unpack_note,
-)
+from stallfree.shared.protocol import NOWHERE, Hello, Kind, body_of, request, result_of, unpack_answer, unpack_note
 from stallfree.shared.sockets import process_of
 from stallfree.shared.views import Views
 
@@ -175,7 +155,7 @@ class Line:
         while self._let_go and self._lock.acquire(blocking=False):
             try:
                 while self._let_go and not self._closed:
-                    self._channel.send(request(RELEASE, number=self._let_go.popleft()))
+                    self._channel.send(request(Kind.RELEASE, number=self._let_go.popleft()))
                 if self._closed:
                     self._let_go.clear()
             finally:
@@ -250,9 +230,9 @@ class Member:
                     + ("not all ranks of this job have come" if self._hello.ranks > 1 else "it does not answer")
                 )
             kind, _, number, extra = unpack_answer(message)
-            if kind == BROKEN:
+            if kind == Kind.BROKEN:
                 self._broken(message)
-            if kind == WELCOME:
+            if kind == Kind.WELCOME:
                 epoch, self.jobs = number, extra
                 line.welcome(Path(os.fsdecode(bytes(body_of(message)))))
         return epoch
@@ -296,25 +276,25 @@ class Member:
             if message is None:
                 raise WaitError(self._why(line, number))
             kind, serial, told, extra = unpack_answer(message)
-            if kind == BROKEN:
+            if kind == Kind.BROKEN:
                 self._broken(message)
             if serial != self._serial:
                 continue
-            if kind == BATCH and told != number:
+            if kind == Kind.BATCH and told != number:
                 line.release(told)  # asked for before an interrupt
-            elif kind == BATCH:
+            elif kind == Kind.BATCH:
                 self._in_a_row = 0
                 self._asked, self._taken, self._position = None, number, number + 1
                 if number + 1 < end:
                     self._ask(line, number + 1)
                 return self._open(line, number, result_of(message), extra)
-            elif kind in (ALONE, MOVED):
+            elif kind in (Kind.ALONE, Kind.MOVED):
                 self._asked = None
-                return Elsewhere(told) if kind == ALONE else Onward(told)
+                return Elsewhere(told) if kind == Kind.ALONE else Onward(told)
 
     def _ask(self, line: Line, number: int) -> None:
         self._asked = number
-        line.send(request(ASK, self._serial, number))
+        line.send(request(Kind.ASK, self._serial, number))
 
     def _open(self, line: Line, number: int, result: Result, keep: int) -> Chunk:
         """The batch in an answer: as a view on the ring while not too many are held, else as a copy."""
@@ -348,16 +328,16 @@ class Member:
         self._serial += 1
         self._asked = None
         if self._line is not None:
-            self._line.send(request(SKIP, self._serial, cursor, self._taken))
+            self._line.send(request(Kind.SKIP, self._serial, cursor, self._taken))
 
     def _why(self, line: Line, number: int) -> str:
         """The message for a batch that did not come."""
         batch = "batch {1} of epoch {0}".format(*divmod(number, len(self._setup.order)))
         why = f"process {line.pid}, which prepares for the group, does not answer: it may be stopped"
-        line.send(request(WHY, self._serial, number))
+        line.send(request(Kind.WHY, self._serial, number))
         deadline = time.monotonic() + _ANSWER_SECONDS
         while (message := line.receive(deadline)) is not None:
-            if unpack_answer(message)[0] == BECAUSE:
+            if unpack_answer(message)[0] == Kind.BECAUSE:
                 why = bytes(body_of(message)).decode()
                 break
         return (
@@ -379,11 +359,11 @@ class Member:
         """Leave the group. If nobody is left, wait until its process has ended."""
         line, self._line = self._line, None
         if line is not None:
-            line.send(request(BYE))
+            line.send(request(Kind.BYE))
             try:
                 deadline = time.monotonic() + _LEAVE_SECONDS
                 while (message := line.receive(deadline)) is not None:
-                    if unpack_answer(message)[0] == FAREWELL:
+                    if unpack_answer(message)[0] == Kind.FAREWELL:
                         break
             except Gone:
                 reap(_ANSWER_SECONDS)

@@ -6,6 +6,7 @@ it is, and all that the conductor has not given it yet can be taken back without
 
 from __future__ import annotations
 
+import enum
 import json
 import struct
 from dataclasses import dataclass
@@ -15,8 +16,26 @@ from stallfree.loader.messages import Result, unpack_result
 
 VERSION = 1
 
-HELLO, ASK, SKIP, RELEASE, WHY, BYE = 1, 2, 3, 4, 5, 6
-WELCOME, BATCH, ALONE, MOVED, BECAUSE, BROKEN, FAREWELL = 11, 12, 13, 14, 15, 16, 17
+
+class Kind(enum.IntEnum):
+    """What a message is."""
+
+    # of a member
+    HELLO = 1
+    ASK = 2  # for batch `number`
+    SKIP = 3  # nothing before batch `number` is needed, nothing granted after batch `taken` will be taken
+    RELEASE = 4  # of batch `number`
+    WHY = 5  # who is being waited for?
+    BYE = 6
+    # of the conductor
+    WELCOME = 11  # to epoch `number`; `extra` members; the body is the ring's folder
+    BATCH = 12  # a result in the body; `extra` is how many batches may be held
+    ALONE = 13  # the group serves from batch `number` on
+    MOVED = 14  # the group is in epoch `number`
+    BECAUSE = 15  # text in the body
+    BROKEN = 16  # an error in the body, which ends the group
+    FAREWELL = 17  # to one who leaves others
+
 
 NOWHERE = -1
 """In the place of a position: a newcomer."""
@@ -50,14 +69,14 @@ class Hello:
 
     def pack(self) -> bytes:
         """As bytes."""
-        numbers = (HELLO, VERSION, self.pid, self.rank, self.ranks, int(self.catchup), self.position)
+        numbers = (Kind.HELLO, VERSION, self.pid, self.rank, self.ranks, int(self.catchup), self.position)
         return _HELLO.pack(*numbers, self.job) + self.name.encode(errors="replace")[:200]
 
 
 def unpack_hello(data: bytearray) -> Hello:
     """The member in a message. Raises `StallfreeError` if that is of another release."""
     kind, version, pid, rank, ranks, catchup, position, job = _HELLO.unpack_from(data)
-    if (kind, version) != (HELLO, VERSION):
+    if (kind, version) != (Kind.HELLO, VERSION):
         raise StallfreeError(f"process {pid} speaks version {version} of the group's protocol, this one {VERSION}")
     name = data[_HELLO.size :].decode(errors="replace")
     return Hello(pid, job, rank, ranks, position, bool(catchup), name)
@@ -69,11 +88,7 @@ def kind_of(data: bytearray) -> int:
 
 
 def request(kind: int, serial: int = 0, number: int = 0, taken: int = 0) -> bytes:
-    """A request of a member.
-
-    ASK: for batch `number`. SKIP: nothing before batch `number` is needed, and nothing granted after batch `taken`
-    will be taken. RELEASE: of batch `number`. WHY: who is being waited for? BYE: leaves.
-    """
+    """A request of a member."""
     return _REQUEST.pack(kind, serial, number, taken)
 
 
@@ -84,12 +99,7 @@ def unpack_request(data: bytearray) -> tuple[int, int, int, int]:
 
 
 def answer(kind: int, serial: int = 0, number: int = 0, extra: int = 0, body: bytes = b"") -> bytes:
-    """An answer of the conductor.
-
-    WELCOME: epoch `number`; `extra` members; the body is the ring's folder. BATCH: a result in the body; `extra` is how
-    many batches may be held. ALONE: the group serves from batch `number` on. MOVED: the group is in epoch `number`.
-    BECAUSE: text in the body. BROKEN: an error in the body, which ends the group. FAREWELL: to one who leaves others.
-    """
+    """An answer of the conductor."""
     return _ANSWER.pack(kind, extra, serial, number) + body
 
 
