@@ -118,9 +118,10 @@ class FileLock:
     def release(self, byte: int) -> None:
         """Give `byte` back."""
         if self._entry is not None and self._pid == os.getpid() and byte in self._claims:
-            self._claims.discard(byte)
-            self._entry.claims.discard(byte)
-            fcntl.lockf(self._entry.fd, fcntl.LOCK_UN, 1, byte)
+            with _registry_lock:  # or another thread could claim it in between, and lose it
+                self._claims.discard(byte)
+                self._entry.claims.discard(byte)
+                fcntl.lockf(self._entry.fd, fcntl.LOCK_UN, 1, byte)
 
     def claim_any(self) -> int:
         """Claim the lowest byte that is free; its number. Raises `WaitError` when all of them are claimed."""

@@ -313,6 +313,8 @@ class Conductor:
             told = self._schedule.ask(number, serial, batch)
             if told is not None:
                 self._tell(told)
+            if not isinstance(told, Grant):
+                self._free(self._schedule.free())
         elif kind == Kind.SKIP:
             self._free(self._schedule.skip(number, batch, taken))
         elif kind == Kind.RELEASE:

@@ -130,7 +130,7 @@ def pack_error(error: BaseException | None, trace: str) -> bytes:
         told["kind"] = "InputError"
     elif error is None or not isinstance(error, StallfreeError):
         told["message"] = trace if error is None else f"{type(error).__name__}: {error}"
-    return json.dumps(told).encode()
+    return json.dumps(told, default=str).encode()  # a user's error may hold anything
 
 
 def unpack_note(note: bytes | bytearray) -> tuple[StallfreeError, str]:

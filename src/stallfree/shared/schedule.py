@@ -97,7 +97,7 @@ class Schedule:
         Args:
             member: a number that nobody had before.
             position: the batch that it needs next, if it was in this group before; None for a newcomer.
-            catchup: a newcomer takes part in the epoch under way, even if the beginning of that is over.
+            catchup: a newcomer takes part in the epoch in which the last of the others are, even if its beginning is over.
         """
         if position is None:
             position = self._epoch_for_newcomer(catchup) * self.batches
@@ -107,7 +107,10 @@ class Schedule:
         return position // self.batches
 
     def _epoch_for_newcomer(self, catchup: bool) -> int:
-        epoch = self._last_asked // self.batches
+        epoch = self.epoch
+        low = self._low
+        if low is not None:  # those who wait for the next epoch have asked for its first batch
+            epoch = min(epoch, low // self.batches)
         first = self._served_from(epoch * self.batches)
         whole = first == epoch * self.batches
         return epoch if whole or (catchup and first < (epoch + 1) * self.batches) else epoch + 1
@@ -126,7 +129,7 @@ class Schedule:
         if self.members.pop(member, None) is not None:
             for entry in self.entries.values():
                 entry.holders.discard(member)
-        return self._free()
+        return self.free()
 
     def ask(self, member: int, serial: int, number: int) -> Answer | None:
         """`member` asks for batch `number`; the answer, if there is one already."""
@@ -134,12 +137,12 @@ class Schedule:
         known.serial = serial
         end = (number // self.batches + 1) * self.batches
         if number % self.batches == 0:
+            known.away = True  # it does not count among those who say where the group is
+            epoch = max(number // self.batches, self._epoch_for_newcomer(catchup=True))
             known.away = False
-            if self._served_from(number) >= end:  # the group is through with that epoch
-                epoch = max(number // self.batches, self._epoch_for_newcomer(catchup=True))
-                if epoch * self.batches > number:
-                    known.cursor = self._served_from(epoch * self.batches)
-                    return Moved(member, serial, epoch)
+            if self._served_from(number) >= end and epoch * self.batches > number:
+                known.cursor = self._served_from(epoch * self.batches)
+                return Moved(member, serial, epoch)
         elif known.away:
             return Alone(member, serial, end)
         first = self._served_from(number)
@@ -166,14 +169,14 @@ class Schedule:
         if known.granted is not None and known.granted > taken:
             self.entries[known.granted].holders.discard(member)
         known.granted = None
-        return self._free()
+        return self.free()
 
     def release(self, member: int, number: int) -> list[int]:
         """`member` has let go of batch `number`; the batches whose slots are free now."""
         entry = self.entries.get(number)
         if entry is not None:
             entry.holders.discard(member)
-        return self._free()
+        return self.free()
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -207,9 +210,10 @@ class Schedule:
         grants: list[Answer] = [
             self._grant(member, known, number) for member, known in self.members.items() if known.asked == number
         ]
-        return grants, self._free()
+        return grants, self.free()
 
-    def _free(self) -> list[int]:
+    def free(self) -> list[int]:
+        """Forget the batches that nobody needs or holds; their slots are free now. To be called after `ask`."""
         low = self._low
         freed = [
             number
@@ -239,4 +243,4 @@ class Schedule:
     def leave_behind(self, member: int) -> list[int]:
         """`member` prepares the rest of its epoch itself; the batches whose slots are free now."""
         self.members[member].away = True
-        return self._free()
+        return self.free()
