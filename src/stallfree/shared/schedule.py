@@ -97,7 +97,7 @@ class Schedule:
         Args:
             member: a number that nobody had before.
             position: the batch that it needs next, if it was in this group before; None for a newcomer.
-            catchup: a newcomer takes part in the epoch in which the last of the others are, even if its beginning is over.
+            catchup: a newcomer takes part in the epoch in which the last of the others are, though its beginning is over.
         """
         if position is None:
             position = self._epoch_for_newcomer(catchup) * self.batches
