@@ -239,10 +239,10 @@ class Member:
 
     def _lost(self) -> None:
         """The conductor is dead. Nothing that it sent and that was not handed out counts."""
-        self.deaths += 1
         self._in_a_row += 1
         pid = -1
         if self._line is not None:
+            self.deaths += self._line.views is not None  # else it was dying when it was found
             pid = self._line.pid
             self._line.close()
             self._line = None

@@ -97,7 +97,7 @@ class Schedule:
         Args:
             member: a number that nobody had before.
             position: the batch that it needs next, if it was in this group before; None for a newcomer.
-            catchup: a newcomer takes part in the epoch in which the last of the others are, though its beginning is over.
+            catchup: a newcomer takes part in the epoch in which the last of the others are, even in mid-epoch.
         """
         if position is None:
             position = self._epoch_for_newcomer(catchup) * self.batches
@@ -147,8 +147,8 @@ class Schedule:
             return Alone(member, serial, end)
         first = self._served_from(number)
         if first > number:
-            known.cursor = min(first, end)
-            return Alone(member, serial, known.cursor)
+            known.cursor = first  # maybe in a later epoch: what is gone is nobody's need
+            return Alone(member, serial, min(first, end))
         known.cursor = known.asked = number
         self._last_asked = max(self._last_asked, number)
         entry = self.entries.get(number)
