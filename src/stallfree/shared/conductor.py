@@ -100,7 +100,8 @@ def conduct(lifeline: Connection, setup: Setup, attached: SharedFolder | None) -
     conductor = None
     try:
         conductor = Conductor(lifeline, setup)
-        lifeline.send_bytes(b"r")
+        with contextlib.suppress(OSError):  # the process that started this one is gone: `run` will find out
+            lifeline.send_bytes(b"r")
         conductor.run()
     except Exception as error:
         note = pack_error(error, traceback.format_exc())

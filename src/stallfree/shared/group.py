@@ -15,7 +15,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from stallfree.errors import InputError, StorageError, WorkerError
+from stallfree.errors import InputError, StorageError
 from stallfree.folders import SharedFolder, check_name, sweep
 from stallfree.locks import FileLock
 from stallfree.shared.closing import forget, keep_from_children
@@ -31,6 +31,10 @@ _WORDS = {
     "transform": "the transform",
     "collate_fn": "collate_fn",
 }
+
+
+class Gone(Exception):
+    """The conductor has died, or ended."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,8 @@ class Group:
     """
 
     def __init__(self, name: str, terms: Terms) -> None:
-        self.name = name
-        self._attached = SharedFolder(
-            check_name(f"group-{name}"), initialize=lambda path: _write(path / "group.json", terms)
-        )
+        self.name = _checked(name)
+        self._attached = SharedFolder(f"group-{name}", initialize=lambda path: _write(path / "group.json", terms))
         self.folder = self._attached.path
         try:
             self.terms = _read(self.folder)
@@ -92,7 +94,7 @@ class Group:
         self._members.release(claim)
 
     def reach(self, setup: Setup) -> tuple[socket.socket, bool]:
-        """A connection to the group's conductor, and whether it had to be started."""
+        """A connection to the group's conductor, and whether it had to be started. Raises `Gone` if that died at once."""
         found = connect(self.folder)
         if found is not None:
             return found, False
@@ -103,7 +105,7 @@ class Group:
             _start(setup, self._attached)
             found = connect(self.folder)
             if found is None:
-                raise WorkerError(f"the process that prepares for the group {self.name!r} ended at once", ids=[])
+                raise Gone
             return found, True
 
     def close(self) -> None:
@@ -115,6 +117,16 @@ class Group:
 
     def __reduce__(self) -> Any:
         raise TypeError("a group belongs to the process that joined it")
+
+
+def _checked(name: Any) -> str:
+    try:
+        check_name(f"group-{name}" if isinstance(name, str) and name else name)
+    except InputError:
+        raise InputError(
+            f"group={name!r}: give a name of 1 to 110 of the letters a-z and A-Z, digits, '.', '_' and '-'"
+        ) from None
+    return str(name)
 
 
 def _write(path: Path, terms: Terms) -> None:
@@ -181,10 +193,7 @@ def _start(setup: Setup, attached: SharedFolder) -> None:
     _end(process, ours, 0.0)
     if told:
         raise unpack_note(told)[0]
-    raise WorkerError(
-        f"the process that is to prepare for the group ended with exit code {process.exitcode} before it could begin",
-        ids=[],
-    )
+    raise Gone  # killed before it could begin
 
 
 def _cannot_send(setup: Setup, method: str, error: Exception) -> Exception:

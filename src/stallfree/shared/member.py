@@ -24,7 +24,7 @@ from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, Result
 from stallfree.pipeline.codec import read_record
 from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.conductor import Setup
-from stallfree.shared.group import Group, reap
+from stallfree.shared.group import Gone, Group, reap
 from stallfree.shared.protocol import NOWHERE, Hello, Kind, body_of, request, result_of, unpack_answer, unpack_note
 from stallfree.shared.sockets import process_of
 from stallfree.shared.views import Views
@@ -38,10 +38,6 @@ _ANSWER_SECONDS = 5.0
 _LEAVE_SECONDS = 30.0
 
 log = logging.getLogger("stallfree")
-
-
-class Gone(Exception):
-    """The conductor has died, or ended."""
 
 
 @dataclass

@@ -140,6 +140,7 @@ class SharedLoader:
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, False)
         check_functions(collate_fn, worker_init_fn, on_error)
         _check(dataset, num_workers, batch_size, chunk_size, join, on_lag, job_transform)
+        context = context_of(multiprocessing_context)
         self.dataset = dataset
         self.group = group
         self.batch_size = batch_size
@@ -185,7 +186,7 @@ class SharedLoader:
                 skip=on_error == "skip",
                 workers=workers,
                 ahead=ahead,
-                context=context_of(multiprocessing_context),
+                context=context,
                 worker_init=worker_init_fn,
                 seconds=seconds,
                 staging=staging,
