@@ -93,20 +93,20 @@ class Group:
         """Take back what `claim` gave."""
         self._members.release(claim)
 
-    def reach(self, setup: Setup) -> tuple[socket.socket, bool]:
-        """A connection to the group's conductor, and whether it had to be started. Raises `Gone` if that died at once."""
+    def reach(self, setup: Setup) -> socket.socket:
+        """A connection to the group's conductor, which is started if there is none. Raises `Gone` if it died at once."""
         found = connect(self.folder)
         if found is not None:
-            return found, False
+            return found
         with self._starting.hold(_START_SECONDS, f"starting the group {self.name!r}"):
             found = connect(self.folder)
             if found is not None:
-                return found, False
+                return found
             _start(setup, self._attached)
             found = connect(self.folder)
             if found is None:
                 raise Gone
-            return found, True
+            return found
 
     def close(self) -> None:
         """Leave. The last one out removes the folder."""

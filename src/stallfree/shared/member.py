@@ -211,8 +211,7 @@ class Member:
                 self._lost()
 
     def _enter(self) -> int:
-        connection, _ = self._group.reach(self._setup)
-        line = self._line = Line(connection)
+        line = self._line = Line(self._group.reach(self._setup))
         self._asked, self._serial = None, self._serial + 1
         line.send(replace(self._hello, position=self._position).pack())
         epoch = None
