@@ -140,8 +140,9 @@ class _Inbox:
             if kind == STOP:
                 self._tasks.put(None)
                 continue
-            self.wanted = max(self.wanted, task.token)
-            if kind != FORGET:
+            if kind == FORGET:
+                self.wanted = max(self.wanted, task.token)
+            else:
                 self._tasks.put((task, self._setup.filler.start(task) if self.ahead else None))
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+
 from stallfree.folders import SharedFolder
 from stallfree.loader.channel import Channel
 from stallfree.loader.crew import Crew, Options, new_counts
@@ -93,6 +95,7 @@ def conduct(lifeline: Connection, setup: Setup, attached: SharedFolder | None) -
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)  # those of the parent are not here, and OpenMP would wait for them
     with contextlib.suppress(OSError):
         os.setsid()  # stopping one job from its terminal must not stop the others
     if attached is not None:

@@ -94,7 +94,7 @@ class Group:
         self._members.release(claim)
 
     def reach(self, setup: Setup) -> socket.socket:
-        """A connection to the group's conductor, which is started if there is none. Raises `Gone` if it died at once."""
+        """A connection to the conductor, which is started if there is none. Raises `Gone` if it died at once."""
         found = connect(self.folder)
         if found is not None:
             return found

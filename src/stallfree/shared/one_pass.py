@@ -127,8 +127,11 @@ class Pass:
                 got = self._seat.member.take(self._at, self._end)
             finally:
                 self._seat.counts["wait_seconds"] += time.monotonic() - started
-            if isinstance(got, Onward):
+            if isinstance(got, Onward) and not self.done:
                 self._begin(got.epoch)
+            elif isinstance(got, Onward):  # of an epoch that was begun, the rest has to come
+                self._gaps.append((self._at - self._first, self._end - self._first))
+                self._at = self._end
             elif isinstance(got, Elsewhere):
                 start = min(got.start, self._end)
                 self._gaps.append((self._at - self._first, start - self._first))
