@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 from children import Child, Holder
 from stallfree.errors import WaitError
-from stallfree.locks import FileLock
+from stallfree.locks import CLAIMS, FileLock
 
 
 def holder(path: Path) -> Holder:
@@ -26,6 +27,27 @@ def holder(path: Path) -> Holder:
         return lambda: held.__exit__(None, None, None)
 
     return Holder(begin)
+
+
+def claimer(path: Path, count: int) -> Holder:
+    """Another process that has claimed so many bytes."""
+
+    def begin() -> Callable[[], None]:
+        lock = FileLock(path)
+        for _ in range(count):
+            lock.claim_any()
+        return lock.close
+
+    return Holder(begin)
+
+
+def counted_elsewhere(path: Path) -> int:
+    """The claims that a forked child sees: all of ours among them."""
+
+    def count() -> None:
+        os._exit(FileLock(path).count_claims())
+
+    return Child(count).wait()
 
 
 def is_free_elsewhere(path: Path, byte: int) -> bool:
@@ -157,6 +179,99 @@ def test_a_fork_while_a_thread_holds_the_lock(tmp_path: Path) -> None:
     thread.join()
     assert waiting.wait() == 0
     lock.close()
+
+
+def test_the_lowest_free_byte_is_claimed(tmp_path: Path) -> None:
+    lock, other = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    process = claimer(tmp_path / "lock", 2)
+    assert [lock.claim_any(), other.claim_any(), lock.claim_any()] == [3, 4, 5]
+    other.release(4)
+    assert lock.claim_any() == 4
+    process.kill()
+    assert [lock.claim_any(), other.claim_any(), lock.claim_any()] == [1, 2, 6]
+    lock.close()
+    assert other.claim_any() == 1
+    other.close()
+
+
+def test_claims_of_others_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    lock = FileLock(path)
+    assert lock.count_claims() == 0
+    assert lock.claim_any() == 1
+    assert lock.count_claims() == 0  # its own do not count
+    first, second = claimer(path, 3), claimer(path, 1)
+    assert lock.count_claims() == 4
+    first.kill()
+    assert lock.count_claims() == 1
+    with lock.hold(1, "counting"):  # which is not a claim
+        assert counted_elsewhere(path) == 2
+    second.end()
+    assert lock.count_claims() == 0
+    assert counted_elsewhere(path) == 1
+    lock.close()
+    assert lock.count_claims() == 0
+    assert counted_elsewhere(path) == 0
+
+
+def test_there_are_so_many_claims(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    lock, other = FileLock(path), FileLock(path)
+    assert [lock.claim_any() for _ in range(CLAIMS)] == list(range(1, CLAIMS + 1))
+    with pytest.raises(WaitError, match=rf"^all {CLAIMS} places in .*lock are taken by processes that live$"):
+        other.claim_any()
+    assert counted_elsewhere(path) == CLAIMS
+    lock.release(CLAIMS)
+    assert other.claim_any() == CLAIMS
+    lock.close()
+    other.close()
+
+
+def test_threads_get_claims_of_their_own(tmp_path: Path) -> None:
+    """And none is lost when one is given back while another is taken."""
+    path = tmp_path / "lock"
+    locks = [FileLock(path) for _ in range(4)]
+    kept: list[int] = []
+
+    def claim(lock: FileLock) -> None:
+        for _ in range(200):
+            lock.release(lock.claim_any())
+        kept.append(lock.claim_any())
+
+    threads = [threading.Thread(target=claim, args=(lock,)) for lock in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(kept)) == 4
+    assert counted_elsewhere(path) == 4
+    for lock in locks:
+        lock.close()
+
+
+def test_a_claim_while_another_thread_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits until that is done: a byte unlocked later would be lost."""
+    path = tmp_path / "lock"
+    first, second = FileLock(path), FileLock(path)
+    assert first.claim_any() == 1
+    got: list[int] = []
+    thread = threading.Thread(target=lambda: got.append(second.claim_any()))
+    plain = fcntl.lockf
+
+    def unlock(fd: int, how: int, *rest: int) -> None:
+        if how == fcntl.LOCK_UN:
+            thread.start()
+            thread.join(0.1)  # long enough to come to its claim, if nothing keeps it back
+        plain(fd, how, *rest)
+
+    monkeypatch.setattr(fcntl, "lockf", unlock)
+    first.release(1)
+    monkeypatch.undo()
+    thread.join()
+    assert got == [1]
+    assert counted_elsewhere(path) == 1
+    first.close()
+    second.close()
 
 
 def test_an_exception_frees_the_lock(tmp_path: Path) -> None:

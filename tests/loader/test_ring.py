@@ -224,6 +224,99 @@ TestRingModel = RingModel.TestCase
 TestRingModel.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
+class ResizedRing(RuleBasedStateMachine):
+    """A ring whose number of slots changes while some are in use, against a set of those in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = Ring(3, None)
+        self.count = 3
+        self.used: dict[int, int] = {}  # slot -> what is in it
+        self.gone: set[int] = set()
+        self.seen: set[int] = set()
+
+    @rule(value=st.integers(0, 250))
+    def take_and_fill(self, value: int) -> None:
+        slot = self.ring.take()
+        assert (slot is not None) == (len(self.used) < self.count)
+        if slot is not None:
+            assert slot not in self.used
+            assert slot not in self.gone, "a number is used again: others have its old file mapped"
+            fill(self.ring, slot, value)
+            self.used[slot] = value
+            self.seen.add(slot)
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def give(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.used)))
+        assert (self.ring.slots.view(slot, 100)[:100] == self.used.pop(slot)).all()
+        self.ring.give(slot)
+        self.ring.give(NO_SLOT)
+
+    @rule(count=st.integers(1, 7))
+    def resize(self, count: int) -> None:
+        self.ring.resize(count)
+        self.count = count
+
+    @invariant()
+    def as_many_as_there_are_to_be(self) -> None:
+        assert self.ring.count == self.count
+        assert self.ring.free == max(0, self.count - len(self.used))
+
+    @invariant()
+    def memory_is_given_back(self) -> None:
+        there = {int(path.name[5:]) for path in self.ring.slots.folder.glob("slot-*")}
+        self.gone |= self.seen - there
+        assert there >= self.used.keys()
+        assert not there & self.gone
+        assert len(there) <= max(self.count, len(self.used))
+
+    def teardown(self) -> None:
+        self.ring.close()
+
+
+TestResizedRing = ResizedRing.TestCase
+TestResizedRing.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_a_ring_that_shrinks_keeps_the_slots_used_last(ring: Ring) -> None:
+    slots = [ring.take() for _ in range(4)]
+    for slot in slots:
+        assert slot is not None
+        ring.give(slot)
+    ring.resize(2)
+    assert [ring.take(), ring.take(), ring.take()] == [slots[3], slots[2], None]
+
+
+def test_a_slot_that_is_removed_while_it_is_used(ring: Ring) -> None:
+    """Whoever has it mapped keeps the memory; the file goes, and its bytes count no more."""
+    slots = [ring.take() for _ in range(4)]
+    for slot in slots:
+        assert slot is not None
+        fill(ring, slot, 7)
+    kept = ring.slots.view(0, 100)
+    ring.resize(1)
+    assert ring.bytes > 0
+    for slot in (0, 1, 2):
+        ring.give(slot)
+    assert (kept[:100] == 7).all()
+    assert ring.free == 0
+    assert ring.bytes == os.stat(ring.slots.folder / "slot-3").st_size
+    ring.give(3)
+    assert [ring.take(), ring.take()] == [3, None]
+
+
+def test_removing_a_slot_twice(ring: Ring) -> None:
+    fill(ring, 1, 7)
+    ring.slots.remove(1)
+    ring.slots.remove(1)
+    ring.slots.remove(99)
+    assert ring.bytes == 0
+    fill(ring, 1, 8)  # a new file
+    assert (ring.slots.view(1, 100)[:100] == 8).all()
+
+
 # --- the ring of a loader ---------------------------------------------------------------------------------------------
 
 

@@ -140,7 +140,7 @@ class Schedule:
             known.away = True  # it does not count among those who say where the group is
             epoch = max(number // self.batches, self._epoch_for_newcomer(catchup=True))
             known.away = False
-            if self._served_from(number) >= end and epoch * self.batches > number:
+            if self._served_from(number) >= end:  # that epoch is over
                 known.cursor = self._served_from(epoch * self.batches)
                 return Moved(member, serial, epoch)
         elif known.away:

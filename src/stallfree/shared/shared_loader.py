@@ -91,7 +91,8 @@ class SharedLoader:
         prefetch_factor: batches under way per worker; 2 if None. The first job decides.
         seed: of order and augmentation; that of the `CachedDataset`, or 0, if None.
         with_ids: yield `Batch(data, ids, weights)`.
-        on_error: "raise" a `SampleError` for a sample that cannot be had, at every job, or "skip" it.
+        on_error: "raise" a `SampleError` for a sample that cannot be had, at every job, or "skip" it. A rank of whose
+            part of a batch nothing is left then has one batch less than the others.
         staging: bytes for the ring of ready batches, as an int or such as "256MiB". None: twice `num_workers` batches,
             and four for each job in the group. The first job decides.
         join: a job that comes in the middle of an epoch waits for the "next" one, or does a "catchup": it gets what is

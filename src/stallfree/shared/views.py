@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import StorageError
+from stallfree.errors import StallfreeError
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -40,7 +40,7 @@ class Views:
             finally:
                 os.close(fd)
             if len(there) < size:
-                raise StorageError(f"slot {slot} of the ring has {len(there)} bytes, a batch of {size} was announced")
+                raise StallfreeError(f"slot {slot} of the ring has {len(there)} bytes, a batch of {size} was announced")
             self._maps[slot] = there
         return np.frombuffer(there, np.uint8, size)
 

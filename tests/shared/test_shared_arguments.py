@@ -1,0 +1,279 @@
+"""Arguments of a `SharedLoader`: what cannot be used, and what does not fit into the group, is one clear message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+import stallfree as sf
+
+
+class Numbers:
+    """A data set."""
+
+    def __init__(self, count: int = 24, offset: int = 0) -> None:
+        self.count, self.offset = count, offset
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, id: int) -> int:
+        if not 0 <= id < self.count:
+            raise IndexError(id)
+        return id + self.offset
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+
+
+def plus(sample: int) -> int:
+    return sample + 1
+
+
+def minus(sample: int) -> int:
+    return sample - 1
+
+
+def as_list(samples: list[Any]) -> list[Any]:
+    return list(samples)
+
+
+def as_tuple(samples: list[Any]) -> tuple[Any, ...]:
+    return tuple(samples)
+
+
+@pytest.fixture(autouse=True)
+def one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def loader(dataset: Any = None, **changes: Any) -> sf.SharedLoader:
+    arguments: dict[str, Any] = {"group": "args", "batch_size": 4, "seed": 1, **changes}
+    return sf.SharedLoader(Numbers() if dataset is None else dataset, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_workers": 0}, "num_workers=0: the workers belong to the group, which needs 1 or more"),
+        ({"num_workers": -1}, "num_workers=-1: give "),
+        ({"num_workers": 1.0}, "num_workers=1.0: give "),
+        ({"num_workers": True}, "num_workers=True: give "),
+        ({"batch_size": None}, "batch_size=None: give the number of samples per batch"),
+        ({"batch_size": 0}, "batch_size=0: give an int of 1 or more"),
+        ({"batch_size": "4"}, "batch_size='4': give an int of 1 or more"),
+        ({"chunk_size": 0}, "chunk_size=0: give an int of 1 or more, or None"),
+        ({"chunk_size": 4.0}, "chunk_size=4.0: give an int of 1 or more, or None"),
+        ({"chunk_size": True}, "chunk_size=True: give an int of 1 or more, or None"),
+        ({"chunk_size": 6}, "batch_size=4 does not go with the 6 samples that the group 'args' prepares at once: give"),
+        ({"collate_fn": 3}, "collate_fn=3 cannot be called: give a function, or None"),
+        ({"collate_fn": as_list, "chunk_size": 8}, "batch_size=4 .* what a collate_fn made cannot be divided or join"),
+        ({"worker_init_fn": "x"}, "worker_init_fn='x' cannot be called: give a function, or None"),
+        ({"job_transform": 3}, "job_transform=3 cannot be called: give a function, or None"),
+        ({"timeout": -1}, "timeout=-1: give seconds"),
+        ({"timeout": "1"}, "timeout='1': give seconds"),
+        ({"timeout": float("inf")}, "timeout=inf: give seconds"),
+        ({"prefetch_factor": 0}, "prefetch_factor=0: give an int of 1 or more"),
+        ({"seed": "x"}, "seed='x': give an int, or None"),
+        ({"seed": True}, "seed=True: give an int, or None"),
+        ({"on_error": "ignore"}, "on_error='ignore': use 'raise' or 'skip'"),
+        ({"on_lag": "kill"}, "on_lag='kill': use 'wait' or 'detach'"),
+        ({"on_lag": None}, "on_lag=None: use 'wait' or 'detach'"),
+        ({"join": "now"}, "join='now': use 'next' or 'catchup'"),
+        ({"staging": "much"}, "staging='much' is no size: give bytes"),
+        ({"staging": -1}, "staging=-1 is negative"),
+        ({"multiprocessing_context": "thread"}, "multiprocessing_context='thread': .*use 'fork', 'forkserver' or 'spa"),
+        ({"multiprocessing_context": 3}, "multiprocessing_context=3: give 'fork'"),
+        ({"dataset": Numbers(0)}, ".*at least one sample"),
+        ({"dataset": Endless()}, "Endless is an IterableDataset"),
+        ({"dataset": 3}, ".*int"),
+        ({"dataset": Numbers}, "Numbers is a class: give an instance of it"),
+    ],
+)
+def test_arguments_that_cannot_be_used(given: dict[str, Any], said: str, store_root: Path) -> None:
+    before = set(store_root.iterdir())
+    with pytest.raises(sf.InputError, match=f"^{said}") as caught:
+        loader(**given)
+    assert "\n" not in str(caught.value)
+    assert set(store_root.iterdir()) == before
+
+
+@pytest.mark.parametrize("group", ["", "a/b", "a b", "x" * 200, "a\nb", 3, None])
+def test_names_that_cannot_be(group: Any) -> None:
+    with pytest.raises(sf.InputError) as caught:
+        loader(group=group)
+    assert "\n" not in str(caught.value)
+    assert repr(group)[1:-1] in str(caught.value)
+    assert "group" in str(caught.value)
+
+
+@pytest.mark.parametrize("group", ["a", "search-7", "A.b_c-9", "x" * 100])
+def test_names_that_can_be(group: str) -> None:
+    loader(group=group).close()
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (4, 4), (4, 2), (6, 24), (24, 6), (100, 4), (1, 7), (7, 1)])
+def test_multiples_and_divisors_go_together(sizes: tuple[int, int]) -> None:
+    with loader(batch_size=sizes[0], chunk_size=sizes[1]) as shared:
+        assert shared.chunk_size == sizes[1]
+        assert len(shared) == -(-24 // sizes[0])
+    with loader(batch_size=sizes[1]) as first, loader(batch_size=sizes[0]) as second:
+        assert first.chunk_size == second.chunk_size == sizes[1]
+        assert (len(first), len(second)) == (-(-24 // sizes[1]), -(-24 // sizes[0]))
+
+
+def test_a_length_without_the_last_batch() -> None:
+    with loader(batch_size=10, drop_last=True) as first, loader(batch_size=5, drop_last=True) as second:
+        assert (len(first), len(second)) == (2, 4)
+    with loader(batch_size=25, drop_last=True) as shared:
+        assert len(shared) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dataset": Numbers(23)}, "the data set is another one (its code, parameters or files differ)"),
+        ({"dataset": Numbers(24, 1)}, "the data set is another one (its code, parameters or files differ)"),
+        ({"dataset": list(range(24))}, "the data set is another one (its code, parameters or files differ)"),
+        ({"seed": 2}, "it has seed=1, this job gives seed=2"),
+        ({"seed": None}, "it has seed=1, this job gives seed=0"),
+        ({"shuffle": True}, "it has shuffle=False, this job gives shuffle=True"),
+        ({"collate_fn": as_list}, "collate_fn is another one (its code, parameters or files differ)"),
+        ({"on_error": "skip"}, "it has on_error='raise', this job gives on_error='skip'"),
+        ({"on_lag": "detach"}, "it has on_lag='wait', this job gives on_lag='detach'"),
+    ],
+)
+def test_a_difference_is_named(given: dict[str, Any], said: str, store_root: Path) -> None:
+    with loader():
+        before = sorted(store_root.rglob("*"))
+        with pytest.raises(sf.InputError) as caught:
+            loader(**given)
+        assert str(caught.value) == (
+            f"this job does not fit into the group 'args': {said}. Give the same, or the name of another group"
+        )
+        assert sorted(store_root.rglob("*")) == before
+        loader().close()  # one that fits is let in all the same
+        loader(group="other", **given).close()
+    loader(**given).close()  # and when all of them are gone, it is another group
+
+
+def test_all_differences_are_named() -> None:
+    with loader(), pytest.raises(sf.InputError) as caught:
+        loader(Numbers(3), seed=7, shuffle=True, on_lag="detach", collate_fn=as_tuple, on_error="skip")
+    for word in ("the data set", "seed=7", "shuffle=True", "on_lag='detach'", "collate_fn", "on_error='skip'"):
+        assert str(caught.value).count(word) == 1
+
+
+def test_another_collate_fn() -> None:
+    with loader(collate_fn=as_list):
+        loader(collate_fn=as_list).close()
+        for other in (as_tuple, None, default_collate):
+            with pytest.raises(sf.InputError, match="collate_fn is another one"):
+                loader(collate_fn=other)
+    with loader(collate_fn=None):
+        loader(collate_fn=default_collate).close()  # which is what None stands for
+
+
+def test_another_transform() -> None:
+    def cached(transform: Any) -> sf.CachedDataset:
+        return sf.CachedDataset(Numbers(), capacity="1MiB", transform=transform, seed=1)
+
+    with cached(plus) as dataset, cached(minus) as other, cached(plus) as same, loader(dataset):
+        with pytest.raises(sf.InputError, match=r"group 'args': the transform is another one \(its code, param[^;]*$"):
+            loader(other)
+        loader(same).close()
+
+
+def test_the_seed_of_a_cached_data_set_counts() -> None:
+    with sf.CachedDataset(Numbers(), capacity="1MiB", seed=5) as dataset, loader(dataset, seed=None):
+        loader(dataset, seed=5).close()
+        with pytest.raises(sf.InputError, match="it has seed=5, this job gives seed=6"):
+            loader(dataset, seed=6)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"chunk_size": 8}, "chunk_size=8, and the group 'args' prepares 4 samples at once: leave it out, or give the"),
+        ({"batch_size": 6}, "batch_size=6 does not go with the 4 samples that the group 'args' prepares at once: give"),
+        ({"batch_size": 3}, "batch_size=3 does not go with the 4 samples that the group 'args' prepares at once: give"),
+    ],
+)
+def test_batches_that_do_not_fit(given: dict[str, Any], said: str, store_root: Path) -> None:
+    with loader():
+        before = sorted(store_root.rglob("*"))
+        with pytest.raises(sf.InputError, match=f"^{said}"):
+            loader(**given)
+        assert sorted(store_root.rglob("*")) == before
+        loader(batch_size=12).close()
+        loader(batch_size=2, chunk_size=4).close()
+
+
+def test_batches_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with loader() as shared:
+        assert shared.chunk_size == 8
+        assert len(shared) == 3
+        with pytest.raises(sf.InputError, match=r"^batch_size=3 on each of 2 ranks does not go with the 8 samples"):
+            loader(batch_size=3)
+        loader(batch_size=8).close()
+    with pytest.raises(sf.InputError, match=r"^batch_size=4 on 2 ranks .* give batch_size and chunk_size alike"):
+        loader(collate_fn=as_list)
+    monkeypatch.setenv("RANK", "two")
+    with pytest.raises(sf.InputError, match=r"^RANK='two'"):
+        loader()
+
+
+def test_the_first_job_decides_how_many_workers() -> None:
+    with loader(num_workers=2, multiprocessing_context="fork") as first, loader(num_workers=1) as second:
+        assert first.stats().num_workers == second.stats().num_workers == 2
+        with first, second:
+            iterator = iter(first)
+            assert torch.equal(next(iterator), torch.arange(4))
+            (conductor,) = psutil.Process().children()
+            assert len(conductor.children()) == 2
+
+
+def test_the_first_job_decides_though_another_one_begins() -> None:
+    with (
+        loader(num_workers=2, prefetch_factor=3, staging="1MiB"),
+        loader(num_workers=1, multiprocessing_context="fork") as second,
+    ):
+        assert [batch.tolist() for batch in second] == [[*range(at, at + 4)] for at in range(0, 24, 4)]
+        (conductor,) = psutil.Process().children()
+        assert len(conductor.children()) == 2
+        assert second.stats().staging_bytes <= 1 << 20
+
+
+def test_a_closed_loader() -> None:
+    shared = loader()
+    shared.close()
+    shared.close()
+    with pytest.raises(sf.InputError, match=r"^the loader of the group 'args' is closed: make a new one"):
+        iter(shared)
+    assert len(shared) == 6
+
+
+def test_a_group_of_another_release(store_root: Path) -> None:
+    with loader():
+        meta = store_root / "group-args" / "group.json"
+        meta.write_text(meta.read_text().replace('"version": 1', '"version": 99'))
+        with pytest.raises(sf.InputError, match="made by another release of stallfree: give another name"):
+            loader()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}', '{"version": 1, "other": 2}'])
+def test_a_damaged_group(content: str, store_root: Path) -> None:
+    with loader():
+        (store_root / "group-args" / "group.json").write_text(content)
+        with pytest.raises(sf.StorageError, match=r"^the group's folder .* cannot be read: .* Give another name$"):
+            loader()

@@ -1,0 +1,120 @@
+"""A job of a group that goes on where its state was taken: each sample of that epoch once, wherever the group is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import stallfree as sf
+
+SAMPLES = 40
+BATCHES = 10
+
+
+@pytest.fixture(autouse=True)
+def one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def loader(**changes: Any) -> sf.SharedLoader:
+    arguments: dict[str, Any] = {
+        "batch_size": 4, "shuffle": True, "seed": 1, "multiprocessing_context": "fork", "on_lag": "detach", **changes
+    }  # fmt: skip
+    return sf.SharedLoader(list(range(SAMPLES)), group="resume", **arguments)
+
+
+def plan(epoch: int) -> list[list[int]]:
+    """The batches of an epoch, by way of another loader."""
+    plain = sf.DataLoader(list(range(SAMPLES)), 4, shuffle=True, seed=1)
+    for _ in range(epoch):
+        next(iter(plain))
+    batches = [batch.tolist() for batch in plain]
+    plain.close()
+    return batches
+
+
+def saved(epoch: int, done: list[int]) -> dict[str, Any]:
+    """The state of a job that was handed these batches of an epoch."""
+    with loader() as shared:
+        state = shared.state_dict()
+    return {**state, "epoch": epoch, "done": [[number, number + 1] for number in done]}
+
+
+@pytest.fixture(params=[None, 0, 1, 3], ids=lambda epoch: f"group in {epoch}")
+def group(request: pytest.FixtureRequest) -> Iterator[int | None]:
+    """Nobody else, or another job that is in the midst of this epoch."""
+    if request.param is None:
+        yield None
+        return
+    with loader() as other:
+        for _ in range(request.param):
+            list(other)
+        iterator = iter(other)
+        for _ in range(BATCHES // 2):
+            next(iterator)
+        yield request.param
+
+
+@pytest.mark.parametrize(
+    "done", [[0], [0, 1, 2], [1, 2], [5, 6, 7, 8, 9], [0, 2, 4], list(range(9))], ids=lambda done: str(done)
+)
+def test_what_was_left_of_the_epoch_comes(done: list[int], group: int | None) -> None:
+    shared = loader()
+    shared.load_state_dict(json.loads(json.dumps(saved(1, done))))
+    assert shared.epoch == 1
+    got = [batch.tolist() for batch in shared]
+    assert sorted(got) == sorted(batch for number, batch in enumerate(plan(1)) if number not in done)
+    assert shared.epoch == 2
+    shared.close()
+
+
+def test_a_state_taken_at_every_batch() -> None:
+    wanted = plan(0)
+    for count in range(1, BATCHES, 3):
+        with loader() as shared:
+            iterator = iter(shared)
+            begun = [next(iterator).tolist() for _ in range(count)]
+            state = shared.state_dict()
+        with loader() as shared:
+            shared.load_state_dict(state)
+            assert shared.state_dict() == state
+            assert begun + [batch.tolist() for batch in shared] == wanted
+
+
+def test_between_two_epochs() -> None:
+    with loader() as shared:
+        list(shared)
+        state = shared.state_dict()
+    assert (state["epoch"], state["done"]) == (1, [])
+    with loader() as shared:
+        shared.load_state_dict(state)
+        assert [batch.tolist() for batch in shared] == plan(1)
+
+
+@pytest.mark.parametrize(
+    "state", [None, {}, 3, [], {"version": 1}, {"version": 99, "epoch": 0, "done": [], "terms": {}}]
+)
+def test_what_is_no_state(state: Any) -> None:
+    with loader() as shared, pytest.raises(sf.InputError, match=r"^this is no state of a SharedLoader of this release"):
+        shared.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seed": 2}, {"shuffle": False}, {"batch_size": 8}, {"chunk_size": 8}, {"drop_last": True}]
+)
+def test_the_state_of_another_loader(changes: dict[str, Any]) -> None:
+    state = saved(0, [])
+    with loader(**changes) as shared, pytest.raises(sf.InputError, match=r"^the state was taken with .* give the same"):
+        shared.load_state_dict(state)
+
+
+def test_a_state_comes_before_the_first_iteration() -> None:
+    with loader() as shared:
+        state = shared.state_dict()
+        next(iter(shared))
+        with pytest.raises(sf.InputError, match="in its group already: load the state before the first iteration"):
+            shared.load_state_dict(state)

@@ -1,0 +1,229 @@
+"""A member's view of the ring: what it writes is its own, and gone when the slot comes again."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stallfree as sf
+from children import Child
+from stallfree.loader.ring import Ring
+from stallfree.shared.views import Views
+
+PAGE = mmap.PAGESIZE
+SIZE = 64 * PAGE
+NO_TABLE = "the kernel does not tell which pages were written"
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    made = Ring(3, None)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["page table", "no page table", "page table that cannot be read"])
+def views(request: pytest.FixtureRequest, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> Iterator[Views]:
+    """With and without a way to find out which pages were written to."""
+    if request.param == "no page table":
+        hide_page_table(monkeypatch)
+    elif request.param != "page table":
+        monkeypatch.setattr(os, "pread", lambda *_: b"")
+    elif not os.access("/proc/self/pagemap", os.R_OK):
+        pytest.skip(NO_TABLE)
+    made = Views(ring.slots.folder)
+    assert (made._pages is None) == (request.param == "no page table") or not os.path.exists("/proc/self/pagemap")
+    yield made
+    made.close()
+
+
+def hide_page_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain: Callable[..., int] = os.open
+
+    def refuse(path: Any, *rest: Any, **more: Any) -> int:
+        if "pagemap" in str(path):
+            raise PermissionError(13, "Permission denied", path)
+        return plain(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def fill(ring: Ring, slot: int, value: int, size: int = SIZE) -> None:
+    memory = ring.slots.reserve(slot, size)
+    assert memory is not None
+    memory[:size] = value
+
+
+def test_what_is_in_the_slot(ring: Ring, views: Views) -> None:
+    for value in range(3):
+        fill(ring, 1, value)
+        seen = views.view(1, SIZE)
+        assert seen.nbytes == SIZE
+        assert (seen == value).all()
+        del seen
+        views.clean(1, SIZE)
+
+
+@pytest.mark.parametrize("at", [0, PAGE, SIZE // 2 + 1, SIZE - 1])
+def test_writes_are_private(ring: Ring, views: Views, at: int) -> None:
+    other = Views(ring.slots.folder)
+    fill(ring, 0, 1)
+    ours, theirs = views.view(0, SIZE), other.view(0, SIZE)
+    ours[at] = 99
+    assert theirs[at] == ring.slots.view(0, SIZE)[at] == 1
+    assert ours[at] == 99
+    assert (np.delete(ours, at) == 1).all()
+    theirs[at] = 55
+    assert ours[at] == 99
+    other.close()
+
+
+@pytest.mark.parametrize("at", [0, PAGE, SIZE // 2 + 1, SIZE - 1])
+def test_writes_are_gone_after_clean(ring: Ring, views: Views, at: int) -> None:
+    fill(ring, 0, 1)
+    views.view(0, SIZE)[at] = 99
+    views.clean(0, SIZE)
+    assert (views.view(0, SIZE) == 1).all()
+    fill(ring, 0, 2)
+    assert (views.view(0, SIZE) == 2).all()
+
+
+def test_a_batch_smaller_than_the_slot(ring: Ring, views: Views) -> None:
+    """Only its own pages are looked at; what larger ones wrote was cleaned with them."""
+    fill(ring, 0, 1)
+    views.view(0, SIZE)[:] = 99
+    views.clean(0, SIZE)
+    views.view(0, 10)[9] = 98
+    views.clean(0, 10)
+    assert (views.view(0, SIZE) == 1).all()
+
+
+def test_slots_are_cleaned_one_by_one(ring: Ring, views: Views) -> None:
+    for slot in (0, 1):
+        fill(ring, slot, slot)
+        views.view(slot, SIZE)[5] = 99
+    views.clean(0, SIZE)
+    assert views.view(0, SIZE)[5] == 0
+    assert views.view(1, SIZE)[5] == 99
+    views.clean(2, SIZE)  # never seen
+
+
+def faults(ring: Ring, views: Views, write: bool) -> int:
+    """Pages that have to be mapped anew to read the slot after it was cleaned."""
+    fill(ring, 0, 1)
+    seen = views.view(0, SIZE)
+    if write:
+        seen[3] = 9
+    seen.sum()
+    del seen
+    views.clean(0, SIZE)
+    seen = views.view(0, SIZE)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    seen[::PAGE].sum()
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+def test_what_was_not_written_stays_mapped(ring: Ring) -> None:
+    views = Views(ring.slots.folder)
+    faults(ring, views, write=False)  # the first of all
+    if not os.access("/proc/self/pagemap", os.R_OK):
+        pytest.skip(NO_TABLE)
+    assert faults(ring, views, write=False) == 0
+    assert faults(ring, views, write=True) > 0
+    views.close()
+
+
+def test_a_slot_that_has_grown(ring: Ring, views: Views) -> None:
+    fill(ring, 0, 1)
+    small = views.view(0, SIZE)
+    small[7] = 99
+    fill(ring, 0, 2, 9 * SIZE)
+    large = views.view(0, 9 * SIZE)
+    assert (large == 2).all()
+    assert small[7] == 99  # a page of its own; it holds the old mapping
+    large[8] = 98
+    assert small[8] != 98
+    del small
+    assert (views.view(0, SIZE)[:8] == 2).all()
+
+
+def test_a_slot_that_is_gone_or_too_small(ring: Ring, views: Views) -> None:
+    with pytest.raises(FileNotFoundError):
+        views.view(0, 10)
+    fill(ring, 0, 1, PAGE)
+    with pytest.raises(sf.StallfreeError, match=r"slot 0 of the ring has .* bytes, a batch of 9999999 was announced"):
+        views.view(0, 9_999_999)
+    kept = views.view(0, PAGE)
+    ring.slots.remove(0)
+    assert (kept == 1).all()
+    assert (views.view(0, PAGE) == 1).all()  # which is mapped already
+
+
+def test_a_slot_that_is_full_to_its_last_byte() -> None:
+    ring = Ring(1, SIZE)
+    fill(ring, 0, 1)
+    assert ring.bytes == SIZE
+    views = Views(ring.slots.folder)
+    assert views.view(0, SIZE)[-1] == 1
+    views.close()
+    ring.close()
+
+
+def test_memory_stays_valid(ring: Ring, views: Views) -> None:
+    fill(ring, 0, 1)
+    kept = views.view(0, SIZE)
+    kept[5] = 99
+    views.close()
+    views.close()
+    views.clean(0, SIZE)
+    ring.close()
+    assert kept[5] == 99
+    assert (np.delete(kept, 5) == 1).all()
+    assert views.ring_bytes == 0
+
+
+def test_each_view_is_an_array_of_its_own(ring: Ring, views: Views) -> None:
+    """Leases hang on them."""
+    fill(ring, 0, 1)
+    assert views.view(0, SIZE) is not views.view(0, SIZE)
+
+
+def test_the_bytes_of_the_ring(ring: Ring, views: Views) -> None:
+    assert views.ring_bytes == 0
+    for slot in range(3):
+        fill(ring, slot, 1, 10 * PAGE)
+    assert views.ring_bytes == ring.bytes >= 30 * PAGE
+
+
+def test_a_forked_child_has_pages_of_its_own(ring: Ring, views: Views) -> None:
+    """What it cleans, writes and closes is not its parent's, whose page table says nothing of it."""
+    fill(ring, 0, 1)
+    fill(ring, 1, 1)
+    ours = views.view(0, SIZE)
+    ours[5] = 99
+    assert views.view(1, SIZE)[5] == 1
+
+    def child() -> None:
+        seen = views.view(0, SIZE)
+        assert seen[5] == 99
+        seen[6] = 98
+        del seen
+        views.clean(0, SIZE)
+        assert views.view(0, SIZE)[5] == 1
+        views.view(1, SIZE)[5] = 97
+        views.clean(1, SIZE)
+        assert views.view(1, SIZE)[5] == 1
+        views.close()
+
+    assert Child(child).wait() == 0
+    assert ours[5] == 99
+    assert ours[6] == 1
+    del ours
+    views.clean(0, SIZE)
+    assert views.view(0, SIZE)[5] == 1
