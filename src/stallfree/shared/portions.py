@@ -11,6 +11,8 @@ import torch
 
 from stallfree.errors import InputError
 from stallfree.loader.messages import Ids
+from stallfree.loader.order import Order
+from stallfree.loader.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,17 @@ class Portions:
             return np.arange(count + 1)
         there = np.isin(self._planned(number), ids) if len(ids) else np.zeros(count, bool)
         return np.concatenate([[0], np.cumsum(there)])
+
+
+def portions_of(
+    order: Order, samples: int, chunk: int, batch_size: int, ranks: Ranks, drop_last: bool, epoch: int
+) -> Portions:
+    """The portions of an epoch whose chunks come in `order`."""
+
+    def planned(number: int) -> Ids:
+        return next(iter(order.batches(epoch, number)))
+
+    return Portions(samples, chunk, batch_size, ranks.rank, ranks.count, drop_last, planned)
 
 
 def cut(data: Any, start: int, stop: int, rows: int) -> Any:

@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import count
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -25,7 +26,6 @@ from stallfree.loader.arguments import (
 )
 from stallfree.loader.crew import Options
 from stallfree.loader.dataloader import reader_of
-from stallfree.loader.messages import Ids
 from stallfree.loader.order import Order
 from stallfree.loader.ranks import find_ranks, job_name
 from stallfree.loader.smart_cache import SmartCacheDataset
@@ -34,7 +34,7 @@ from stallfree.shared.conductor import Setup
 from stallfree.shared.group import Group, Terms, difference_of_sizes
 from stallfree.shared.member import Member
 from stallfree.shared.one_pass import Pass, Seat
-from stallfree.shared.portions import Portions
+from stallfree.shared.portions import portions_of
 from stallfree.shared.protocol import NOWHERE, Hello
 from stallfree.stats import SharedStats
 from stallfree.units import parse_size
@@ -67,7 +67,8 @@ class SharedLoader:
     Jobs may come, leave and die at any time. When the process that prepares ends with the job that started it, or dies,
     the next job that notices starts another; since a batch is a function of (seed, epoch, ids), none is lost or
     repeated. A job is in the group from its first iteration until `close`, or until the loader is freed: close it when
-    training is over and the process goes on, or the others wait for it.
+    training is over and the process goes on, or the others wait for it. `with` does that even where somebody keeps the
+    frame of a failed or pruned trial, as Optuna does.
 
     What a job does to the tensors of its batch is not seen by others.
 
@@ -175,6 +176,9 @@ class SharedLoader:
             joined.close()
             raise
         self._order = Order(self._samples, self.chunk_size, bool(shuffle), None, None, False, self.seed)
+        self._portions = partial(
+            portions_of, self._order, self._samples, self.chunk_size, batch_size, self._ranks, drop_last
+        )
         seconds = timeout or WAIT_SECONDS
 
         def options(workers: int, ahead: int, staging: int | None) -> Options:
@@ -257,15 +261,6 @@ class SharedLoader:
     def __len__(self) -> int:
         """Number of batches of an epoch."""
         return len(self._portions(0))
-
-    def _portions(self, epoch: int) -> Portions:
-        def planned(number: int) -> Ids:
-            return next(iter(self._order.batches(epoch, number)))
-
-        ranks = self._ranks
-        return Portions(
-            self._samples, self.chunk_size, self.batch_size, ranks.rank, ranks.count, self.drop_last, planned
-        )
 
     def __iter__(self) -> Iterator[Any]:
         if not self._end.alive:
