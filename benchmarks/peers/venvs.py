@@ -1,4 +1,4 @@
-"""Make the virtual environments of the peers: `python benchmarks/peers/venvs.py [ffcv] [tfdata] [monai]`.
+"""Make the virtual environments of the peers: `python benchmarks/peers/venvs.py [NAME ...]`, all of them without.
 
 Each lands in `.bench/venvs/NAME`. What cannot be installed is reported with the last lines of pip's output; a benchmark
 that meets a missing environment says so in its table instead of a figure.
@@ -14,9 +14,17 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 HOME = HERE.parents[1] / ".bench" / "venvs"
-IMPORTS = {"ffcv": "ffcv.loader", "tfdata": "tensorflow", "monai": "monai.data"}
+IMPORTS = {
+    "ffcv": "ffcv.loader",
+    "tfdata": "tensorflow",
+    "monai": "monai.data",
+    "tensorsocket": "tensorsocket",
+    "ray": "ray.tune",
+}
 LIBRARIES = {"ffcv": ("opencv4", "libturbojpeg")}
 """What pkg-config must find before the build."""
+WITH_STALLFREE = ("ray",)
+"""Where stallfree runs under another library: it is installed there from this working copy."""
 
 
 def python_of(name: str) -> Path:
@@ -46,7 +54,9 @@ def build(name: str) -> str | None:
     if not python_of(name).exists():
         venv.create(HOME / name, with_pip=True)
     pip = [str(python_of(name)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    steps = (("setuptools", "wheel"), ("--no-build-isolation", "-r", str(HERE / f"requirements-{name}.txt")))
+    steps = [("setuptools", "wheel"), ("--no-build-isolation", "-r", str(HERE / f"requirements-{name}.txt"))]
+    if name in WITH_STALLFREE:
+        steps.append(("-e", str(HERE.parents[1])))
     for step in steps:
         done = subprocess.run([*pip, *step], capture_output=True, text=True)
         if done.returncode:

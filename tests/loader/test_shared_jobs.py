@@ -1,0 +1,351 @@
+"""Several jobs, one group: what they share, what each has for itself, and what they must agree on.
+
+The jobs do what the tests tell them, so nothing here depends on who is faster.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from group_jobs import (
+    BATCH,
+    BATCHES,
+    GROUP,
+    SAMPLES,
+    Pictures,
+    Served,
+    Taken,
+    Team,
+    afresh,
+    begun,
+    expected,
+    flat,
+    ids_of,
+    right,
+    taken,
+    together,
+)
+from loader_data import Made, as_list, brighter, checksum, picture, same
+
+import stallfree as sf
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Iterator[Team]:
+    with Team(tmp_path) as team:
+        yield team
+
+
+# --- what jobs share --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_jobs_get_the_same_batches_and_each_sample_is_decoded_once(count: int, team: Team) -> None:
+    jobs = team.jobs(count, num_workers=2)
+    for epoch in range(3):
+        seen = together(jobs, "rest" if epoch == 0 else "epoch")
+        assert [right(batches) for batches in seen] == [epoch] * count
+        assert all(ids_of(batches) == ids_of(seen[0]) for batches in seen)
+        assert Counter(id for _, id in team.dataset.decodes()) == dict.fromkeys(range(SAMPLES), epoch + 1)
+    for job in jobs:
+        stats = job.stats()
+        assert stats.batches == 3 * BATCHES
+        assert stats.samples == 3 * SAMPLES
+        assert (stats.alone, stats.takeovers) == (0, 0)
+    assert not {pid for pid, _ in team.dataset.decodes()} & {job.pid for job in jobs}
+
+
+def test_a_job_alone_gets_what_a_data_loader_gives(team: Team) -> None:
+    made = team.arguments()
+    del made["group"]
+    with sf.SharedLoader(**team.arguments()) as shared, sf.DataLoader(**made) as plain:
+        assert len(shared) == len(plain) == BATCHES
+        for _ in range(2):
+            assert same([tuple(batch) for batch in shared], [tuple(batch) for batch in plain])
+
+
+@pytest.mark.parametrize(
+    ("sample", "collate"), [(picture, None), (lambda id: {"word": "x" * id, "n": id}, None), (picture, as_list)]
+)
+def test_batches_without_ids(sample: Callable[[int], Any], collate: Any, team: Team) -> None:
+    """Tensors, texts and objects of the user's own, as `DataLoader` yields them."""
+    made = {"dataset": Made(30, sample), "batch_size": 7, "collate_fn": collate, "seed": 1}
+    with sf.SharedLoader(group=GROUP, **made) as shared, sf.DataLoader(**made) as plain:
+        assert same(list(shared), list(plain))
+
+
+def test_a_cache_that_jobs_share_is_filled_once(team: Team) -> None:
+    with sf.CachedDataset(Made(SAMPLES, picture), capacity="8MiB") as dataset:
+        jobs = team.jobs(3, dataset=dataset)
+        for name in ("rest", "epoch", "epoch"):
+            for batches in together(jobs, name):
+                assert [batch.sums for batch in batches] == [
+                    [checksum(picture(id)[0]) for id in batch.ids] for batch in batches
+                ]
+                assert sorted(flat(batches)) == list(range(SAMPLES))
+        for job in jobs:
+            job.end()
+        stats = dataset.stats()
+        assert stats.storage_reads == SAMPLES
+        assert stats.hits + stats.misses == 3 * SAMPLES
+
+
+def test_augmentation_is_fresh_in_each_epoch(team: Team) -> None:
+    (job,) = team.jobs(1)
+    first, second = job.rest(), job.epoch()
+    assert (right(first), right(second)) == (0, 1)
+    assert ids_of(first) != ids_of(second)
+    by_id = [
+        {id: total for b in batches for id, total in zip(b.ids, b.sums, strict=True)} for batches in (first, second)
+    ]
+    assert all(by_id[0][id] != by_id[1][id] for id in range(SAMPLES))
+
+
+def spoil(served: Served, count: int) -> None:
+    """Take batches and overwrite all of their tensors."""
+    for _ in range(count):
+        served.take(1)
+        images, labels = served.batch.data
+        images.fill_(-1)
+        labels.fill_(-1)
+        served.batch.ids.fill_(-1)
+
+
+def test_what_a_job_does_to_its_batches_no_other_job_sees(team: Team) -> None:
+    first, second = team.jobs(2)
+    for _ in range(BATCHES // 4):
+        first.do("call", spoil, 4)  # before the other one has them
+        batches = second.take(4)
+        assert right(batches, flat(batches)) == 0
+    assert first.rest() == second.rest() == []
+    assert {right(batches) for batches in together([first, second], "epoch")} == {1}
+
+
+def keep_all(served: Served) -> list[Taken]:
+    """Keep all batches of an epoch, go through another one, and look at them only then."""
+    assert served.iterator is not None
+    epoch = served.loader.epoch
+    kept = list(served.iterator)
+    assert right(served.epoch()) == epoch + 1
+    return [Taken(epoch, batch.ids.tolist(), [checksum(image) for image in batch.data[0]]) for batch in kept]
+
+
+def test_batches_that_are_kept_are_not_overwritten(team: Team) -> None:
+    jobs = team.jobs(2)
+    for job in jobs:
+        job.ask("call", keep_all)
+    for job in jobs:
+        assert right(job.answer()) == 0
+
+
+def test_a_ring_that_is_bounded_holds_no_more(team: Team) -> None:
+    (job,) = team.jobs(1, staging="256KiB")
+    right(job.rest())
+    assert 0 < job.stats().staging_bytes <= 256 * 1024
+
+
+# --- batch sizes, ranks, transforms of a job's own --------------------------------------------------------------------
+
+
+def test_jobs_of_different_batch_sizes(team: Team) -> None:
+    """Multiples and divisors of the chunk; the samples come in the same order."""
+    sizes = [8, 8, 4, 2, 16, 24, 48]
+    jobs = [team.job(batch_size=size, chunk_size=8) for size in sizes]
+    begun(jobs)
+    for epoch in range(2):
+        seen = together(jobs, "rest" if epoch == 0 else "epoch")
+        for size, batches in zip(sizes, seen, strict=True):
+            assert right(batches) == epoch
+            assert flat(batches) == flat(seen[0])
+            assert [len(batch.ids) for batch in batches] == [min(size, SAMPLES - at) for at in range(0, SAMPLES, size)]
+    assert len(team.dataset.decodes()) == 2 * SAMPLES
+
+
+def test_each_job_may_leave_out_its_last_batch(team: Team) -> None:
+    dataset = Pictures(team.folder / "decodes", 101)
+    sizes = [8, 16, 24, 4]
+    jobs = [team.job(dataset=dataset, drop_last=True, chunk_size=8, batch_size=size) for size in sizes]
+    everything = team.job(dataset=dataset, batch_size=8)
+    begun([*jobs, everything])
+    for epoch in range(2):
+        *short, whole = together([*jobs, everything], "rest" if epoch == 0 else "epoch")
+        assert right(whole, range(101)) == epoch
+        for size, batches in zip(sizes, short, strict=True):
+            assert [len(batch.ids) for batch in batches] == [size] * (101 // size)
+            assert flat(batches) == flat(whole)[: 101 // size * size]
+            assert right(batches, flat(batches)) == epoch
+
+
+def test_the_ranks_of_a_job_take_disjoint_parts(team: Team) -> None:
+    """One consumer of 2 ranks beside a job of one process; the group's samples are still prepared once."""
+    ranks = [
+        team.job(batch_size=4, chunk_size=8, environment={"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)
+    ]
+    other = team.job(batch_size=8, chunk_size=8)
+    begun([*ranks, other])
+    for epoch in range(2):
+        first, second, whole = together([*ranks, other], "rest" if epoch == 0 else "epoch")
+        assert right(whole) == right([*first, *second]) == epoch
+        assert len(first) == len(second) == len(whole) == SAMPLES // 8
+        for parts in zip(first, second, whole, strict=True):
+            assert len(parts[0].ids) == len(parts[1].ids) == 4
+            assert sorted(parts[0].ids + parts[1].ids) == sorted(parts[2].ids)
+    assert len(team.dataset.decodes()) == 2 * SAMPLES
+
+
+@pytest.mark.parametrize("count", [97, 100])
+def test_ranks_have_the_same_number_of_batches(count: int, team: Team) -> None:
+    dataset = Pictures(team.folder / "decodes", count)
+    ranks = [
+        team.job(dataset=dataset, batch_size=4, environment={"RANK": str(rank), "WORLD_SIZE": "3"}) for rank in range(3)
+    ]
+    seen = afresh(ranks)
+    assert len({len(batches) for batches in seen}) == 1
+    got = [id for batches in seen for batch in batches for id in batch.ids]
+    assert set(got) == set(range(count))
+    for batches in seen:
+        right(batches, flat(batches))
+
+
+def darker(data: Any) -> Any:
+    images, labels = data
+    return images / 2, labels
+
+
+def test_a_transform_of_a_jobs_own(team: Team) -> None:
+    """The decoding is shared, what `job_transform` does is not."""
+    plain, own = team.job(), team.job(job_transform=darker)
+    batches, others = afresh([plain, own])
+    right(batches)
+    assert ids_of(batches) == ids_of(others)
+    for batch, other in zip(batches, others, strict=True):
+        assert not set(batch.sums) & set(other.sums)
+    assert len(team.dataset.decodes()) == SAMPLES
+
+
+# --- disagreement -----------------------------------------------------------------------------------------------------
+
+
+class Others(Pictures):
+    """Another data set."""
+
+
+def test_a_job_that_differs_is_told_in_what(team: Team) -> None:
+    (first,) = team.jobs(1)
+    book = team.dataset.book
+    for changes, said in (
+        ({"seed": 4}, "seed=3.*seed=4"),
+        ({"shuffle": False}, "shuffle=True.*shuffle=False"),
+        ({"chunk_size": 8}, "chunk_size=8.* 4 samples"),
+        ({"batch_size": 6}, "batch_size=6.* 4 samples"),
+        ({"collate_fn": as_list}, "collate_fn"),
+        ({"on_error": "skip"}, "on_error='raise'.*on_error='skip'"),
+        ({"on_lag": "detach"}, "on_lag='wait'.*on_lag='detach'"),
+        ({"dataset": Others(book)}, "data set"),
+        ({"dataset": Pictures(book, SAMPLES - 1)}, "data set"),
+        ({"seed": 4, "shuffle": False}, "seed.*shuffle"),
+    ):
+        with pytest.raises(sf.InputError, match=said) as caught:
+            next(iter(sf.SharedLoader(**team.arguments(**changes))))
+        assert "\n" not in str(caught.value)
+    assert right(first.rest()) == 0  # which nobody has disturbed
+
+
+def test_a_job_with_another_transform_is_told_so(team: Team) -> None:
+    files = [["a", "b"], [0, 1]]
+    team.jobs(1, dataset=sf.FileDataset(*files, brighter))
+    with pytest.raises(sf.InputError, match="the transform is another one") as caught:
+        next(iter(sf.SharedLoader(**team.arguments(dataset=sf.FileDataset(*files, darker)))))
+    assert "data set" not in str(caught.value)
+
+
+# --- samples that cannot be had ---------------------------------------------------------------------------------------
+
+
+def test_an_error_in_a_sample_reaches_all_jobs(team: Team) -> None:
+    jobs = team.jobs(2, dataset=Pictures(team.folder / "decodes", bad=13), shuffle=False)
+    lost = list(range(12, 12 + BATCH))
+    for job in jobs:
+        assert flat(job.take(3)) == list(range(12))
+    for job in jobs:
+        with pytest.raises(sf.SampleError, match="no picture 13") as caught:
+            job.take(1)
+        assert caught.value.id == 13
+    for batches in together(jobs, "rest"):  # with the batches that follow
+        assert right(batches, range(lost[-1] + 1, SAMPLES)) == 0
+
+
+def test_samples_that_cannot_be_had_are_left_out(team: Team) -> None:
+    jobs = team.jobs(2, dataset=Pictures(team.folder / "decodes", bad=13), on_error="skip")
+    for batches in together(jobs, "rest"):
+        right(batches, [id for id in range(SAMPLES) if id != 13])
+    assert [job.stats().skips for job in jobs] == [1, 1]
+
+
+# --- processes of other kinds -----------------------------------------------------------------------------------------
+
+
+def test_two_loaders_in_one_process(team: Team) -> None:
+    loaders = [sf.SharedLoader(**team.arguments()) for _ in range(2)]
+    seen: list[list[Taken]] = [[], []]
+    iterators = [iter(loader) for loader in loaders]
+
+    def run(number: int) -> None:
+        seen[number] += [taken(loaders[number], batch) for batch in iterators[number]]
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for loader in loaders:
+        loader.close()
+    assert seen[0] == seen[1]
+    assert right(seen[0]) == 0
+    assert len(team.dataset.decodes()) == SAMPLES
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_start_methods(method: str, team: Team) -> None:
+    jobs = team.jobs(2, multiprocessing_context=method)
+    for epoch in range(2):
+        seen = together(jobs, "rest" if epoch == 0 else "epoch")
+        assert [right(batches) for batches in seen] == [epoch, epoch]
+    assert len(team.dataset.decodes()) == 2 * SAMPLES
+
+
+STRANGER = """
+import sys
+from pathlib import Path
+import stallfree as sf
+from group_jobs import Pictures, Team, right, taken
+team = Team(Path(sys.argv[1]))
+with sf.SharedLoader(**team.arguments()) as loader:
+    iterator = iter(loader)
+    print("joined", flush=True)
+    print(right([taken(loader, batch) for batch in iterator]), flush=True)
+"""
+
+
+def test_a_job_of_another_interpreter(team: Team) -> None:
+    """It comes to the same fingerprints and gets the same batches."""
+    (first,) = team.jobs(1)
+    with subprocess.Popen(
+        [sys.executable, "-c", STRANGER, str(team.folder)], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"},
+    ) as stranger:  # fmt: skip
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "joined\n"
+        assert right(first.rest()) == 0
+        assert stranger.stdout.readline() == "0\n"
+    assert stranger.returncode == 0
+    assert len(team.dataset.decodes()) == SAMPLES
+    assert expected(0, 1) != expected(1, 1)

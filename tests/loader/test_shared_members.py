@@ -1,0 +1,274 @@
+"""Jobs of a group that come, go, die and lag behind: what the others get, and what they get themselves.
+
+The jobs do what the tests tell them, so nothing here depends on who is faster.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from group_jobs import (
+    BATCH,
+    BATCHES,
+    GROUP,
+    SAMPLES,
+    Pictures,
+    Served,
+    Taken,
+    Team,
+    afresh,
+    children_of,
+    conductor_of,
+    flat,
+    ids_of,
+    let_in,
+    right,
+    together,
+)
+
+SLOTS = 2 + 4 * 2  # of the ring of two jobs and a worker: two per worker, four per job
+FAR = BATCHES // 2  # so many batches are more than the ring holds
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Iterator[Team]:
+    with Team(tmp_path) as team:
+        yield team
+
+
+# --- coming and going -------------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_waits_for_the_next_epoch(team: Team) -> None:
+    (first,) = team.jobs(1)
+    begun = first.take(FAR)
+    newcomer = team.job()
+    newcomer.ask("begin")
+    assert right([*begun, *first.rest()]) == 0
+    assert newcomer.answer() is None
+    batches, stats = let_in(newcomer, first)
+    assert right(batches) >= 1
+    assert stats.alone == 0
+
+
+def test_a_newcomer_catches_up(team: Team) -> None:
+    (first,) = team.jobs(1)
+    begun = first.take(FAR)
+    newcomer = team.job(join="catchup")
+    newcomer.begin()
+    rest, batches = together([first, newcomer], "rest")
+    assert right([*begun, *rest]) == right(batches) == 0
+    alone = newcomer.stats().alone
+    assert 0 < alone <= FAR
+    order = ids_of([*begun, *rest])
+    places = [order.index(batch.ids) for batch in batches]
+    assert places == [*range(alone, BATCHES), *range(alone)]  # first what is still to come for all
+    decodes = Counter(pid for pid, _ in team.dataset.decodes())
+    assert sorted(decodes.values()) == sorted((SAMPLES, alone * BATCH))  # by the group's worker, and the newcomer's
+    assert [right(each) for each in together([first, newcomer], "epoch")] == [1, 1]
+    assert newcomer.stats().alone == alone
+
+
+@pytest.mark.parametrize("join", ["next", "catchup"])
+def test_a_job_leaves_in_the_midst_of_an_epoch(join: str, team: Team) -> None:
+    """The one that started the group's processes, and one that did not; what is left of the group goes on."""
+    first, second, third = team.jobs(3, join=join)
+    begun = [job.take(3) for job in (first, second, third)]
+    third.do("close")
+    second.ask("rest")
+    first.do("close")
+    assert right([*begun[1], *second.answer()]) == 0
+    assert right(second.epoch()) == 1
+    first.do("again")
+    batches, _ = let_in(first, second)
+    assert right(batches) >= 1
+
+
+def test_a_job_breaks_out_of_an_epoch(team: Team) -> None:
+    first, second = team.jobs(2)
+    second.take(2)
+    first.take(FAR // 2)
+    second.ask("begin")  # anew, in the midst of the other's
+    first.rest()
+    assert second.answer() is None
+    batches, _ = let_in(second, first)
+    assert right(batches) >= 1
+
+
+def break_out(served: Served, count: int) -> list[list[Taken]]:
+    """Begin epoch after epoch, and take a batch of each."""
+    begun = []
+    for _ in range(count):
+        served.begin()
+        begun.append(served.take(1))
+    return begun
+
+
+def test_a_job_breaks_out_of_every_epoch(team: Team) -> None:
+    """The others are an epoch behind it all the time, so batches of two epochs are under way at once."""
+    first, second = team.jobs(2, prefetch_factor=8, dataset=Pictures(team.dataset.book, 6 * BATCH, seconds=0.001))
+    first.ask("call", break_out, 20)
+    first.ask("close")
+    begun = [second.rest()]
+    while first.busy:
+        begun.append(second.epoch())
+    for batches in begun:
+        right(batches, range(6 * BATCH))
+    for batches in first.answer():
+        right(batches, flat(batches))
+    assert first.answer() is None
+
+
+def test_a_job_alone_breaks_out_of_an_epoch(team: Team) -> None:
+    (job,) = team.jobs(1)
+    for count in (1, 3, FAR, BATCHES - 1):
+        begun = job.take(count)
+        job.begin()
+        batches = job.rest()
+        assert right(batches) > begun[0].epoch
+        job.begin()
+
+
+def test_the_last_one_out_leaves_nothing(team: Team, store_root: Path) -> None:
+    first, second = team.jobs(2)
+    folder = store_root / f"group-{GROUP}"
+    sockets = [path for path in folder.iterdir() if path.is_socket()]
+    assert sockets
+    assert {stat.S_IMODE(path.stat().st_mode) for path in sockets} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    together([first, second], "rest")
+    first.do("close")
+    assert right(second.epoch()) >= 1
+    second.do("close")
+    team.all_gone(but=[first, second])
+    assert not list(store_root.iterdir())
+    second.do("again")
+    assert right(second.epoch()) == 0  # of a new group
+
+
+def test_a_job_that_ends_without_closing_anything(team: Team, store_root: Path) -> None:
+    first, second = team.jobs(2)
+    begun = second.take(2)
+    first.ask("call", leave)
+    assert right([*begun, *second.rest()]) == 0
+    assert os.waitpid(first.pid, 0)[1] == 0
+    first._over()
+
+
+def leave(_: Served) -> None:
+    os._exit(0)
+
+
+# --- deaths -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_killed_that_holds_batches(team: Team) -> None:
+    """One that lags behind, so that the others need what it holds."""
+    first, second, third = team.jobs(3)
+    begun = [first.take(2), third.take(1)]
+    second.take(1)
+    second.kill()
+    rests = together([first, third], "rest")
+    assert {right([*before, *rest]) for before, rest in zip(begun, rests, strict=True)} == {0}
+    assert {right(batches) for batches in together([first, third], "epoch")} == {1}
+    assert len(team.dataset.decodes()) == 2 * SAMPLES
+
+
+def test_the_job_is_killed_that_started_the_conductor(team: Team) -> None:
+    first, second, third = team.jobs(3)
+    begun = [second.take(3), third.take(7)]
+    first.take(1)
+    first.kill()
+    rests = together([second, third], "rest")
+    assert {right([*before, *rest]) for before, rest in zip(begun, rests, strict=True)} == {0}
+    assert {right(batches) for batches in together([second, third], "epoch")} == {1}
+    assert [job.stats().takeovers for job in (second, third)] == [1, 1]
+
+
+@pytest.mark.parametrize("on_lag", ["wait", "detach"])
+def test_the_conductor_is_killed(on_lag: str, team: Team) -> None:
+    first, second = team.jobs(2, on_lag=on_lag)
+    for turn in range(3):
+        begun = [first.take(2), second.take(5)]
+        conductor_of(first, second).kill()
+        rests = together([first, second], "rest")
+        assert {right([*before, *rest]) for before, rest in zip(begun, rests, strict=True)} == {turn}
+        assert [job.stats().takeovers for job in (first, second)] == [turn + 1, turn + 1]
+        for job in (first, second):
+            job.begin()
+    team.bury()
+
+
+def test_workers_are_killed(team: Team) -> None:
+    first, second = team.jobs(2, num_workers=2)
+    conductor = conductor_of(first)
+    batches: list[list[Taken]] = [[], []]
+    for _ in range(4):
+        for worker in children_of(conductor):
+            worker.kill()
+        batches[0] += first.take(6)
+        batches[1] += second.take(6)
+    for seen, rest in zip(batches, together([first, second], "rest"), strict=True):
+        assert right([*seen, *rest]) == 0
+    assert conductor_of(first) == conductor
+    assert first.stats().takeovers == second.stats().takeovers == 0
+
+
+def test_all_die_and_a_new_job_begins_anew(team: Team, store_root: Path) -> None:
+    first, second = team.jobs(2)
+    first.take(1)
+    second.take(3)
+    first.kill()
+    second.kill()
+    (third,) = team.jobs(1)
+    assert right(third.rest()) <= 1
+    team.bury()
+    assert not list(store_root.iterdir())
+
+
+# --- laggards ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_job_holds_the_others_up_by_the_ring_only(team: Team) -> None:
+    fast, slow = team.jobs(2)
+    seen = slow.take(1)
+    begun = fast.take(SLOTS // 2)  # which takes nothing of the slow one
+    fast.ask("rest")
+    while len(seen) < BATCHES:
+        assert fast.progress <= slow.progress + SLOTS + 1
+        seen += slow.take(1)
+    assert right([*begun, *fast.answer()]) == right(seen) == 0
+    assert slow.stats().alone == fast.stats().alone == 0
+    assert len(team.dataset.decodes()) == SAMPLES
+
+
+def test_a_slow_job_is_detached(team: Team) -> None:
+    fast, slow = team.jobs(2, on_lag="detach")
+    begun = slow.take(1)
+    assert right(fast.rest()) == 0  # though the slow one does nothing
+    assert right([*begun, *slow.rest()]) == 0
+    alone = slow.stats().alone
+    assert 0 < alone < BATCHES
+    assert fast.stats().alone == 0
+    assert {right(batches) for batches in afresh([fast, slow])} == {1}
+    assert slow.stats().alone == alone  # it is one of them again
+    assert len(team.dataset.decodes()) == 2 * SAMPLES + alone * BATCH
+
+
+def test_a_job_that_is_stopped_is_detached(team: Team) -> None:
+    first, second = team.jobs(2, on_lag="detach")
+    begun = second.take(3)
+    second.signal(signal.SIGSTOP)
+    assert right(first.rest()) == 0
+    assert right(first.epoch()) == 1
+    second.signal(signal.SIGCONT)
+    assert right([*begun, *second.rest()]) == 0
+    first.ask("epoch")
+    assert right(second.epoch()) >= 1
+    right(first.answer())
