@@ -137,9 +137,10 @@ def _report(what: str, rounds: int, cases: list[Case], single: Case) -> Report:
             f"{what}; decode, random resized crop of 224, flip; batches of 32. P, the pictures that two processes "
             "prepare out of memory in a second, measured before each pair: "
             f"{Spread.of([prep for case in cases for prep in case.prep]).show()}; G follows from the first one. The "
-            "device of each job is a sleep, G samples/s. `SharedLoader` has 2 workers for all jobs and its pictures, as "
-            "fetched, in a cache that holds all; torch's loaders read files in memory and have a worker each. Bound: min(G, P), and min(G, "
-            "P/K) for those that share nothing; share: of the bound; waiting: share of its time that a job waits for "
+            "device of each job is a sleep, G samples/s. `SharedLoader` has 2 workers for all jobs and its pictures, "
+            "as fetched, in a cache that holds all; torch's loaders read files in memory and have a worker each. "
+            "Bound: min(G, P), and min(G, P/K) for those that share nothing; share: of the bound; waiting: share of "
+            "its time that a job waits for "
             f"a batch. One epoch is not timed; {rounds} rounds, ratios within a round.",
             f"Memory of the group, MiB: {_memory([single, *cases[:3]])}. Beside: all files in shared memory but the "
             "cache's, ring included. Mapped: shared memory that the processes of all jobs use (PSS), cache included.",
