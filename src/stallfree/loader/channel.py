@@ -47,9 +47,10 @@ class Channel:
         """Whether a message is still to be sent: call `flush` when the descriptor is writable."""
         return bool(self._out)
 
-    def send(self, message: bytes) -> None:
-        """Send a message, or what can be sent of it now. One to a process that is gone vanishes; `receive` tells."""
-        self._out.append(memoryview(_HEAD.pack(len(message)) + message))
+    def send(self, *messages: bytes) -> None:
+        """Send messages, or what can be sent of them now. To a process that is gone they vanish; `receive` tells."""
+        framed = [part for message in messages for part in (_HEAD.pack(len(message)), message)]
+        self._out.append(memoryview(b"".join(framed)))
         self.flush()
 
     def flush(self) -> None:

@@ -34,6 +34,9 @@ Bytes = npt.NDArray[np.uint8]
 LIVES = 10
 """Conductors that may die one after the other, before a batch came of any, until that is an error."""
 
+_WAITING = 1
+"""Batches that were let go of, of which the conductor is told with the next request and not at once."""
+
 _ANSWER_SECONDS = 5.0
 _LEAVE_SECONDS = 30.0
 
@@ -92,10 +95,17 @@ class Line:
         self.views = Views(folder)
 
     def send(self, message: bytes) -> None:
-        """Send a message."""
+        """Send a message, and what was let go of."""
         with self._lock:
-            self._channel.send(message)
-        self._send_releases()
+            self._channel.send(*self._released(), message)
+        self._send_releases(_WAITING)
+
+    def _released(self) -> list[bytes]:
+        """The messages for what was let go of since."""
+        messages = []
+        while self._let_go:
+            messages.append(request(Kind.RELEASE, number=self._let_go.popleft()))
+        return messages
 
     def receive(self, deadline: float) -> bytearray | None:
         """The next message; None at the deadline. Raises `Gone` when there will be none."""
@@ -109,6 +119,7 @@ class Line:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
+            self._send_releases(0)
             self._wait(left)
 
     def _wait(self, seconds: float) -> None:
@@ -125,8 +136,8 @@ class Line:
 
     @property
     def leased(self) -> int:
-        """Batches whose memory is in use here."""
-        return len(self._leases)
+        """Batches whose memory is in use here, or was until just now."""
+        return len(self._leases) + len(self._let_go)
 
     def lease(self, number: int, slot: int, memory: Bytes) -> None:
         """Batch `number` is let go of when `memory` is freed, on which its tensors are views."""
@@ -142,18 +153,21 @@ class Line:
         self._leases[number] = weakref.ref(memory, end)
 
     def release(self, number: int) -> None:
-        """Batch `number` is not used here any more. In any thread, also in the midst of `send`."""
-        self._let_go.append(number)
-        self._send_releases()
+        """Batch `number` is not used here any more. In any thread, also in the midst of `send`.
 
-    def _send_releases(self) -> None:
+        The conductor hears of it with the next request, which comes soon in a loop; that spares it half of its wakings.
+        """
+        self._let_go.append(number)
+        self._send_releases(_WAITING)
+
+    def _send_releases(self, waiting: int) -> None:
+        """Send what was let go of, if that is more than `waiting` batches."""
         # Whoever cannot get the lock leaves it to the one who has it, who looks again when it is free.
-        while self._let_go and self._lock.acquire(blocking=False):
+        while len(self._let_go) > waiting and self._lock.acquire(blocking=False):
             try:
-                while self._let_go and not self._closed:
-                    self._channel.send(request(Kind.RELEASE, number=self._let_go.popleft()))
-                if self._closed:
-                    self._let_go.clear()
+                messages = self._released()
+                if messages and not self._closed:
+                    self._channel.send(*messages)
             finally:
                 self._lock.release()
 
