@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from stallfree.errors import StorageError
 from stallfree.folders import SharedFolder
 from stallfree.loader.channel import Channel
 from stallfree.loader.crew import Crew, Options, new_counts
@@ -127,7 +128,7 @@ class Conductor:
         self._setup = setup
         self._lifeline = lifeline
         self._ended = False  # the process that started this one
-        self._folder = SharedFolder(setup.folder.name, root=setup.folder.parent, initialize=lambda _: None)
+        self._folder = SharedFolder(setup.folder.name, root=setup.folder.parent, initialize=_must_exist)
         self._members_lock = FileLock(setup.folder / "members")
         self._counts = {**new_counts(), "num_workers": setup.options.workers}
         self._crew = Crew(setup.options, setup.base_seed, self._counts, slots=setup.options.ahead + SLOTS_PER_MEMBER)
@@ -475,6 +476,10 @@ class Conductor:
         self._folder.close()
         if self._last is not None:
             self._hang_up(self._last)
+
+
+def _must_exist(folder: Path) -> None:
+    raise StorageError(f"the group's folder {folder} is gone: the job that made it has ended")
 
 
 def _next_epoch(folder: Path) -> int:
