@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,7 @@ def test_two_loaders_in_one_process(team: Team) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_start_methods(method: str, team: Team) -> None:
+    forkserver._forkserver._stop()  # that of an earlier test, which forked jobs would take for their own
     jobs = team.jobs(2, multiprocessing_context=method)
     for epoch in range(2):
         seen = together(jobs, "rest" if epoch == 0 else "epoch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ def as_tuple(samples: list[Any]) -> tuple[Any, ...]:
 def one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
+
+
+def the_conductor() -> psutil.Process:
+    """The only one that this process has started."""
+    (process,) = [child for child in multiprocessing.active_children() if child.name == "stallfree-conductor"]
+    return psutil.Process(process.pid)
 
 
 def loader(dataset: Any = None, **changes: Any) -> sf.SharedLoader:
@@ -239,7 +246,7 @@ def test_the_first_job_decides_how_many_workers() -> None:
         with first, second:
             iterator = iter(first)
             assert torch.equal(next(iterator), torch.arange(4))
-            (conductor,) = psutil.Process().children()
+            conductor = the_conductor()
             assert len(conductor.children()) == 2
 
 
@@ -249,7 +256,7 @@ def test_the_first_job_decides_though_another_one_begins() -> None:
         loader(num_workers=1, multiprocessing_context="fork") as second,
     ):
         assert [batch.tolist() for batch in second] == [[*range(at, at + 4)] for at in range(0, 24, 4)]
-        (conductor,) = psutil.Process().children()
+        conductor = the_conductor()
         assert len(conductor.children()) == 2
         assert second.stats().staging_bytes <= 1 << 20
 
