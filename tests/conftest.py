@@ -46,6 +46,15 @@ def store_root() -> Iterator[Path]:
     shutil.rmtree(root, ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the start methods, fork and spawn are tried every day; each process by forkserver takes two seconds more."""
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call is not None and "forkserver" in [value for value in call.params.values() if isinstance(value, str)]:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Remembers that the body of a test failed: its traceback keeps objects alive, so leaks say nothing then."""
