@@ -11,6 +11,7 @@ import xxhash
 from stallfree.errors import InputError
 
 _JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+"""Variables that the ranks of one job have in common."""
 
 
 def job_name() -> str | None:

@@ -42,7 +42,6 @@ Ids = npt.NDArray[np.int64]
 _FORMAT = "smart-1"
 _WAIT_SECONDS = 300.0
 _CHECK_SECONDS = 0.005
-"""Variables that the ranks of one job have in common."""
 
 log = logging.getLogger("stallfree")
 _made = itertools.count()

@@ -379,6 +379,13 @@ class Conductor:
             return False
         laggards = self._schedule.laggards()
         for number in laggards:
+            hello = self._peers[number].hello
+            if hello is not None and not self._setup.detach:
+                log.warning(
+                    "process %d (%s) has held up the group %s for %g s: it prepares the rest of its epoch by itself. "
+                    "A job that has ended its training should close its loader",
+                    *(hello.pid, hello.name, self._setup.folder.name, self._setup.lag_seconds),
+                )
             self._free(self._schedule.leave_behind(number))
         coming = self._schedule.next_to_start()
         if not laggards and coming is not None:  # all slots are held for good: go on without them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
@@ -39,8 +38,6 @@ _WAITING = 1
 
 _ANSWER_SECONDS = 5.0
 _LEAVE_SECONDS = 30.0
-
-log = logging.getLogger("stallfree")
 
 
 @dataclass
