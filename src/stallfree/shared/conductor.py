@@ -384,7 +384,7 @@ class Conductor:
                 log.warning(
                     "process %d (%s) has held up the group %s for %g s: it prepares the rest of its epoch by itself. "
                     "A job that has ended its training should close its loader",
-                    *(hello.pid, hello.name, self._setup.folder.name, self._setup.lag_seconds),
+                    *(hello.pid, hello.name, self._setup.folder.name.removeprefix("group-"), self._setup.lag_seconds),
                 )
             self._free(self._schedule.leave_behind(number))
         coming = self._schedule.next_to_start()

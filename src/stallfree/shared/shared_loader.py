@@ -85,8 +85,8 @@ class SharedLoader:
             batches of `chunk_size`, and no ranks.
         drop_last: leave out a last batch that is not full; each job's own choice.
         pin_memory: yield batches in pinned memory, when there is an accelerator.
-        timeout: seconds to wait for a batch before `WaitError`, and for which a slow job may hold up the others with
-            `on_lag="wait"`; 0 means 300.
+        timeout: seconds to wait for a batch before `WaitError`; 0 means 300. With `on_lag="wait"` a slow job may hold
+            up the others for half of that.
         worker_init_fn: called in each worker with its number.
         multiprocessing_context: "fork", "forkserver", "spawn" or a context; Python's default if None.
         prefetch_factor: batches under way per worker; 2 if None. The first job decides.
@@ -205,7 +205,7 @@ class SharedLoader:
             base_seed=int(torch.empty((), dtype=torch.int64).random_().item()),
             order=self._order,
             detach=on_lag == "detach",
-            lag_seconds=seconds,
+            lag_seconds=seconds / 2,  # less than the others wait
         )
         self._workers = joined.terms.workers
         self._seat = Seat(

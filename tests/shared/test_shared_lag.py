@@ -1,0 +1,20 @@
+"""With `on_lag="wait"` a job that takes no more batches is left behind after a while, and costs nobody an error."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import TensorDataset
+
+import stallfree as sf
+
+
+def test_a_job_that_stands_still_is_left_behind() -> None:
+    data = TensorDataset(torch.arange(400))
+    slow = sf.SharedLoader(data, group="lag", batch_size=4, timeout=3, multiprocessing_context="fork")
+    with slow, sf.SharedLoader(data, group="lag", batch_size=4, timeout=3) as quick:
+        behind, ahead = iter(slow), iter(quick)
+        first = next(behind)[0].tolist()
+        assert [id for batch in ahead for id in batch[0].tolist()] == list(range(400))
+        assert [*first, *(id for batch in behind for id in batch[0].tolist())] == list(range(400))
+        assert slow.stats().alone > 0
+        assert quick.stats().alone == 0
