@@ -19,6 +19,7 @@ from stallfree.errors import (
 from stallfree.loader import Batch, CachedDataset, CacheLoader, DataLoader, SmartCacheDataset
 from stallfree.observe import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
 from stallfree.pipeline import Compose, OnItem, Split, StallfreeWarning, mark_deterministic, mark_random, split
+from stallfree.plans import ImportanceSampler
 from stallfree.shared import SharedLoader
 from stallfree.sources import DecodeImage, FileDataset, ImageFolder
 from stallfree.stats import CacheStats, LoaderStats, SharedStats, SmartCacheStats
@@ -39,6 +40,7 @@ __all__ = [
     "FingerprintError",
     "Hook",
     "ImageFolder",
+    "ImportanceSampler",
     "InputError",
     "LoaderStats",
     "Metrics",

@@ -11,6 +11,7 @@ import torch
 
 from stallfree.errors import InputError
 from stallfree.loader.reader import Reader
+from stallfree.plans import ImportanceSampler
 
 WAIT_SECONDS = 300.0
 """Longest wait for a batch unless `timeout` says otherwise."""
@@ -45,6 +46,17 @@ def check_sampling(
     for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
         if value is not None and not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
             raise InputError(f"{name}={value!r} cannot be iterated: give one that yields ids")
+
+
+def check_importance(sampler: ImportanceSampler, samples: int, batch_size: int | None) -> None:
+    """Raise `InputError` where an `ImportanceSampler` cannot be served."""
+    if sampler.num_samples != samples:
+        raise InputError(
+            f"the sampler is of {sampler.num_samples} samples, the data set has {samples}: "
+            "give ImportanceSampler(len(dataset))"
+        )
+    if batch_size is None:
+        raise InputError("batch_size=None gives single samples, which have no weights: give a batch_size")
 
 
 def check_functions(collate_fn: Any, worker_init_fn: Any, on_error: Any) -> None:

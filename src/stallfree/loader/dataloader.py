@@ -17,6 +17,7 @@ from stallfree.errors import InputError
 from stallfree.loader.arguments import (
     WAIT_SECONDS,
     check_functions,
+    check_importance,
     check_numbers,
     check_sampling,
     context_of,
@@ -25,10 +26,12 @@ from stallfree.loader.arguments import (
 from stallfree.loader.crew import Crew, Options, new_counts
 from stallfree.loader.epoch import Epoch, Progress
 from stallfree.loader.event_log import EventLog
+from stallfree.loader.importance import Importance
 from stallfree.loader.order import Order
 from stallfree.loader.reader import Reader
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.compose import Compose
+from stallfree.plans import ImportanceSampler
 from stallfree.sources import as_source
 from stallfree.stats import LoaderStats
 from stallfree.units import parse_size
@@ -59,7 +62,7 @@ class DataLoader:
         dataset: a `CachedDataset`, a source, or any map-style data set.
         batch_size: samples per batch; None: samples one by one, not collated.
         shuffle: another order each epoch, a function of (seed, epoch).
-        sampler: gives ids (integers).
+        sampler: gives ids (integers). An `ImportanceSampler` decides which samples an epoch has.
         batch_sampler: gives lists of ids.
         num_workers: worker processes; 0: the training process itself.
         collate_fn: makes a batch of a list of samples; torch's default if None. What it draws is a function of (seed,
@@ -76,7 +79,7 @@ class DataLoader:
         pin_memory_device: taken for compatibility.
         in_order: taken for compatibility; batches always come in order.
         seed: of order and augmentation; that of the `CachedDataset`, or 0, if None.
-        with_ids: yield `Batch(data, ids, weights)`.
+        with_ids: yield `Batch(data, ids, weights)`. With an `ImportanceSampler`, that is what comes in any case.
         on_error: "raise" a `SampleError` for a sample that cannot be had, or "skip" it: it is left out, counted, and
             the first ones are reported in the log. After an error, `next` goes on with the batch that follows.
         staging: bytes for the ring of ready batches, as an int or such as "256MiB". None: as many batches as are under
@@ -158,6 +161,10 @@ class DataLoader:
         if self._windowed is not None:  # a whole epoch of it has an order of its own
             samples, mixed = len(self._windowed), self.shuffle and not self._windowed.full_epoch
         self._order = Order(samples, self.batch_size, mixed, sampler, batch_sampler, drop_last, self.seed)
+        self._importance: Importance | None = None
+        if isinstance(sampler, ImportanceSampler):
+            check_importance(sampler, samples, batch_size)
+            self._importance = Importance(sampler, self.batch_size or 1, drop_last)
         self._counts = {**new_counts(), "num_workers": num_workers}
         self._crew: Crew | None = None  # of persistent workers
         self._crews: list[weakref.ref[Crew]] = []  # made anew and never changed: any thread may ask for `stats`
@@ -169,8 +176,13 @@ class DataLoader:
     # -- epochs -------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Number of batches of an epoch. Raises `TypeError` if the sampler has no length."""
-        return len(self._order)
+        """Number of batches of an epoch. Raises `TypeError` if the sampler has no length.
+
+        With an `ImportanceSampler`, of the epoch that is under way, else of the next one, whose plan is drawn for that.
+        """
+        if self._importance is None:
+            return len(self._order)
+        return self._importance.steps(self._epoch if self._progress is None else self._progress.number)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch `epoch`. Without it, each iteration is another epoch, counted from 0."""
@@ -190,7 +202,7 @@ class DataLoader:
         if resume is not None and resume["rest"] is not None:
             batches = iter([np.asarray(ids, np.int64) for ids in resume["rest"]])
         else:
-            batches = self._order.batches(epoch, first)
+            batches = self._order.batches(epoch, first) if self._importance is None else self._importance.batches(epoch)
             if self._windowed is not None:
                 ids = self._windowed.begin_epoch(epoch)
                 batches = (ids[positions] for positions in batches)
@@ -223,6 +235,8 @@ class DataLoader:
         state = {"version": _STATE_VERSION, "epoch": self._epoch, "seed": self.seed, "order": self._order.describe()}
         if self._windowed is not None:
             state["window"] = self._windowed.state_dict()
+        if self._importance is not None:
+            state["importance"] = self._importance.sampler.state_dict()
         progress = self._progress
         if progress is None:
             return {**state, **(self._resume or {"batches": 0, "rest": None})}
@@ -252,9 +266,22 @@ class DataLoader:
                 raise InputError("the state has no window: it was taken with a data set that is no SmartCacheDataset")
             self._windowed.load_state_dict(state["window"])
             self._windowed.take_resume()  # the loader's own epoch, and the place in it, are in the state
+        if self._importance is not None:
+            if "importance" not in state:
+                raise InputError("the state has no losses: it was taken without an ImportanceSampler")
+            self._importance.sampler.load_state_dict(state["importance"])
         self._epoch = state["epoch"]
         self._resume = {"batches": state["batches"], "rest": state["rest"]}
         self._progress = None
+
+    def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
+        """Tell the `ImportanceSampler` the losses of a batch: `Batch.ids`, and one loss for each of them.
+
+        Does not wait for the device that they are on. Raises `InputError` without an `ImportanceSampler`.
+        """
+        if self._importance is None:
+            raise InputError("update is for a loader with sampler=ImportanceSampler(...)")
+        self._importance.sampler.update(ids, losses)
 
     def stats(self) -> LoaderStats:
         """What this loader has done since it was made."""
@@ -293,6 +320,7 @@ class _Iteration:
         self._loader = loader
         self._progress = progress
         self._with_ids = loader.with_ids
+        self._importance = loader._importance
         self._pin = loader.pin_memory and torch.cuda.is_available()
         self._through = False
         self._log = loader._log
@@ -326,6 +354,8 @@ class _Iteration:
             data = pinned(data)
         if self._log is not None:
             self._handed_over = time.monotonic()
+        if self._importance is not None:
+            return Batch(data, torch.from_numpy(ids.copy()), self._importance.served(ids))
         return Batch(data, torch.from_numpy(ids.copy()), None) if self._with_ids else data
 
     def end_step(self) -> None:

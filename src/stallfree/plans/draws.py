@@ -1,0 +1,146 @@
+"""How likely each sample is to be drawn, and the draw. Pure functions of arrays; nothing here knows of a cache.
+
+Scores are losses (or ranks of losses): float32 per sample, infinite for a sample that has none yet. So what was never
+seen, or has diverged, counts as most important.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.errors import InputError
+
+Array = npt.NDArray[Any]
+
+_STRATA = 256
+_WIDE = 64
+_GRID = 4096
+
+
+def generator(seed: int, epoch: int, use: int) -> np.random.Generator:
+    """Random numbers that (seed, epoch, use) decides."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed & (2**64 - 1), 0x494D504F, epoch, use])))
+
+
+def ranks(scores: Array) -> Array:
+    """Where each score stands among all: above 0, and 1 for the highest. Equal scores have different places.
+
+    Args:
+        scores: any numbers, shape (n,).
+
+    float32, shape (n,).
+    """
+    count = len(scores)
+    places = np.empty(count, np.float32)
+    places[np.argsort(scores)] = np.arange(1, count + 1, dtype=np.float32)
+    places /= np.float32(max(1, count))
+    return places
+
+
+def selective(scores: Array, history: Array, beta: float) -> Array:
+    """The share of the losses in `history` that a score is not below, to the power `beta`.
+
+    Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", arXiv:1910.00762, section 3.2, as
+    iCACHE uses it (Chen et al., HPCA 2023, section III). A score as high as the highest has probability 1, and so has
+    every one while nothing is known.
+    """
+    if len(history) == 0:
+        return np.ones(len(scores))
+    share = np.searchsorted(np.sort(history), scores, side="right") / len(history)
+    return share**beta
+
+
+def pruned(scores: Array, share: float) -> Array:
+    """1 - `share` for the scores below the mean of those that are known, 1 for the others.
+
+    Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024, section 2.2.
+    """
+    known = scores[np.isfinite(scores)]
+    mean = known.mean(dtype=np.float64) if len(known) else -np.inf
+    return np.where(scores < mean, 1.0 - share, 1.0)
+
+
+def leaning(places: Array, some: Array, mean: float, lowest: float, lean: float) -> Array:
+    """Probabilities that rise with the rank and are never below `lowest`; those of `some` have the mean `mean`.
+
+    Args:
+        places: ranks of all samples, above 0 and up to 1.
+        some: bool for each: those who will be drawn with them.
+        mean: 0 to 1; `lowest` if it is below that.
+        lowest: 0 to 1.
+        lean: 0: all alike; 1: in proportion to the rank.
+
+    They are `scale * (1 - lean + 2 * lean * rank)`, cut off at `lowest` and 1. The scale is found on a grid of at most
+    4,096 of the ranks, which meets the mean to about 1e-3 of it.
+    """
+    shape = 1 - lean + 2 * lean * places.astype(np.float64)
+    grid = shape[some]
+    if len(grid) == 0 or mean >= 1:
+        return np.ones(len(places))
+    if len(grid) > _GRID:
+        few = np.sort(grid[:: len(grid) // (8 * _GRID) + 1])
+        grid = few[((np.arange(_GRID) + 0.5) / _GRID * len(few)).astype(np.int64)]
+    low, high = 0.0, 1.0 / max(float(grid.min()), 1e-9)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.clip(grid * middle, lowest, 1).mean() < mean else (low, middle)
+    return np.clip(shape * high, lowest, 1)
+
+
+def shares(chances: Array, places: Array) -> Array:
+    """For each sample the mean chance of those in the same stratum of rank `places`; there are 64 strata."""
+    stratum = np.minimum(places * _WIDE, _WIDE - 1).astype(np.int64)
+    sizes = np.bincount(stratum, minlength=_WIDE)
+    mean = np.bincount(stratum, chances, minlength=_WIDE) / np.maximum(sizes, 1)
+    found: Array = mean[stratum]
+    return found
+
+
+def systematic(chances: Array, order: Array, rng: np.random.Generator) -> Array:
+    """Which are drawn when each of `order` is drawn with its own chance, and as many in all as the chances add up to.
+
+    Systematic sampling (Madow, 1949): the chances are laid end to end, and whoever lies under one of the marks that
+    stand 1 apart is drawn. The number is the sum of the chances, rounded up or down at random. Neighbours in `order`
+    are rarely drawn together, so an order by loss makes every range of losses take part in proportion.
+
+    Args:
+        chances: 0 to 1, by id.
+        order: ids.
+        rng: of the one random number there is.
+
+    The drawn ids, in the order of `order`.
+    """
+    ends = np.cumsum(chances[order], dtype=np.float64)
+    marks = np.floor(ends + rng.random())
+    before = np.empty_like(marks)
+    before[:1] = 0
+    before[1:] = marks[:-1]
+    return order[marks > before]
+
+
+def draw(chances: Array, places: Array, rng: np.random.Generator) -> Array:
+    """Draw each id with its own chance; the ids, ascending.
+
+    Those with chance 1 are drawn in any case. Of the others a fixed number is, spread evenly over the ranks `places`:
+    they stand in strata of rank, in random order within each.
+    """
+    sure = np.flatnonzero(chances >= 1)
+    rest = np.flatnonzero(chances < 1)
+    if len(rest) == 0:
+        return sure
+    rest = rest[rng.permutation(len(rest))]
+    strata = np.minimum(places[rest] * _STRATA, _STRATA - 1).astype(np.uint8)
+    rest = rest[np.argsort(strata, kind="stable")]
+    drawn = np.concatenate([sure, systematic(chances, rest, rng)])
+    drawn.sort()
+    return drawn
+
+
+def check_share(name: str, value: float, *, low: float = 0.0, high: float = 1.0) -> float:
+    """`value` as a float. Raises `InputError` if it is not above `low` and at most `high`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value <= high:
+        raise InputError(f"{name}={value!r}: give a number above {low:g}, and {high:g} at most")
+    return float(value)

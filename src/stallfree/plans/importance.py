@@ -1,0 +1,332 @@
+"""`ImportanceSampler`: fewer samples per epoch, chosen by their losses and by what the cache holds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stallfree.errors import InputError
+from stallfree.plans.draws import check_share
+from stallfree.plans.keeping import Ranked, Rotating
+from stallfree.plans.losses import Losses, pack, unpack
+from stallfree.plans.plan import Plan
+from stallfree.plans.reduce import agree, ranks_of_job
+from stallfree.plans.rules import PLANS, Draw, Known, Rule, draw_plan
+from stallfree.plans.serving import ON_MISS
+
+Array = npt.NDArray[Any]
+
+_STATE_VERSION = 1
+
+_LARGE = 1 << 17
+"""From so many samples on, the next plan is drawn while the last fiftieth of the epoch is trained."""
+
+_NEARLY = 0.98
+
+_LEAN = 0.8
+"""How much the probability of a missing sample depends on the rank of its loss; see docs/design.md, "Importance"."""
+
+
+class Residency(Protocol):
+    """What a plan wants to know of a cache."""
+
+    def resident(self, ids: Any) -> Array:
+        """Which of `ids` are in it, as an array of bool."""
+
+
+class ImportanceSampler:
+    """Draws the samples of each epoch by their losses, so that an epoch costs less storage I/O.
+
+    Give it to `stallfree.DataLoader` as `sampler`: the loader then yields `Batch(data, ids, weights)`. Train on
+    `(losses * batch.weights).mean()` with one loss per sample, and hand the losses to `update`. Under another loader it
+    gives ids like any sampler, the weights are in `plan(epoch).weights`.
+
+    | plan | draws | weights |
+    | --- | --- | --- |
+    | "unbiased" | all residents; of the others so many as `target_io` says, those of high loss rather | 1 / p |
+    | "icache" | each with the share of recent losses that its own is not below, to the power `beta` | none |
+    | "cis" | as "icache", but all samples are fetched, and the weight says which to train on | 0 or 1 |
+    | "infobatch" | leaves out a share `prune` of those below the mean loss | 1 / p |
+    | "full" | all | none |
+
+    Sources: "icache" and "cis" Chen et al., "iCACHE", HPCA 2023; "infobatch" Qin et al., ICLR 2024; the score "shade"
+    Khan et al., FAST 2023. In the plan "unbiased", p is a known function of the rank of the loss and of residency, so
+    the weighted gradient is, in expectation, that of the full epoch.
+
+    Args:
+        num_samples: of the data set; ids are 0 to `num_samples` - 1.
+        plan: see above.
+        cache: the `SampleCache` of the data set (`CachedDataset.cache`), or whatever has `resident(ids)`. None: nothing
+            counts as resident.
+        seed: of the draws, and of the order within an epoch.
+        target_io: storage operations per epoch, as a share of those the full plan would cost with this cache.
+        p_min: no sample has a lower probability ("unbiased").
+        beta: power of the selection probability ("icache", "cis"): 1 draws about half of the samples, 2 a third.
+        prune: share of the samples below the mean loss to leave out ("infobatch").
+        max_age: no sample is left out for so many epochs in a row.
+        warm_up: epochs at the start that take all samples; before there is a loss, there is nothing to choose by.
+        full_every: each so many epochs one takes all samples; None: never.
+        num_epochs: of the training; then its last part takes all samples ("infobatch": the last eighth). None: none.
+        normalize: scale of the weights in a batch. "epoch": one factor per epoch, for which their mean over it is 1 in
+            expectation; "batch": the mean in each batch is 1, which is a little biased; None: 1 / p as it is, whose
+            sum over the epoch is `num_samples` in expectation.
+        score: "loss", or "shade": the rank of the loss within its batch.
+        on_miss: what happens when an L-sample, one that is rather left out than drawn, is in the plan and not in the
+            cache. "swap": another one that is, and is in the plan too, is served first; "substitute": any L-sample is
+            served that is in the cache and was not yet used in this epoch (the paper's way); "fetch": it is fetched.
+            None: "swap" in the plan "icache", else "fetch".
+
+    In a job of several ranks (torch.distributed) the losses of all are brought together when a plan is drawn, which
+    they must all do at the same time; all have the same plan, of which each takes its part, in equally many batches.
+
+    Raises `InputError` for arguments that cannot be used.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        plan: str = "unbiased",
+        cache: Residency | None = None,
+        seed: int = 0,
+        target_io: float = 0.25,
+        p_min: float = 0.1,
+        beta: float = 1.0,
+        prune: float = 0.5,
+        max_age: int = 10,
+        warm_up: int = 1,
+        full_every: int | None = None,
+        num_epochs: int | None = None,
+        normalize: str | None = "epoch",
+        score: str = "loss",
+        on_miss: str | None = None,
+    ) -> None:
+        self.num_samples = _count("num_samples", num_samples, 1)
+        if plan not in PLANS:
+            raise InputError(f"plan={plan!r} is unknown: use one of {', '.join(PLANS)}")
+        if normalize not in ("epoch", "batch", None):
+            raise InputError(f"normalize={normalize!r}: use 'epoch', 'batch' or None")
+        if score not in ("loss", "shade"):
+            raise InputError(f"score={score!r}: use 'loss' or 'shade'")
+        if cache is not None and not callable(getattr(cache, "resident", None)):
+            raise InputError(f"cache={cache!r:.80} has no resident(ids): give the .cache of a CachedDataset")
+        check_share("target_io", target_io)
+        if check_share("p_min", p_min) > target_io:
+            raise InputError(f"p_min={p_min} is above target_io={target_io}: no draw has so few operations")
+        if on_miss not in (*ON_MISS, None):
+            raise InputError(f"on_miss={on_miss!r}: use one of {', '.join(ON_MISS)}")
+        if on_miss in ("swap", "substitute") and cache is None:
+            raise InputError(f"on_miss={on_miss!r} needs a cache: give the .cache of a CachedDataset")
+        known = getattr(cache, "num_ids", num_samples)
+        if known != num_samples:
+            raise InputError(
+                f"the cache is of {known} samples, num_samples is {num_samples}: give those of one data set"
+            )
+        last = -1 if num_epochs is None else _count("num_epochs", num_epochs, 1)
+        self.cache = cache
+        self.seed = operator.index(seed)
+        self.normalize = normalize
+        self.on_miss = on_miss or ("swap" if plan == "icache" and cache is not None else "fetch")
+        given = getattr(getattr(cache, "policy", None), "given", False)
+        self.rule = Rule(
+            plan=plan,
+            beta=check_share("beta", beta, high=100),
+            prune=check_share("prune", prune, high=0.99),
+            target_io=target_io,
+            p_min=p_min,
+            lean=_LEAN,
+            max_age=_count("max_age", max_age, 1),
+            warm_up=_count("warm_up", warm_up, 0),
+            full_every=0 if full_every is None else _count("full_every", full_every, 1),
+            full_from=last - -(-last // 8) if last > 0 and plan == "infobatch" else -1,
+            rotating=plan == "unbiased" and given,
+        )
+        self.losses = Losses(self.num_samples, relative=score == "shade")
+        self._drawn = np.full(self.num_samples, -1, np.int32)
+        self._before = self._drawn.copy()  # as it was before the plan that is kept
+        self._draw: Draw | None = None
+        self._resident = np.zeros(self.num_samples, bool)  # when it was drawn
+        self._weight_of = np.ones(self.num_samples, np.float32)
+        self._next = 0
+        self._updated = 0  # ids, since the plan that is kept was drawn
+        self._ahead: tuple[int, Array, Future[Draw]] | None = None
+        self._keeping: Rotating | Ranked | None = None
+        scored: Any = cache
+        if given:
+            self._keeping = Rotating(scored, self.seed) if self.rule.rotating else Ranked(scored)
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def plan(self, epoch: int) -> Plan:
+        """The ids of an epoch in order, and their weights: 1 / p, not normalized, or None in plans without weights.
+
+        The plan of the epoch asked for last is kept; another one is drawn from what is known at that moment. With
+        several ranks it is that of all of them together.
+        """
+        epoch = _count("epoch", epoch, 0)
+        return self._drawn_for(epoch).plan
+
+    def _drawn_for(self, epoch: int) -> Draw:
+        draw = self._draw
+        if draw is None or draw.plan.epoch != epoch:
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None and ahead[0] == epoch:
+                draw, self._resident = ahead[2].result(), ahead[1]
+            else:
+                known = self._known()
+                draw, self._resident = draw_plan(self.rule, known, self.seed, epoch), known.resident
+            self._take(draw)
+        return draw
+
+    def _known(self) -> Known:
+        """What is known now, by all ranks."""
+        self.losses.collect()
+        resident = np.zeros(self.num_samples, bool)
+        if self.cache is not None:
+            resident = np.asarray(self.cache.resident(np.arange(self.num_samples)))
+        resident = agree(self.losses, resident)
+        return Known(self.losses.last.copy(), self.losses.history.copy(), self._drawn.copy(), resident)
+
+    def _take(self, draw: Draw) -> None:
+        """Make `draw` the one that is kept."""
+        plan = draw.plan
+        self._draw, self._updated = draw, 0
+        self._before = self._drawn.copy()
+        self._drawn[plan.ids] = np.maximum(self._drawn[plan.ids], plan.epoch)
+        self._weight_of[:] = 1
+        if plan.weights is not None:
+            scale = 1.0
+            if self.normalize == "epoch" and self.rule.plan != "cis":
+                scale = len(plan.ids) / self.num_samples
+            self._weight_of[plan.ids] = plan.weights * np.float32(scale)
+
+    def _draw_ahead(self) -> None:
+        """Draw the next plan in a thread, from what is known now."""
+        assert self._draw is not None
+        epoch, known = self._draw.plan.epoch + 1, self._known()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="stallfree-plan")
+        self._ahead = epoch, known.resident, thread.submit(draw_plan, self.rule, known, self.seed, epoch)
+        thread.shutdown(wait=False)
+
+    # -- losses -------------------------------------------------------------------------------------------------------
+
+    def update(self, ids: Any, losses: Any) -> None:
+        """Tell the losses of samples that were served: `Batch.ids`, and one loss for each.
+
+        Both may be tensors on any device; nothing waits for the device. NaN counts as infinite. Raises `InputError` if
+        there is not one number for each id, or an id is none of the data set's.
+        """
+        self._updated += self.losses.add(ids, losses)
+        if self.num_samples < _LARGE or self._ahead is not None or self._draw is None:
+            return
+        if self._updated >= _NEARLY * len(self._draw.plan.ids) and ranks_of_job().count == 1:
+            self._draw_ahead()
+
+    # -- an epoch that is served --------------------------------------------------------------------------------------
+
+    def begin(self, epoch: int) -> Draw:
+        """The draw of an epoch that is about to be served, for which the cache is told what it is to keep."""
+        draw = self._drawn_for(epoch)
+        if self._keeping is not None:
+            self._keeping.begin(draw, self._resident, self.losses.last)
+        return draw
+
+    def served(self, ids: Array) -> torch.Tensor:
+        """`ids` were handed out. Their weights, for a batch of them: float32, normalized as asked for."""
+        assert self._draw is not None
+        self._drawn[ids] = np.maximum(self._drawn[ids], self._draw.plan.epoch)
+        if self._keeping is not None:
+            self._keeping.served(ids)
+        weights = self._weight_of[ids]
+        if self.normalize == "batch" and self.rule.plan != "cis" and weights.any():
+            weights = weights / weights.mean()
+        return torch.from_numpy(weights)
+
+    def left_out(self, ids: Array) -> None:
+        """`ids` were in the plan, and others were served in their place."""
+        self._drawn[ids] = self._before[ids]
+
+    # -- the part of this rank ----------------------------------------------------------------------------------------
+
+    def batches(self, epoch: int, batch_size: int, *, drop_last: bool = False) -> list[Array]:
+        """The ids of each batch of an epoch, for this rank.
+
+        With several ranks all have the same number of batches, whose sizes differ by one at most; with `drop_last` all
+        batches are full.
+        """
+        ids, ranks = self.plan(epoch).ids, ranks_of_job()
+        together = batch_size * ranks.count
+        steps = len(ids) // together if drop_last else -(-len(ids) // together)
+        if drop_last:
+            ids = ids[: steps * together]
+        elif ranks.count > 1:
+            steps = min(steps, len(ids) // ranks.count)
+            parts = np.array_split(ids, steps * ranks.count) if steps else []
+            return parts[ranks.rank :: ranks.count]
+        mine = ids[ranks.rank :: ranks.count]
+        return [mine[at : at + batch_size] for at in range(0, len(mine), batch_size)]
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch. Without it, each iteration is another one, counted from 0."""
+        self._next = _count("epoch", epoch, 0)
+
+    def __iter__(self) -> Iterator[int]:
+        plan, ranks = self.plan(self._next), ranks_of_job()
+        self._next = plan.epoch + 1
+        steps = -(-len(plan.ids) // ranks.count)
+        mine = np.resize(plan.ids, steps * ranks.count) if len(plan.ids) else plan.ids
+        return iter(mine[ranks.rank :: ranks.count].tolist())
+
+    def __len__(self) -> int:
+        """How many ids the next iteration gives; its plan is drawn for that, if it is not yet."""
+        return -(-len(self.plan(self._next).ids) // ranks_of_job().count)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next plans depend on, and the plan that is kept; fit for JSON.
+
+        Take it on each rank: the losses that it has not told the others yet are in its own state.
+        """
+        return {
+            "version": _STATE_VERSION,
+            "plan": self.rule.plan,
+            "seed": self.seed,
+            "next": self._next,
+            "drawn": pack(self._drawn),
+            "losses": self.losses.state(),
+            "draw": None if self._draw is None else self._draw.state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as where `state_dict` was taken. Raises `InputError` for a state of another sampler or release."""
+        version = state.get("version") if isinstance(state, dict) else None
+        if version != _STATE_VERSION:
+            raise InputError(f"the state has version {version!r}, expected {_STATE_VERSION}: it is of another release")
+        missing = {"plan", "seed", "next", "drawn", "losses", "draw"} - state.keys()
+        if missing:
+            raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
+        for name, mine in (("plan", self.rule.plan), ("seed", self.seed)):
+            if state[name] != mine:
+                raise InputError(f"the state was taken with {name}={state[name]!r}, this sampler has {mine!r}")
+        drawn = unpack(state["drawn"], np.int32)
+        self.losses.load(state["losses"])
+        self._drawn[:] = drawn
+        self._before[:] = drawn
+        self._next = state["next"]
+        self._draw = self._ahead = None
+        if state["draw"] is not None:
+            self._take(Draw.load(state["draw"], self.num_samples))
+            self._before[:] = drawn
+
+
+def _count(name: str, value: Any, low: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < low:
+        raise InputError(f"{name}={value!r}: give a whole number, {low} or more")
+    return operator.index(value)

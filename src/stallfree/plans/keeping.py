@@ -1,0 +1,84 @@
+"""What a cache of the policy "importance" is to keep while a plan is served: the scores of its records.
+
+The paper's H-cache (Chen et al., "iCACHE", HPCA 2023, algorithm 1) is a min-heap by importance; when a new H-list
+comes, a shadow heap is built beside the old one. Here the scores of all samples are set at once, and the queue of
+victims is sorted anew when the next one is looked for, so there is nothing to wait for and nothing to build beside.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.plans.draws import generator, ranks
+from stallfree.plans.rules import Draw
+
+Array = npt.NDArray[Any]
+
+FRESH = 1e9
+"""Score of a record that is still to be served in this epoch and must not go before."""
+
+
+class ScoredCache(Protocol):
+    """A cache whose records of lowest score go first."""
+
+    def resident(self, ids: Any) -> Array:
+        """Which of `ids` are in it, as an array of bool."""
+
+    def set_scores(self, ids: Any, scores: Any) -> None:
+        """How much each of `ids` is worth."""
+
+
+class Rotating:
+    """What the epoch fetches comes in, and in its place goes any record that was served already.
+
+    So the residents change slowly, at no cost beside what the plan fetches anyway; none is lost before its turn, and
+    each one that was served is as likely to go as the next.
+    """
+
+    def __init__(self, cache: ScoredCache, seed: int) -> None:
+        self._cache = cache
+        self._seed = seed
+        self._resident: Array | None = None  # when the epoch began
+        self._luck = np.empty(0)
+
+    def begin(self, draw: Draw, resident: Array, losses: Array) -> None:
+        """A new epoch: nothing that is resident has been served."""
+        self._resident = resident
+        self._luck = generator(self._seed, draw.plan.epoch, 2).random(len(resident))
+        self._cache.set_scores(np.arange(len(resident)), np.where(resident, FRESH, 1.0))
+
+    def served(self, ids: Array) -> None:
+        """These may go now, if they were resident when the epoch began."""
+        if self._resident is None:  # an epoch that another process began
+            return
+        old = ids[self._resident[ids]]
+        if len(old):
+            self._cache.set_scores(old, self._luck[old])
+
+
+class Ranked:
+    """The most important samples stay."""
+
+    def __init__(self, cache: ScoredCache) -> None:
+        self._cache = cache
+        self._importance = np.empty(0)
+        self._waiting: Array | None = None
+
+    def begin(self, draw: Draw, resident: Array, losses: Array) -> None:
+        """The importance is the rank of the loss. L-samples that are resident and in the plan stay until served."""
+        self._importance = ranks(losses)
+        self._waiting = np.zeros(len(losses), bool)
+        self._waiting[draw.plan.ids] = True
+        self._waiting &= draw.low & resident
+        self._cache.set_scores(np.arange(len(losses)), np.where(self._waiting, FRESH, self._importance))
+
+    def served(self, ids: Array) -> None:
+        """L-samples may go now."""
+        if self._waiting is None:
+            return
+        done = ids[self._waiting[ids]]
+        if len(done):
+            self._cache.set_scores(done, self._importance[done])

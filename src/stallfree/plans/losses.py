@@ -1,0 +1,160 @@
+"""The loss of each sample as it was last seen. Fed from the training loop, which never waits for it."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stallfree.errors import InputError
+from stallfree.plans.draws import ranks
+
+Array = npt.NDArray[Any]
+
+HISTORY = 1024
+"""Losses that selective sampling compares with (Chen et al., iCACHE, HPCA 2023, section V)."""
+
+
+class Losses:
+    """The last loss of each of `count` samples.
+
+    Args:
+        count: number of samples.
+        relative: keep the rank of a loss within its batch instead of the loss: 1 for the highest (Khan et al., "SHADE:
+            Enable Fundamental Cacheability for Distributed Deep Learning Training", FAST 2023, section 4.1).
+
+    Attributes:
+        last: float32 per id; infinite where there is none yet.
+        fresh: which ids had a loss since `take_fresh` was called, to be told to other ranks.
+    """
+
+    def __init__(self, count: int, *, relative: bool = False) -> None:
+        self.count = count
+        self.last = np.full(count, np.inf, np.float32)
+        self.fresh = np.zeros(count, bool)
+        self._relative = relative
+        self._history = np.empty(HISTORY, np.float32)
+        self._known = 0  # losses that went through the history
+        self._under_way: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
+
+    def add(self, ids: Any, losses: Any) -> int:
+        """Take the losses of `ids`; how many. Does not wait for a device: what lies there is copied in the background.
+
+        Raises `InputError` when these are not one number for each id; of ids on a device, that is found later.
+        """
+        losses = losses.detach() if isinstance(losses, torch.Tensor) else torch.as_tensor(np.asarray(losses))
+        ids = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(np.asarray(ids))
+        if ids.dim() != 1 or losses.shape != ids.shape or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise InputError(
+                f"update was given ids of shape {tuple(ids.shape)} ({ids.dtype}) and losses of shape "
+                f"{tuple(losses.shape)}: give Batch.ids and one loss for each of them (reduction='none')"
+            )
+        if ids.device.type == "cpu":
+            self._check(ids.numpy())
+        if ids.device.type == "cpu" and losses.device.type == "cpu":
+            self._apply(ids.numpy(), losses.float().numpy())
+        else:
+            self._send_for(ids, losses.float())
+            self.collect(wait=False)
+        return len(ids)
+
+    def _send_for(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
+        """Copy to the host without waiting. An event tells when it is done."""
+        here = [_to_host(tensor) for tensor in (ids, losses)]
+        device = losses.device if losses.device.type != "cpu" else ids.device
+        event = None
+        if device.type != "mps":  # there `_to_host` waits
+            event = torch.get_device_module(device).Event()
+            event.record()
+        self._under_way.append((here[0], here[1], event))
+
+    def collect(self, *, wait: bool = True) -> None:
+        """Take in what has arrived from devices, in the order of the steps; with `wait`, all of it."""
+        while self._under_way:
+            ids, losses, event = self._under_way[0]
+            if event is not None and not event.query():
+                if not wait:
+                    return
+                event.synchronize()
+            self._under_way.popleft()
+            self._check(ids.numpy())
+            self._apply(ids.numpy(), losses.numpy())
+
+    def _check(self, ids: Array) -> None:
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.count):
+            bad = ids[(ids < 0) | (ids >= self.count)][0]
+            raise InputError(f"update was given the id {bad}: ids are 0 to {self.count - 1}. Give Batch.ids")
+
+    def _apply(self, ids: Array, losses: Array) -> None:
+        if np.isnan(losses).any():  # has diverged: as important as can be
+            losses = np.where(np.isnan(losses), np.float32(np.inf), losses)
+        if self._relative:
+            losses = ranks(losses)
+        self.last[ids] = losses
+        self.fresh[ids] = True
+        some = losses[-HISTORY:]
+        start = self._known % HISTORY
+        first = some[: HISTORY - start]
+        self._history[start : start + len(first)] = first
+        self._history[: len(some) - len(first)] = some[len(first) :]
+        self._known += len(some)
+
+    @property
+    def history(self) -> Array:
+        """The newest losses, at most 1,024, in no order."""
+        return self._history[: min(self._known, HISTORY)]
+
+    @property
+    def room(self) -> int:
+        """How many more losses the history takes."""
+        return HISTORY - len(self.history)
+
+    def state(self) -> dict[str, Any]:
+        """All of it, fit for JSON."""
+        self.collect()
+        return {"last": pack(self.last), "history": pack(self.history), "relative": self._relative}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Be as when `state` was taken. Raises `InputError` for one of other samples."""
+        last, history = unpack(state["last"], np.float32), unpack(state["history"], np.float32)
+        if len(last) != self.count or state["relative"] != self._relative:
+            theirs, mine = ("shade" if relative else "loss" for relative in (state["relative"], self._relative))
+            raise InputError(
+                f"the state is of {len(last)} samples, score={theirs!r}; this sampler has {self.count} samples, "
+                f"score={mine!r}: give the same"
+            )
+        self._under_way.clear()
+        self.last[:] = last
+        self.fresh[:] = False
+        self.share_history(history)
+
+    def share_history(self, history: Array) -> None:
+        """Take another one's history instead of one's own."""
+        self._known = len(history)
+        self._history[: len(history)] = history
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type in ("cpu", "mps"):
+        return tensor.cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def pack(array: Array) -> str:
+    """An array as a text fit for JSON."""
+    return base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()
+
+
+def unpack(text: str, dtype: Any) -> Array:
+    """The array in `text`. Raises `InputError` for what `pack` did not make."""
+    try:
+        found: Array = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
+        return found
+    except (ValueError, TypeError, zlib.error) as error:
+        raise InputError(f"the state is damaged ({error}): give what state_dict() returned") from error

@@ -1,0 +1,70 @@
+"""The ranks of a job agree on what a plan is drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import distributed
+
+from stallfree.plans.losses import Losses
+
+Array = npt.NDArray[Any]
+
+_groups: dict[int, Any] = {}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Number of this rank, and of all."""
+
+    rank: int
+    count: int
+
+
+def ranks_of_job() -> Ranks:
+    """This process among the ranks of `torch.distributed`; alone where that is not initialised."""
+    if distributed.is_available() and distributed.is_initialized():
+        return Ranks(distributed.get_rank(), distributed.get_world_size())
+    return Ranks(0, 1)
+
+
+def agree(losses: Losses, resident: Array) -> Array:
+    """Bring the losses of all ranks together, and find what is resident for each of them.
+
+    Every rank must call it at the same time. A sample that had losses at several ranks gets their mean. The history is
+    that of rank 0. Nothing happens where there is only one rank.
+    """
+    if ranks_of_job().count == 1:
+        return resident
+    group = _group()
+    fresh = losses.fresh
+    table = torch.zeros((2, losses.count))
+    table[0][torch.from_numpy(fresh)] = torch.from_numpy(losses.last[fresh])
+    table[1] = torch.from_numpy(fresh)
+    distributed.all_reduce(table, group=group)
+    sums, times = table.numpy()
+    seen = times > 0
+    losses.last[seen] = sums[seen] / times[seen]
+    fresh[:] = False
+    history = torch.from_numpy(np.append(losses.history, np.full(losses.room, np.nan, np.float32)))
+    distributed.broadcast(history, 0, group=group)
+    losses.share_history(history.numpy()[~np.isnan(history.numpy())])
+    everywhere = torch.from_numpy(resident.astype(np.uint8))
+    distributed.all_reduce(everywhere, op=distributed.ReduceOp.MIN, group=group)
+    return everywhere.numpy().astype(bool)
+
+
+def _group() -> Any:
+    """A group that takes tensors in memory. All ranks make it together, once per job."""
+    default = distributed.group.WORLD
+    if distributed.get_backend() == "gloo":
+        return default
+    key = id(default)
+    if key not in _groups:
+        _groups.clear()
+        _groups[key] = distributed.new_group(backend="gloo")
+    return _groups[key]
