@@ -22,7 +22,7 @@ from stallfree.pipeline import Compose, OnItem, Split, StallfreeWarning, mark_de
 from stallfree.plans import ImportanceSampler
 from stallfree.shared import SharedLoader
 from stallfree.sources import DecodeImage, FileDataset, ImageFolder
-from stallfree.stats import CacheStats, LoaderStats, SharedStats, SmartCacheStats
+from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats
 
 __version__ = _version("stallfree")
 
@@ -41,6 +41,7 @@ __all__ = [
     "Hook",
     "ImageFolder",
     "ImportanceSampler",
+    "ImportanceStats",
     "InputError",
     "LoaderStats",
     "Metrics",

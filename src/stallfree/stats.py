@@ -154,3 +154,46 @@ class SharedStats(LoaderStats):
     alone: int
     takeovers: int
     jobs: int
+
+
+@dataclass(frozen=True)
+class ImportanceStats:
+    """What a loader with an `ImportanceSampler` has asked its cache for, and what came instead.
+
+    An L-sample is one that the plan rather leaves out than draws; the others are H-samples. A sample that is deferred
+    is asked for once more.
+
+    Attributes:
+        high_requests: H-samples asked for.
+        high_hits: those of them that were in the cache.
+        low_requests: L-samples asked for.
+        low_hits: those of them that were in the cache.
+        swaps: L-samples that were served before their turn because the one whose turn it was was missing.
+        substitutions: samples served in the place of a missing L-sample (`on_miss="substitute"`).
+        packages_written: files of packed L-samples that were written.
+        package_bytes_written: their bytes.
+        packages_read: such files read, each with one sequential read.
+        package_bytes_read: their bytes.
+        packages_dropped: files that were damaged, and were deleted.
+        samples_packed: samples in the files that were written.
+    """
+
+    high_requests: int = 0
+    high_hits: int = 0
+    low_requests: int = 0
+    low_hits: int = 0
+    swaps: int = 0
+    substitutions: int = 0
+    packages_written: int = 0
+    package_bytes_written: int = 0
+    packages_read: int = 0
+    package_bytes_read: int = 0
+    packages_dropped: int = 0
+    samples_packed: int = 0
+
+    @property
+    def hit_ratio(self) -> float:
+        """Samples served out of the cache over samples served, as iCACHE counts: what came instead is a hit too."""
+        served = self.high_requests + self.low_requests - self.swaps
+        hits = self.high_hits + self.low_hits + self.swaps + self.substitutions
+        return hits / served if served else 0.0

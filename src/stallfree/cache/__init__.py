@@ -1,6 +1,7 @@
 """The sample cache: arena, index, policies, the life of a cache."""
 
 from stallfree.cache.admin import CacheInfo, collect_garbage, list_caches, remove
+from stallfree.cache.packages import Packages, PackageStats
 from stallfree.cache.policies import POLICIES, Policy
 from stallfree.cache.records import Aim
 from stallfree.cache.sample_cache import MISS, SampleCache
@@ -11,6 +12,8 @@ __all__ = [
     "POLICIES",
     "Aim",
     "CacheInfo",
+    "PackageStats",
+    "Packages",
     "Policy",
     "SampleCache",
     "collect_garbage",

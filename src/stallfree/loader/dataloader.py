@@ -33,7 +33,7 @@ from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.compose import Compose
 from stallfree.plans import ImportanceSampler
 from stallfree.sources import as_source
-from stallfree.stats import LoaderStats
+from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.units import parse_size
 
 _STATE_VERSION = 1
@@ -164,7 +164,9 @@ class DataLoader:
         self._importance: Importance | None = None
         if isinstance(sampler, ImportanceSampler):
             check_importance(sampler, samples, batch_size)
-            self._importance = Importance(sampler, self.batch_size or 1, drop_last)
+            self._importance = Importance(
+                sampler, reader, self.multiprocessing_context, self.batch_size or 1, drop_last
+            )
         self._counts = {**new_counts(), "num_workers": num_workers}
         self._crew: Crew | None = None  # of persistent workers
         self._crews: list[weakref.ref[Crew]] = []  # made anew and never changed: any thread may ask for `stats`
@@ -288,11 +290,19 @@ class DataLoader:
         staging = [crew.ring.bytes for crew in self._living() if not crew.closed]
         return LoaderStats(**{**self._counts, **({"staging_bytes": sum(staging)} if staging else {})})
 
+    def importance_stats(self) -> ImportanceStats:
+        """What the plans of the `ImportanceSampler` asked the cache for. Raises `InputError` without one."""
+        if self._importance is None:
+            raise InputError("importance_stats is for a loader with sampler=ImportanceSampler(...)")
+        return self._importance.stats()
+
     def close(self) -> None:
         """End all iterations and their workers. The loader may be iterated again."""
         for crew in self._living():
             crew.close()
         self._crew = None
+        if self._importance is not None:
+            self._importance.close()
         if self._log is not None:
             iteration = None if self._iteration is None else self._iteration()
             if iteration is not None:

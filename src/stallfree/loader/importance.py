@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from multiprocessing.context import BaseContext
 
 import numpy as np
 import torch
 
+from stallfree.cache import SampleCache
+from stallfree.loader.board import LOW, MISSED, PENDING, Board, Field
 from stallfree.loader.messages import Ids
+from stallfree.loader.packager import PACKAGE_BYTES, Packager
+from stallfree.loader.reader import Reader
 from stallfree.plans import ImportanceSampler
 from stallfree.plans.draws import generator
+from stallfree.plans.rules import Draw
 from stallfree.plans.serving import Serving
+from stallfree.stats import ImportanceStats
+
+_FIRST_REGION = 0.1
+"""Share of the cache for L-samples before there are requests to go by (Chen et al., iCACHE, HPCA 2023, section IV)."""
 
 
 class Importance:
@@ -18,13 +28,23 @@ class Importance:
 
     Args:
         sampler: draws.
+        reader: of the loader.
+        context: of `multiprocessing`; starts the processes that pack and read packages.
         batch_size: samples per batch.
         drop_last: leave out a last batch that is not full.
     """
 
-    def __init__(self, sampler: ImportanceSampler, batch_size: int, drop_last: bool) -> None:
+    def __init__(
+        self, sampler: ImportanceSampler, reader: Reader, context: BaseContext, batch_size: int, drop_last: bool
+    ) -> None:
         self.sampler = sampler
+        self._reader, self._context = reader, context
         self._batch_size, self._drop_last = batch_size, drop_last
+        self._packing: _Packing | None = None
+        self._counts = dict.fromkeys(("high_requests", "high_hits", "low_requests", "low_hits", "swaps"), 0)
+        self._counts["substitutions"] = 0
+        self._serving: Serving | None = None
+        self._low_share = _FIRST_REGION
 
     def steps(self, epoch: int) -> int:
         """Number of batches of an epoch. Draws its plan if need be."""
@@ -32,18 +52,98 @@ class Importance:
 
     def batches(self, epoch: int) -> Iterator[Ids]:
         """The ids of each batch of an epoch, as they are served."""
-        sampler, draw = self.sampler, self.sampler.begin(epoch)
+        self._end_epoch()
+        sampler, cache = self.sampler, self._reader.cache
+        region = 0 if cache is None else self._region(cache)
+        sampler.limit_low(region)
+        draw = sampler.begin(epoch)
         batches = sampler.batches(epoch, self._batch_size, drop_last=self._drop_last)
-        if sampler.cache is None or sampler.on_miss == "fetch":
+        if sampler.cache is None or not draw.low.any():
             yield from batches
             return
-        serving = Serving(batches, draw.low, sampler.cache, sampler.on_miss, generator(sampler.seed, epoch, 3))
+        if sampler.packages is not None and sampler.on_miss != "fetch":
+            self._packing = self._packing or _Packing(sampler, self._reader, self._context)
+            self._packing.begin(draw, batches, region)
+        rng = generator(sampler.seed, epoch, 3)
+        serving = Serving(batches, draw.low, sampler.cache, sampler.on_miss, rng, self._packing)
+        self._serving = serving
         for ids in serving:
             yield ids
             if serving.left_out:
                 sampler.left_out(np.array(serving.left_out))
                 serving.left_out.clear()
 
+    def _region(self, cache: SampleCache) -> int:
+        """Samples of low importance that may stay until they are served: one package at least."""
+        stats, sampler = cache.stats(), self.sampler
+        share = self._low_share if sampler.low_region is None else sampler.low_region
+        package = 1
+        if stats.resident_items:
+            package = max(1, PACKAGE_BYTES * stats.resident_items // max(1, stats.resident_bytes))
+        return max(round(share * stats.resident_items), package)
+
+    def _end_epoch(self) -> None:
+        """Add up what the last epoch did."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            for name in self._counts:
+                self._counts[name] += getattr(serving, name)
+            self._low_share = serving.low_requests / max(1, serving.low_requests + serving.high_requests)
+
     def served(self, ids: Ids) -> torch.Tensor:
         """A batch of `ids` is handed out; its weights."""
         return self.sampler.served(ids)
+
+    def stats(self) -> ImportanceStats:
+        """What was asked for, and what was served instead."""
+        serving = self._serving
+        counts = {name: self._counts[name] + getattr(serving, name, 0) for name in self._counts}
+        packed = {} if self._packing is None else self._packing.counts()
+        return ImportanceStats(**counts, **packed)
+
+    def close(self) -> None:
+        """End the processes that pack and read packages."""
+        if self._packing is not None:
+            self._packing.close()
+            self._packing = None
+
+
+class _Packing:
+    """The board and the packager of a loader, as `plans.serving.Flags`."""
+
+    def __init__(self, sampler: ImportanceSampler, reader: Reader, context: BaseContext) -> None:
+        assert sampler.packages is not None
+        self._board = Board(None, sampler.num_samples)
+        try:
+            self._packager = Packager(
+                reader, sampler.packages, write_budget=sampler.write_budget, board=self._board, context=context
+            )
+        except BaseException:
+            self._board.close()
+            raise
+
+    def begin(self, draw: Draw, batches: list[Ids], region: int) -> None:
+        """A new epoch."""
+        flags = np.where(draw.low, LOW, 0).astype(np.uint8)
+        for ids in batches:
+            flags[ids] |= PENDING
+        self._board.flags[:] = flags
+        self._board.fields[Field.REGION] = region
+        self._board.fields[Field.EPOCH] = draw.plan.epoch
+        self._packager.wake()
+
+    def served(self, ids: Ids) -> None:
+        self._board.flags[ids] &= LOW
+
+    def missed(self, ids: Ids) -> None:
+        self._board.flags[ids] |= MISSED
+
+    def wake(self, *, last: bool = False) -> None:
+        self._packager.wake(last=last)
+
+    def counts(self) -> dict[str, int]:
+        return self._packager.stats().__dict__
+
+    def close(self) -> None:
+        self._packager.close()
+        self._board.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,13 +13,14 @@ import numpy.typing as npt
 import torch
 
 from stallfree.errors import InputError
-from stallfree.plans.draws import check_share
+from stallfree.plans.draws import check_share, ranks
 from stallfree.plans.keeping import Ranked, Rotating
 from stallfree.plans.losses import Losses, pack, unpack
 from stallfree.plans.plan import Plan
 from stallfree.plans.reduce import agree, ranks_of_job
 from stallfree.plans.rules import PLANS, Draw, Known, Rule, draw_plan
 from stallfree.plans.serving import ON_MISS
+from stallfree.units import parse_size
 
 Array = npt.NDArray[Any]
 
@@ -81,6 +83,13 @@ class ImportanceSampler:
             cache. "swap": another one that is, and is in the plan too, is served first; "substitute": any L-sample is
             served that is in the cache and was not yet used in this epoch (the paper's way); "fetch": it is fetched.
             None: "swap" in the plan "icache", else "fetch".
+        low_region: share of the cache for L-samples that are still to be served, where its policy is "importance", 0 to
+            1 (the paper starts with 0.1). None: the share of the requests of the epoch before that were for L-samples.
+        packages: a folder on a fast disk, or None. Two processes beside the loader then pack L-samples that are
+            missing into files of 1 MiB or more there, and fill the region of L-samples out of them, each file by one
+            sequential read. The files stay, and serve the next run of the same data. For a `stallfree.DataLoader` and a
+            cache of the policy "importance".
+        write_budget: bytes of packages that may be written in all.
 
     In a job of several ranks (torch.distributed) the losses of all are brought together when a plan is drawn, which
     they must all do at the same time; all have the same plan, of which each takes its part, in equally many batches.
@@ -106,6 +115,9 @@ class ImportanceSampler:
         normalize: str | None = "epoch",
         score: str = "loss",
         on_miss: str | None = None,
+        low_region: float | None = None,
+        packages: str | Path | None = None,
+        write_budget: int | str = "1GiB",
     ) -> None:
         self.num_samples = _count("num_samples", num_samples, 1)
         if plan not in PLANS:
@@ -123,6 +135,12 @@ class ImportanceSampler:
             raise InputError(f"on_miss={on_miss!r}: use one of {', '.join(ON_MISS)}")
         if on_miss in ("swap", "substitute") and cache is None:
             raise InputError(f"on_miss={on_miss!r} needs a cache: give the .cache of a CachedDataset")
+        given = bool(getattr(getattr(cache, "policy", None), "given", False))
+        if packages is not None and (on_miss == "fetch" or not given):
+            raise InputError(
+                f"packages={str(packages)!r} needs the cache of a CachedDataset(..., policy='importance'), and "
+                "on_miss='swap' or 'substitute'"
+            )
         known = getattr(cache, "num_ids", num_samples)
         if known != num_samples:
             raise InputError(
@@ -132,8 +150,10 @@ class ImportanceSampler:
         self.cache = cache
         self.seed = operator.index(seed)
         self.normalize = normalize
+        self.low_region = None if low_region is None else check_share("low_region", low_region)
+        self.packages = None if packages is None else Path(packages)
+        self.write_budget = parse_size(write_budget, "write_budget")
         self.on_miss = on_miss or ("swap" if plan == "icache" and cache is not None else "fetch")
-        given = getattr(getattr(cache, "policy", None), "given", False)
         self.rule = Rule(
             plan=plan,
             beta=check_share("beta", beta, high=100),
@@ -234,8 +254,12 @@ class ImportanceSampler:
         """The draw of an epoch that is about to be served, for which the cache is told what it is to keep."""
         draw = self._drawn_for(epoch)
         if self._keeping is not None:
-            self._keeping.begin(draw, self._resident, self.losses.last)
+            self._keeping.begin(draw, self._resident, self._importance())
         return draw
+
+    def _importance(self) -> Array:
+        """How important each sample is to those who use the cache: the rank of its loss."""
+        return ranks(self.losses.last)
 
     def served(self, ids: Array) -> torch.Tensor:
         """`ids` were handed out. Their weights, for a batch of them: float32, normalized as asked for."""
@@ -251,6 +275,29 @@ class ImportanceSampler:
     def left_out(self, ids: Array) -> None:
         """`ids` were in the plan, and others were served in their place."""
         self._drawn[ids] = self._before[ids]
+
+    def limit_low(self, samples: int) -> None:
+        """Let no more than so many L-samples that are still to be served stay in the cache for that."""
+        if isinstance(self._keeping, Ranked):
+            self._keeping.region = samples
+
+    def expected_samples(self, epochs: int) -> int:
+        """About how many samples so many epochs serve, from epoch 0 on, as far as that can be told beforehand.
+
+        For a schedule that goes by samples seen (`BySamples`). What the cache holds now counts as what it will hold.
+        "icache" and "infobatch" depend on the losses; for them it is the share that evenly spread losses give.
+        """
+        held = 0.0
+        if self.cache is not None:
+            held = float(np.mean(self.cache.resident(np.arange(self.num_samples))))
+        rule = self.rule
+        share = {
+            "unbiased": held + (1 - held) * rule.target_io,
+            "icache": 1 / (1 + rule.beta),
+            "infobatch": 1 - rule.prune / 2,
+        }.get(rule.plan, 1.0)
+        full = sum(rule.full(epoch) for epoch in range(epochs))
+        return round(self.num_samples * (full + (epochs - full) * share))
 
     # -- the part of this rank ----------------------------------------------------------------------------------------
 

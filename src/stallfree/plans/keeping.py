@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.plans.draws import generator, ranks
+from stallfree.plans.draws import generator
 from stallfree.plans.rules import Draw
 
 Array = npt.NDArray[Any]
@@ -44,7 +44,7 @@ class Rotating:
         self._resident: Array | None = None  # when the epoch began
         self._luck = np.empty(0)
 
-    def begin(self, draw: Draw, resident: Array, losses: Array) -> None:
+    def begin(self, draw: Draw, resident: Array, importance: Array) -> None:
         """A new epoch: nothing that is resident has been served."""
         self._resident = resident
         self._luck = generator(self._seed, draw.plan.epoch, 2).random(len(resident))
@@ -60,25 +60,30 @@ class Rotating:
 
 
 class Ranked:
-    """The most important samples stay."""
+    """The most important samples stay, and unimportant ones that are still to be served in this epoch.
+
+    Attributes:
+        region: how many of the latter at most; None: all.
+    """
 
     def __init__(self, cache: ScoredCache) -> None:
         self._cache = cache
         self._importance = np.empty(0)
-        self._waiting: Array | None = None
+        self._low: Array | None = None
+        self.region: int | None = None
 
-    def begin(self, draw: Draw, resident: Array, losses: Array) -> None:
-        """The importance is the rank of the loss. L-samples that are resident and in the plan stay until served."""
-        self._importance = ranks(losses)
-        self._waiting = np.zeros(len(losses), bool)
-        self._waiting[draw.plan.ids] = True
-        self._waiting &= draw.low & resident
-        self._cache.set_scores(np.arange(len(losses)), np.where(self._waiting, FRESH, self._importance))
+    def begin(self, draw: Draw, resident: Array, importance: Array) -> None:
+        """A new epoch."""
+        self._importance, self._low = importance, draw.low
+        scores = importance.astype(np.float64)
+        waiting = draw.plan.ids[draw.low[draw.plan.ids] & resident[draw.plan.ids]]
+        scores[waiting[: self.region]] = FRESH
+        self._cache.set_scores(np.arange(len(scores)), scores)
 
     def served(self, ids: Array) -> None:
         """L-samples may go now."""
-        if self._waiting is None:
+        if self._low is None:  # an epoch that another process began
             return
-        done = ids[self._waiting[ids]]
+        done = ids[self._low[ids]]
         if len(done):
             self._cache.set_scores(done, self._importance[done])

@@ -119,9 +119,9 @@ class Serving:
         self.left_out += replaced[~planned].tolist()
         self.swaps += int(planned.sum()) if self._on_miss == "swap" else 0
         self.substitutions += len(others) if self._on_miss == "substitute" else 0
-        ids = ids.copy()
-        ids[missing[: len(others)]] = others
-        return ids
+        served: Array = ids.copy()
+        served[missing[: len(others)]] = others
+        return served
 
     def _take(self, size: int) -> Array:
         """The next `size` ids of the queue that are pending."""
