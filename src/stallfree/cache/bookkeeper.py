@@ -137,6 +137,11 @@ class Bookkeeper(Writer):
         """Records not stored."""
         return self._counters.totals()[Count.REJECTED]
 
+    def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of `ids` are in the cache."""
+        there: npt.NDArray[np.bool_] = self._index.first[ids] != 0
+        return there
+
     def resident(self) -> Ids:
         """The ids that are in the cache, ascending."""
         ids: Ids = np.flatnonzero(self._index.first)

@@ -48,13 +48,15 @@ def check_sampling(
             raise InputError(f"{name}={value!r} cannot be iterated: give one that yields ids")
 
 
-def check_importance(sampler: ImportanceSampler, samples: int, batch_size: int | None) -> None:
+def check_importance(sampler: ImportanceSampler, samples: int, batch_size: int | None, *, windowed: bool) -> None:
     """Raise `InputError` where an `ImportanceSampler` cannot be served."""
     if sampler.num_samples != samples:
         raise InputError(
             f"the sampler is of {sampler.num_samples} samples, the data set has {samples}: "
             "give ImportanceSampler(len(dataset))"
         )
+    if windowed:
+        raise InputError("a SmartCacheDataset chooses its samples itself: leave out the ImportanceSampler")
     if batch_size is None:
         raise InputError("batch_size=None gives single samples, which have no weights: give a batch_size")
 

@@ -26,7 +26,7 @@ from stallfree.loader.arguments import (
 from stallfree.loader.crew import Crew, Options, new_counts
 from stallfree.loader.epoch import Epoch, Progress
 from stallfree.loader.event_log import EventLog
-from stallfree.loader.importance import Importance
+from stallfree.loader.importance import Importance, Served
 from stallfree.loader.order import Order
 from stallfree.loader.reader import Reader
 from stallfree.loader.smart_cache import SmartCacheDataset
@@ -163,7 +163,7 @@ class DataLoader:
         self._order = Order(samples, self.batch_size, mixed, sampler, batch_sampler, drop_last, self.seed)
         self._importance: Importance | None = None
         if isinstance(sampler, ImportanceSampler):
-            check_importance(sampler, samples, batch_size)
+            check_importance(sampler, samples, batch_size, windowed=self._windowed is not None)
             self._importance = Importance(
                 sampler, reader, self.multiprocessing_context, self.batch_size or 1, drop_last
             )
@@ -201,10 +201,16 @@ class DataLoader:
             after = self._windowed.take_resume()
             self._epoch = self._epoch if after is None else after
         epoch, first = self._epoch, 0 if resume is None else resume["batches"]
+        rest = None
         if resume is not None and resume["rest"] is not None:
-            batches = iter([np.asarray(ids, np.int64) for ids in resume["rest"]])
+            rest = [np.asarray(ids, np.int64) for ids in resume["rest"]]
+        served = None
+        if self._importance is not None:
+            served = self._importance.begin(epoch) if rest is None else self._importance.resume(rest)
+        if rest is not None:
+            batches = iter(rest)
         else:
-            batches = self._order.batches(epoch, first) if self._importance is None else self._importance.batches(epoch)
+            batches = self._order.batches(epoch, first) if served is None else served.batches
             if self._windowed is not None:
                 ids = self._windowed.begin_epoch(epoch)
                 batches = (ids[positions] for positions in batches)
@@ -221,7 +227,7 @@ class DataLoader:
             self._crew = crew if self.persistent_workers else None
         self._progress = Progress(batches, epoch, first)
         self._epoch = epoch + 1
-        iteration = _Iteration(self, crew, self._progress)
+        iteration = _Iteration(self, crew, self._progress, served)
         self._iteration = weakref.ref(iteration)
         return iteration
 
@@ -237,13 +243,15 @@ class DataLoader:
         state = {"version": _STATE_VERSION, "epoch": self._epoch, "seed": self.seed, "order": self._order.describe()}
         if self._windowed is not None:
             state["window"] = self._windowed.state_dict()
-        if self._importance is not None:
-            state["importance"] = self._importance.sampler.state_dict()
         progress = self._progress
         if progress is None:
-            return {**state, **(self._resume or {"batches": 0, "rest": None})}
-        rest = None if self._order.own else progress.rest()
-        return {**state, "epoch": progress.number, "batches": progress.handed_out, "rest": rest}
+            state |= self._resume or {"batches": 0, "rest": None}
+        else:
+            rest = None if self._order.own else progress.rest()
+            state |= {"epoch": progress.number, "batches": progress.handed_out, "rest": rest}
+        if self._importance is not None:
+            state["importance"] = self._importance.sampler.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: the next iteration gives what was left.
@@ -326,11 +334,11 @@ class DataLoader:
 class _Iteration:
     """One pass over a loader. Ends its workers when it is through, closed, or no longer referred to."""
 
-    def __init__(self, loader: DataLoader, crew: Crew, progress: Progress) -> None:
+    def __init__(self, loader: DataLoader, crew: Crew, progress: Progress, served: Served | None) -> None:
         self._loader = loader
         self._progress = progress
         self._with_ids = loader.with_ids
-        self._importance = loader._importance
+        self._served = served
         self._pin = loader.pin_memory and torch.cuda.is_available()
         self._through = False
         self._log = loader._log
@@ -364,8 +372,8 @@ class _Iteration:
             data = pinned(data)
         if self._log is not None:
             self._handed_over = time.monotonic()
-        if self._importance is not None:
-            return Batch(data, torch.from_numpy(ids.copy()), self._importance.served(ids))
+        if self._served is not None:
+            return Batch(data, torch.from_numpy(ids.copy()), self._served.hand_out(ids))
         return Batch(data, torch.from_numpy(ids.copy()), None) if self._with_ids else data
 
     def end_step(self) -> None:
@@ -377,6 +385,8 @@ class _Iteration:
     def close(self) -> None:
         """End this pass. May be called twice."""
         self._epoch.close()
+        if self._served is not None:
+            self._served.end()
         if self._own is not None:
             self._own.close()
         if self._log is not None:

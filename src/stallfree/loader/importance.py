@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from multiprocessing.context import BaseContext
 
 import numpy as np
@@ -14,6 +14,7 @@ from stallfree.loader.messages import Ids
 from stallfree.loader.packager import PACKAGE_BYTES, Packager
 from stallfree.loader.reader import Reader
 from stallfree.plans import ImportanceSampler
+from stallfree.plans.begun import Begun
 from stallfree.plans.draws import generator
 from stallfree.plans.rules import Draw
 from stallfree.plans.serving import Serving
@@ -50,28 +51,28 @@ class Importance:
         """Number of batches of an epoch. Draws its plan if need be."""
         return len(self.sampler.batches(epoch, self._batch_size, drop_last=self._drop_last))
 
-    def batches(self, epoch: int) -> Iterator[Ids]:
-        """The ids of each batch of an epoch, as they are served."""
+    def begin(self, epoch: int) -> Served:
+        """Serve an epoch from its start."""
         self._end_epoch()
         sampler, cache = self.sampler, self._reader.cache
-        region = 0 if cache is None else self._region(cache)
-        sampler.limit_low(region)
-        draw = sampler.begin(epoch)
-        batches = sampler.batches(epoch, self._batch_size, drop_last=self._drop_last)
-        if sampler.cache is None or not draw.low.any():
-            yield from batches
-            return
-        if sampler.packages is not None and sampler.on_miss != "fetch":
+        begun = sampler.begin(epoch, self._batch_size, drop_last=self._drop_last)
+        draw = begun.draw
+        if sampler.cache is None or sampler.on_miss == "fetch" or not draw.low.any():
+            return Served(begun, begun.batches)
+        if sampler.packages is not None and cache is not None:
             self._packing = self._packing or _Packing(sampler, self._reader, self._context)
-            self._packing.begin(draw, batches, region)
+            self._packing.begin(draw, begun.batches, self._region(cache))
         rng = generator(sampler.seed, epoch, 3)
-        serving = Serving(batches, draw.low, sampler.cache, sampler.on_miss, rng, self._packing)
-        self._serving = serving
-        for ids in serving:
-            yield ids
-            if serving.left_out:
-                sampler.left_out(np.array(serving.left_out))
-                serving.left_out.clear()
+        self._serving = Serving(
+            begun.batches, draw.low, sampler.cache, sampler.on_miss, rng, self._packing, begun.elsewhere
+        )
+        return Served(begun, self._serving)
+
+    def resume(self, rest: list[Ids]) -> Served:
+        """Serve what is left of the epoch that the sampler was loaded with."""
+        self._end_epoch()
+        begun = self.sampler.resume(rest)
+        return Served(begun, begun.batches)
 
     def _region(self, cache: SampleCache) -> int:
         """Samples of low importance that may stay until they are served: one package at least."""
@@ -90,10 +91,6 @@ class Importance:
                 self._counts[name] += getattr(serving, name)
             self._low_share = serving.low_requests / max(1, serving.low_requests + serving.high_requests)
 
-    def served(self, ids: Ids) -> torch.Tensor:
-        """A batch of `ids` is handed out; its weights."""
-        return self.sampler.served(ids)
-
     def stats(self) -> ImportanceStats:
         """What was asked for, and what was served instead."""
         serving = self._serving
@@ -106,6 +103,26 @@ class Importance:
         if self._packing is not None:
             self._packing.close()
             self._packing = None
+
+
+class Served:
+    """One epoch of an `ImportanceSampler` in one iteration.
+
+    Attributes:
+        batches: the ids of each batch, as they are to be started.
+    """
+
+    def __init__(self, begun: Begun, batches: Iterable[Ids]) -> None:
+        self._begun = begun
+        self.batches = iter(batches)
+
+    def hand_out(self, ids: Ids) -> torch.Tensor:
+        """A batch of `ids` is handed out; its weights."""
+        return self._begun.served(ids)
+
+    def end(self) -> None:
+        """The iteration is over."""
+        self._begun.end()
 
 
 class _Packing:

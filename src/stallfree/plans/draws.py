@@ -15,6 +15,9 @@ from stallfree.errors import InputError
 
 Array = npt.NDArray[Any]
 
+HISTORY = 1024
+"""Losses that selective sampling compares with (Chen et al., iCACHE, HPCA 2023)."""
+
 _STRATA = 256
 _WIDE = 64
 _GRID = 4096
@@ -26,22 +29,29 @@ def generator(seed: int, epoch: int, use: int) -> np.random.Generator:
 
 
 def ranks(scores: Array) -> Array:
-    """Where each score stands among all: above 0, and 1 for the highest. Equal scores have different places.
+    """Where each score stands among all: above 0, and 1 for the highest. Of equal ones the higher id stands higher.
 
     Args:
-        scores: any numbers, shape (n,).
+        scores: numbers, not NaN, shape (n,).
 
-    float32, shape (n,).
+    float32, shape (n,). The same on every processor.
     """
     count = len(scores)
+    bits = scores.astype(np.float32).view(np.uint32)
+    flip = np.where(bits >> 31, np.uint32(0xFFFF_FFFF), np.uint32(0x8000_0000))  # so that they sort as numbers
+    keys = (bits ^ flip).astype(np.uint64)
+    keys <<= np.uint64(32)
+    keys |= np.arange(count, dtype=np.uint64)
+    keys.sort()
+    keys &= np.uint64(0xFFFF_FFFF)
     places = np.empty(count, np.float32)
-    places[np.argsort(scores)] = np.arange(1, count + 1, dtype=np.float32)
+    places[keys.astype(np.int64)] = np.arange(1, count + 1, dtype=np.float32)
     places /= np.float32(max(1, count))
     return places
 
 
 def selective(scores: Array, history: Array, beta: float) -> Array:
-    """The share of the losses in `history` that a score is not below, to the power `beta`.
+    """The share of the scores in `history` that a score is not below, to the power `beta`.
 
     Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", arXiv:1910.00762, section 3.2, as
     iCACHE uses it (Chen et al., HPCA 2023, section III). A score as high as the highest has probability 1, and so has
@@ -49,8 +59,18 @@ def selective(scores: Array, history: Array, beta: float) -> Array:
     """
     if len(history) == 0:
         return np.ones(len(scores))
-    share = np.searchsorted(np.sort(history), scores, side="right") / len(history)
+    share: Array = np.searchsorted(np.sort(history), scores, side="right") / len(history)
     return share**beta
+
+
+def some_known(scores: Array, rng: np.random.Generator) -> Array:
+    """The scores of 1,024 samples, drawn at random from those that have a finite one; all if they are fewer.
+
+    Chen et al. compare with the 1,024 losses that were seen last. Those are losses of samples that were selected, thus
+    high; compared with them fewer are selected each time.
+    """
+    known = scores[np.isfinite(scores)]
+    return known if len(known) <= HISTORY else known[rng.integers(0, len(known), HISTORY)]
 
 
 def pruned(scores: Array, share: float) -> Array:
@@ -73,16 +93,14 @@ def leaning(places: Array, some: Array, mean: float, lowest: float, lean: float)
         lowest: 0 to 1.
         lean: 0: all alike; 1: in proportion to the rank.
 
-    They are `scale * (1 - lean + 2 * lean * rank)`, cut off at `lowest` and 1. The scale is found on a grid of at most
-    4,096 of the ranks, which meets the mean to about 1e-3 of it.
+    They are `scale * (1 - lean + 2 * lean * rank)`, cut off at `lowest` and 1. The scale is found from every
+    n-th of the ranks, about 4,096 of them, which meets the mean to about 1e-3 of it.
     """
     shape = 1 - lean + 2 * lean * places.astype(np.float64)
-    grid = shape[some]
+    step = max(1, int(np.count_nonzero(some)) // _GRID)
+    grid = shape[some & ((places * len(places)).astype(np.int64) % step == 0)]
     if len(grid) == 0 or mean >= 1:
         return np.ones(len(places))
-    if len(grid) > _GRID:
-        few = np.sort(grid[:: len(grid) // (8 * _GRID) + 1])
-        grid = few[((np.arange(_GRID) + 0.5) / _GRID * len(few)).astype(np.int64)]
     low, high = 0.0, 1.0 / max(float(grid.min()), 1e-9)
     for _ in range(60):
         middle = (low + high) / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,9 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from stallfree.errors import InputError
+from stallfree.plans.begun import Begun, Marks
 from stallfree.plans.draws import check_share, ranks
 from stallfree.plans.keeping import Ranked, Rotating
 from stallfree.plans.losses import Losses, pack, unpack
@@ -71,7 +72,8 @@ class ImportanceSampler:
         p_min: no sample has a lower probability ("unbiased").
         beta: power of the selection probability ("icache", "cis"): 1 draws about half of the samples, 2 a third.
         prune: share of the samples below the mean loss to leave out ("infobatch").
-        max_age: no sample is left out for so many epochs in a row.
+        max_age: a sample that so many epochs in a row did without is drawn. Who is dropped by `drop_last`, or in an
+            epoch that ends early, is drawn again in the next one.
         warm_up: epochs at the start that take all samples; before there is a loss, there is nothing to choose by.
         full_every: each so many epochs one takes all samples; None: never.
         num_epochs: of the training; then its last part takes all samples ("infobatch": the last eighth). None: none.
@@ -82,7 +84,7 @@ class ImportanceSampler:
         on_miss: what happens when an L-sample, one that is rather left out than drawn, is in the plan and not in the
             cache. "swap": another one that is, and is in the plan too, is served first; "substitute": any L-sample is
             served that is in the cache and was not yet used in this epoch (the paper's way); "fetch": it is fetched.
-            None: "swap" in the plan "icache", else "fetch".
+            None: "swap" in the plan "icache", else "fetch". "substitute" is not for plans with weights.
         low_region: share of the cache for L-samples that are still to be served, where its policy is "importance", 0 to
             1 (the paper starts with 0.1). None: the share of the requests of the epoch before that were for L-samples.
         packages: a folder on a fast disk, or None. Two processes beside the loader then pack L-samples that are
@@ -133,6 +135,11 @@ class ImportanceSampler:
             raise InputError(f"p_min={p_min} is above target_io={target_io}: no draw has so few operations")
         if on_miss not in (*ON_MISS, None):
             raise InputError(f"on_miss={on_miss!r}: use one of {', '.join(ON_MISS)}")
+        if on_miss == "substitute" and plan in ("unbiased", "infobatch"):
+            raise InputError(
+                f"on_miss='substitute' serves samples that were not drawn, and plan={plan!r} has weights for those "
+                "that were: use on_miss='swap' or 'fetch'"
+            )
         if on_miss in ("swap", "substitute") and cache is None:
             raise InputError(f"on_miss={on_miss!r} needs a cache: give the .cache of a CachedDataset")
         given = bool(getattr(getattr(cache, "policy", None), "given", False))
@@ -148,6 +155,8 @@ class ImportanceSampler:
             )
         last = -1 if num_epochs is None else _count("num_epochs", num_epochs, 1)
         self.cache = cache
+        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+            raise InputError(f"seed={seed!r}: give a whole number")
         self.seed = operator.index(seed)
         self.normalize = normalize
         self.low_region = None if low_region is None else check_share("low_region", low_region)
@@ -169,17 +178,15 @@ class ImportanceSampler:
         )
         self.losses = Losses(self.num_samples, relative=score == "shade")
         self._drawn = np.full(self.num_samples, -1, np.int32)
-        self._before = self._drawn.copy()  # as it was before the plan that is kept
+        self._marks = Marks(self.num_samples)
         self._draw: Draw | None = None
-        self._resident = np.zeros(self.num_samples, bool)  # when it was drawn
-        self._weight_of = np.ones(self.num_samples, np.float32)
+        self._ahead: tuple[int, Future[Draw]] | None = None
         self._next = 0
-        self._updated = 0  # ids, since the plan that is kept was drawn
-        self._ahead: tuple[int, Array, Future[Draw]] | None = None
+        self._iterated = False
         self._keeping: Rotating | Ranked | None = None
         scored: Any = cache
         if given:
-            self._keeping = Rotating(scored, self.seed) if self.rule.rotating else Ranked(scored)
+            self._keeping = Rotating(scored, self.seed, p_min) if self.rule.rotating else Ranked(scored)
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -189,49 +196,44 @@ class ImportanceSampler:
         The plan of the epoch asked for last is kept; another one is drawn from what is known at that moment. With
         several ranks it is that of all of them together.
         """
-        epoch = _count("epoch", epoch, 0)
-        return self._drawn_for(epoch).plan
+        return self._drawn_for(_count("epoch", epoch, 0)).plan
 
     def _drawn_for(self, epoch: int) -> Draw:
         draw = self._draw
         if draw is None or draw.plan.epoch != epoch:
             ahead, self._ahead = self._ahead, None
             if ahead is not None and ahead[0] == epoch:
-                draw, self._resident = ahead[2].result(), ahead[1]
+                draw = ahead[1].result()
             else:
-                known = self._known()
-                draw, self._resident = draw_plan(self.rule, known, self.seed, epoch), known.resident
+                self.losses.pause_at = None
+                self.losses.collect()
+                draw = draw_plan(self.rule, self._known(), self.seed, epoch)
             self._take(draw)
+            self._marks.apply(self._drawn)  # what was told since the snapshot
+            self._marks.plan(draw.plan, self._drawn)
         return draw
 
     def _known(self) -> Known:
-        """What is known now, by all ranks."""
-        self.losses.collect()
-        resident = np.zeros(self.num_samples, bool)
+        """What has been told up to now, by all ranks."""
+        missing = np.ones(self.num_samples, bool)
         if self.cache is not None:
-            resident = np.asarray(self.cache.resident(np.arange(self.num_samples)))
-        resident = agree(self.losses, resident)
-        return Known(self.losses.last.copy(), self.losses.history.copy(), self._drawn.copy(), resident)
+            missing = ~np.asarray(self.cache.resident(np.arange(self.num_samples)), bool)
+        agree(self.losses, missing, self._marks.left, self._marks.extra)
+        self._marks.apply(self._drawn)
+        return Known(self.losses.last.copy(), self._drawn.copy(), ~missing)
 
     def _take(self, draw: Draw) -> None:
         """Make `draw` the one that is kept."""
-        plan = draw.plan
-        self._draw, self._updated = draw, 0
-        self._before = self._drawn.copy()
-        self._drawn[plan.ids] = np.maximum(self._drawn[plan.ids], plan.epoch)
-        self._weight_of[:] = 1
-        if plan.weights is not None:
-            scale = 1.0
-            if self.normalize == "epoch" and self.rule.plan != "cis":
-                scale = len(plan.ids) / self.num_samples
-            self._weight_of[plan.ids] = plan.weights * np.float32(scale)
+        self._draw = draw
+        if self.num_samples >= _LARGE and ranks_of_job().count == 1:
+            self.losses.pause_at = self.losses.taken + math.ceil(_NEARLY * len(draw.plan.ids))
 
     def _draw_ahead(self) -> None:
-        """Draw the next plan in a thread, from what is known now."""
+        """Draw the next plan in a thread, from what has been told up to now."""
         assert self._draw is not None
         epoch, known = self._draw.plan.epoch + 1, self._known()
         thread = ThreadPoolExecutor(1, thread_name_prefix="stallfree-plan")
-        self._ahead = epoch, known.resident, thread.submit(draw_plan, self.rule, known, self.seed, epoch)
+        self._ahead = epoch, thread.submit(draw_plan, self.rule, known, self.seed, epoch)
         thread.shutdown(wait=False)
 
     # -- losses -------------------------------------------------------------------------------------------------------
@@ -240,46 +242,50 @@ class ImportanceSampler:
         """Tell the losses of samples that were served: `Batch.ids`, and one loss for each.
 
         Both may be tensors on any device; nothing waits for the device. NaN counts as infinite. Raises `InputError` if
-        there is not one number for each id, or an id is none of the data set's.
+        there is not one number for each id, or an id is none of the data set's; for ids on a device, at a later call.
         """
-        self._updated += self.losses.add(ids, losses)
-        if self.num_samples < _LARGE or self._ahead is not None or self._draw is None:
-            return
-        if self._updated >= _NEARLY * len(self._draw.plan.ids) and ranks_of_job().count == 1:
+        self.losses.add(ids, losses)
+        if self.losses.pause_at is not None and self.losses.taken >= self.losses.pause_at:
+            self.losses.pause_at = None
             self._draw_ahead()
+            self.losses.collect(wait=False)
 
     # -- an epoch that is served --------------------------------------------------------------------------------------
 
-    def begin(self, epoch: int) -> Draw:
-        """The draw of an epoch that is about to be served, for which the cache is told what it is to keep."""
-        draw = self._drawn_for(epoch)
+    def begin(self, epoch: int, batch_size: int, *, drop_last: bool = False) -> Begun:
+        """An epoch that is about to be served, for which the cache is told what it is to keep.
+
+        For a loader that serves the plan itself, as stallfree's does.
+        """
+        draw = self._drawn_for(_count("epoch", epoch, 0))
+        self._next, self._iterated = epoch, True
         if self._keeping is not None:
-            self._keeping.begin(draw, self._resident, self._importance())
-        return draw
+            self._keeping.begin(draw, self._importance())
+        batches = self.batches(epoch, batch_size, drop_last=drop_last)
+        return self._begun(batches, draw.plan.ids[len(batches) * batch_size * ranks_of_job().count :])
+
+    def resume(self, rest: list[Array]) -> Begun:
+        """The epoch that `load_state_dict` brought, of which the batches `rest` are left.
+
+        Raises `InputError` if it brought none.
+        """
+        if self._draw is None:
+            raise InputError("the state has no plan: it was taken before the first epoch, and has no batches left")
+        return self._begun(rest, np.empty(0, np.int64))
+
+    def _begun(self, batches: list[Array], dropped: Array) -> Begun:
+        assert self._draw is not None
+        plan, weighted = self._draw.plan, self.rule.plan != "cis"
+        weights = np.ones(self.num_samples, np.float32)
+        if plan.weights is not None:
+            scale = len(plan.ids) / self.num_samples if self.normalize == "epoch" and weighted else 1.0
+            weights[plan.ids] = plan.weights * np.float32(scale)
+        per_batch = self.normalize == "batch" and weighted
+        return Begun(self._draw, batches, dropped, weights, per_batch, self._marks, self._keeping)
 
     def _importance(self) -> Array:
         """How important each sample is to those who use the cache: the rank of its loss."""
         return ranks(self.losses.last)
-
-    def served(self, ids: Array) -> torch.Tensor:
-        """`ids` were handed out. Their weights, for a batch of them: float32, normalized as asked for."""
-        assert self._draw is not None
-        self._drawn[ids] = np.maximum(self._drawn[ids], self._draw.plan.epoch)
-        if self._keeping is not None:
-            self._keeping.served(ids)
-        weights = self._weight_of[ids]
-        if self.normalize == "batch" and self.rule.plan != "cis" and weights.any():
-            weights = weights / weights.mean()
-        return torch.from_numpy(weights)
-
-    def left_out(self, ids: Array) -> None:
-        """`ids` were in the plan, and others were served in their place."""
-        self._drawn[ids] = self._before[ids]
-
-    def limit_low(self, samples: int) -> None:
-        """Let no more than so many L-samples that are still to be served stay in the cache for that."""
-        if isinstance(self._keeping, Ranked):
-            self._keeping.region = samples
 
     def expected_samples(self, epochs: int) -> int:
         """About how many samples so many epochs serve, from epoch 0 on, as far as that can be told beforehand.
@@ -302,7 +308,7 @@ class ImportanceSampler:
     # -- the part of this rank ----------------------------------------------------------------------------------------
 
     def batches(self, epoch: int, batch_size: int, *, drop_last: bool = False) -> list[Array]:
-        """The ids of each batch of an epoch, for this rank.
+        """The ids of each batch of an epoch, for this rank, as planned.
 
         With several ranks all have the same number of batches, whose sizes differ by one at most; with `drop_last` all
         batches are full.
@@ -321,17 +327,18 @@ class ImportanceSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch. Without it, each iteration is another one, counted from 0."""
-        self._next = _count("epoch", epoch, 0)
+        self._next, self._iterated = _count("epoch", epoch, 0), False
 
     def __iter__(self) -> Iterator[int]:
+        self._next += self._iterated
+        self._iterated = True
         plan, ranks = self.plan(self._next), ranks_of_job()
-        self._next = plan.epoch + 1
         steps = -(-len(plan.ids) // ranks.count)
         mine = np.resize(plan.ids, steps * ranks.count) if len(plan.ids) else plan.ids
         return iter(mine[ranks.rank :: ranks.count].tolist())
 
     def __len__(self) -> int:
-        """How many ids the next iteration gives; its plan is drawn for that, if it is not yet."""
+        """How many ids this iteration gives, before the first the next one; its plan is drawn for that."""
         return -(-len(self.plan(self._next).ids) // ranks_of_job().count)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -346,7 +353,9 @@ class ImportanceSampler:
             "plan": self.rule.plan,
             "seed": self.seed,
             "next": self._next,
+            "iterated": self._iterated,
             "drawn": pack(self._drawn),
+            "marks": self._marks.state(),
             "losses": self.losses.state(),
             "draw": None if self._draw is None else self._draw.state(),
         }
@@ -356,7 +365,7 @@ class ImportanceSampler:
         version = state.get("version") if isinstance(state, dict) else None
         if version != _STATE_VERSION:
             raise InputError(f"the state has version {version!r}, expected {_STATE_VERSION}: it is of another release")
-        missing = {"plan", "seed", "next", "drawn", "losses", "draw"} - state.keys()
+        missing = {"plan", "seed", "next", "iterated", "drawn", "marks", "losses", "draw"} - state.keys()
         if missing:
             raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
         for name, mine in (("plan", self.rule.plan), ("seed", self.seed)):
@@ -365,12 +374,11 @@ class ImportanceSampler:
         drawn = unpack(state["drawn"], np.int32)
         self.losses.load(state["losses"])
         self._drawn[:] = drawn
-        self._before[:] = drawn
-        self._next = state["next"]
+        self._marks.load(state["marks"])
+        self._next, self._iterated = state["next"], state["iterated"]
         self._draw = self._ahead = None
         if state["draw"] is not None:
             self._take(Draw.load(state["draw"], self.num_samples))
-            self._before[:] = drawn
 
 
 def _count(name: str, value: Any, low: int) -> int:

@@ -38,17 +38,19 @@ class Rotating:
     each one that was served is as likely to go as the next.
     """
 
-    def __init__(self, cache: ScoredCache, seed: int) -> None:
+    def __init__(self, cache: ScoredCache, seed: int, admit: float) -> None:
         self._cache = cache
-        self._seed = seed
+        self._seed, self._admit = seed, admit
         self._resident: Array | None = None  # when the epoch began
         self._luck = np.empty(0)
 
-    def begin(self, draw: Draw, resident: Array, importance: Array) -> None:
+    def begin(self, draw: Draw, importance: Array) -> None:
         """A new epoch: nothing that is resident has been served."""
-        self._resident = resident
-        self._luck = generator(self._seed, draw.plan.epoch, 2).random(len(resident))
-        self._cache.set_scores(np.arange(len(resident)), np.where(resident, FRESH, 1.0))
+        self._resident = draw.resident
+        rng = generator(self._seed, draw.plan.epoch, 2)
+        self._luck = rng.random(len(importance))
+        comes = np.where(rng.random(len(importance)) * draw.chances < self._admit, 1.0, -1.0)
+        self._cache.set_scores(np.arange(len(importance)), np.where(draw.resident, FRESH, comes))
 
     def served(self, ids: Array) -> None:
         """These may go now, if they were resident when the epoch began."""
@@ -60,30 +62,26 @@ class Rotating:
 
 
 class Ranked:
-    """The most important samples stay, and unimportant ones that are still to be served in this epoch.
-
-    Attributes:
-        region: how many of the latter at most; None: all.
-    """
+    """The most important samples stay; who is in the plan stays until served, so that nobody is fetched for nothing."""
 
     def __init__(self, cache: ScoredCache) -> None:
         self._cache = cache
         self._importance = np.empty(0)
         self._low: Array | None = None
-        self.region: int | None = None
+        self._waiting = np.empty(0, bool)
 
-    def begin(self, draw: Draw, resident: Array, importance: Array) -> None:
+    def begin(self, draw: Draw, importance: Array) -> None:
         """A new epoch."""
         self._importance, self._low = importance, draw.low
-        scores = importance.astype(np.float64)
-        waiting = draw.plan.ids[draw.low[draw.plan.ids] & resident[draw.plan.ids]]
-        scores[waiting[: self.region]] = FRESH
-        self._cache.set_scores(np.arange(len(scores)), scores)
+        self._waiting = np.zeros(len(importance), bool)
+        self._waiting[draw.plan.ids] = True
+        self._waiting &= draw.resident
+        self._cache.set_scores(np.arange(len(importance)), np.where(self._waiting, FRESH, importance))
 
     def served(self, ids: Array) -> None:
-        """L-samples may go now."""
+        """These may go now, L-samples too that came in since."""
         if self._low is None:  # an epoch that another process began
             return
-        done = ids[self._low[ids]]
+        done = ids[self._waiting[ids] | self._low[ids]]
         if len(done):
             self._cache.set_scores(done, self._importance[done])

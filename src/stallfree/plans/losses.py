@@ -16,9 +16,6 @@ from stallfree.plans.draws import ranks
 
 Array = npt.NDArray[Any]
 
-HISTORY = 1024
-"""Losses that selective sampling compares with (Chen et al., iCACHE, HPCA 2023, section V)."""
-
 
 class Losses:
     """The last loss of each of `count` samples.
@@ -30,52 +27,55 @@ class Losses:
 
     Attributes:
         last: float32 per id; infinite where there is none yet.
-        fresh: which ids had a loss since `take_fresh` was called, to be told to other ranks.
+        fresh: bool per id: who had a loss that other ranks have not been told.
+        taken: losses taken in so far.
+        pause_at: no more losses of later steps are taken in once `taken` has reached it; None: never pause.
     """
 
     def __init__(self, count: int, *, relative: bool = False) -> None:
         self.count = count
         self.last = np.full(count, np.inf, np.float32)
         self.fresh = np.zeros(count, bool)
+        self.taken = 0
+        self.pause_at: int | None = None
         self._relative = relative
-        self._history = np.empty(HISTORY, np.float32)
-        self._known = 0  # losses that went through the history
         self._under_way: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
 
-    def add(self, ids: Any, losses: Any) -> int:
-        """Take the losses of `ids`; how many. Does not wait for a device: what lies there is copied in the background.
+    def add(self, ids: Any, losses: Any) -> None:
+        """Take the losses of `ids`. Does not wait for a device: what lies there is copied in the background.
 
         Raises `InputError` when these are not one number for each id; of ids on a device, that is found later.
         """
-        losses = losses.detach() if isinstance(losses, torch.Tensor) else torch.as_tensor(np.asarray(losses))
-        ids = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(np.asarray(ids))
-        if ids.dim() != 1 or losses.shape != ids.shape or ids.is_floating_point() or ids.dtype == torch.bool:
+        ids, losses = _tensor("ids", ids), _tensor("losses", losses)
+        if len(ids) == 0 and len(losses) == 0:
+            return
+        if ids.dim() != 1 or losses.shape != ids.shape or not _is_int(ids) or losses.is_complex():
             raise InputError(
                 f"update was given ids of shape {tuple(ids.shape)} ({ids.dtype}) and losses of shape "
-                f"{tuple(losses.shape)}: give Batch.ids and one loss for each of them (reduction='none')"
+                f"{tuple(losses.shape)} ({losses.dtype}): give Batch.ids and one loss for each of them, as "
+                "reduction='none' makes them"
             )
         if ids.device.type == "cpu":
             self._check(ids.numpy())
-        if ids.device.type == "cpu" and losses.device.type == "cpu":
-            self._apply(ids.numpy(), losses.float().numpy())
-        else:
-            self._send_for(ids, losses.float())
-            self.collect(wait=False)
-        return len(ids)
+            if losses.device.type == "cpu" and not self._under_way:
+                self._apply(ids.numpy(), losses.float().numpy())
+                return
+        self._send_for(ids, losses.float())
+        self.collect(wait=False)
 
     def _send_for(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
         """Copy to the host without waiting. An event tells when it is done."""
         here = [_to_host(tensor) for tensor in (ids, losses)]
         device = losses.device if losses.device.type != "cpu" else ids.device
         event = None
-        if device.type != "mps":  # there `_to_host` waits
+        if device.type not in ("cpu", "mps"):  # there `_to_host` waits
             event = torch.get_device_module(device).Event()
             event.record()
         self._under_way.append((here[0], here[1], event))
 
     def collect(self, *, wait: bool = True) -> None:
         """Take in what has arrived from devices, in the order of the steps; with `wait`, all of it."""
-        while self._under_way:
+        while self._under_way and not (self.pause_at is not None and self.taken >= self.pause_at):
             ids, losses, event = self._under_way[0]
             if event is not None and not event.query():
                 if not wait:
@@ -97,31 +97,16 @@ class Losses:
             losses = ranks(losses)
         self.last[ids] = losses
         self.fresh[ids] = True
-        some = losses[-HISTORY:]
-        start = self._known % HISTORY
-        first = some[: HISTORY - start]
-        self._history[start : start + len(first)] = first
-        self._history[: len(some) - len(first)] = some[len(first) :]
-        self._known += len(some)
-
-    @property
-    def history(self) -> Array:
-        """The newest losses, at most 1,024, in no order."""
-        return self._history[: min(self._known, HISTORY)]
-
-    @property
-    def room(self) -> int:
-        """How many more losses the history takes."""
-        return HISTORY - len(self.history)
+        self.taken += len(ids)
 
     def state(self) -> dict[str, Any]:
         """All of it, fit for JSON."""
         self.collect()
-        return {"last": pack(self.last), "history": pack(self.history), "relative": self._relative}
+        return {"last": pack(self.last), "fresh": pack(np.packbits(self.fresh)), "relative": self._relative}
 
     def load(self, state: dict[str, Any]) -> None:
         """Be as when `state` was taken. Raises `InputError` for one of other samples."""
-        last, history = unpack(state["last"], np.float32), unpack(state["history"], np.float32)
+        last, fresh = unpack(state["last"], np.float32), unpack(state["fresh"], np.uint8)
         if len(last) != self.count or state["relative"] != self._relative:
             theirs, mine = ("shade" if relative else "loss" for relative in (state["relative"], self._relative))
             raise InputError(
@@ -130,17 +115,30 @@ class Losses:
             )
         self._under_way.clear()
         self.last[:] = last
-        self.fresh[:] = False
-        self.share_history(history)
+        self.fresh[:] = np.unpackbits(fresh, count=self.count)
+        self.pause_at = None
 
-    def share_history(self, history: Array) -> None:
-        """Take another one's history instead of one's own."""
-        self._known = len(history)
-        self._history[: len(history)] = history
+
+def _tensor(name: str, given: Any) -> torch.Tensor:
+    """`given` as a tensor without a gradient. Raises `InputError` if it is none, and cannot be made one."""
+    if isinstance(given, torch.Tensor):
+        return given.detach()
+    try:
+        if isinstance(given, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in given):
+            return torch.stack([item.detach() for item in given])
+        return torch.from_numpy(np.array(given))
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise InputError(f"update was given {name} that are no numbers ({error}): give tensors or arrays") from error
+
+
+def _is_int(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type in ("cpu", "mps"):
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    if tensor.device.type == "mps":
         return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

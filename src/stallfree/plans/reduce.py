@@ -32,14 +32,14 @@ def ranks_of_job() -> Ranks:
     return Ranks(0, 1)
 
 
-def agree(losses: Losses, resident: Array) -> Array:
-    """Bring the losses of all ranks together, and find what is resident for each of them.
+def agree(losses: Losses, *masks: Array) -> None:
+    """Bring the losses of all ranks together, and make each mask (bool) what it is for any of them. In place.
 
-    Every rank must call it at the same time. A sample that had losses at several ranks gets their mean. The history is
-    that of rank 0. Nothing happens where there is only one rank.
+    Every rank must call it at the same time. A sample that had losses at several ranks gets their mean. Nothing happens
+    where there is only one rank.
     """
     if ranks_of_job().count == 1:
-        return resident
+        return
     group = _group()
     fresh = losses.fresh
     table = torch.zeros((2, losses.count))
@@ -50,12 +50,10 @@ def agree(losses: Losses, resident: Array) -> Array:
     seen = times > 0
     losses.last[seen] = sums[seen] / times[seen]
     fresh[:] = False
-    history = torch.from_numpy(np.append(losses.history, np.full(losses.room, np.nan, np.float32)))
-    distributed.broadcast(history, 0, group=group)
-    losses.share_history(history.numpy()[~np.isnan(history.numpy())])
-    everywhere = torch.from_numpy(resident.astype(np.uint8))
-    distributed.all_reduce(everywhere, op=distributed.ReduceOp.MIN, group=group)
-    return everywhere.numpy().astype(bool)
+    bits = torch.from_numpy(np.stack(masks).astype(np.uint8))
+    distributed.all_reduce(bits, op=distributed.ReduceOp.MAX, group=group)
+    for mask, found in zip(masks, bits.numpy(), strict=True):
+        mask[:] = found
 
 
 def _group() -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.plans.draws import draw, generator, leaning, pruned, ranks, selective, shares
+from stallfree.plans.draws import draw, generator, leaning, pruned, ranks, selective, shares, some_known
 from stallfree.plans.losses import pack, unpack
 from stallfree.plans.plan import Plan
 
@@ -56,7 +56,7 @@ class Rule:
             or 0 <= self.full_from <= epoch
         )
 
-    def chances(self, known: Known, epoch: int) -> tuple[Array, Array]:
+    def chances(self, known: Known, seed: int, epoch: int) -> tuple[Array, Array]:
         """The probability of each sample to be drawn now, and the one that its weight goes by.
 
         The two are the same, except where the residents rotate: a resident is drawn for sure, but who among the samples
@@ -66,13 +66,14 @@ class Rule:
         """
         if self.full(epoch):
             return np.ones(len(known.losses)), np.ones(len(known.losses))
-        overdue = epoch - known.drawn >= self.max_age
+        overdue = epoch - known.drawn > self.max_age - 1 - _early(len(known.drawn), self.max_age // 2)
         if self.plan == "unbiased":
             return self._unbiased(known, overdue)
         if self.plan == "infobatch":
             chances = pruned(known.losses, self.prune)
         else:
-            chances = selective(known.losses, known.history, self.beta)
+            history = some_known(known.losses, generator(seed, epoch, 4))
+            chances = selective(known.losses, history, self.beta)
         chances[overdue] = 1
         return chances, chances
 
@@ -87,19 +88,24 @@ class Rule:
         return chances, chances if not self.rotating else shares(chances, places)
 
 
+def _early(count: int, most: int) -> Array:
+    """0 to `most` - 1 for each id: so much before its time it is drawn, lest all that wait be due at once."""
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    early: Array = ((mixed >> np.uint64(40)) % np.uint64(max(1, most))).astype(np.int32)
+    return early
+
+
 @dataclass(frozen=True)
 class Known:
     """The snapshot that a plan is a function of, beside (seed, epoch).
 
     Attributes:
         losses: float32 per id; infinite where none is known.
-        history: the newest losses.
         drawn: int32 per id, the epoch that last had the sample; -1 for none.
         resident: bool per id.
     """
 
     losses: Array
-    history: Array
     drawn: Array
     resident: Array
 
@@ -111,30 +117,36 @@ class Draw:
     Attributes:
         plan: ids and weights. The weights are 1 / probability where the plan has weights at all ("unbiased",
             "infobatch"); in the plan "cis", which has all ids, they say who is trained on: 1 or 0.
-        chances: float64 per id, the probabilities that the weights go by.
-        low: bool per id: the L-samples, which are rather left out than drawn, and are not overdue.
+        chances: per id, the probability to be drawn.
+        low: bool per id: the L-samples, which are rather left out than drawn.
+        resident: bool per id, when it was drawn.
     """
 
     plan: Plan
     chances: Array
     low: Array
+    resident: Array
 
     def state(self) -> dict[str, Any]:
-        """The plan, fit for JSON."""
+        """The draw, fit for JSON."""
         weights = None if self.plan.weights is None else pack(self.plan.weights)
-        return {"epoch": self.plan.epoch, "ids": pack(self.plan.ids), "weights": weights}
+        bits = {"low": pack(np.packbits(self.low)), "resident": pack(np.packbits(self.resident))}
+        return {"epoch": self.plan.epoch, "ids": pack(self.plan.ids), "weights": weights, **bits}
 
     @staticmethod
     def load(state: dict[str, Any], count: int) -> Draw:
-        """The plan of that state; what else followed from the draw is of no use any more."""
+        """The draw of that state, for `count` samples."""
         weights = None if state["weights"] is None else unpack(state["weights"], np.float32)
         plan = Plan(unpack(state["ids"], np.int64), weights, state["epoch"])
-        return Draw(plan, np.ones(count), np.zeros(count, bool))
+        low, resident = (
+            np.unpackbits(unpack(state[name], np.uint8), count=count).astype(bool) for name in ("low", "resident")
+        )
+        return Draw(plan, np.ones(count), low, resident)
 
 
 def draw_plan(rule: Rule, known: Known, seed: int, epoch: int) -> Draw:
     """Draw the plan of an epoch."""
-    chances, by = rule.chances(known, epoch)
+    chances, by = rule.chances(known, seed, epoch)
     count = len(chances)
     drawn = np.arange(count)
     if (chances < 1).any():
@@ -150,4 +162,4 @@ def draw_plan(rule: Rule, known: Known, seed: int, epoch: int) -> Draw:
         weights = chosen[ids]
     elif rule.plan in ("unbiased", "infobatch"):
         weights = (1 / by[ids]).astype(np.float32)
-    return Draw(Plan(ids, weights, epoch), by, chances < 0.5)
+    return Draw(Plan(ids, weights, epoch), chances, chances < 0.5, known.resident)

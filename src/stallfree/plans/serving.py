@@ -52,14 +52,14 @@ class Serving:
         on_miss: "swap", "substitute" or "fetch" (serve the missing one all the same).
         rng: picks who is served instead.
         flags: is told of what is served and missed; or None.
+        elsewhere: ids that are served by others, other ranks of the job; they are not chosen here.
 
     Attributes:
         high_requests, high_hits: how often an important sample was asked for, and was resident.
         low_requests, low_hits: the same of L-samples, before anything is served instead.
         swaps: L-samples that were served earlier, in the place of a missing one that comes later.
         substitutions: L-samples that were served instead of a missing one. Where the substitute was in the plan itself,
-            the missing one is served in its place, so that an epoch has its length.
-        left_out: the ids in whose place one was served that was not in the plan.
+            the missing one is served in its place later, so that an epoch has its length; else it is left out.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Serving:
         on_miss: str,
         rng: np.random.Generator,
         flags: Flags | None = None,
+        elsewhere: Array | None = None,
     ) -> None:
         self._sizes = [len(ids) for ids in batches]
         self._queue = np.concatenate([np.empty(0, np.int64), *batches])
@@ -77,12 +78,13 @@ class Serving:
         self._pending = np.zeros(len(low), bool)
         self._pending[self._queue] = True
         self._used = np.zeros(len(low), bool)
+        if elsewhere is not None:
+            self._used[elsewhere] = True
         self._deferred: list[Array] = []
         self._pool = np.empty(0, np.int64)  # may be served instead, if they still are pending and resident
         self._patience = 0
         self.high_requests = self.high_hits = self.low_requests = self.low_hits = 0
         self.swaps = self.substitutions = 0
-        self.left_out: list[int] = []
 
     def __iter__(self) -> Iterator[Array]:
         for size in self._sizes:
@@ -116,7 +118,6 @@ class Serving:
             self._deferred.append(later)
             if self._flags is not None:
                 self._flags.missed(later)
-        self.left_out += replaced[~planned].tolist()
         self.swaps += int(planned.sum()) if self._on_miss == "swap" else 0
         self.substitutions += len(others) if self._on_miss == "substitute" else 0
         served: Array = ids.copy()
@@ -144,9 +145,12 @@ class Serving:
         """Up to `count` residents that are served now, and which of them the plan had for later."""
         chosen: list[Array] = []
         planned: list[Array] = []
+        filled = False
         while count:
-            if len(self._pool) == 0 and not self._fill():
-                break
+            if len(self._pool) == 0:
+                if filled or not self._fill():
+                    break
+                filled = True
             some, self._pool = self._pool[:count], self._pool[count:]
             some = some[self._may(some)]
             some = some[self._cache.resident(some)]

@@ -1,0 +1,211 @@
+"""What accuracy the plans of importance sampling buy with the storage operations they spend.
+
+A run that was interrupted goes on where it was: what each training gave is kept in `.bench/importance_accuracy`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness import ROOT, BenchmarkError, Check, Options, Report, Spread, run_child, say
+
+NAME = "importance_accuracy"
+QUESTION = (
+    "CIFAR-10, a residual network of 78,042 weights. Which accuracy is there for which number of storage operations? "
+    "An operation is a sample that is asked for and not in the cache; the first epoch, which fills it, counts too."
+)
+KEEP = ROOT / ".bench" / "importance_accuracy"
+SHARES = (0.2, 0.4)
+FULL_EPOCHS = (5, 10, 20, 30)
+ICACHE_EPOCHS = (10, 20, 30, 45)
+UNBIASED_EPOCHS = {0.2: (12, 25, 56, 85), 0.4: (12, 25, 55, 80)}
+TARGET = 0.25
+SEEDS = 5
+CURVE_SEEDS = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training.
+
+    Attributes:
+        plan: its name.
+        cache: share of the samples that it holds.
+        epochs: plans drawn.
+    """
+
+    plan: str
+    cache: float
+    epochs: int
+
+    @property
+    def served(self) -> float:
+        """Samples served in all, in data sets, as far as that is known beforehand; the learning rate goes by it."""
+        each = {"full": 1.0, "icache": 0.5, "unbiased": self.cache + (1 - self.cache) * TARGET}[self.plan]
+        return 1 + (self.epochs - 1) * each
+
+    @property
+    def policy(self) -> str:
+        return "minio" if self.plan == "full" else "importance"
+
+    @property
+    def final(self) -> bool:
+        """Whether it is one of those that are compared in pairs, with more seeds."""
+        return self in (full(30), Setting("icache", 0.4, 30), *(half(share) for share in SHARES))
+
+
+def full(epochs: int) -> Setting:
+    """The full plan. Its accuracy does not depend on the cache."""
+    return Setting("full", 0.4, epochs)
+
+
+def half(share: float) -> Setting:
+    """The plan "unbiased" at half the operations of 30 full epochs."""
+    return Setting("unbiased", share, UNBIASED_EPOCHS[share][2])
+
+
+def settings() -> Iterator[Setting]:
+    """All trainings, those that are compared in pairs first."""
+    yield full(30)
+    yield from (half(share) for share in reversed(SHARES))
+    yield Setting("icache", 0.4, 30)
+    yield from (full(epochs) for epochs in FULL_EPOCHS[:-1])
+    for share in reversed(SHARES):
+        for place in range(4):
+            yield Setting("unbiased", share, UNBIASED_EPOCHS[share][place])
+            yield Setting("icache", share, ICACHE_EPOCHS[place])
+
+
+def run(options: Options) -> Report:
+    data = _folder(options)
+    wanted = list(dict.fromkeys(settings()))
+    seeds = range(1) if options.quick else range(SEEDS)
+    if options.quick:
+        wanted = [Setting("full", 0.4, 3), Setting("unbiased", 0.4, 4), Setting("icache", 0.4, 4)]
+    found: dict[Setting, dict[int, Any]] = {setting: {} for setting in wanted}
+    for seed in seeds:
+        for setting in wanted:
+            if seed < CURVE_SEEDS or setting.final:
+                found[setting][seed] = _one(setting, seed, data, options)
+    return _report(found, options)
+
+
+def _folder(options: Options) -> Path:
+    given = options.data or Path("missing")
+    for folder in (given, given.parent / "cifar10-jpeg-full"):
+        if (folder / "train").is_dir() and (folder / "test").is_dir() and len(list((folder / "train").iterdir())) == 10:
+            return folder
+    raise BenchmarkError(f"{given} is not CIFAR-10 as JPEG files, train/CLASS/*.jpg and test/CLASS/*.jpg: give --data")
+
+
+def _one(setting: Setting, seed: int, data: Path, options: Options) -> Any:
+    """What one training gave, now or in an earlier run."""
+    file = KEEP / f"{setting.plan}-{setting.cache}-{setting.epochs}-{seed}{'-quick' * options.quick}.json"
+    if file.exists():
+        return json.loads(file.read_text())
+    KEEP.mkdir(parents=True, exist_ok=True)
+    given = {
+        "plan": setting.plan,
+        "cache": setting.cache,
+        "policy": setting.policy,
+        "epochs": setting.epochs,
+        "served": setting.served,
+        "seed": seed,
+        "sampler": {"target_io": TARGET} if setting.plan == "unbiased" else {},
+        "data": str(data),
+        "keep": str(KEEP / "pictures.npz"),
+        "threads": 1,
+        "first": 2000 if options.quick else 0,
+    }
+    result = run_child("benchmarks.contenders.importance_accuracy", given, scratch=KEEP)
+    say(f"  {setting} seed {seed}: {result['accuracy']:.2f}% for {result['operations']:.2f} N operations")
+    file.write_text(json.dumps(result))
+    return result
+
+
+def _operations(setting: Setting, results: dict[int, Any], share: float) -> float:
+    """Operations per sample of the data set, with a cache of `share`."""
+    if setting.plan == "full":
+        return 1 + (setting.epochs - 1) * (1 - share)
+    return statistics.mean(result["operations"] for result in results.values())
+
+
+def _report(found: dict[Setting, dict[int, Any]], options: Options) -> Report:
+    rows = []
+    for share in SHARES:
+        for setting, results in found.items():
+            if setting.plan == "full" or setting.cache == share:
+                accuracy = Spread.of([result["accuracy"] for result in results.values()])
+                rows.append(
+                    [
+                        f"{share:.0%}",
+                        setting.plan,
+                        str(setting.epochs),
+                        f"{statistics.mean(result['served'] for result in results.values()):.1f}",
+                        f"{_operations(setting, results, share):.2f}",
+                        accuracy.show(".2f"),
+                        str(len(results)),
+                    ]
+                )
+    rows.sort(key=lambda row: (row[0], row[1], float(row[4])))
+    checks = [] if options.quick else _checks(found)
+    any_result: Any = next(iter(next(iter(found.values())).values()))
+    return Report(
+        columns=["cache", "plan", "epochs", "samples served / N", "operations / N", "top-1, %", "seeds"],
+        rows=rows,
+        checks=checks,
+        notes=[],
+        versions=any_result["versions"] | {"numpy": np.__version__, "torch": torch.__version__},
+        raw=[
+            {"plan": s.plan, "cache": s.cache, "epochs": s.epochs, "seed": seed} | result
+            for s, results in found.items()
+            for seed, result in results.items()
+        ],
+    )
+
+
+def _checks(found: dict[Setting, dict[int, Any]]) -> list[Check]:
+    """The pairs, and the curves."""
+    checks = [_pair(found, Setting("icache", 0.4, 30), "`icache`, 30 epochs, 40% cache", 1.0)]
+    for share in SHARES:
+        spent = _operations(half(share), found[half(share)], share) / _operations(full(30), {}, share)
+        name = f"`unbiased`, {half(share).epochs} epochs, {share:.0%} cache, {spent:.2f} of the operations"
+        checks.append(_pair(found, half(share), name, 0.2))
+    for share in SHARES:
+        for rival in ("full", "icache"):
+            margins = _margins(found, share, rival)
+            text = f"{share:.0%} cache: points of `unbiased` above `{rival}` at the same operations, the least"
+            checks.append(Check(text, min(margins), 0.0, ">=", "+.2f", spread=(min(margins), max(margins))))
+    return checks
+
+
+def _pair(found: dict[Setting, dict[int, Any]], setting: Setting, name: str, wanted: float) -> Check:
+    mine, full30 = found[setting], found[full(30)]
+    below = [full30[seed]["accuracy"] - mine[seed]["accuracy"] for seed in mine]
+    text = f"{name}: points below 30 full epochs, mean of {len(below)} pairs"
+    return Check(text, statistics.mean(below), wanted, "<=", "+.2f", spread=(min(below), max(below)))
+
+
+def _curve(found: dict[Setting, dict[int, Any]], plan: str, share: float) -> list[tuple[float, float]]:
+    """Operations and mean accuracy of the first seeds, rising."""
+    points = []
+    for setting, results in found.items():
+        if setting.plan == plan and (plan == "full" or setting.cache == share):
+            some = [result["accuracy"] for seed, result in results.items() if seed < CURVE_SEEDS]
+            points.append((_operations(setting, results, share), statistics.mean(some)))
+    return sorted(points)
+
+
+def _margins(found: dict[Setting, dict[int, Any]], share: float, rival: str) -> list[float]:
+    """At each point of the rival's curve within ours: how far ours, drawn with straight lines, is above."""
+    ours, theirs = _curve(found, "unbiased", share), _curve(found, rival, share)
+    xs, ys = zip(*ours, strict=True)
+    return [float(np.interp(at, xs, ys)) - accuracy for at, accuracy in theirs if xs[0] <= at]

@@ -1,0 +1,159 @@
+"""What a cache gains a job: how many times longer its epoch would take without it.
+
+By this factor jobs on one cache weigh what a sample matters to them (`plans.jobs`). A job whose steps take longer than
+its samples gains nothing, however slow the storage is.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stallfree.cache import MISS, SampleCache
+from stallfree.clock import Clock, SystemClock
+from stallfree.errors import InputError
+from stallfree.loader.arguments import check_numbers
+from stallfree.loader.cached_dataset import CachedDataset
+from stallfree.loader.dataloader import DataLoader
+from stallfree.loader.reader import Reader
+
+Array = npt.NDArray[Any]
+
+
+def benefit(step_seconds: float, hit_seconds: float, miss_seconds: float, *, workers: int, batch_size: int) -> float:
+    """The time of an epoch without the cache over that with all samples in it, predicted from measured times.
+
+    Samples are fetched and prepared while the device trains, so a batch takes the longer one of the two.
+
+    Args:
+        step_seconds: of training on a batch.
+        hit_seconds: of one worker for a sample that is in the cache, prep included.
+        miss_seconds: the same for one that is not, fetch included.
+        workers: how many prepare samples. 0 counts as 1: the training process, whose threads fetch during the steps.
+        batch_size: samples per batch.
+
+    Raises `InputError` for a time that is negative or not finite, and when step and hits take no time at all.
+    """
+    _check(workers, batch_size)
+    for name, value in (("step", step_seconds), ("hit", hit_seconds), ("miss", miss_seconds)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise InputError(f"{name}_seconds={value!r}: give a time in seconds, 0 or more")
+    if step_seconds == hit_seconds == 0:
+        raise InputError("step_seconds and hit_seconds are 0: give times that were measured")
+    share = batch_size / max(1, workers)
+    return max(step_seconds, share * miss_seconds) / max(step_seconds, share * hit_seconds)
+
+
+def measure_benefit(
+    dataset: CachedDataset,
+    step: Callable[[Any], object],
+    *,
+    batch_size: int,
+    workers: int,
+    batches: int = 20,
+    clock: Clock | None = None,
+) -> float:
+    """The same, measured: batches that go past the cache against batches that come out of it, prep and steps included.
+
+    It is the probe of iCACHE (Chen et al., HPCA 2023, section IV-E). Both runs go through a `DataLoader`, and `batches`
+    of each are timed, once two batches per worker (but one at least) have filled its queues. Past the cache go samples
+    chosen at random: they are fetched, which is counted in `dataset.stats()`, and not stored. Out of it come those that
+    are resident, the same ones again when they are few.
+
+    Args:
+        dataset: whose cache it is; something must be in it.
+        step: trains on a batch, as the loader yields it: really, so give one on a copy of the model if it is not to
+            count. It need not wait for the device.
+        batch_size: samples per batch.
+        workers: worker processes.
+        batches: that are timed, each way.
+        clock: the host's, if None.
+
+    Raises `InputError` for arguments that cannot be used and when nothing is resident; what the loader and `step` raise
+    comes through.
+    """
+    if not isinstance(dataset, CachedDataset):
+        raise InputError(f"dataset={dataset!r:.80} has no cache: give a CachedDataset")
+    if not callable(step):
+        raise InputError(f"step={step!r:.80} cannot be called: give a function that trains on a batch")
+    _check(workers, batch_size)
+    if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+        raise InputError(f"batches={batches!r}: give a whole number, 1 or more")
+    reader, cache = dataset.reader, dataset.cache
+    resident = np.flatnonzero(cache.resident(np.arange(len(dataset))))
+    if len(resident) == 0:
+        raise InputError("nothing is in the cache yet, so what it gains cannot be measured: train for an epoch first")
+    past = copy.copy(dataset)
+    nothing: Any = _Nothing(cache)
+    past.reader = Reader(reader.source, nothing, reader.deterministic, reader.rest, fresh=reader.fresh)
+    probe = _Probe(step, batch_size, workers, batches, clock or SystemClock())
+    rng = np.random.default_rng(dataset.seed & (2**64 - 1))
+    return probe.seconds(past, rng.permutation(len(dataset))) / probe.seconds(dataset, rng.permutation(resident))
+
+
+def _check(workers: Any, batch_size: Any) -> None:
+    check_numbers(workers, batch_size, 0, None, False)
+    if batch_size is None:
+        raise InputError("batch_size=None: what is timed are batches, so give an int of 1 or more")
+
+
+class _Probe:
+    """Times batches of chosen samples."""
+
+    def __init__(
+        self, step: Callable[[Any], object], batch_size: int, workers: int, batches: int, clock: Clock
+    ) -> None:
+        self._step = step
+        self._batch_size, self._workers, self._batches = batch_size, workers, batches
+        self._first = max(1, 2 * workers)
+        self._clock = clock
+
+    def seconds(self, dataset: CachedDataset, ids: Array) -> float:
+        """How long the batches take that come after the first ones, made of `ids` over and over."""
+        wanted = np.resize(ids, (self._first + self._batches) * self._batch_size).tolist()
+        times = []
+        with DataLoader(dataset, self._batch_size, sampler=wanted, num_workers=self._workers) as loader:
+            for number, batch in enumerate(loader, 1):
+                self._step(batch)
+                if number in (self._first, self._first + self._batches):
+                    _wait_for_devices()
+                    times.append(self._clock.now())
+        return times[1] - times[0]
+
+
+class _Nothing:
+    """Stands for a cache with nothing in it, in which nothing stays. Fetches are counted with the real one."""
+
+    structure = None
+
+    def __init__(self, cache: SampleCache) -> None:
+        self._cache = cache
+
+    def resident(self, ids: Array) -> Array:
+        return np.zeros(len(ids), bool)
+
+    def get_many(self, ids: Array) -> list[Any]:
+        return [MISS] * len(ids)
+
+    def put_many(self, ids: Any, values: Any) -> None:
+        pass
+
+    def count_fetch(self, reads: int, size: int) -> None:
+        self._cache.count_fetch(reads, size)
+
+    def populate(self) -> None:
+        pass
+
+
+def _wait_for_devices() -> None:
+    """Wait until the devices that are in use have done what they were asked for."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    if torch.backends.mps.is_available():
+        torch.mps.synchronize()
