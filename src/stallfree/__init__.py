@@ -16,10 +16,10 @@ from stallfree.errors import (
     WaitError,
     WorkerError,
 )
-from stallfree.loader import Batch, CachedDataset, CacheLoader, DataLoader, SmartCacheDataset
+from stallfree.loader import Batch, CachedDataset, CacheLoader, DataLoader, SmartCacheDataset, measure_benefit
 from stallfree.observe import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
 from stallfree.pipeline import Compose, OnItem, Split, StallfreeWarning, mark_deterministic, mark_random, split
-from stallfree.plans import ImportanceSampler
+from stallfree.plans import BySamples, ImportanceSampler
 from stallfree.shared import SharedLoader
 from stallfree.sources import DecodeImage, FileDataset, ImageFolder
 from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats
@@ -28,6 +28,7 @@ __version__ = _version("stallfree")
 
 __all__ = [
     "Batch",
+    "BySamples",
     "CacheLoader",
     "CacheStats",
     "CachedDataset",
@@ -68,6 +69,7 @@ __all__ = [
     "clara",
     "mark_deterministic",
     "mark_random",
+    "measure_benefit",
     "replay",
     "split",
     "testing",

@@ -1,8 +1,9 @@
 """The loader: cached data sets, staging ring, workers."""
 
+from stallfree.loader.benefit import measure_benefit
 from stallfree.loader.cache_loader import CacheLoader
 from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.dataloader import Batch, DataLoader
 from stallfree.loader.smart_cache import SmartCacheDataset
 
-__all__ = ["Batch", "CacheLoader", "CachedDataset", "DataLoader", "SmartCacheDataset"]
+__all__ = ["Batch", "CacheLoader", "CachedDataset", "DataLoader", "SmartCacheDataset", "measure_benefit"]

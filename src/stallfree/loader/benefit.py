@@ -1,13 +1,8 @@
-"""What a cache gains a job: how many times longer its epoch would take without it.
-
-By this factor jobs on one cache weigh what a sample matters to them (`plans.jobs`). A job whose steps take longer than
-its samples gains nothing, however slow the storage is.
-"""
+"""What a cache gains a job, measured: see `plans.benefit`."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,30 +21,6 @@ from stallfree.loader.reader import Reader
 Array = npt.NDArray[Any]
 
 
-def benefit(step_seconds: float, hit_seconds: float, miss_seconds: float, *, workers: int, batch_size: int) -> float:
-    """The time of an epoch without the cache over that with all samples in it, predicted from measured times.
-
-    Samples are fetched and prepared while the device trains, so a batch takes the longer one of the two.
-
-    Args:
-        step_seconds: of training on a batch.
-        hit_seconds: of one worker for a sample that is in the cache, prep included.
-        miss_seconds: the same for one that is not, fetch included.
-        workers: how many prepare samples. 0 counts as 1: the training process, whose threads fetch during the steps.
-        batch_size: samples per batch.
-
-    Raises `InputError` for a time that is negative or not finite, and when step and hits take no time at all.
-    """
-    _check(workers, batch_size)
-    for name, value in (("step", step_seconds), ("hit", hit_seconds), ("miss", miss_seconds)):
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise InputError(f"{name}_seconds={value!r}: give a time in seconds, 0 or more")
-    if step_seconds == hit_seconds == 0:
-        raise InputError("step_seconds and hit_seconds are 0: give times that were measured")
-    share = batch_size / max(1, workers)
-    return max(step_seconds, share * miss_seconds) / max(step_seconds, share * hit_seconds)
-
-
 def measure_benefit(
     dataset: CachedDataset,
     step: Callable[[Any], object],
@@ -59,12 +30,12 @@ def measure_benefit(
     batches: int = 20,
     clock: Clock | None = None,
 ) -> float:
-    """The same, measured: batches that go past the cache against batches that come out of it, prep and steps included.
+    """The time of an epoch without the cache over that with it, from batches that go past the cache and out of it.
 
-    It is the probe of iCACHE (Chen et al., HPCA 2023, section IV-E). Both runs go through a `DataLoader`, and `batches`
-    of each are timed, once two batches per worker (but one at least) have filled its queues. Past the cache go samples
-    chosen at random: they are fetched, which is counted in `dataset.stats()`, and not stored. Out of it come those that
-    are resident, the same ones again when they are few.
+    It is the probe of iCACHE (Chen et al., HPCA 2023, section IV-E), prep and steps included. Both runs go through a
+    `DataLoader`, and `batches` of each are timed, once two batches per worker (but one at least) have filled its
+    queues. Past the cache go samples chosen at random: they are fetched, which is counted in `dataset.stats()`, and not
+    stored. Out of it come those that are resident, the same ones again when they are few.
 
     Args:
         dataset: whose cache it is; something must be in it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from multiprocessing.context import BaseContext
 
@@ -10,11 +11,13 @@ import torch
 
 from stallfree.cache import SampleCache
 from stallfree.loader.board import LOW, MISSED, PENDING, Board, Field
+from stallfree.loader.crew import Counts
 from stallfree.loader.messages import Ids
 from stallfree.loader.packager import PACKAGE_BYTES, Packager
 from stallfree.loader.reader import Reader
 from stallfree.plans import ImportanceSampler
 from stallfree.plans.begun import Begun
+from stallfree.plans.benefit import benefit
 from stallfree.plans.draws import generator
 from stallfree.plans.rules import Draw
 from stallfree.plans.serving import Serving
@@ -46,14 +49,16 @@ class Importance:
         self._counts["substitutions"] = 0
         self._serving: Serving | None = None
         self._low_share = _FIRST_REGION
+        self._before: Counts = {}
 
     def steps(self, epoch: int) -> int:
         """Number of batches of an epoch. Draws its plan if need be."""
         return len(self.sampler.batches(epoch, self._batch_size, drop_last=self._drop_last))
 
-    def begin(self, epoch: int) -> Served:
-        """Serve an epoch from its start."""
+    def begin(self, epoch: int, counts: Counts) -> Served:
+        """Serve an epoch from its start. `counts` are those of the loader so far."""
         self._end_epoch()
+        self._measure(counts)
         sampler, cache = self.sampler, self._reader.cache
         begun = sampler.begin(epoch, self._batch_size, drop_last=self._drop_last)
         draw = begun.draw
@@ -73,6 +78,22 @@ class Importance:
         self._end_epoch()
         begun = self.sampler.resume(rest)
         return Served(begun, begun.batches)
+
+    def _measure(self, counts: Counts) -> None:
+        """Find from the epoch before what the cache gains this job."""
+        now = dict(counts, at=time.monotonic())
+        before, self._before = self._before, now
+        if not before or not self.sampler.measures:
+            return
+        of = {name: now[name] - before[name] for name in before}
+        if min(of["batches"], of["samples"], of["misses"]) <= 0:
+            return
+        step = max(0.0, of["at"] - of["wait_seconds"]) / of["batches"]
+        hit = of["prep_seconds"] / of["samples"]
+        miss = hit + of["fetch_seconds"] / of["misses"]
+        if step + hit > 0:
+            workers = now["num_workers"]
+            self.sampler.benefit = benefit(step, hit, miss, workers=workers, batch_size=self._batch_size)
 
     def _region(self, cache: SampleCache) -> int:
         """Samples of low importance that may stay until they are served: one package at least."""

@@ -2,5 +2,6 @@
 
 from stallfree.plans.importance import ImportanceSampler
 from stallfree.plans.plan import Plan, make_plan
+from stallfree.plans.schedule import BySamples
 
-__all__ = ["ImportanceSampler", "Plan", "make_plan"]
+__all__ = ["BySamples", "ImportanceSampler", "Plan", "make_plan"]

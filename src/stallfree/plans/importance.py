@@ -15,6 +15,7 @@ import numpy.typing as npt
 from stallfree.errors import InputError
 from stallfree.plans.begun import Begun, Marks
 from stallfree.plans.draws import check_share, ranks
+from stallfree.plans.jobs import Jobs
 from stallfree.plans.keeping import Ranked, Rotating
 from stallfree.plans.losses import Losses, pack, unpack
 from stallfree.plans.plan import Plan
@@ -92,6 +93,16 @@ class ImportanceSampler:
             sequential read. The files stay, and serve the next run of the same data. For a `stallfree.DataLoader` and a
             cache of the policy "importance".
         write_budget: bytes of packages that may be written in all.
+        benefit: how many times longer an epoch of this job takes without the cache. Where several jobs use one cache of
+            the policy "importance", what a sample is worth is the sum of benefit times importance over the jobs (those
+            with a benefit of 1.5 or more, if there are any). None: found from the times of the epoch before; or measure
+            it with `stallfree.measure_benefit`.
+
+    The plan "unbiased" on a cache of the policy "importance" lets its residents rotate, which is for one job at a time.
+
+    Attributes:
+        benefit: as given, or as measured so far.
+        measures: whether a loader is to measure it.
 
     In a job of several ranks (torch.distributed) the losses of all are brought together when a plan is drawn, which
     they must all do at the same time; all have the same plan, of which each takes its part, in equally many batches.
@@ -120,6 +131,7 @@ class ImportanceSampler:
         low_region: float | None = None,
         packages: str | Path | None = None,
         write_budget: int | str = "1GiB",
+        benefit: float | None = None,
     ) -> None:
         self.num_samples = _count("num_samples", num_samples, 1)
         if plan not in PLANS:
@@ -162,6 +174,10 @@ class ImportanceSampler:
         self.low_region = None if low_region is None else check_share("low_region", low_region)
         self.packages = None if packages is None else Path(packages)
         self.write_budget = parse_size(write_budget, "write_budget")
+        if benefit is not None and not (isinstance(benefit, (int, float)) and 0 < benefit < math.inf):
+            raise InputError(f"benefit={benefit!r}: give a number above 0, how many times faster with the cache")
+        self.measures = benefit is None
+        self.benefit = 1.0 if benefit is None else float(benefit)
         self.on_miss = on_miss or ("swap" if plan == "icache" and cache is not None else "fetch")
         self.rule = Rule(
             plan=plan,
@@ -187,6 +203,10 @@ class ImportanceSampler:
         scored: Any = cache
         if given:
             self._keeping = Rotating(scored, self.seed, p_min) if self.rule.rotating else Ranked(scored)
+        self._jobs: Jobs | None = None
+        path = getattr(cache, "path", None)
+        if isinstance(self._keeping, Ranked) and path is not None:
+            self._jobs = Jobs(path, self.num_samples)
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -259,7 +279,7 @@ class ImportanceSampler:
         """
         draw = self._drawn_for(_count("epoch", epoch, 0))
         self._next, self._iterated = epoch, True
-        if self._keeping is not None:
+        if self._keeping is not None and ranks_of_job().first_here:
             self._keeping.begin(draw, self._importance())
         batches = self.batches(epoch, batch_size, drop_last=drop_last)
         return self._begun(batches, draw.plan.ids[len(batches) * batch_size * ranks_of_job().count :])
@@ -284,13 +304,18 @@ class ImportanceSampler:
         return Begun(self._draw, batches, dropped, weights, per_batch, self._marks, self._keeping)
 
     def _importance(self) -> Array:
-        """How important each sample is to those who use the cache: the rank of its loss."""
-        return ranks(self.losses.last)
+        """How important each sample is to the jobs that use the cache: to each the rank of its loss."""
+        mine = ranks(self.losses.last)
+        if self._jobs is None:
+            return mine
+        self._jobs.publish(mine, self.benefit)
+        return self._jobs.combined()[0]
 
-    def expected_samples(self, epochs: int) -> int:
-        """About how many samples so many epochs serve, from epoch 0 on, as far as that can be told beforehand.
+    def expected_samples(self, epochs: int, *, start: int = 0) -> int:
+        """About how many samples the epochs from `start` to `epochs` - 1 serve, as far as that can be told beforehand.
 
-        For a schedule that goes by samples seen (`BySamples`). What the cache holds now counts as what it will hold.
+        For a schedule that goes by samples seen (`BySamples`). What the cache holds now counts as what it will hold: so
+        ask again when it is full, and tell the schedule.
         "icache" and "infobatch" depend on the losses; for them it is the share that evenly spread losses give.
         """
         held = 0.0
@@ -302,8 +327,8 @@ class ImportanceSampler:
             "icache": 1 / (1 + rule.beta),
             "infobatch": 1 - rule.prune / 2,
         }.get(rule.plan, 1.0)
-        full = sum(rule.full(epoch) for epoch in range(epochs))
-        return round(self.num_samples * (full + (epochs - full) * share))
+        full = sum(rule.full(epoch) for epoch in range(start, epochs))
+        return round(self.num_samples * (full + (max(0, epochs - start) - full) * share))
 
     # -- the part of this rank ----------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,11 @@ class Ranks:
 
     rank: int
     count: int
+
+    @property
+    def first_here(self) -> bool:
+        """Whether no rank before this one is on this host, as torchrun says."""
+        return os.environ.get("LOCAL_RANK", str(self.rank)) in ("0", "")
 
 
 def ranks_of_job() -> Ranks:
