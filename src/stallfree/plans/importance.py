@@ -202,7 +202,7 @@ class ImportanceSampler:
         self._keeping: Rotating | Ranked | None = None
         scored: Any = cache
         if given:
-            self._keeping = Rotating(scored, self.seed, p_min) if self.rule.rotating else Ranked(scored)
+            self._keeping = Rotating(scored, self.seed) if self.rule.rotating else Ranked(scored)
         self._jobs: Jobs | None = None
         path = getattr(cache, "path", None)
         if isinstance(self._keeping, Ranked) and path is not None:

@@ -38,19 +38,17 @@ class Rotating:
     each one that was served is as likely to go as the next.
     """
 
-    def __init__(self, cache: ScoredCache, seed: int, admit: float) -> None:
+    def __init__(self, cache: ScoredCache, seed: int) -> None:
         self._cache = cache
-        self._seed, self._admit = seed, admit
+        self._seed = seed
         self._resident: Array | None = None  # when the epoch began
         self._luck = np.empty(0)
 
     def begin(self, draw: Draw, importance: Array) -> None:
         """A new epoch: nothing that is resident has been served."""
         self._resident = draw.resident
-        rng = generator(self._seed, draw.plan.epoch, 2)
-        self._luck = rng.random(len(importance))
-        comes = np.where(rng.random(len(importance)) * draw.chances < self._admit, 1.0, -1.0)
-        self._cache.set_scores(np.arange(len(importance)), np.where(draw.resident, FRESH, comes))
+        self._luck = generator(self._seed, draw.plan.epoch, 2).random(len(importance))
+        self._cache.set_scores(np.arange(len(importance)), np.where(draw.resident, FRESH, 1.0))
 
     def served(self, ids: Array) -> None:
         """These may go now, if they were resident when the epoch began."""

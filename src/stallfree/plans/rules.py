@@ -117,13 +117,11 @@ class Draw:
     Attributes:
         plan: ids and weights. The weights are 1 / probability where the plan has weights at all ("unbiased",
             "infobatch"); in the plan "cis", which has all ids, they say who is trained on: 1 or 0.
-        chances: per id, the probability to be drawn.
         low: bool per id: the L-samples, which are rather left out than drawn.
         resident: bool per id, when it was drawn.
     """
 
     plan: Plan
-    chances: Array
     low: Array
     resident: Array
 
@@ -141,7 +139,7 @@ class Draw:
         low, resident = (
             np.unpackbits(unpack(state[name], np.uint8), count=count).astype(bool) for name in ("low", "resident")
         )
-        return Draw(plan, np.ones(count), low, resident)
+        return Draw(plan, low, resident)
 
 
 def draw_plan(rule: Rule, known: Known, seed: int, epoch: int) -> Draw:
@@ -162,4 +160,4 @@ def draw_plan(rule: Rule, known: Known, seed: int, epoch: int) -> Draw:
         weights = chosen[ids]
     elif rule.plan in ("unbiased", "infobatch"):
         weights = (1 / by[ids]).astype(np.float32)
-    return Draw(Plan(ids, weights, epoch), chances, chances < 0.5, known.resident)
+    return Draw(Plan(ids, weights, epoch), chances < 0.5, known.resident)
