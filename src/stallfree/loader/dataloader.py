@@ -206,7 +206,9 @@ class DataLoader:
             rest = [np.asarray(ids, np.int64) for ids in resume["rest"]]
         served = None
         if self._importance is not None:
-            served = self._importance.begin(epoch, self._counts) if rest is None else self._importance.resume(rest)
+            served = (
+                self._importance.begin(epoch, self._counts) if rest is None else self._importance.resume(first, rest)
+            )
         if rest is not None:
             batches = iter(rest)
         else:

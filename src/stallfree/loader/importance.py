@@ -50,18 +50,23 @@ class Importance:
         self._serving: Serving | None = None
         self._low_share = _FIRST_REGION
         self._before: Counts = {}
+        self._begun: Begun | None = None
+        self._steps = 0
 
     def steps(self, epoch: int) -> int:
         """Number of batches of an epoch. Draws its plan if need be."""
+        if self._begun is not None and self._begun.draw.plan.epoch == epoch:
+            return self._steps
         return len(self.sampler.batches(epoch, self._batch_size, drop_last=self._drop_last))
 
-    def begin(self, epoch: int, counts: Counts) -> Served:
+    def begin(self, epoch: int, counts: Counts | None = None) -> Served:
         """Serve an epoch from its start. `counts` are those of the loader so far."""
         self._end_epoch()
-        self._measure(counts)
+        if counts is not None:
+            self._measure(counts)
         sampler, cache = self.sampler, self._reader.cache
         begun = sampler.begin(epoch, self._batch_size, drop_last=self._drop_last)
-        draw = begun.draw
+        draw, self._begun, self._steps = begun.draw, begun, len(begun.batches)
         if sampler.cache is None or sampler.on_miss == "fetch" or not draw.low.any():
             return Served(begun, begun.batches)
         if sampler.packages is not None and cache is not None:
@@ -73,10 +78,11 @@ class Importance:
         )
         return Served(begun, self._serving)
 
-    def resume(self, rest: list[Ids]) -> Served:
-        """Serve what is left of the epoch that the sampler was loaded with."""
+    def resume(self, before: int, rest: list[Ids]) -> Served:
+        """Serve what is left of the epoch that the sampler was loaded with, when `before` batches are through."""
         self._end_epoch()
         begun = self.sampler.resume(rest)
+        self._begun, self._steps = begun, before + len(rest)
         return Served(begun, begun.batches)
 
     def _measure(self, counts: Counts) -> None:

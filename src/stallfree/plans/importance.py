@@ -73,8 +73,8 @@ class ImportanceSampler:
         p_min: no sample has a lower probability ("unbiased").
         beta: power of the selection probability ("icache", "cis"): 1 draws about half of the samples, 2 a third.
         prune: share of the samples below the mean loss to leave out ("infobatch").
-        max_age: a sample that so many epochs in a row did without is drawn. Who is dropped by `drop_last`, or in an
-            epoch that ends early, is drawn again in the next one.
+        max_age: a sample that was last served so many epochs ago is drawn. It may be dropped by `drop_last`, or because
+            an epoch ends early; then it is drawn again in the next one.
         warm_up: epochs at the start that take all samples; before there is a loss, there is nothing to choose by.
         full_every: each so many epochs one takes all samples; None: never.
         num_epochs: of the training; then its last part takes all samples ("infobatch": the last eighth). None: none.
@@ -238,7 +238,7 @@ class ImportanceSampler:
         missing = np.ones(self.num_samples, bool)
         if self.cache is not None:
             missing = ~np.asarray(self.cache.resident(np.arange(self.num_samples)), bool)
-        agree(self.losses, missing, self._marks.left, self._marks.extra)
+        agree(self.losses, missing, self._marks.served, self._marks.ended)
         self._marks.apply(self._drawn)
         return Known(self.losses.last.copy(), self._drawn.copy(), ~missing)
 
@@ -281,8 +281,8 @@ class ImportanceSampler:
         self._next, self._iterated = epoch, True
         if self._keeping is not None and ranks_of_job().first_here:
             self._keeping.begin(draw, self._importance())
-        batches = self.batches(epoch, batch_size, drop_last=drop_last)
-        return self._begun(batches, draw.plan.ids[len(batches) * batch_size * ranks_of_job().count :])
+        self._marks.begin()
+        return self._begun(self.batches(epoch, batch_size, drop_last=drop_last))
 
     def resume(self, rest: list[Array]) -> Begun:
         """The epoch that `load_state_dict` brought, of which the batches `rest` are left.
@@ -291,9 +291,10 @@ class ImportanceSampler:
         """
         if self._draw is None:
             raise InputError("the state has no plan: it was taken before the first epoch, and has no batches left")
-        return self._begun(rest, np.empty(0, np.int64))
+        self._marks.ended[:] = False
+        return self._begun(rest)
 
-    def _begun(self, batches: list[Array], dropped: Array) -> Begun:
+    def _begun(self, batches: list[Array]) -> Begun:
         assert self._draw is not None
         plan, weighted = self._draw.plan, self.rule.plan != "cis"
         weights = np.ones(self.num_samples, np.float32)
@@ -301,7 +302,7 @@ class ImportanceSampler:
             scale = len(plan.ids) / self.num_samples if self.normalize == "epoch" and weighted else 1.0
             weights[plan.ids] = plan.weights * np.float32(scale)
         per_batch = self.normalize == "batch" and weighted
-        return Begun(self._draw, batches, dropped, weights, per_batch, self._marks, self._keeping)
+        return Begun(self._draw, batches, weights, per_batch, self._marks, self._keeping)
 
     def _importance(self) -> Array:
         """How important each sample is to the jobs that use the cache: to each the rank of its loss."""
@@ -314,14 +315,11 @@ class ImportanceSampler:
     def expected_samples(self, epochs: int, *, start: int = 0) -> int:
         """About how many samples the epochs from `start` to `epochs` - 1 serve, as far as that can be told beforehand.
 
-        For a schedule that goes by samples seen (`BySamples`). What the cache holds now counts as what it will hold: so
-        ask again when it is full, and tell the schedule.
+        For a schedule that goes by samples seen (`BySamples`). A cache that is not full yet is taken to hold what fits,
+        if samples are as large as those that are in it: so ask again when it is full, and tell the schedule.
         "icache" and "infobatch" depend on the losses; for them it is the share that evenly spread losses give.
         """
-        held = 0.0
-        if self.cache is not None:
-            held = float(np.mean(self.cache.resident(np.arange(self.num_samples))))
-        rule = self.rule
+        held, rule = self._held(), self.rule
         share = {
             "unbiased": held + (1 - held) * rule.target_io,
             "icache": 1 / (1 + rule.beta),
@@ -329,6 +327,17 @@ class ImportanceSampler:
         }.get(rule.plan, 1.0)
         full = sum(rule.full(epoch) for epoch in range(start, epochs))
         return round(self.num_samples * (full + (max(0, epochs - start) - full) * share))
+
+    def _held(self) -> float:
+        """The share of the samples that the cache holds, or will hold when it is full."""
+        if self.cache is None:
+            return 0.0
+        held = float(np.mean(self.cache.resident(np.arange(self.num_samples))))
+        stats = self.cache.stats() if hasattr(self.cache, "stats") else None
+        if stats is None or not stats.resident_items or stats.evictions or stats.rejected:
+            return held
+        room: float = stats.capacity_bytes * stats.resident_items / max(1, stats.resident_bytes)
+        return max(held, min(1.0, room / self.num_samples))
 
     # -- the part of this rank ----------------------------------------------------------------------------------------
 

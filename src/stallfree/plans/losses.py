@@ -101,7 +101,9 @@ class Losses:
 
     def state(self) -> dict[str, Any]:
         """All of it, fit for JSON."""
+        pause, self.pause_at = self.pause_at, None
         self.collect()
+        self.pause_at = pause
         return {"last": pack(self.last), "fresh": pack(np.packbits(self.fresh)), "relative": self._relative}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -56,10 +56,12 @@ def agree(losses: Losses, *masks: Array) -> None:
     seen = times > 0
     losses.last[seen] = sums[seen] / times[seen]
     fresh[:] = False
-    bits = torch.from_numpy(np.stack(masks).astype(np.uint8))
+    bits = torch.from_numpy(np.concatenate(masks).astype(np.uint8))
     distributed.all_reduce(bits, op=distributed.ReduceOp.MAX, group=group)
-    for mask, found in zip(masks, bits.numpy(), strict=True):
-        mask[:] = found
+    start = 0
+    for mask in masks:
+        mask[:] = bits[start : start + len(mask)].numpy()
+        start += len(mask)
 
 
 def _group() -> Any:

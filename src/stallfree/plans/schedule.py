@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from numbers import Real
 from typing import Any
 
@@ -31,10 +32,15 @@ class BySamples:
     An importance plan makes epochs shorter, and no two need have the same length: a schedule made for a number of steps
     would not come to its end. Wrap it, and tell each step how many samples it had:
 
-        samples = sampler.expected_samples(epochs)
-        scheduler = sf.BySamples(OneCycleLR(optimizer, 0.1, total_steps=samples // 256), samples=samples)
-        ...
-        scheduler.step(len(batch.ids))  # after optimizer.step()
+        schedule = OneCycleLR(optimizer, 0.1, total_steps=1000)
+        scheduler = sf.BySamples(schedule, samples=sampler.expected_samples(epochs))
+        for epoch in range(epochs):
+            later = sampler.expected_samples(epochs, start=epoch + 1)
+            scheduler.expect(len(sampler.plan(epoch).ids) + later)
+            for batch in loader:
+                ...
+                optimizer.step()
+                scheduler.step(len(batch.ids))
 
     After `seen` samples the schedule has made `steps * seen / samples` of its steps, rounded down. So it has the very
     values that torch gives it, those of momentum included, and any scheduler will do that is stepped without arguments.
@@ -42,9 +48,10 @@ class BySamples:
     one made for epochs goes from value to value where each epoch's share of the samples ends.
 
     The last value is reached when all `samples` were seen, whatever their epochs and batches were, and is kept from
-    then on: `samples` is often an expectation, and going on after it is no error. It is the value after `steps` steps;
-    of schedules that go up again there (`OneCycleLR`, `CyclicLR`, `CosineAnnealingWarmRestarts`), that of the step
-    before. Where it turns out how many samples are still to come, say so with `expect`.
+    then on: `samples` is often an expectation, and going on after it is no error, but a warning from a 20th beyond. It
+    is the value after `steps` steps; of schedules that go up again there (`OneCycleLR`, `CyclicLR`,
+    `CosineAnnealingWarmRestarts`), that of the step before. Where it turns out how many samples are still to come, say
+    so with `expect`, as above.
 
     Args:
         scheduler: a new one, of the optimizer that is used. It must not be stepped by anyone else.
@@ -78,6 +85,7 @@ class BySamples:
         self.seen = 0
         self._last = self.steps - 1 if _periodic(scheduler) else self.steps
         self._at = 0  # steps made
+        self._warned = False
         # The course is at step `base` when `since` samples were seen, and at its end `total` samples later.
         self._base, self._since, self._total = 0, 0, _samples(samples)
 
@@ -85,6 +93,14 @@ class BySamples:
         """An optimizer step on so many samples was made. Raises `InputError` if that is no whole number."""
         self.seen += _count("samples", samples, 0)
         share = min(self.seen - self._since, self._total)
+        if not self._warned and 20 * (self.seen - self._since) > 21 * self._total:
+            self._warned = True
+            warnings.warn(
+                f"{self.seen} samples were trained on, {self._since + self._total} expected: the schedule is at its "
+                "end, training goes on with the last learning rate. Tell it how many are to come: expect(samples)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         due = self._base + (self.steps - self._base) * share // self._total
         while self._at < min(due, self._last):
             self.scheduler.step()
@@ -94,7 +110,8 @@ class BySamples:
         """So many samples are still to come: the rest of the schedule is spread over them.
 
         Say it at the beginning of each epoch, and the last value is reached at the end of the last one even if
-        `samples` was a bad guess at first. The learning rate does not jump.
+        `samples` was a bad guess at first. The learning rate does not jump. Not in an epoch that is resumed in its
+        midst: the state knows it.
         """
         self._total = _samples(samples)
         self._base, self._since = self._at, self.seen
