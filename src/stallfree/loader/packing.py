@@ -9,7 +9,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -48,7 +48,7 @@ _FEW = 4096
 """So many ids are looked through again at each step."""
 
 _SHARE = 10
-"""Looking through all ids may take one in so many seconds."""
+"""Finding out what there is to do may take one in so many seconds."""
 
 _TRAINER_CHECK_MILLISECONDS = 1000
 _WANTED = LOW | PENDING
@@ -164,7 +164,7 @@ class Work(Protocol):
     """What a background process does each time it is woken."""
 
     def work(self, inbox: Inbox) -> float:
-        """Do what there is to do; the seconds spent on looking through all ids."""
+        """Do what there is to do; the seconds spent on finding out what that is."""
 
     def close(self) -> None:
         """Nothing more is to be done."""
@@ -187,7 +187,7 @@ class PackWork:
             self._pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="stallfree-fetch")
         self._taken = np.zeros(len(self._flags), np.bool_)  # for the package to be written, or cannot be had
         self._queue = np.empty(0, np.int64)
-        self._looked: float | None = None
+        self._looked = False
         self._ids: list[int] = []
         self._records: list[Record] = []
         self._bytes = 0
@@ -196,10 +196,12 @@ class PackWork:
 
     def work(self, inbox: Inbox) -> float:
         """Write packages while there is enough for one, and room. At the end of an epoch, let go of the rest."""
-        self._packages.refresh()
-        self._looked = None
+        self._looked, self._seconds = False, 0.0
+        with self._looking():
+            self._packages.refresh()
         while not (self._refused or inbox.stopped) and self._has_room():
-            ids = self._next()
+            with self._looking():
+                ids = self._next()
             if len(ids) == 0:
                 break
             self._gather(ids)
@@ -208,7 +210,13 @@ class PackWork:
                 self._let_go()
         if inbox.last:
             self._let_go()
-        return self._looked or 0.0
+        return self._seconds
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - started
 
     def _has_room(self) -> bool:
         """Whether the package that is begun was begun because there is room for it, or one can be begun."""
@@ -237,8 +245,10 @@ class PackWork:
             need = math.ceil((self._setup.package_bytes - self._bytes) / expected)
         if len(self._queue) <= _FEW:
             self._queue = self._queue[self._still_wanted(self._queue)]
-        if len(ids) + len(self._queue) < need and self._looked is None:
-            self._look()
+        if len(ids) + len(self._queue) < need and not self._looked:
+            self._looked = True
+            others = np.flatnonzero((self._flags & (_WANTED | MISSED)) == _WANTED)
+            self._queue = self._random.permutation(others[self._lacking(others)])
         if len(ids) + len(self._queue) < need and expected is not None:
             return ids[:0]
         need = min(need, _CHUNK)
@@ -246,13 +256,6 @@ class PackWork:
             some, self._queue = np.split(self._queue, [need - len(ids)])
             ids = np.concatenate((ids, some[self._still_wanted(some)]))
         return ids[:need]
-
-    def _look(self) -> None:
-        """Look through all ids for those that are not missed yet and might be."""
-        started = time.perf_counter()
-        others = np.flatnonzero((self._flags & (_WANTED | MISSED)) == _WANTED)
-        self._queue = self._random.permutation(others[self._lacking(others)])
-        self._looked = time.perf_counter() - started
 
     def _still_wanted(self, ids: Ids) -> Any:
         return ((self._flags[ids] & (_WANTED | MISSED)) == _WANTED) & self._lacking(ids)

@@ -82,10 +82,12 @@ class Begun:
         per_batch: scale the weights of a batch to a mean of 1.
         marks: is told who was served.
         keeping: is told who was served, or None.
+        rank, count: of this process among those that serve the plan.
 
     Attributes:
         draw, batches: as given.
-        elsewhere: the ids of the plan that are not in `batches`.
+        elsewhere: the ids that only others may serve: those of their batches, and their part of those that are in no
+            batch.
     """
 
     def __init__(
@@ -96,11 +98,13 @@ class Begun:
         per_batch: bool,
         marks: Marks,
         keeping: Rotating | Ranked | None,
+        rank: int,
+        count: int,
     ) -> None:
         self.draw, self.batches = draw, batches
         self._weights, self._per_batch = weights, per_batch
         self._marks, self._keeping = marks, keeping
-        others = np.zeros(len(weights), bool)
+        others = np.arange(len(weights)) % count != rank
         others[draw.plan.ids] = True
         for ids in batches:
             others[ids] = False

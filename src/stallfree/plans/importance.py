@@ -302,7 +302,8 @@ class ImportanceSampler:
             scale = len(plan.ids) / self.num_samples if self.normalize == "epoch" and weighted else 1.0
             weights[plan.ids] = plan.weights * np.float32(scale)
         per_batch = self.normalize == "batch" and weighted
-        return Begun(self._draw, batches, weights, per_batch, self._marks, self._keeping)
+        me = ranks_of_job()
+        return Begun(self._draw, batches, weights, per_batch, self._marks, self._keeping, me.rank, me.count)
 
     def _importance(self) -> Array:
         """How important each sample is to the jobs that use the cache: to each the rank of its loss."""

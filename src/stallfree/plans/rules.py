@@ -56,19 +56,19 @@ class Rule:
             or 0 <= self.full_from <= epoch
         )
 
-    def chances(self, known: Known, seed: int, epoch: int) -> tuple[Array, Array]:
+    def chances(self, known: Known, places: Array, seed: int, epoch: int) -> tuple[Array, Array]:
         """The probability of each sample to be drawn now, and the one that its weight goes by.
 
         The two are the same, except where the residents rotate: a resident is drawn for sure, but who among the samples
         of about the same rank is resident was left to chance too. So there the weight goes by the share of such samples
         that is drawn (post-stratification), and hardly differs from sample to sample. In the plan "cis" the draw
-        decides who is trained on; all are fetched.
+        decides who is trained on; all are fetched. `places` are the ranks of the losses; not needed in a full epoch.
         """
         if self.full(epoch):
             return np.ones(len(known.losses)), np.ones(len(known.losses))
         overdue = epoch - known.drawn > self.max_age - 1 - _early(len(known.drawn), self.max_age // 2)
         if self.plan == "unbiased":
-            return self._unbiased(known, overdue)
+            return self._unbiased(known, places, overdue)
         if self.plan == "infobatch":
             chances = pruned(known.losses, self.prune)
         else:
@@ -77,12 +77,11 @@ class Rule:
         chances[overdue] = 1
         return chances, chances
 
-    def _unbiased(self, known: Known, overdue: Array) -> tuple[Array, Array]:
+    def _unbiased(self, known: Known, places: Array, overdue: Array) -> tuple[Array, Array]:
         """1 for what is resident or overdue; the others share what is left of the storage operations, by their loss."""
         left = ~(known.resident | overdue)
         missing, others = len(left) - int(np.count_nonzero(known.resident)), int(np.count_nonzero(left))
         mean = (self.target_io * missing - (missing - others)) / max(1, others)
-        places = ranks(known.losses)
         chances = leaning(places, left, max(self.p_min, mean), self.p_min, self.lean)
         chances[~left] = 1
         return chances, chances if not self.rotating else shares(chances, places)
@@ -144,11 +143,12 @@ class Draw:
 
 def draw_plan(rule: Rule, known: Known, seed: int, epoch: int) -> Draw:
     """Draw the plan of an epoch."""
-    chances, by = rule.chances(known, seed, epoch)
+    places = np.empty(0) if rule.full(epoch) else ranks(known.losses)
+    chances, by = rule.chances(known, places, seed, epoch)
     count = len(chances)
     drawn = np.arange(count)
     if (chances < 1).any():
-        drawn = draw(chances, ranks(known.losses), generator(seed, epoch, 0))
+        drawn = draw(chances, places, generator(seed, epoch, 0))
     if rule.plan == "cis":
         ids, chosen = np.arange(count), np.zeros(count, np.float32)
         chosen[drawn] = 1
