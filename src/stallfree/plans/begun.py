@@ -30,46 +30,51 @@ class Marks:
     def __init__(self, count: int) -> None:
         self.served = np.zeros(count, bool)
         self.ended = np.zeros(1, bool)
-        self._planned = np.zeros(count, bool)
-        self._before = np.full(count, -1, np.int32)
-        self._epoch = -1
+        # Of the epoch begun last, and of the plan drawn last: epoch, who is planned, when each was served before.
+        self._epoch, self._planned, self._before = -1, np.zeros(count, bool), np.full(count, -1, np.int32)
+        self._newest = self._epoch, self._planned, self._before
 
     def plan(self, plan: Plan, drawn: Array) -> None:
         """Count all of a plan as served in its epoch, in `drawn`: int32 per id, the last epoch that served it."""
         ids = plan.ids if plan.weights is None else plan.ids[plan.weights > 0]
-        self._epoch, self._before = plan.epoch, drawn.copy()
-        self._planned[:] = False
-        self._planned[ids] = True
+        planned = np.zeros(len(drawn), bool)
+        planned[ids] = True
+        self._newest = plan.epoch, planned, drawn.copy()
         drawn[ids] = np.maximum(drawn[ids], plan.epoch)
 
     def begin(self) -> None:
-        """The epoch of the plan begins."""
+        """The epoch of the plan drawn last begins."""
+        self._epoch, self._planned, self._before = self._newest
         self.served[:] = self.ended[:] = False
 
     def apply(self, drawn: Array) -> None:
         """Put `drawn` right, if the epoch that was begun is over."""
         if self.ended.all():
             left, extra = self._planned & ~self.served, self.served & ~self._planned
+            left &= drawn == self._epoch
             drawn[left] = self._before[left]
             drawn[extra] = np.maximum(drawn[extra], self._epoch)
             self.ended[:] = False
 
     def state(self) -> dict[str, Any]:
         """All of it, fit for JSON."""
-        masks = np.packbits(np.stack([self.served, self._planned]), axis=1)
+        plans = (self._epoch, self._planned, self._before), self._newest
         return {
-            "epoch": self._epoch,
-            "masks": pack(masks),
-            "before": pack(self._before),
+            "served": pack(np.packbits(self.served)),
             "ended": bool(self.ended.all()),
+            "plans": [[epoch, pack(np.packbits(planned)), pack(before)] for epoch, planned, before in plans],
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Be as when `state` was taken."""
-        masks = unpack(state["masks"], np.uint8).reshape(2, -1)
-        self.served[:], self._planned[:] = np.unpackbits(masks, axis=1, count=len(self.served))
-        self._before[:] = unpack(state["before"], np.int32)
-        self._epoch, self.ended[:] = state["epoch"], state["ended"]
+
+        def mask(text: str) -> Array:
+            return np.unpackbits(unpack(text, np.uint8), count=len(self.served)).astype(bool)
+
+        self.served[:], self.ended[:] = mask(state["served"]), state["ended"]
+        begun, newest = [(epoch, mask(planned), unpack(before, np.int32)) for epoch, planned, before in state["plans"]]
+        self._epoch, self._planned, self._before = begun
+        self._newest = newest
 
 
 class Begun:

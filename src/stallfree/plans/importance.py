@@ -245,7 +245,7 @@ class ImportanceSampler:
     def _take(self, draw: Draw) -> None:
         """Make `draw` the one that is kept."""
         self._draw = draw
-        if self.num_samples >= _LARGE and ranks_of_job().count == 1:
+        if self.num_samples >= _LARGE and self.on_miss != "substitute" and ranks_of_job().count == 1:
             self.losses.pause_at = self.losses.taken + math.ceil(_NEARLY * len(draw.plan.ids))
 
     def _draw_ahead(self) -> None:
