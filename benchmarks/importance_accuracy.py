@@ -25,9 +25,10 @@ QUESTION = (
 KEEP = ROOT / ".bench" / "importance_accuracy"
 SHARES = (0.2, 0.4)
 FULL_EPOCHS = (5, 10, 20, 30)
-ICACHE_EPOCHS = (10, 20, 30, 45)
+ICACHE_EPOCHS = (8, 16, 30, 45)
 UNBIASED_EPOCHS = {0.2: (12, 25, 56, 85), 0.4: (12, 25, 55, 80)}
 TARGET = 0.25
+FULL_EVERY = 3
 SEEDS = 5
 CURVE_SEEDS = 3
 
@@ -50,7 +51,8 @@ class Setting:
     def served(self) -> float:
         """Samples served in all, in data sets, as far as that is known beforehand; the learning rate goes by it."""
         each = {"full": 1.0, "icache": 0.5, "unbiased": self.cache + (1 - self.cache) * TARGET}[self.plan]
-        return 1 + (self.epochs - 1) * each
+        full = len(range(0, self.epochs, FULL_EVERY)) if self.plan == "icache" else 1
+        return full + (self.epochs - full) * each
 
     @property
     def policy(self) -> str:
@@ -119,7 +121,7 @@ def _one(setting: Setting, seed: int, data: Path, options: Options) -> Any:
         "epochs": setting.epochs,
         "served": setting.served,
         "seed": seed,
-        "sampler": {"target_io": TARGET} if setting.plan == "unbiased" else {},
+        "sampler": {"unbiased": {"target_io": TARGET}, "icache": {"full_every": FULL_EVERY}}.get(setting.plan, {}),
         "data": str(data),
         "keep": str(KEEP / "pictures.npz"),
         "threads": 1,

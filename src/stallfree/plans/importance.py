@@ -76,7 +76,8 @@ class ImportanceSampler:
         max_age: a sample that was last served so many epochs ago is drawn. It may be dropped by `drop_last`, or because
             an epoch ends early; then it is drawn again in the next one.
         warm_up: epochs at the start that take all samples; before there is a loss, there is nothing to choose by.
-        full_every: each so many epochs one takes all samples; None: never.
+        full_every: each so many epochs one takes all samples; None: never. (3 is the default of the sampler that was
+            released with iCACHE.)
         num_epochs: of the training; then its last part takes all samples ("infobatch": the last eighth). None: none.
         normalize: scale of the weights in a batch. "epoch": one factor per epoch, for which their mean over it is 1 in
             expectation; "batch": the mean in each batch is 1, which is a little biased; None: 1 / p as it is, whose
