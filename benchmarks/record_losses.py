@@ -60,6 +60,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, help="of torch on the CPU; as many as torch likes without it")
     parser.add_argument("--keep", type=Path, help="a file (.npz) for the decoded pictures, to be read the next time")
     given = parser.parse_args()
+    if given.epochs < 1:
+        parser.error(f"--epochs {given.epochs}: give 1 or more")
     if given.threads:
         torch.set_num_threads(given.threads)
     try:
