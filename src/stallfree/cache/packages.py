@@ -147,7 +147,10 @@ class Packages:
         return np.array(self._sizes, np.int64)
 
     def holding(self, ids: Any) -> Array:
-        """The number of the newest package that holds each of `ids` (integers), -1 where there is none."""
+        """The number of the newest package that holds each of `ids` (integers), -1 where there is none.
+
+        When that one is gone it is -1 too, though an older one may hold the sample.
+        """
         return self._newest[ids]  # type: ignore[no-any-return]
 
     def stats(self) -> PackageStats:

@@ -83,7 +83,8 @@ class Packager:
         budget = parse_size(write_budget, "write_budget")
         setup = HelperSetup(reader, board, prepare_folder(folder), budget, package_bytes)
         self._board = board
-        self._helpers = [_Helper(row, setup, context) for row in (PACK, READ)]
+        ends: list[Connection] = []
+        self._helpers = [_Helper(row, setup, context, ends) for row in (PACK, READ)]
         self._pid = os.getpid()
         self._off = False
         self._end = weakref.finalize(self, _close, self._pid, self._helpers)
@@ -96,8 +97,7 @@ class Packager:
         if self._off or not self._end.alive or os.getpid() != self._pid:
             return
         try:
-            foreign = [helper.ours for helper in self._helpers if helper.ours is not None]
-            problem = next(filter(None, [helper.wake(last, foreign) for helper in self._helpers]), "")
+            problem = next(filter(None, [helper.wake(last) for helper in self._helpers]), "")
         except Exception as error:
             problem = f"its process cannot be started: {error}"
         if problem:
@@ -116,24 +116,22 @@ class Packager:
 
 
 class _Helper:
-    """One of the two processes, as the training process sees it."""
+    """One of the two processes, as the training process sees it.
 
-    def __init__(self, row: int, setup: HelperSetup, context: BaseContext) -> None:
-        self._row, self._setup, self._context = row, setup, context
+    `ends` are the training process's ends of all connections, which a forked process closes.
+    """
+
+    def __init__(self, row: int, setup: HelperSetup, context: BaseContext, ends: list[Connection]) -> None:
+        self._row, self._setup, self._context, self._ends = row, setup, context, ends
         self._process: BaseProcess | None = None
         self._channel: Channel | None = None
         self._starting: threading.Thread | None = None
         self._problem = ""
         self._lives = LIVES
         self._last = False
-        self.ours: Connection | None = None
-        """The training process's end of the connection."""
 
-    def wake(self, last: bool, foreign: list[Connection]) -> str:
-        """Wake the process, started anew if it died; why that is of no use any more, or nothing.
-
-        `foreign` are the training process's ends of other connections.
-        """
+    def wake(self, last: bool) -> str:
+        """Wake the process, started anew if it died; why that is of no use any more, or nothing."""
         started = self._starting is None or not self._starting.is_alive()
         if self._process is not None and started and not self._process.is_alive():
             if not self._problem and self._lives == 0:
@@ -142,7 +140,7 @@ class _Helper:
         if self._problem:
             return self._problem
         if self._process is None:
-            self._start(foreign)
+            self._start()
         self.tell(LAST if last else WAKE)
         return ""
 
@@ -157,15 +155,16 @@ class _Helper:
             channel.send(LAST if self._last and message == WAKE else message)
             self._last = False
 
-    def _start(self, foreign: list[Connection]) -> None:
+    def _start(self) -> None:
         self._lives -= 1
         ours, theirs = self._context.Pipe()
-        self.ours, self._channel = ours, Channel(ours)
+        self._ends.append(ours)
+        self._ours, self._channel = ours, Channel(ours)
         method = self._context.get_start_method()
         setup = replace(self._setup, trainer=os.getpid(), child=method != "forkserver")
         self._process = self._context.Process(  # type: ignore[attr-defined]
             target=helper_main,
-            args=(theirs, self._row, setup, [ours, *foreign] if method == "fork" else []),
+            args=(theirs, self._row, setup, list(self._ends) if method == "fork" else []),
             name=f"stallfree-{_NAMES[self._row]}",
             daemon=True,
         )
@@ -193,8 +192,9 @@ class _Helper:
             self._process.join()
             self._process.close()
         if self._channel is not None:
+            self._ends.remove(self._ours)
             self._channel.close()
-        self._process = self._channel = self._starting = self.ours = None
+        self._process = self._channel = self._starting = None
 
     def end(self, deadline: float) -> None:
         """Wait until the process has ended; kill it at `deadline`, in seconds of `time.monotonic`."""

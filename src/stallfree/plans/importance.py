@@ -78,7 +78,7 @@ class ImportanceSampler:
         warm_up: epochs at the start that take all samples; before there is a loss, there is nothing to choose by.
         full_every: each so many epochs one takes all samples; None: never. (3 is the default of the sampler that was
             released with iCACHE.)
-        num_epochs: of the training; then its last part takes all samples ("infobatch": the last eighth). None: none.
+        num_epochs: of the training; then "infobatch" takes all samples in the last eighth of it. None: never.
         normalize: scale of the weights in a batch. "epoch": one factor per epoch, for which their mean over it is 1 in
             expectation; "batch": the mean in each batch is 1, which is a little biased; None: 1 / p as it is, whose
             sum over the epoch is `num_samples` in expectation.
@@ -134,65 +134,48 @@ class ImportanceSampler:
         write_budget: int | str = "1GiB",
         benefit: float | None = None,
     ) -> None:
+        given = bool(getattr(getattr(cache, "policy", None), "given", False))
         self.num_samples = _count("num_samples", num_samples, 1)
-        if plan not in PLANS:
-            raise InputError(f"plan={plan!r} is unknown: use one of {', '.join(PLANS)}")
-        if normalize not in ("epoch", "batch", None):
-            raise InputError(f"normalize={normalize!r}: use 'epoch', 'batch' or None")
-        if score not in ("loss", "shade"):
-            raise InputError(f"score={score!r}: use 'loss' or 'shade'")
-        if cache is not None and not callable(getattr(cache, "resident", None)):
-            raise InputError(f"cache={cache!r:.80} has no resident(ids): give the .cache of a CachedDataset")
-        check_share("target_io", target_io)
-        if check_share("p_min", p_min) > target_io:
-            raise InputError(f"p_min={p_min} is above target_io={target_io}: no draw has so few operations")
-        if on_miss not in (*ON_MISS, None):
-            raise InputError(f"on_miss={on_miss!r}: use one of {', '.join(ON_MISS)}")
+        _check_names(plan, normalize, score, on_miss)
+        _check_cache(cache, self.num_samples, on_miss)
         if on_miss == "substitute" and plan in ("unbiased", "infobatch"):
             raise InputError(
                 f"on_miss='substitute' serves samples that were not drawn, and plan={plan!r} has weights for those "
                 "that were: use on_miss='swap' or 'fetch'"
             )
-        if on_miss in ("swap", "substitute") and cache is None:
-            raise InputError(f"on_miss={on_miss!r} needs a cache: give the .cache of a CachedDataset")
-        given = bool(getattr(getattr(cache, "policy", None), "given", False))
         if packages is not None and (on_miss == "fetch" or not given):
             raise InputError(
                 f"packages={str(packages)!r} needs the cache of a CachedDataset(..., policy='importance'), and "
                 "on_miss='swap' or 'substitute'"
             )
-        known = getattr(cache, "num_ids", num_samples)
-        if known != num_samples:
-            raise InputError(
-                f"the cache is of {known} samples, num_samples is {num_samples}: give those of one data set"
-            )
-        last = -1 if num_epochs is None else _count("num_epochs", num_epochs, 1)
-        self.cache = cache
         if isinstance(seed, bool) or not hasattr(seed, "__index__"):
             raise InputError(f"seed={seed!r}: give a whole number")
+        if benefit is not None and not (isinstance(benefit, (int, float)) and 0 < benefit < math.inf):
+            raise InputError(f"benefit={benefit!r}: give a number above 0, how many times faster with the cache")
+        self.cache = cache
         self.seed = operator.index(seed)
         self.normalize = normalize
+        self.on_miss = on_miss or ("swap" if plan == "icache" and cache is not None else "fetch")
         self.low_region = None if low_region is None else check_share("low_region", low_region)
         self.packages = None if packages is None else Path(packages)
         self.write_budget = parse_size(write_budget, "write_budget")
-        if benefit is not None and not (isinstance(benefit, (int, float)) and 0 < benefit < math.inf):
-            raise InputError(f"benefit={benefit!r}: give a number above 0, how many times faster with the cache")
         self.measures = benefit is None
         self.benefit = 1.0 if benefit is None else float(benefit)
-        self.on_miss = on_miss or ("swap" if plan == "icache" and cache is not None else "fetch")
         self.rule = Rule(
             plan=plan,
             beta=check_share("beta", beta, high=100),
             prune=check_share("prune", prune, high=0.99),
-            target_io=target_io,
-            p_min=p_min,
+            target_io=check_share("target_io", target_io),
+            p_min=check_share("p_min", p_min),
             lean=_LEAN,
             max_age=_count("max_age", max_age, 1),
             warm_up=_count("warm_up", warm_up, 0),
             full_every=0 if full_every is None else _count("full_every", full_every, 1),
-            full_from=last - -(-last // 8) if last > 0 and plan == "infobatch" else -1,
+            full_from=_last_eighth(num_epochs, plan),
             rotating=plan == "unbiased" and given,
         )
+        if p_min > target_io:
+            raise InputError(f"p_min={p_min} is above target_io={target_io}: no draw has so few operations")
         self.losses = Losses(self.num_samples, relative=score == "shade")
         self._drawn = np.full(self.num_samples, -1, np.int32)
         self._marks = Marks(self.num_samples)
@@ -319,7 +302,8 @@ class ImportanceSampler:
 
         For a schedule that goes by samples seen (`BySamples`). A cache that is not full yet is taken to hold what fits,
         if samples are as large as those that are in it: so ask again when it is full, and tell the schedule.
-        "icache" and "infobatch" depend on the losses; for them it is the share that evenly spread losses give.
+        "icache" and "infobatch" depend on the losses; for them it is the share that evenly spread losses give. Those of
+        all ranks together.
         """
         held, rule = self._held(), self.rule
         share = {
@@ -415,6 +399,35 @@ class ImportanceSampler:
         self._draw = self._ahead = None
         if state["draw"] is not None:
             self._take(Draw.load(state["draw"], self.num_samples))
+
+
+def _last_eighth(epochs: int | None, plan: str) -> int:
+    """The first epoch of the last eighth, rounded up to whole epochs; -1 where it is not known, or does not matter."""
+    count = -1 if epochs is None else _count("num_epochs", epochs, 1)
+    return count - -(-count // 8) if count > 0 and plan == "infobatch" else -1
+
+
+def _check_names(plan: Any, normalize: Any, score: Any, on_miss: Any) -> None:
+    for name, value, known in (
+        ("plan", plan, PLANS),
+        ("normalize", normalize, ("epoch", "batch", None)),
+        ("score", score, ("loss", "shade")),
+        ("on_miss", on_miss, (*ON_MISS, None)),
+    ):
+        if value not in known:
+            raise InputError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
+
+
+def _check_cache(cache: Any, samples: int, on_miss: str | None) -> None:
+    if cache is None:
+        if on_miss in ("swap", "substitute"):
+            raise InputError(f"on_miss={on_miss!r} needs a cache: give the .cache of a CachedDataset")
+        return
+    if not callable(getattr(cache, "resident", None)):
+        raise InputError(f"cache={cache!r:.80} has no resident(ids): give the .cache of a CachedDataset")
+    known = getattr(cache, "num_ids", samples)
+    if known != samples:
+        raise InputError(f"the cache is of {known} samples, num_samples is {samples}: give those of one data set")
 
 
 def _count(name: str, value: Any, low: int) -> int:
