@@ -203,6 +203,11 @@ class SampleCache:
         return self._records.common
 
     @property
+    def allow_pickle(self) -> bool:
+        """Whether samples that the codec does not know are pickled."""
+        return self._allow_pickle
+
+    @property
     def path(self) -> Path:
         """The folder of the cache."""
         return self._path

@@ -89,7 +89,7 @@ class HelperSetup:
             self.folder,
             cache.meta.fingerprint,
             cache.num_ids,
-            allow_pickle=cache._allow_pickle,
+            allow_pickle=cache.allow_pickle,
             write_budget=self.write_budget,
             counts=self.board.counts[row],
         )
@@ -277,7 +277,7 @@ class PackWork:
             reads, size = reads + 1, size + payload_bytes(record[0])
             try:
                 value = self._reader.deterministic(private(record[0]))  # the source may keep what it gave
-                encoded = encode(value, allow_pickle=self._cache._allow_pickle)
+                encoded = encode(value, allow_pickle=self._cache.allow_pickle)
             except Exception:
                 continue
             self._ids.append(id)
