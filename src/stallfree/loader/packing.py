@@ -312,7 +312,7 @@ class ReadWork:
         self._cache = setup.cache
         self._board, self._flags = setup.board, setup.board.flags
         self._packages = setup.packages(READ)
-        self._refused: tuple[int, int] | None = None  # in which epoch, and with how many resident
+        self._refused: tuple[int, int] | None = None  # in which epoch, and how many may be pending for another try
 
     def work(self, inbox: Inbox) -> float:
         """Read the packages that bring most, until the region is full, or there is news after one of them."""
@@ -321,20 +321,21 @@ class ReadWork:
             return 0.0
         started = time.perf_counter()
         self._packages.refresh()
-        wanted = np.flatnonzero((self._flags & _WANTED) == _WANTED)
-        there = self._cache.resident(wanted)
+        low = np.flatnonzero((self._flags & _WANTED) == _WANTED)
+        there = self._cache.resident(low)
         resident = int(np.count_nonzero(there))
-        if self._refused is not None and self._refused[0] == epoch and resident >= self._refused[1]:
-            region = 0  # the cache took no more the last time, and none has been served since
-        order = self._best(wanted[~there]) if resident < region else []
+        pending = int(np.count_nonzero(self._flags & PENDING))
+        if self._refused is not None and self._refused[0] == epoch and pending > self._refused[1]:
+            region = 0  # the cache took no more the last time, and too few have been served since
+        order = self._best(low[~there]) if resident < region else []
         looked = time.perf_counter() - started
         for number in order:
             if resident >= region or inbox.stopped:
                 break
-            brought, full = self._bring(number)
+            wanted, brought = self._bring(number)
             resident += brought
-            self._refused = (epoch, resident) if full else None
-            if full or inbox.woken:
+            self._refused = (epoch, pending - wanted) if brought < wanted else None
+            if self._refused is not None or inbox.woken:
                 break
         return looked
 
@@ -349,19 +350,19 @@ class ReadWork:
         order: list[int] = worth[np.argsort(-(use + missed)[worth], kind="stable")].tolist()
         return order
 
-    def _bring(self, number: int) -> tuple[int, bool]:
-        """Put what is wanted of a package into the cache: how many are there now, and whether some found no place."""
+    def _bring(self, number: int) -> tuple[int, int]:
+        """Put what is wanted of a package into the cache: how many were, and how many of them found a place."""
         cache = self._cache
         found = self._packages.read(number, lambda ids: self._pending(ids) & ~cache.resident(ids))
         if found is None or len(found[0]) == 0:
-            return 0, False
+            return 0, 0
         ids, values = found
         cache.set_scores(ids, np.full(len(ids), FRESH))
         there = cache.put_many(ids, values)
         late = ids[~(there & self._pending(ids))]  # no place, or served meanwhile and its score lowered before
         if len(late):
             cache.set_scores(late, np.zeros(len(late)))
-        return int(np.count_nonzero(there)), not there.all()
+        return len(ids), int(np.count_nonzero(there))
 
     def _pending(self, ids: Ids) -> Any:
         return (self._flags[ids] & _WANTED) == _WANTED

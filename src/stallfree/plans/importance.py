@@ -33,6 +33,9 @@ _LARGE = 1 << 17
 
 _NEARLY = 0.98
 
+_LOWEST = 0.4
+"""Lowest probability of a missing sample, as a share of their mean."""
+
 _LEAN = 0.8
 """How much the probability of a missing sample depends on the rank of its loss; see docs/design.md, "Importance"."""
 
@@ -70,7 +73,7 @@ class ImportanceSampler:
             counts as resident.
         seed: of the draws, and of the order within an epoch.
         target_io: storage operations per epoch, as a share of those the full plan would cost with this cache.
-        p_min: no sample has a lower probability ("unbiased").
+        p_min: no sample has a lower probability ("unbiased"). None: 0.4 * `target_io`.
         beta: power of the selection probability ("icache", "cis"): 1 draws about half of the samples, 2 a third.
         prune: share of the samples below the mean loss to leave out ("infobatch").
         max_age: a sample that was last served so many epochs ago is drawn. It may be dropped by `drop_last`, or because
@@ -119,7 +122,7 @@ class ImportanceSampler:
         cache: Residency | None = None,
         seed: int = 0,
         target_io: float = 0.25,
-        p_min: float = 0.1,
+        p_min: float | None = None,
         beta: float = 1.0,
         prune: float = 0.5,
         max_age: int = 10,
@@ -166,7 +169,7 @@ class ImportanceSampler:
             beta=check_share("beta", beta, high=100),
             prune=check_share("prune", prune, high=0.99),
             target_io=check_share("target_io", target_io),
-            p_min=check_share("p_min", p_min),
+            p_min=_LOWEST * target_io if p_min is None else check_share("p_min", p_min),
             lean=_LEAN,
             max_age=_count("max_age", max_age, 1),
             warm_up=_count("warm_up", warm_up, 0),
@@ -174,7 +177,7 @@ class ImportanceSampler:
             full_from=_last_eighth(num_epochs, plan),
             rotating=plan == "unbiased" and given,
         )
-        if p_min > target_io:
+        if self.rule.p_min > target_io:
             raise InputError(f"p_min={p_min} is above target_io={target_io}: no draw has so few operations")
         self.losses = Losses(self.num_samples, relative=score == "shade")
         self._drawn = np.full(self.num_samples, -1, np.int32)

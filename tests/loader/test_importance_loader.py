@@ -1,0 +1,344 @@
+"""A loader with an `ImportanceSampler`: ids, samples, weights and losses belong together, come what may."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cached_data import Numbers
+from loader_data import Made
+
+import stallfree as sf
+from importance_tools import Drifting, Residents, z_score
+from stallfree.testing import ThrottledSource
+
+COUNT = 240
+SIZE = 512  # numbers in a sample, of 8 bytes
+
+
+def loss_of(ids: torch.Tensor, epoch: int) -> torch.Tensor:
+    return ((ids * 37) % 101 + epoch).float() / 10
+
+
+def sample(id: int) -> tuple[torch.Tensor, int]:
+    return torch.full((3,), id), id
+
+
+@contextlib.contextmanager
+def cached(policy: str, held: float = 0.4, **arguments: Any) -> Iterator[tuple[ThrottledSource, sf.CachedDataset]]:
+    """A counted source, and a cache that holds about a share of its samples."""
+    source = ThrottledSource(Numbers(COUNT, size=SIZE))
+    capacity = int(held * COUNT * (SIZE * 8 + 64)) + 60 * COUNT + 16384
+    try:
+        with sf.CachedDataset(source, capacity=capacity, policy=policy, **arguments) as dataset:
+            yield source, dataset
+    finally:
+        source.close()
+
+
+def weights_by_id(sampler: sf.ImportanceSampler, epoch: int) -> dict[int, float]:
+    """What the docstring says of the weights of an epoch: 1 / p times one factor, so that their mean is 1."""
+    plan = sampler.plan(epoch)
+    if plan.weights is None:
+        return dict.fromkeys(plan.ids.tolist(), 1.0)
+    scale = 1.0 if sampler.rule.plan == "cis" else len(plan.ids) / sampler.num_samples
+    return dict(zip(plan.ids.tolist(), (plan.weights * scale).tolist(), strict=True))
+
+
+def check(batch: sf.Batch, expected: dict[int, float]) -> list[int]:
+    """Each sample of a batch has its own label and weight; its ids."""
+    numbers, labels = batch.data
+    ids = batch.ids.tolist()
+    assert labels.tolist() == ids
+    assert (numbers == batch.ids[:, None]).all()
+    assert batch.weights is not None
+    assert batch.weights.dtype == torch.float32
+    assert batch.weights.tolist() == pytest.approx([expected.get(id, 1.0) for id in ids])
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("plan", "policy", "on_miss", "workers"),
+    [
+        ("unbiased", "minio", None, 0),
+        ("unbiased", "importance", "swap", 2),
+        ("icache", "importance", None, 2),
+        ("icache", "minio", "swap", 0),
+        ("icache", "importance", "substitute", 0),
+        pytest.param("icache", "lru", "substitute", 2, marks=pytest.mark.slow),
+        ("cis", "lru", None, 0),
+        pytest.param("infobatch", "minio", "swap", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ids_labels_weights_and_losses_belong_together(plan: str, policy: str, on_miss: Any, workers: int) -> None:
+    with cached(policy) as (source, dataset):
+        sampler = sf.ImportanceSampler(COUNT, plan=plan, cache=dataset.cache, on_miss=on_miss, beta=2)
+        told = np.full(COUNT, np.inf)
+        substituted = 0
+        with sf.DataLoader(dataset, 13, sampler=sampler, num_workers=workers, persistent_workers=workers > 0) as loader:
+            for epoch in range(5):
+                ledger: list[int] = []
+                planned, steps = set(sampler.plan(epoch).ids.tolist()), len(loader)
+                expected, missing = weights_by_id(sampler, epoch), COUNT - int(dataset.cache.stats().resident_items)
+                before = source.requests
+                batches = 0
+                for batch in loader:
+                    batches += 1
+                    assert len(loader) == steps
+                    ledger += check(batch, expected)
+                    losses = loss_of(batch.ids, epoch)
+                    told[batch.ids] = losses
+                    loader.update(batch.ids, losses)
+                assert batches == steps
+                assert len(ledger) == len(set(ledger)) == len(planned)
+                if on_miss != "substitute":
+                    assert set(ledger) == planned
+                substituted += len(set(ledger) - planned)
+                assert sampler.losses.last.tolist() == told.tolist()
+                if plan == "unbiased" and epoch > 0:
+                    assert source.requests - before == pytest.approx(0.25 * missing, abs=1.5)
+                    assert len(ledger) < COUNT
+            stats = loader.importance_stats()
+        assert stats.low_hits <= stats.low_requests
+        assert stats.high_hits <= stats.high_requests
+        assert 0 <= stats.hit_ratio <= 1
+        assert stats.substitutions >= substituted
+        if plan == "icache" and on_miss == "substitute":
+            assert substituted > 0
+        if plan == "icache" and on_miss != "substitute":
+            assert stats.swaps > 0
+
+
+class Bad(Made):
+    """Some samples cannot be read."""
+
+    def __getitem__(self, id: int) -> Any:
+        if id % 7 == 3:
+            raise OSError("the file is cut short")
+        return super().__getitem__(id)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_are_skipped(workers: int) -> None:
+    cache = Drifting(70, 1)
+    sampler = sf.ImportanceSampler(70, plan="icache", cache=cache, on_miss="substitute", max_age=2)
+    good = {id for id in range(70) if id % 7 != 3}
+    loader = sf.DataLoader(Bad(70, sample), 6, sampler=sampler, num_workers=workers, on_error="skip")
+    last = np.full(70, -1)
+    for epoch in range(4):
+        expected = weights_by_id(sampler, epoch)
+        ledger: list[int] = []
+        for batch in loader:
+            ledger += check(batch, expected)
+            loader.update(batch.ids, loss_of(batch.ids, epoch))
+        assert set(ledger) <= good
+        assert len(ledger) == len(set(ledger))
+        last[ledger] = epoch
+        assert epoch - last[list(good)].min() < 2
+    assert np.isinf(sampler.losses.last[[id for id in range(70) if id not in good]]).all()
+
+
+class Deadly(Made):
+    """The worker that prepares sample 17 dies, the first two times."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        super().__init__(count, sample)
+        self.folder, self.pid = folder, os.getpid()
+
+    def __getitem__(self, id: int) -> Any:
+        if id == 17 and os.getpid() != self.pid and len(list(self.folder.iterdir())) < 2:
+            (self.folder / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(id)
+
+
+def test_workers_that_die(tmp_path: Path) -> None:
+    sampler = sf.ImportanceSampler(60, plan="unbiased", cache=Drifting(60, 3), on_miss="swap", target_io=0.6)
+    with sf.DataLoader(Deadly(60, tmp_path), 5, sampler=sampler, num_workers=2, persistent_workers=True) as loader:
+        for epoch in range(3):
+            expected = weights_by_id(sampler, epoch)
+            ledger = [id for batch in loader for id in check(batch, expected)]
+            assert sorted(ledger) == sorted(expected)
+            sampler.update(ledger, loss_of(torch.tensor(ledger), epoch))
+        assert loader.stats().workers_replaced == 2
+
+
+def resumable(
+    plan: str, on_miss: str | None, workers: int, *, drop_last: bool = False
+) -> tuple[sf.ImportanceSampler, sf.DataLoader]:
+    """The residents are those whose id is even, and stay."""
+    cache = Residents(90, range(0, 90, 2))
+    sampler = sf.ImportanceSampler(90, plan=plan, cache=cache, on_miss=on_miss, beta=2, seed=5, max_age=2)
+    loader = sf.DataLoader(Made(90, sample), 7, sampler=sampler, num_workers=workers, drop_last=drop_last)
+    return sampler, loader
+
+
+Told = tuple[list[int], list[float]]
+
+
+def train(loader: sf.DataLoader, epoch: int, told: list[Told], states: list[Any] | None = None) -> None:
+    """An epoch, or what is left of it."""
+    for batch in loader:
+        told.append((batch.ids.tolist(), batch.weights.tolist()))
+        loader.update(batch.ids, loss_of(batch.ids, epoch))
+        if states is not None:
+            states.append(json.dumps(loader.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("plan", "on_miss", "workers", "drop_last"),
+    [
+        ("unbiased", None, 0, False),
+        pytest.param("unbiased", "swap", 0, True, marks=pytest.mark.slow),
+        ("icache", "swap", 2, False),
+        ("icache", "swap", 0, True),
+        ("icache", "substitute", 0, False),
+        pytest.param("icache", "substitute", 2, True, marks=pytest.mark.slow),
+        pytest.param("infobatch", "fetch", 0, False, marks=pytest.mark.slow),
+        ("cis", "fetch", 0, False),
+    ],
+)
+def test_resume_at_every_batch(plan: str, on_miss: Any, workers: int, drop_last: bool) -> None:
+    """Ids and weights of the rest are those that were left, and so are the epochs that follow."""
+    _, loader = resumable(plan, on_miss, workers, drop_last=drop_last)
+    train(loader, 0, [])
+    states, told = [json.dumps(loader.state_dict())], []
+    train(loader, 1, told, states)
+    steps = len(told)
+    after: list[Told] = []
+    for epoch in (2, 3):
+        train(loader, epoch, after)
+    every = range(len(states)) if plan != "cis" and workers == 0 else (1, len(states) // 2, len(states) - 1)
+    for step in every:
+        _, resumed = resumable(plan, on_miss, 0, drop_last=drop_last)
+        resumed.load_state_dict(json.loads(states[step]))
+        assert json.dumps(resumed.state_dict()) == states[step]
+        rest: list[Told] = []
+        assert len(resumed) == steps
+        train(resumed, 1, rest)
+        assert rest == told[step:], step
+        again: list[Told] = []
+        for epoch in (2, 3):
+            train(resumed, epoch, again)
+        assert again == after, step
+
+
+def test_a_state_with_a_plan_that_has_not_begun() -> None:
+    """`len` draws the plan: loaded, it is served with the same swaps."""
+    _, loader = resumable("icache", "swap", 0)
+    train(loader, 0, [])
+    steps = len(loader)
+    state = json.loads(json.dumps(loader.state_dict()))
+    _, resumed = resumable("icache", "swap", 0)
+    resumed.load_state_dict(state)
+    told: list[Told] = []
+    expected: list[Told] = []
+    train(resumed, 1, told)
+    train(loader, 1, expected)
+    assert told == expected
+    assert len(told) == steps
+    assert loader.importance_stats().swaps == resumed.importance_stats().swaps > 0
+
+
+def test_length_of_each_epoch() -> None:
+    sampler, loader = resumable("icache", "swap", 0)
+    lengths = []
+    for epoch in range(4):
+        lengths.append(len(loader))
+        iterator = iter(loader)
+        assert len(iterator) == lengths[-1]
+        batches = list(iterator)
+        assert len(batches) == lengths[-1] == -(-len(sampler.plan(epoch).ids) // 7)
+        ids = torch.cat([batch.ids for batch in batches])
+        loader.update(ids, loss_of(ids, epoch))
+    assert lengths[0] == 13
+    assert lengths[1] < 10
+    loader.set_epoch(0)
+    assert len(loader) == 13
+
+
+@pytest.mark.parametrize("on_miss", ["fetch", "swap"])
+def test_an_epoch_that_ends_early(on_miss: str) -> None:
+    """Who was not served after all keeps its age: with max_age=2, all of them are drawn next."""
+    _, loader = resumable("icache", on_miss, 0)
+    train(loader, 0, [])
+    iterator = iter(loader)
+    seen = set(next(iterator).ids.tolist())
+    del iterator
+    assert len(seen) == 7
+    steps = len(loader)  # still of the epoch that was left
+    assert 7 * steps < 60
+    following = {id for batch in loader for id in batch.ids.tolist()}
+    assert following | seen == set(range(90))
+
+
+def test_two_iterations_at_once() -> None:
+    sampler, loader = resumable("unbiased", "fetch", 0)
+    train(loader, 0, [])
+    first = iter(loader)
+    one = weights_by_id(sampler, 1)
+    begun = next(first)
+    second = iter(loader)
+    two = weights_by_id(sampler, 2)
+    ids_of_second = [id for batch in second for id in check(batch, two)]
+    ids_of_first = check(begun, one) + [id for batch in first for id in check(batch, one)]
+    assert sorted(ids_of_first) == sorted(one)
+    assert sorted(ids_of_second) == sorted(two)
+
+
+def test_what_a_loader_cannot_serve() -> None:
+    data = Made(90, sample)
+    sampler = sf.ImportanceSampler(90)
+    for arguments, said in (
+        ({"sampler": sf.ImportanceSampler(91)}, "the sampler is of 91 samples, the data set has 90"),
+        ({"sampler": sampler, "batch_size": None}, "batch_size=None gives single samples, which have no weights"),
+        ({"sampler": sampler, "shuffle": True}, "leave out shuffle"),
+    ):
+        with pytest.raises(sf.InputError, match=said):
+            sf.DataLoader(data, **arguments)
+    plain = sf.DataLoader(data, 5)
+    with pytest.raises(sf.InputError, match=r"update is for a loader with sampler=ImportanceSampler"):
+        plain.update(torch.arange(3), torch.ones(3))
+    with pytest.raises(sf.InputError, match="importance_stats is for a loader with"):
+        plain.importance_stats()
+    state = sf.DataLoader(data, 5, sampler=range(90)).state_dict()
+    with pytest.raises(sf.InputError, match="taken without an ImportanceSampler"):
+        sf.DataLoader(data, 5, sampler=sampler).load_state_dict(state)
+    with (
+        sf.SmartCacheDataset(data, None, cache_num=90) as windowed,
+        pytest.raises(sf.InputError, match="a SmartCacheDataset chooses its samples itself"),
+    ):
+        sf.DataLoader(windowed, 5, sampler=sampler)
+
+
+def test_training_as_the_manual_says_follows_the_full_gradient() -> None:
+    """The mean of losses times weights; without the weights the test sees the bias."""
+    rng = torch.Generator().manual_seed(1)
+    inputs = torch.randn(60, 3, generator=rng)
+    targets = inputs @ torch.tensor([1.0, 2.0, -1.0]) + torch.randn(60, generator=rng)
+    rows = list(zip(inputs, targets, strict=True))
+    gradients = 2 * (-targets)[:, None] * inputs
+    full, resident = gradients.mean(dim=0), gradients[:, 0].argsort()[:20]
+
+    def gradient(seed: int, *, weighted: bool) -> torch.Tensor:
+        sampler = sf.ImportanceSampler(60, seed=seed, cache=Residents(60, resident))
+        loader = sf.DataLoader(rows, 60, sampler=sampler)
+        for _ in range(2):
+            model = torch.zeros(3, requires_grad=True)
+            for batch in loader:
+                losses = (batch.data[0] @ model - batch.data[1]) ** 2
+                (losses * (batch.weights if weighted else 1.0)).mean().backward()
+                loader.update(batch.ids, losses)
+        assert model.grad is not None
+        return model.grad
+
+    assert z_score(torch.stack([gradient(seed, weighted=True) for seed in range(30)]), full) < 4
+    assert z_score(torch.stack([gradient(seed, weighted=False) for seed in range(12)]), full) > 8

@@ -1,0 +1,214 @@
+"""Several ranks of torch.distributed, each a process: one plan for all, of which each serves its part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+
+import stallfree as sf
+from children import Child
+from importance_tools import Drifting, Residents
+
+COUNT = 97
+
+
+def in_ranks(count: int, folder: Path, run: Callable[[int], Any]) -> list[Any]:
+    """What `run(rank)` gives in each rank, fit for JSON."""
+
+    def main(rank: int) -> None:
+        torch.set_num_threads(1)
+        distributed.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=count)
+        (folder / f"{rank}.json").write_text(json.dumps(run(rank)))
+        distributed.destroy_process_group()
+
+    children = [Child(main, rank) for rank in range(count)]
+    assert [child.wait() for child in children] == [0] * count
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+class Same:
+    """A data set whose samples are their ids."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> int:
+        return id
+
+
+def make(rank: int, plan: str, on_miss: str, *, residents: str = "drifting", **arguments: Any) -> sf.DataLoader:
+    cache: Any = Drifting(COUNT, rank) if residents == "drifting" else Residents(COUNT, range(rank, 60 + rank))
+    sampler = sf.ImportanceSampler(COUNT, plan=plan, cache=cache, on_miss=on_miss, max_age=3, beta=2, seed=4)
+    return sf.DataLoader(Same(), 5, sampler=sampler, **arguments)
+
+
+def train(loader: sf.DataLoader, epochs: range, rank: int, *, save: bool = False) -> list[Any]:
+    """Of each epoch: the plan, the batches, their weights, and how many were expected. Losses differ by rank."""
+    rng, found = np.random.default_rng(rank), []
+    for epoch in epochs:
+        assert isinstance(loader.sampler, sf.ImportanceSampler)
+        steps = len(loader)
+        plan = loader.sampler.plan(epoch)
+        weights = [] if plan.weights is None else plan.weights.tolist()
+        batches, given = [], []
+        state: Any = None
+        for number, batch in enumerate(loader):
+            assert batch.data.tolist() == batch.ids.tolist()
+            batches.append(batch.ids.tolist())
+            given += batch.weights.tolist()
+            loader.update(batch.ids, rng.exponential(size=len(batch.ids)) * (1 + batch.data.numpy()))
+            if save and number == 1 and epoch == 1:
+                state = json.loads(json.dumps(loader.state_dict()))
+                break
+        if state is not None:
+            plan_before = plan.ids.tolist()
+            loader = make(rank, loader.sampler.rule.plan, loader.sampler.on_miss)
+            loader.load_state_dict(state)
+            assert loader.sampler.plan(epoch).ids.tolist() == plan_before
+            for batch in loader:
+                batches.append(batch.ids.tolist())
+                given += batch.weights.tolist()
+                loader.update(batch.ids, rng.exponential(size=len(batch.ids)) * (1 + batch.data.numpy()))
+        found.append((plan.ids.tolist(), weights, batches, given, steps))
+    return found
+
+
+def check(ranks: list[Any], on_miss: str) -> None:
+    for each in zip(*ranks, strict=True):
+        plans, weights, batches, given, steps = zip(*each, strict=True)
+        assert all(plan == plans[0] for plan in plans)
+        assert all(other == weights[0] for other in weights)
+        assert len({len(part) for part in batches} | set(steps)) == 1
+        sizes = [len(batch) for part in batches for batch in part]
+        assert max(sizes) <= 5
+        assert max(sizes) - min(sizes) <= 1
+        served = [id for part in batches for batch in part for id in batch]
+        assert len(set(served)) == len(served) == len(plans[0])
+        if on_miss != "substitute":
+            assert set(served) == set(plans[0])
+        if weights[0]:
+            scale = 1 if 0 in weights[0] else len(plans[0]) / COUNT
+            of = dict(zip(plans[0], weights[0], strict=True))
+            flat = [weight for part in given for weight in part]
+            assert flat == pytest.approx([of[id] * scale for id in served])
+
+
+CASES = [
+    (2, "unbiased", "swap"),
+    (3, "icache", "swap"),
+    (2, "icache", "substitute"),
+    pytest.param(3, "infobatch", "fetch", marks=pytest.mark.slow),
+    pytest.param(2, "cis", "fetch", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("count", "plan", "on_miss"), CASES)
+def test_all_ranks_have_one_plan_and_serve_it_exactly_once(count: int, plan: str, on_miss: str, tmp_path: Path) -> None:
+    """With other losses and other residents at each rank."""
+    ranks = in_ranks(count, tmp_path, lambda rank: train(make(rank, plan, on_miss), range(6), rank))
+    check(ranks, on_miss)
+    if plan != "cis":
+        assert len(ranks[0][1][0]) < COUNT
+    assert len({tuple(sorted(epoch[0])) for epoch in ranks[0][1:]}) > 1 or plan == "cis"
+
+
+@pytest.mark.parametrize("on_miss", ["swap", "substitute"])
+def test_all_ranks_resume_in_mid_epoch(on_miss: str, tmp_path: Path) -> None:
+    """Losses that were told to one rank only when the state was taken reach the others."""
+    check(in_ranks(2, tmp_path, lambda rank: train(make(rank, "icache", on_miss), range(5), rank, save=True)), on_miss)
+
+
+def test_losses_are_brought_together(tmp_path: Path) -> None:
+    """Each rank knows the last losses of all; of a sample that two had, the mean; residents are those of all."""
+
+    def run(rank: int) -> Any:
+        cache = Residents(COUNT, [0, 1, 2, 10 + rank])
+        sampler = sf.ImportanceSampler(COUNT, cache=cache, seed=1)
+        sampler.plan(0)
+        sampler.update([3 + rank, 9], [10.0 + rank, 4.0 * rank])
+        first = sampler.plan(1).ids.tolist()
+        told = sampler.losses.last.copy()
+        sampler.update([20], [float(rank)])
+        sampler.plan(2)
+        sampler.update([4], [50.0] if rank else [np.inf])
+        sampler.plan(3)
+        return first, told.tolist(), sampler.losses.last.tolist(), sampler._draw.resident.nonzero()[0].tolist()
+
+    one, two = in_ranks(2, tmp_path, run)
+    assert one == two
+    plan, told, last, resident = one
+    assert (told[3], told[4], told[9]) == (10.0, 11.0, 2.0)
+    assert np.isinf(np.delete(told, [3, 4, 9])).all()
+    assert (last[20], last[3]) == (0.5, 10.0)
+    assert np.isinf(last[4])
+    assert resident == [0, 1, 2]
+    assert {0, 1, 2} <= set(plan)
+
+
+def test_a_group_that_is_made_anew(tmp_path: Path) -> None:
+    """Two groups, one after the other, in the same processes."""
+
+    def run(rank: int) -> Any:
+        loader = make(rank, "unbiased", "fetch")
+        first = train(loader, range(3), rank)
+        distributed.destroy_process_group()
+        where = f"file://{tmp_path / 'again'}"
+        distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+        return first + train(loader, range(3, 6), rank)
+
+    check(in_ranks(2, tmp_path, run), "fetch")
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_as_many_steps_for_all_whatever_the_number_of_samples(ranks: int, drop_last: bool, tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        found = []
+        for count in (1, 2, 3, 5, 7, 13, 30):
+            for size in (1, 3):
+                sampler = sf.ImportanceSampler(count, seed=1)
+                loader = sf.DataLoader(list(range(count)), size, sampler=sampler, drop_last=drop_last)
+                steps = len(loader)
+                batches = [batch.ids.tolist() for batch in loader]
+                assert len(batches) == steps
+                found.append((count, size, batches))
+                sampler.plan(1)
+                marked = int((sampler._drawn == -1).sum())
+                assert marked == 0 or drop_last or count < ranks
+        return found
+
+    for each in zip(*in_ranks(ranks, tmp_path, run), strict=True):
+        counts, sizes, parts = zip(*each, strict=True)
+        assert len({len(part) for part in parts}) == 1
+        served = sorted(id for part in parts for batch in part for id in batch)
+        assert len(set(served)) == len(served)
+        if drop_last:
+            assert len(served) == counts[0] // (sizes[0] * ranks) * sizes[0] * ranks
+        elif counts[0] >= ranks:
+            assert served == list(range(counts[0]))
+
+
+def test_a_loader_that_is_no_loader_of_ours(tmp_path: Path) -> None:
+    """Torch's own gets as many ids at each rank: the plan is padded, as its `DistributedSampler` pads."""
+
+    def run(rank: int) -> Any:
+        sampler = sf.ImportanceSampler(COUNT, seed=2)
+        loader = torch.utils.data.DataLoader(list(range(COUNT)), batch_size=5, sampler=sampler)
+        found = []
+        for _ in range(4):
+            ids = torch.cat(list(loader))
+            sampler.update(ids, ids + rank)
+            found.append((ids.tolist(), len(loader), sampler.plan(sampler._next).ids.tolist()))
+        return found
+
+    for one, two in zip(*in_ranks(2, tmp_path, run), strict=True):
+        assert one[1:] == two[1:]
+        assert len(one[0]) == len(two[0]) == -(-len(one[2]) // 2)
+        assert set(one[0]) | set(two[0]) == set(one[2])
