@@ -16,7 +16,8 @@ from stallfree.cache import MISS, Packages
 from stallfree.errors import CodecError
 from stallfree.loader import packing
 from stallfree.loader.board import LOW, MISSED, PENDING, Field
-from stallfree.loader.packing import FRESH, PackWork, ReadWork
+from stallfree.loader.packing import PackWork, ReadWork
+from stallfree.plans.keeping import FRESH
 from stallfree.sources import as_source
 
 

@@ -18,11 +18,9 @@ from stallfree.cache.packages import prepare_folder
 from stallfree.errors import InputError
 from stallfree.loader.board import PACK, READ, Board
 from stallfree.loader.channel import Channel
-from stallfree.loader.packing import FRESH, LAST, STOP, WAKE, HelperSetup, helper_main
+from stallfree.loader.packing import LAST, STOP, WAKE, HelperSetup, helper_main
 from stallfree.loader.reader import Reader
 from stallfree.units import parse_size
-
-__all__ = ["FRESH", "PACKAGE_BYTES", "Packager"]
 
 log = logging.getLogger("stallfree")
 

@@ -28,12 +28,10 @@ from stallfree.loader.channel import receive_message
 from stallfree.loader.reader import IO_THREADS, Reader, private
 from stallfree.loader.worker import orphaned
 from stallfree.pipeline.codec import encode, record_size
+from stallfree.plans.keeping import FRESH
 from stallfree.sources.throttle import payload_bytes
 
 Ids = npt.NDArray[np.int64]
-
-FRESH = 1e9
-"""The score of a sample that has come out of a package: above all H-samples, until the trainer lowers it."""
 
 WAKE, LAST, STOP = b"w", b"l", b"s"
 """Messages to a process: look what there is to do; the same at the end of an epoch; end."""

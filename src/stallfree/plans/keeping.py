@@ -18,7 +18,7 @@ from stallfree.plans.rules import Draw
 Array = npt.NDArray[Any]
 
 FRESH = 1e9
-"""Score of a record that is still to be served in this epoch and must not go before."""
+"""Score of a record that is still to be served in this epoch and must not go before: above all others."""
 
 
 class ScoredCache(Protocol):
