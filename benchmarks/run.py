@@ -39,6 +39,7 @@ NAMES = (
     "importance_counts",
     "importance_time",
     "importance_accuracy",
+    "importance_cost",
     "predicted",
     "stall_shares",
     "model_rates",
