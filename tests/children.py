@@ -81,6 +81,11 @@ class Holder:
         assert os.read(begun, 1) == b"x"
         os.close(begun)
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._child.pid
+
     def end(self) -> None:
         """Let it end, and wait for it."""
         os.write(self._tell, b"x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
@@ -19,9 +20,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from warm import Interpreter
+
 SHARED_MEMORY = Path("/dev/shm")
 PATIENCE = 5.0  # seconds that what is just ending gets to end
 _failed = pytest.StashKey[bool]()
+_known = pytest.StashKey["Held | None"]()  # what was held at the end of the last test
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,6 +33,26 @@ def interrupts() -> None:
     """A shell ignores SIGINT for what it starts in the background, and that is inherited; tests send it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_forkserver() -> None:
+    """The server of "forkserver" imports once what all its processes need, so that such tests are nearly as quick as
+    those of "fork". Its processes are given all by pickle, as those of "spawn" are, of which each takes two seconds:
+    that is tried every day by few tests and by the slow ones in all places.
+    """
+    multiprocessing.set_forkserver_preload(["stallfree"])
+
+
+@pytest.fixture(scope="session")
+def interpreter(
+    pytestconfig: pytest.Config, store_root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Interpreter]:
+    """Another interpreter, which runs programs."""
+    warm = Interpreter(tmp_path_factory.mktemp("programs"))
+    pytestconfig.stash[_known] = None  # pytest calls the hook below for no fixture of the whole session
+    yield warm
+    warm.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,13 +70,29 @@ def store_root() -> Iterator[Path]:
     shutil.rmtree(root, ignore_errors=True)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the start methods, fork and spawn are tried every day; each process by forkserver takes two seconds more."""
-    for item in items:
-        call = getattr(item, "callspec", None)
-        if call is not None and "forkserver" in [value for value in call.params.values() if isinstance(value, str)]:
-            item.add_marker(pytest.mark.slow)
+def pytest_collection_finish() -> None:
+    """What the modules made stays to the end: full collections, of which tests ask for many, need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> Iterator[object]:
+    """What a fixture of several tests makes is no leak of the first one."""
+    try:
+        return (yield)
+    finally:
+        _forget(fixturedef, request)
+
+
+def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    """What it has taken away may not be left behind by another test."""
+    _forget(fixturedef, request)
+
+
+def _forget(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    if fixturedef.scope != "function":
+        request.config.stash[_known] = None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -67,11 +107,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest, store_root: Path) -> Iterator[None]:
     """Fails a test that leaves processes, threads, descriptors, mappings or files of a store behind."""
-    before = Held.now(store_root)
+    stash = request.config.stash
+    before = stash.get(_known, None) or Held.now(store_root)
     yield
     failed = request.node.stash.get(_failed, False)
-    left = _left_after(before, store_root, seconds=PATIENCE / 10 if failed else PATIENCE)
+    now, left = _left_after(before, store_root, seconds=PATIENCE / 10 if failed else PATIENCE)
     left.remove()
+    stash[_known] = None if left else now
     if left and not failed:
         pytest.fail(f"the test left behind:\n{left}", pytrace=False)
 
@@ -121,27 +163,33 @@ class Held:
         return "\n".join(lines)
 
     def remove(self) -> None:
-        """Ends the processes and deletes the files, so that one leak does not fail the tests that follow."""
+        """Ends the processes and deletes the files, so that one leak does not fail the tests that follow.
+
+        What lies beside the tests' store may be somebody else's, and stays.
+        """
         for process in self.processes.values():
             with contextlib.suppress(psutil.Error):
                 process.kill()
         for path in self.files:
+            if path.parent == SHARED_MEMORY and path.name.startswith("stallfree-"):
+                continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
 
 
-def _left_after(before: Held, store_root: Path, seconds: float) -> Held:
-    """What is held beyond `before`, once everything has ended or `seconds` have passed."""
+def _left_after(before: Held, store_root: Path, seconds: float) -> tuple[Held, Held]:
+    """What is held, and what of it goes beyond `before`, once everything has ended or `seconds` have passed."""
     deadline = time.monotonic() + seconds
     while True:
-        left = Held.now(store_root).since(before)
-        if left:
+        now = Held.now(store_root)
+        if now.since(before):
             gc.collect()
-            left = Held.now(store_root).since(before)
+            now = Held.now(store_root)
+        left = now.since(before)
         if not left or time.monotonic() > deadline:
-            return left
+            return now, left
         time.sleep(0.01)
 
 

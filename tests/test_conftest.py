@@ -34,14 +34,14 @@ def test_mapping():
     path.unlink()
 
 def test_clean():
-    threading.Thread(target=end.wait, args=(0.2,)).start()  # ends by itself
+    threading.Thread(target=end.wait, args=(0.05,)).start()  # ends by itself
 """
 
 
 def test_each_leak_fails_the_test_that_made_it(tmp_path: Path) -> None:
     conftest = Path(__file__).with_name("conftest.py").read_text()
-    (tmp_path / "conftest.py").write_text(conftest.replace("PATIENCE = 5.0", "PATIENCE = 0.6"))
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "conftest.py").write_text(conftest.replace("PATIENCE = 5.0", "PATIENCE = 0.4"))
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {Path(__file__).parent}\n")
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     command = [sys.executable, "-m", "pytest", "-rE", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)

@@ -81,7 +81,7 @@ def test_errors_can_be_copied() -> None:
 
 def test_sample_error_crosses_processes() -> None:
     with (
-        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
+        ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool,
         pytest.raises(SampleError, match="no picture") as caught,
     ):
         pool.submit(raise_sample_error).result(timeout=60)

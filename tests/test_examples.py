@@ -14,42 +14,57 @@ from pathlib import Path
 
 import pytest
 
+from warm import Ended, Interpreter
+
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 NEEDS = {"ray_tune": "ray", "optuna": "optuna"}
 """What an example needs beyond stallfree; the extra has the same name."""
+LONG = {*NEEDS, "analyze"}
+"""Examples that take a while."""
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+def environment() -> Iterator[dict[str, str]]:
     """In which an example runs. Ray's sockets need a short path, and its token need not go to the user's home."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
         ray = {"RAY_TMPDIR": short, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        yield os.environ | {"PYTHONWARNINGS": "error::ResourceWarning", "TMPDIR": str(tmp_path)} | ray
+        yield os.environ | {"PYTHONWARNINGS": "error::ResourceWarning"} | ray
 
 
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem not in LONG], ids=lambda path: path.stem)
+def test_example(path: Path, store_root: Path, interpreter: Interpreter) -> None:
+    check(path.stem, interpreter.run(path), store_root)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example(path: Path, tmp_path: Path, store_root: Path, environment: dict[str, str]) -> None:
+def test_example_as_users_start_it(path: Path, tmp_path: Path, store_root: Path, environment: dict[str, str]) -> None:
     package = NEEDS.get(path.stem)
     if package and find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install 'stallfree[{package}]'")
     done = subprocess.run(
         [sys.executable, str(path)],
         cwd=tmp_path,
-        env=environment,
+        env=environment | {"TMPDIR": str(tmp_path)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
-    assert done.returncode == 0, f"{path.name} failed:\n{done.stdout}\n{done.stderr}"
-    assert done.stdout.strip(), f"{path.name} prints nothing"
-    assert "Traceback" not in done.stderr, done.stderr
-    assert not list(store_root.iterdir()), f"{path.name} left a cache behind"
-    left = [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith("torchinductor_")]
-    assert not left, f"{path.name} left files behind"
+    check(path.stem, Ended(done.returncode, done.stdout, done.stderr, os.listdir(tmp_path)), store_root)
     if package:
         check_search(done.stdout)
+
+
+def check(name: str, ended: Ended, store_root: Path) -> None:
+    """It ran, said something, and left nothing behind."""
+    assert ended.code == 0, f"{name} failed:\n{ended.out}\n{ended.err}"
+    assert ended.out.strip(), f"{name} prints nothing"
+    assert "Traceback" not in ended.err, ended.err
+    assert not list(store_root.iterdir()), f"{name} left a cache behind"
+    left = [entry for entry in ended.files if not entry.startswith("torchinductor_")]
+    assert not left, f"{name} left files behind"
 
 
 def check_search(printed: str) -> None:

@@ -15,8 +15,9 @@ import torch
 import stallfree as sf
 from stallfree import InputError
 from stallfree.sources.base import BaseSource
+from warm import Interpreter
 
-SHORT = 0.4
+SHORT = 0.1  # seconds for each measurement
 
 
 class Records(BaseSource):
@@ -80,7 +81,7 @@ def test_a_source_behind_slow_storage() -> None:
         seen.append(tuple(pictures.shape))
 
     with_limit = sf.testing.ThrottledSource(Records(), bandwidth="2MB/s")  # 200 samples/s
-    report = quick(with_limit, step)
+    report = quick(with_limit, step, seconds=0.4)
     rates = {name: found["value"] for name, found in report.data["rates"].items()}
     assert set(seen) == {(4, 100)}
     assert rates["S"] < 1.5 * 200 < min(rates["P"], rates["G"], rates["C"])
@@ -206,12 +207,15 @@ number = 3
 """
 
 
+MAIN = "from stallfree.cli import main; main()"
+
+
 def cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stallfree", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_the_commands_end_to_end(tmp_path: Path) -> None:
+def test_the_commands_end_to_end(tmp_path: Path, interpreter: Interpreter) -> None:
     (tmp_path / "my_job.py").write_text(JOB)
     done = cli(tmp_path, "analyze", "my_job.py:build", "--seconds", "0.4", "--json", "r.json", "--html", "r.html")
     assert done.returncode == 0, done.stderr
@@ -219,9 +223,10 @@ def test_the_commands_end_to_end(tmp_path: Path) -> None:
     assert done.stdout.startswith(str(report).split("\n")[0])
     assert "stallfree predict r.json" in done.stdout
     assert (tmp_path / "r.html").read_text().lower().startswith("<!doctype html>")
-    told = cli(tmp_path, "predict", "r.json", "--cache", "50%", "--cpus", "24", "--devices", "8", "--jobs", "8")
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.strip() == str(report.predict(cache="50%", cpus=24, devices=8, jobs=8))
+    given = ("predict", str(tmp_path / "r.json"), "--cache", "50%", "--cpus", "24", "--devices", "8", "--jobs", "8")
+    told = interpreter.run(MAIN, *given)
+    assert told.code == 0, told.err
+    assert told.out.strip() == str(report.predict(cache="50%", cpus=24, devices=8, jobs=8))
 
 
 @pytest.mark.parametrize(
@@ -264,12 +269,12 @@ def test_the_command_refuses_in_one_line(
     assert shown.out == ""
 
 
-def test_predict_refuses_in_one_line(tmp_path: Path) -> None:
+def test_predict_refuses_in_one_line(tmp_path: Path, interpreter: Interpreter) -> None:
     (tmp_path / "old.json").write_text('{"format": "stallfree-report", "version": 0}')
-    done = cli(tmp_path, "predict", "old.json")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: old.json is a report of version 0")
-    assert len(done.stderr.splitlines()) == 1
+    done = interpreter.run(f"import os; os.chdir({str(tmp_path)!r}); {MAIN}", "predict", "old.json")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: old.json is a report of version 0")
+    assert len(done.err.splitlines()) == 1
 
 
 def test_nothing_is_left_to_run_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,14 +87,48 @@ def typical_example(lengths: np.ndarray) -> bytes:
     return bytes(max(length for length in range(int(mean)) if record_bytes(length) <= mean))
 
 
+jobs = {
+    "room": st.integers(1, 40),
+    "batch_size": st.integers(1, 9),
+    "trace": st.lists(st.lists(st.integers(0, 59), min_size=1, max_size=120), min_size=1, max_size=4),
+}
+jobs_with_sizes = {"seed": st.integers(0, 10**6), "batch_size": st.sampled_from([1, 2, 4, 9, 40])}
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=20)
-@given(
-    st.integers(1, 40),
-    st.integers(1, 9),
-    st.lists(st.lists(st.integers(0, 59), min_size=1, max_size=120), min_size=1, max_size=4),
-)
+@settings(deadline=None, max_examples=8)
+@given(**jobs)
 def test_it_decides_as_the_live_cache(policy: str, room: int, batch_size: int, trace: list[list[int]]) -> None:
+    check_live(policy, room, batch_size, trace)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(deadline=None, max_examples=5)
+@given(**jobs_with_sizes)
+@example(seed=3914, batch_size=1)
+def test_it_decides_as_the_live_cache_with_sizes(policy: str, seed: int, batch_size: int) -> None:
+    check_live_with_sizes(policy, seed, batch_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(deadline=None, max_examples=50)
+@given(**jobs)
+def test_it_decides_as_the_live_cache_in_many_jobs(
+    policy: str, room: int, batch_size: int, trace: list[list[int]]
+) -> None:
+    check_live(policy, room, batch_size, trace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(deadline=None, max_examples=40)
+@given(**jobs_with_sizes)
+def test_it_decides_as_the_live_cache_with_sizes_in_many_jobs(policy: str, seed: int, batch_size: int) -> None:
+    check_live_with_sizes(policy, seed, batch_size)
+
+
+def check_live(policy: str, room: int, batch_size: int, trace: list[list[int]]) -> None:
     epochs = [np.array(ids) for ids in trace]
     num_ids = max(int(ids.max()) for ids in epochs) + 1
     capacity = 200_000 + room * 64
@@ -106,11 +140,7 @@ def test_it_decides_as_the_live_cache(policy: str, room: int, batch_size: int, t
     assert num_ids <= 60
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 10**6), batch_size=st.sampled_from([1, 2, 4, 9, 40]))
-@example(seed=3914, batch_size=1)
-def test_it_decides_as_the_live_cache_with_sizes(policy: str, seed: int, batch_size: int) -> None:
+def check_live_with_sizes(policy: str, seed: int, batch_size: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(200, 9000, 50)
     epochs = [rng.permutation(50) for _ in range(3)] + [rng.integers(0, 50, 80)]

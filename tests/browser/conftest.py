@@ -58,17 +58,24 @@ class Opened:
 
     Attributes:
         page: playwright's.
+        address: its own.
         complaints: errors and warnings of the console, exceptions, failed requests.
         requests: every address that was asked for.
     """
 
     page: Page
+    address: str
     complaints: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
     def text(self, selector: str) -> str:
         """The text of the one element that is meant."""
         return self.page.locator(selector).inner_text()
+
+    def check(self) -> None:
+        """So far it has had no error and asked for nothing but itself."""
+        assert self.complaints == []
+        assert self.requests == [self.address]
 
     def until(self, condition: str) -> None:
         """Return as soon as the page is drawn and this JavaScript is true."""
@@ -82,25 +89,35 @@ Open = Callable[..., Opened]
 @pytest.fixture
 def open_page(browser: Browser, tmp_path: Path) -> Iterator[Open]:
     """Opens a page from a file. At the end of the test it has had no error and asked for nothing but the file."""
-    opened: list[tuple[Opened, str]] = []
+    yield from opening(browser, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def open_for_all(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+    """Opens pages that the tests of a file have in common: to load one takes longer than most tests."""
+    yield from opening(browser, tmp_path_factory.mktemp("pages"))
+
+
+def opening(browser: Browser, folder: Path) -> Iterator[Open]:
+    """What opens pages from files in `folder`. At the end they are checked and closed."""
+    opened: list[Opened] = []
 
     def open_(html: str, width: int = WIDTHS["desktop"], scheme: str = "light") -> Opened:
-        path = tmp_path / f"page-{len(opened)}.html"
+        path = folder / f"page-{len(opened)}.html"
         path.write_text(html, encoding="utf-8")
         page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
         page.set_default_timeout(PATIENCE)
-        made = Opened(page)
-        opened.append((made, path.as_uri()))
+        made = Opened(page, path.as_uri())
+        opened.append(made)
         page.on("console", lambda message: made.complaints.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: made.complaints.append(str(error)))
         page.on("requestfailed", lambda request: made.complaints.append(f"failed: {request.url}"))
         page.on("dialog", lambda dialog: (made.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         page.on("request", lambda request: made.requests.append(request.url))
-        page.goto(path.as_uri())
+        page.goto(made.address)
         return made
 
     yield open_
-    for made, address in opened:
+    for made in opened:
         made.page.close()
-        assert made.complaints == []
-        assert made.requests == [address]
+        made.check()

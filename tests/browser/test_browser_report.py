@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from report_examples import NAME, report
@@ -29,10 +30,38 @@ def traces(opened: Opened, chart: str) -> dict[str, Any]:
     return {trace["name"]: trace for trace in drawn}
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 375])
-def test_it_fits(open_page: Open, width: int, scheme: str) -> None:
-    opened = open_page(report_page(report()), width, scheme)
+@pytest.fixture(scope="module")
+def common(open_for_all: Open) -> Opened:
+    """The page of most tests, on a desktop and in light colours."""
+    return open_for_all(report_page(report()))
+
+
+@pytest.fixture
+def page(common: Opened) -> Iterator[Opened]:
+    """This page, which a test leaves as it was but for words that are unfolded."""
+    yield common
+    common.page.emulate_media(color_scheme="light")
+    common.check()
+
+
+def test_it_fits(page: Opened) -> None:
+    check_fit(page, 1280)
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (375, "dark"),
+        pytest.param(375, "light", marks=pytest.mark.slow),
+        pytest.param(1280, "dark", marks=pytest.mark.slow),
+    ],
+)
+def test_it_fits_elsewhere(open_page: Open, width: int, scheme: str) -> None:
+    check_fit(open_page(report_page(report()), width, scheme), width)
+
+
+def check_fit(opened: Opened, width: int) -> None:
+    """Nothing is wider than the window, and all charts can be seen."""
     assert opened.page.locator(".main-svg").count() >= 4, "all charts are drawn"
     assert overflow(opened) <= 0
     for details in opened.page.locator("summary").all():
@@ -53,8 +82,8 @@ def test_long_words_fit_a_phone(open_page: Open) -> None:
     assert overflow(open_page(report_page(data), 375)) <= 0
 
 
-def test_the_charts_are_the_json(open_page: Open) -> None:
-    opened, data = open_page(report_page(report())), report()
+def test_the_charts_are_the_json(page: Opened) -> None:
+    opened, data = page, report()
     epoch = traces(opened, "chart-epoch")
     for part, name in (
         ("compute", "compute"),
@@ -82,9 +111,8 @@ def test_the_charts_are_the_json(open_page: Open) -> None:
     assert "best: 62%" in opened.text("#chart-cache")
 
 
-def test_storage_is_on_a_logarithmic_axis_and_marked_where_it_is(open_page: Open) -> None:
-    opened = open_page(report_page(report()))
-    line, first, last, label = opened.page.evaluate(
+def test_storage_is_on_a_logarithmic_axis_and_marked_where_it_is(page: Opened) -> None:
+    line, first, last, label = page.page.evaluate(
         """() => {
             const chart = document.getElementById("chart-storage");
             const mark = chart.querySelector(".shapelayer path").getBoundingClientRect();
@@ -96,12 +124,11 @@ def test_storage_is_on_a_logarithmic_axis_and_marked_where_it_is(open_page: Open
     assert label == pytest.approx(math.log10(19_062_500.0))
 
 
-def test_a_name_that_ends_a_script_is_a_name(open_page: Open) -> None:
-    opened = open_page(report_page(report()))
-    assert NAME in opened.text(".job")
-    assert opened.page.locator(".job b").count() == 0
-    assert NAME in opened.page.title()
-    assert json.loads(opened.page.locator("#data").text_content() or "") == report()
+def test_a_name_that_ends_a_script_is_a_name(page: Opened) -> None:
+    assert NAME in page.text(".job")
+    assert page.page.locator(".job b").count() == 0
+    assert NAME in page.page.title()
+    assert json.loads(page.page.locator("#data").text_content() or "") == report()
 
 
 def test_nothing_measured(open_page: Open) -> None:
@@ -116,20 +143,21 @@ def test_nothing_measured(open_page: Open) -> None:
     assert opened.page.locator(".curve .missing").all_inner_texts() == ["not measured"] * 3
 
 
-def test_the_scheme_of_colours_may_change(open_page: Open) -> None:
-    opened = open_page(report_page(report()))
+def test_the_scheme_of_colours_may_change(page: Opened) -> None:
     ink = "document.getElementById('chart-cache').layout.font.color"
-    before = opened.page.evaluate(ink)
-    opened.page.emulate_media(color_scheme="dark")
-    opened.until(f"{ink} !== '{before}'")
+    before = page.page.evaluate(ink)
+    page.page.emulate_media(color_scheme="dark")
+    page.until(f"{ink} !== '{before}'")
+    page.page.emulate_media(color_scheme="light")
+    page.until(f"{ink} === '{before}'")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_stand_out(open_page: Open, scheme: str) -> None:
+def test_words_stand_out(page: Opened, scheme: Literal["light", "dark"]) -> None:
     """At least 4.5 to 1 between words and ground, and between the words in a bar and the bar."""
-    opened = open_page(report_page(report()), scheme=scheme)
+    page.page.emulate_media(color_scheme=scheme)
     names = ("ground", "card", "ink", "soft", "accent", "on", "compute", "copy", "prep", "fetch", "load", "gather")
-    hexes = {name: opened.page.evaluate(f"colour('{name}')") for name in names}
+    hexes = {name: page.page.evaluate(f"colour('{name}')") for name in names}
     for ground in ("ground", "card"):
         for word in ("ink", "soft", "accent"):
             assert contrast(hexes[word], hexes[ground]) >= 4.5, (word, ground)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -43,15 +44,51 @@ def queued(opened: Opened) -> list[str]:
     return [text for text in opened.page.locator("#queue li").all_inner_texts() if text]
 
 
+@pytest.fixture(scope="module")
+def common(open_for_all: Open) -> tuple[Opened, str, str]:
+    """The page of most tests, on a desktop and in light colours; its speed and its run as it was opened."""
+    opened = open_for_all(simulation_page(simulation()))
+    return opened, opened.page.locator("#speed").input_value(), checked(opened)
+
+
+def checked(opened: Opened) -> str:
+    """Which run is shown."""
+    return opened.page.locator("input[name=run]:checked").input_value()
+
+
 @pytest.fixture
-def page(open_page: Open) -> Opened:
-    return open_page(simulation_page(simulation()))
+def page(common: tuple[Opened, str, str]) -> Iterator[Opened]:
+    """This page, which stands still at the beginning again after each test."""
+    opened, speed, run = common
+    yield opened
+    if opened.page.locator("#pause").is_enabled():
+        opened.page.locator("#pause").click()
+    opened.page.locator("#speed").select_option(speed)
+    opened.page.locator(f"input[name=run][value='{run}']").check()
+    seek(opened, 0)
+    opened.check()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 375])
-def test_it_fits(open_page: Open, width: int, scheme: str) -> None:
+def test_it_fits(page: Opened) -> None:
+    check_fit(page, 1280)
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (375, "dark"),
+        pytest.param(375, "light", marks=pytest.mark.slow),
+        pytest.param(1280, "dark", marks=pytest.mark.slow),
+    ],
+)
+def test_it_fits_elsewhere(open_page: Open, width: int, scheme: str) -> None:
     opened = open_page(simulation_page(simulation()), width, scheme)
+    check_fit(opened, width)
+    check_line(opened)
+
+
+def check_fit(opened: Opened, width: int) -> None:
+    """Nothing is wider than the window, and the chart is beside the boxes where there is room for it."""
     for place in (0, 333, 1000):
         seek(opened, place)
         assert opened.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
@@ -225,9 +262,12 @@ def test_the_gantt_chart_is_the_log(page: Opened, prefetch: bool) -> None:
     assert set(page.page.locator("#legend li").all_inner_texts()) == {"load", "copy", "compute"}
 
 
-@pytest.mark.parametrize("width", [1280, 375])
-def test_the_line_is_where_now_is(open_page: Open, width: int) -> None:
-    opened = open_page(simulation_page(simulation()), width)
+def test_the_line_is_where_now_is(page: Opened) -> None:
+    check_line(page)
+
+
+def check_line(opened: Opened) -> None:
+    """The line in the chart is where now is on its axis."""
     lines = []
     for place in (0, 500, 1000):
         seek(opened, place)
@@ -244,9 +284,18 @@ def test_the_line_is_where_now_is(open_page: Open, width: int) -> None:
     assert [lines[0], lines[2]] == [pytest.approx(edge, abs=2) for edge in inner]
 
 
-def test_a_recorded_run(open_page: Open) -> None:
-    data = simulation() | {"runs": [run_data("run.jsonl", recording())], "shown": 0, "comparison": None}
-    opened = open_page(simulation_page(data))
+def recorded(**changes: Any) -> dict[str, Any]:
+    """What a page of the recorded run shows."""
+    return simulation() | {"runs": [run_data("run.jsonl", recording(), **changes)], "shown": 0, "comparison": None}
+
+
+@pytest.fixture(scope="module")
+def recorded_page(open_for_all: Open) -> Opened:
+    return open_for_all(simulation_page(recorded()))
+
+
+def test_a_recorded_run(recorded_page: Opened, open_page: Open) -> None:
+    opened = recorded_page
     assert not opened.page.locator("#copy-part").is_visible()
     assert gantt(opened) == {
         (e.actor, e.what, f"{e.epoch}/{e.batch}", round(1000 * e.start) - 5000, round(1000 * e.end) - 5000)
@@ -260,7 +309,7 @@ def test_a_recorded_run(open_page: Open) -> None:
         "device": "idle",
     }
     assert queued(opened) == ["–"], "a batch that is fetched and not prepared is not ready"
-    cut = open_page(simulation_page(data | {"runs": [run_data("cut", recording(), seconds=0.095)]}))
+    cut = open_page(simulation_page(recorded(seconds=0.095)))
     seek(cut, 1000)
     assert trained(cut) == [0]
     assert queued(cut) == ["–"], "nor is it if the log ends before that"
@@ -271,10 +320,8 @@ def test_a_recorded_run(open_page: Open) -> None:
     assert trained(opened) == [5]
 
 
-def test_bars_of_one_actor_do_not_cover_each_other(open_page: Open) -> None:
-    data = simulation() | {"runs": [run_data("run.jsonl", recording())], "shown": 0, "comparison": None}
-    opened = open_page(simulation_page(data))
-    bars = opened.page.evaluate(
+def test_bars_of_one_actor_do_not_cover_each_other(recorded_page: Opened) -> None:
+    bars = recorded_page.page.evaluate(
         """document.getElementById("gantt").data.flatMap((trace) => trace.x.map((length, bar) =>
             [trace.base[bar], trace.base[bar] + length,
              trace.y[bar] - trace.width[bar] / 2, trace.y[bar] + trace.width[bar] / 2]))"""

@@ -68,9 +68,10 @@ def test_processes_that_attach_by_name_and_leave() -> None:
         assert counts(cache) == expected(5 * 50)
 
 
-def test_spawned_processes() -> None:
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_that_are_sent_the_cache(method: str) -> None:
     with cache_of("counts") as cache:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(method)
         processes = [context.Process(target=target, args=(cache,)) for target in (work, work_and_die)]
         for process in processes:
             process.start()

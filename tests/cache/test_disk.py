@@ -174,7 +174,9 @@ def test_a_record_in_the_place_of_another_is_no_hit(tmp_path: Path) -> None:
         assert cache.stats().damaged == 2
 
 
-everything = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+everyday, at_length = (
+    settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck)) for examples in (15, 60)
+)
 
 
 @pytest.fixture(scope="module")
@@ -196,13 +198,31 @@ def reopen(tmp_path: Path, kind: str) -> None:
         usable(cache, kind)
 
 
+places_and_bytes = st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=200)
+files = pytest.mark.parametrize("file", ["index", "data"])
+
+
 @pytest.mark.filterwarnings("ignore:.*thrown away")
-@pytest.mark.parametrize("file", ["index", "data"])
+@files
 @both
-@everything
-@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=200))
+@everyday
+@given(flips=places_and_bytes)
 def test_flipped_bytes(templates: dict[str, Path], tmp_path: Path, kind: str, file: str, flips: list) -> None:
-    path = damaged_copy(templates[kind], tmp_path)
+    check_flipped(templates[kind], tmp_path, kind, file, flips)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*thrown away")
+@files
+@both
+@at_length
+@given(flips=places_and_bytes)
+def test_many_flipped_bytes(templates: dict[str, Path], tmp_path: Path, kind: str, file: str, flips: list) -> None:
+    check_flipped(templates[kind], tmp_path, kind, file, flips)
+
+
+def check_flipped(template: Path, tmp_path: Path, kind: str, file: str, flips: list) -> None:
+    path = damaged_copy(template, tmp_path)
     flip(path / file, [place for place, _ in flips], [byte for _, byte in flips])
     reopen(tmp_path, kind)
 
@@ -210,16 +230,37 @@ def test_flipped_bytes(templates: dict[str, Path], tmp_path: Path, kind: str, fi
 numbers = st.sampled_from([0, 1, 2, 255, 1 << 31, (1 << 32) - 1]) | st.integers(0, (1 << 32) - 1)
 
 
+places_and_numbers = st.lists(st.tuples(st.integers(0, 1000), numbers), min_size=1, max_size=100)
+a_free_block_in_a_chain = example(garbage=[(4, (1 << 32) - 1)])  # its mark
+arrays = pytest.mark.parametrize("array", ["first", "length", "generation", "checksum", "next", "free", "victims"])
+
+
 @pytest.mark.filterwarnings("ignore:.*thrown away")
-@pytest.mark.parametrize("array", ["first", "length", "generation", "checksum", "next", "free", "victims"])
+@arrays
 @both
-@everything
-@given(st.lists(st.tuples(st.integers(0, 1000), numbers), min_size=1, max_size=100))
-@example(garbage=[(4, (1 << 32) - 1)])  # the mark of a free block, in a chain
+@everyday
+@given(garbage=places_and_numbers)
+@a_free_block_in_a_chain
 def test_garbage_in_the_arrays_of_the_index(
     templates: dict[str, Path], tmp_path: Path, kind: str, array: str, garbage: list
 ) -> None:
-    path = damaged_copy(templates[kind], tmp_path)
+    check_garbage(templates[kind], tmp_path, kind, array, garbage)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*thrown away")
+@arrays
+@both
+@at_length
+@given(garbage=places_and_numbers)
+def test_much_garbage_in_the_arrays_of_the_index(
+    templates: dict[str, Path], tmp_path: Path, kind: str, array: str, garbage: list
+) -> None:
+    check_garbage(templates[kind], tmp_path, kind, array, garbage)
+
+
+def check_garbage(template: Path, tmp_path: Path, kind: str, array: str, garbage: list) -> None:
+    path = damaged_copy(template, tmp_path)
     meta = Meta.load(path)
     index = Index(path / "index", meta.num_ids, meta.num_blocks, **meta.kinds)
     numbers = getattr(index, array)

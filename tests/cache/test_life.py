@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from cache_tools import make
 from children import Child, Holder
 from stallfree.cache import MISS, SampleCache
 from stallfree.errors import CodecError, FingerprintError, InputError, StorageError
+from warm import Interpreter
 
 
 def cache_of(name: str | None = "life", **arguments: Any) -> SampleCache:
@@ -47,9 +46,9 @@ def test_a_cache_that_was_not_closed_goes_with_its_last_object() -> None:
     assert not path.exists()
 
 
-def test_a_cache_that_was_not_closed_goes_with_the_process(store_root: Path) -> None:
+def test_a_cache_that_was_not_closed_goes_with_the_process(store_root: Path, interpreter: Interpreter) -> None:
     code = "from stallfree.cache import SampleCache; c = SampleCache(9, capacity='1MiB', fingerprint='x', name='exit')"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert interpreter.run(code).code == 0
     assert not (store_root / "exit").exists()
 
 

@@ -333,7 +333,7 @@ def test_decides_like_sorting_all_scores_in_the_long_run(policy: str) -> None:
         assert cache.stats().evictions > 500
 
 
-@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8])
+@pytest.mark.parametrize("share", [0.4, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.2, 0.6, 0.8))])
 def test_lru_hits_what_theory_says(share: float) -> None:
     """Each epoch another permutation: lru hits c + (1 - c) ln(1 - c) of it, where c is the share that fits."""
     num_ids, batch, epochs = 4096, 16, 14
@@ -376,7 +376,7 @@ def ages_of_victims(batch: int, room: int, evictions: int) -> tuple[np.ndarray, 
     return np.array(ranks), np.array(lives)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_random_takes_the_oldest_as_often_as_the_youngest(batch: int) -> None:
     room = 40
     ranks, lives = ages_of_victims(batch, room, 12_000)
@@ -389,7 +389,7 @@ def test_random_takes_the_oldest_as_often_as_the_youngest(batch: int) -> None:
     assert (steps > 2 * room / batch).mean() == pytest.approx((1 - batch / room) ** (2 * room / batch), rel=0.1)
 
 
-@pytest.mark.parametrize("share", [0.35, 0.65])
+@pytest.mark.parametrize("share", [pytest.param(0.35, marks=pytest.mark.slow), 0.65])
 def test_random_hits_what_a_simulation_of_random_replacement_hits(share: float) -> None:
     num_ids, epochs = 2000, 12
     rng = np.random.default_rng(0)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +18,7 @@ from clara_data import BOTH, LOAD, LOAD_IMAGE, NOISE, SHAPE, make_data, section,
 import stallfree as sf
 from stallfree.clara import Pipelines, load
 from stallfree.sources import BaseSource
+from warm import Interpreter
 
 KINDS = [f"{task}ImagePipeline{cache}" for task in ("Segmentation", "Classification") for cache in ("", "WithCache")]
 
@@ -409,10 +407,9 @@ def test_channels_are_checked_if_asked_for(data: Path, tmp_path: Path) -> None:
 # -- lightness ---------------------------------------------------------------------------------------------------------
 
 
-def test_importing_is_light() -> None:
+def test_importing_is_light(interpreter: Interpreter) -> None:
     code = (
         "import sys, stallfree as sf; sf.clara.load; "
         "print([name for name in ('nibabel', 'monai') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
-    assert done.stdout.strip() == "[]"
+    assert interpreter.run(code).out.strip() == "[]"

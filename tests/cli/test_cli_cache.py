@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ from typer.testing import CliRunner, Result
 from stallfree.cache import SampleCache
 from stallfree.cli import app
 from stallfree.errors import InputError
+from warm import Interpreter
 
 
 def run(*arguments: str) -> Result:
@@ -26,15 +25,14 @@ def make_cache(name: str, *, store: str | Path = "memory", persist: bool = False
 
 
 @contextmanager
-def killed(name: str, store_root: Path) -> Iterator[Path]:
+def killed(name: str, store_root: Path, interpreter: Interpreter) -> Iterator[Path]:
     """The folder of a cache whose only process was killed."""
     program = (
         "import os, signal; from stallfree.cache import SampleCache\n"
         f"cache = SampleCache(100, capacity='4MiB', fingerprint='test', name={name!r})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert interpreter.run(program).code == -signal.SIGKILL
     assert (store_root / name).is_dir()
     yield store_root / name
     assert not (store_root / name).exists()
@@ -62,8 +60,8 @@ def test_ls_of_a_folder_on_a_disk(tmp_path: Path) -> None:
     assert "kept" not in run("ls").output
 
 
-def test_ls_of_a_cache_that_cannot_be_read(store_root: Path) -> None:
-    with killed("broken", store_root) as folder:
+def test_ls_of_a_cache_that_cannot_be_read(store_root: Path, interpreter: Interpreter) -> None:
+    with killed("broken", store_root, interpreter) as folder:
         (folder / "meta.json").write_text("no json")
         row = next(line for line in run("ls").output.splitlines() if "broken" in line)
         assert "?" in row
@@ -93,8 +91,8 @@ def test_rm_leaves_a_cache_in_use_alone() -> None:
         assert cache.get_many([1]) == [b"still works"]
 
 
-def test_gc_removes_what_killed_processes_left(store_root: Path) -> None:
-    with killed("orphan", store_root):
+def test_gc_removes_what_killed_processes_left(store_root: Path, interpreter: Interpreter) -> None:
+    with killed("orphan", store_root, interpreter):
         assert "left behind" in run("ls").output
         assert run("gc").output == "removed orphan\n"
 

@@ -12,20 +12,18 @@ import pytest
 
 from stallfree.cli._demo_data import make_pictures
 from stallfree.cli._demo_rates import Rates
+from warm import Interpreter
 
+ARGUMENTS = ("demo", "--bandwidth", "1GB/s", "--batch-size", "16")
 
-def run_demo(temporary: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"COLUMNS": "120", "TMPDIR": str(temporary)}
-    command = [sys.executable, "-m", "stallfree", "demo", "--bandwidth", "1GB/s", "--batch-size", "16", *arguments]
-    return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=environment,
-        check=False,
-    )
+QUICK = """
+import os
+os.environ["COLUMNS"] = "120"
+from stallfree.cli import _demo_rates, main
+for measure in _demo_rates.prep_rate, _demo_rates.compute_rate:
+    measure.__defaults__ = (0.1,)  # seconds
+main()
+"""
 
 
 def rows(output: str, title: str) -> list[list[str]]:
@@ -36,7 +34,15 @@ def rows(output: str, title: str) -> list[list[str]]:
 
 
 def test_demo_makes_its_own_pictures(tmp_path: Path, store_root: Path) -> None:
-    done = run_demo(tmp_path, "--pictures", "64", "--epochs", "2")
+    done = subprocess.run(
+        [sys.executable, "-m", "stallfree", *ARGUMENTS, "--pictures", "64", "--epochs", "2"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=os.environ | {"COLUMNS": "120", "TMPDIR": str(tmp_path)},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     for word in ("making pictures", "torch, epoch 2", "stallfree, epoch 2", "What happened", "min(F, P, G)"):
         assert word in done.stdout
@@ -52,34 +58,32 @@ def test_demo_makes_its_own_pictures(tmp_path: Path, store_root: Path) -> None:
     assert not list(store_root.iterdir())
 
 
-def test_demo_on_a_folder_of_the_user(tmp_path: Path) -> None:
-    make_pictures(tmp_path / "data", 60)
-    (tmp_path / "tmp").mkdir()
-    options = ("--data", str(tmp_path / "data"), "--pictures", "40", "--epochs", "1", "--workers", "1")
-    done = run_demo(tmp_path / "tmp", *options)
-    assert done.returncode == 0, done.stderr
-    assert "40 pictures in 4 classes" in done.stdout
-    assert "making pictures" not in done.stdout
-    assert len(list((tmp_path / "data").rglob("*.jpg"))) == 60, "the user's files stay"
+def test_demo_on_a_folder_of_the_user(tmp_path: Path, interpreter: Interpreter) -> None:
+    make_pictures(tmp_path, 60)
+    options = ("--data", str(tmp_path), "--pictures", "40", "--epochs", "1", "--workers", "1")
+    done = interpreter.run(QUICK, *ARGUMENTS, *options)
+    assert done.code == 0, done.err
+    assert "40 pictures in 4 classes" in done.out
+    assert "making pictures" not in done.out
+    assert len(list(tmp_path.rglob("*.jpg"))) == 60, "the user's files stay"
 
 
-def test_demo_on_a_cache_that_is_too_small_for_all(tmp_path: Path) -> None:
-    done = run_demo(tmp_path, "--pictures", "64", "--epochs", "2", "--capacity", "2MiB")
-    assert done.returncode == 0, done.stderr
-    hits = int(rows(done.stdout, "What happened")[3][-1].rstrip("%"))
+def test_demo_on_a_cache_that_is_too_small_for_all(interpreter: Interpreter) -> None:
+    done = interpreter.run(QUICK, *ARGUMENTS, "--pictures", "64", "--epochs", "2", "--capacity", "2MiB")
+    assert done.code == 0, done.err
+    hits = int(rows(done.out, "What happened")[3][-1].rstrip("%"))
     assert 10 < hits < 90
 
 
-def test_demo_names_a_file_that_is_no_picture(tmp_path: Path, store_root: Path) -> None:
-    make_pictures(tmp_path / "data", 12)
-    bad = tmp_path / "data" / "discs" / "bad.jpg"
+def test_demo_names_a_file_that_is_no_picture(tmp_path: Path, store_root: Path, interpreter: Interpreter) -> None:
+    make_pictures(tmp_path, 12)
+    bad = tmp_path / "discs" / "bad.jpg"
     bad.write_text("no picture")
-    (tmp_path / "tmp").mkdir()
-    done = run_demo(tmp_path / "tmp", "--data", str(tmp_path / "data"))
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert str(bad) in done.stderr
-    assert "Traceback" not in done.stderr
+    done = interpreter.run(QUICK, *ARGUMENTS, "--data", str(tmp_path))
+    assert done.code == 2
+    assert done.err.startswith("error: ")
+    assert str(bad) in done.err
+    assert "Traceback" not in done.err
     assert not list(store_root.iterdir())
 
 

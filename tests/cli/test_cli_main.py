@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stallfree.cli import main
+from warm import Interpreter
 
 
 def run_cli(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -25,6 +26,7 @@ def test_version() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"stallfree {version('stallfree')}\n", "")
 
 
+@pytest.mark.slow
 def test_the_script_is_the_same_as_the_module() -> None:
     script = Path(sys.executable).with_name("stallfree")
     done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60, check=True)
@@ -72,11 +74,11 @@ def test_an_error_is_one_clear_line(
     assert words in shown.err
 
 
-def test_an_error_shows_no_traceback() -> None:
-    done = run_cli("cache", "rm", "nobody")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: there is no cache 'nobody'")
-    assert done.stderr.count("\n") == 1
+def test_an_error_shows_no_traceback(interpreter: Interpreter) -> None:
+    done = interpreter.run("from stallfree.cli import main; main()", "cache", "rm", "nobody")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: there is no cache 'nobody'")
+    assert done.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [("nonsense",), ("demo", "--epochs", "0"), ("demo", "--workers", "none")])

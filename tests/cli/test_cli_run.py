@@ -18,34 +18,54 @@ from stallfree.observe import start as start_file
 HEAD = "waited for data"
 
 Done = subprocess.CompletedProcess[str]
+Timed = dict[str, tuple[dict[str, Any], float]]
 
 
-def start(command: list[str], folder: Path) -> Done:
-    """Run to the end, in `folder`."""
-    return subprocess.run(
-        command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False
-    )
+def start(folder: Path, *commands: list[str]) -> list[Done]:
+    """Run all of them at once, in `folder`, to the end."""
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+        for command in commands
+    ]
+    try:
+        printed = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [Done(process.args, process.returncode, *texts) for process, texts in zip(processes, printed, strict=True)]
 
 
-def observe(folder: Path, *arguments: str) -> Done:
-    """`stallfree run` with these arguments."""
-    return start([sys.executable, "-m", "stallfree", "run", *arguments], folder)
+def plain(*arguments: str) -> list[str]:
+    """The command `python` with these arguments."""
+    return [sys.executable, *arguments]
 
 
-def observe_script(folder: Path, *arguments: str) -> Done:
+def watching(*arguments: str) -> list[str]:
+    """The command `stallfree run` with these arguments."""
+    return [sys.executable, "-m", "stallfree", "run", *arguments]
+
+
+def watching_script(folder: Path, *arguments: str) -> list[str]:
     """What `stallfree run --json out.json train.py` replaces itself by, which need not import stallfree first."""
-    out = str(folder / "out.json")
-    return start([sys.executable, str(start_file.__file__), out, "script", "train.py", *arguments], folder)
+    return [sys.executable, str(start_file.__file__), str(folder / "out.json"), "script", "train.py", *arguments]
 
 
 def both(script: str, folder: Path, *arguments: str) -> tuple[Done, dict[str, Any]]:
     """Run a script with `python` and with `stallfree run`, see that nothing differs; the second one, and its JSON."""
     (folder / "train.py").write_text(script)
-    plain = start([sys.executable, "train.py", *arguments], folder)
-    watched = observe_script(folder, *arguments)
-    assert watched.stdout == plain.stdout
-    assert watched.returncode == plain.returncode
-    assert watched.stderr.startswith(plain.stderr)
+    bare, watched = start(folder, plain("train.py", *arguments), watching_script(folder, *arguments))
+    assert watched.stdout == bare.stdout
+    assert watched.returncode == bare.returncode
+    assert watched.stderr.startswith(bare.stderr)
+    return watched, json.loads((folder / "out.json").read_text())
+
+
+def alone(script: str, folder: Path) -> tuple[Done, dict[str, Any]]:
+    """Run a script with `stallfree run`; what came of it, and its JSON."""
+    (folder / "train.py").write_text(script)
+    (watched,) = start(folder, watching_script(folder))
     return watched, json.loads((folder / "out.json").read_text())
 
 
@@ -114,9 +134,9 @@ if __name__ == "__main__":
             show(DataLoader(Data(), batch_size=size, num_workers=workers))
         except KeyError as error:
             print(str(error).splitlines()[-1], state())
-    import atexit, time
+    import atexit, os
     atexit.register(print, "at the end")
-    kept_open = open("unflushed.txt", "w")
+    kept_open = open(f"unflushed-{os.getpid()}.txt", "w")
     kept_open.write("flushed at the end")
     def later():
         threading.main_thread().join()
@@ -130,7 +150,7 @@ def test_the_script_sees_what_it_sees_under_python(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(f"MINE = 'the {name} beside the script'\n")
     watched, found = both(SAME, tmp_path, "--lr", "0.1", "--", "-m", "--json", "x", "--help")
     assert watched.returncode == 0
-    assert (tmp_path / "unflushed.txt").read_text() == "flushed at the end"
+    assert [path.read_text() for path in tmp_path.glob("unflushed-*")] == ["flushed at the end"] * 2
     assert counts(found) == [
         ("Data", 1, 6, 23),
         ("Data", 1, 5, 23),
@@ -158,7 +178,8 @@ if __name__ == "__main__":
 """
 
 
-def test_modules(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["job.train", pytest.param("job", marks=pytest.mark.slow)])
+def test_modules(name: str, tmp_path: Path) -> None:
     package = tmp_path / "job"
     package.mkdir()
     (package / "__init__.py").write_text("import sys; print('package', sys.argv, sys.path[0])\n")
@@ -166,24 +187,23 @@ def test_modules(tmp_path: Path) -> None:
         "class Data:\n    def __len__(self): return 2\n    def __getitem__(self, i): return i\n"
     )
     script = MODULE.replace("    class Here(data.Data):\n        pass\n", "").replace("Here()", "data.Data()")
-    for name in ("train", "__main__"):
-        (package / f"{name}.py").write_text(script)
-    for name in ("job.train", "job"):
-        plain = start([sys.executable, "-m", name, "-m", "x"], tmp_path)
-        watched = observe(tmp_path, "--json", "out.json", "-m", name, "-m", "x")
-        assert (watched.stdout, watched.returncode) == (plain.stdout, 0)
-        assert "[[0], [1]]" in watched.stdout
-        assert HEAD in watched.stderr
-        assert counts(json.loads((tmp_path / "out.json").read_text())) == [("Data", 1, 2, 2)]
+    for file in ("train", "__main__"):
+        (package / f"{file}.py").write_text(script)
+    bare, watched = start(tmp_path, plain("-m", name, "-m", "x"), watching("--json", "out.json", "-m", name, "-m", "x"))
+    assert (watched.stdout, watched.returncode) == (bare.stdout, 0)
+    assert "[[0], [1]]" in watched.stdout
+    assert HEAD in watched.stderr
+    assert counts(json.loads((tmp_path / "out.json").read_text())) == [("Data", 1, 2, 2)]
 
 
 def test_the_command_is_the_script_under_python(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         LOOP + "import torch, os\nprint(sys.argv, sys.path, sys.flags, dict(os.environ))"
     )
-    plain = start([sys.executable, "train.py", "--json", "--help"], tmp_path)
-    watched = observe(tmp_path, "--json", "out.json", "train.py", "--json", "--help")
-    assert (watched.stdout, watched.returncode) == (plain.stdout, 0)
+    bare, watched = start(
+        tmp_path, plain("train.py", "--json", "--help"), watching("--json", "out.json", "train.py", "--json", "--help")
+    )
+    assert (watched.stdout, watched.returncode) == (bare.stdout, 0)
     assert counts(json.loads((tmp_path / "out.json").read_text())) == [("range", 1, 3, 10)]
 
 
@@ -197,7 +217,7 @@ def test_a_loader_iterated_in_one_place_again_and_again_is_one_row(tmp_path: Pat
         "    for loader in both:\n"
         "        for batch in loader: pass\n"
     )
-    watched, found = both(script, tmp_path)
+    watched, found = alone(script, tmp_path)
     assert [(row["where"], row["loaders"]) for row in found["loaders"]] == [
         ("train.py:3", 3),
         ("train.py:7", 1),
@@ -227,7 +247,9 @@ if __name__ == "__main__":
 
 
 def test_loaders_of_stallfree_count_what_they_served(tmp_path: Path) -> None:
-    _, found = both(STALLFREE, tmp_path)
+    watched, found = alone(STALLFREE, tmp_path)
+    epoch = "[[0, 1], [4, 5, 6, 7], [8, 9]]\n"
+    assert watched.stdout == 2 * epoch + "_Iteration tensor([0])\n"
     assert counts(found) == [("Some", 3, 6, 16), ("range", 1, 1, 1)]
 
 
@@ -246,9 +268,13 @@ for batch in DataLoader(range(10), batch_size=4): pass
         pytest.param("sys.exit(7)", 7, marks=pytest.mark.slow),
         pytest.param("sys.exit()", 0, marks=pytest.mark.slow),
         pytest.param("sys.exit('out of luck')", 1, marks=pytest.mark.slow),
-        ("def f():\n    raise ValueError('oh')\nf()", 1),
+        pytest.param("def f():\n    raise ValueError('oh')\nf()", 1, marks=pytest.mark.slow),
         ("signal.raise_signal(signal.SIGINT)", -2),
-        ("sys.excepthook = lambda kind, value, trace: print(kind, value, trace.tb_lineno)\n1 / 0", 1),
+        pytest.param(
+            "sys.excepthook = lambda kind, value, trace: print(kind, value, trace.tb_lineno)\n1 / 0",
+            1,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_summary_comes_however_the_script_ends(end: str, code: int, tmp_path: Path) -> None:
@@ -283,7 +309,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_forked_children_are_not_watched(tmp_path: Path) -> None:
-    watched, found = both(FORKING, tmp_path)
+    watched, found = alone(FORKING, tmp_path)
     assert watched.stdout == "[False, False, False, False]\n0\n1\n"
     assert counts(found) == [("Plain", 1, 4, 4)]
     assert watched.stderr.count(HEAD) == 1
@@ -291,7 +317,7 @@ def test_forked_children_are_not_watched(tmp_path: Path) -> None:
 
 def test_an_exit_without_end_prints_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP + "os._exit(5)")
-    watched = observe_script(tmp_path)
+    (watched,) = start(tmp_path, watching_script(tmp_path))
     assert (watched.returncode, watched.stderr) == (5, "")
 
 
@@ -299,7 +325,13 @@ def test_an_exit_without_end_prints_nothing(tmp_path: Path) -> None:
     ("script", "code", "told"),
     [
         ("print('nothing')", 2, True),
-        ("import torch.utils.data, sys; torch.utils.data.DataLoader(range(3)); sys.exit(0)", 2, True),
+        ("import sys; sys.exit(0)", 2, True),
+        pytest.param(
+            "import torch.utils.data, sys; torch.utils.data.DataLoader(range(3)); sys.exit(0)",
+            2,
+            True,
+            marks=pytest.mark.slow,
+        ),
         ("import sys; sys.exit(4)", 4, False),
         ("raise ValueError", 1, False),
         ("def f(:", 1, False),
@@ -307,11 +339,10 @@ def test_an_exit_without_end_prints_nothing(tmp_path: Path) -> None:
 )
 def test_a_script_without_a_loader(script: str, code: int, told: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
-    plain = start([sys.executable, "train.py"], tmp_path)
-    watched = observe_script(tmp_path)
-    assert (watched.returncode, watched.stdout) == (code, plain.stdout)
-    assert watched.stderr.startswith(plain.stderr)
-    extra = watched.stderr[len(plain.stderr) :]
+    bare, watched = start(tmp_path, plain("train.py"), watching_script(tmp_path))
+    assert (watched.returncode, watched.stdout) == (code, bare.stdout)
+    assert watched.stderr.startswith(bare.stderr)
+    extra = watched.stderr[len(bare.stderr) :]
     assert extra.count("\n") == told
     assert extra.startswith("error: train.py iterated no torch.utils.data.DataLoader") == told
 
@@ -330,15 +361,18 @@ def test_a_summary_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("command", "words"),
     [
-        (["nix.py"], "the script nix.py is not there"),
-        (["-m", "no_such_package.train"], "there is no module 'no_such_package.train'"),
-        (["-m", "json.no_such_module"], "there is no module 'json.no_such_module'"),
+        pytest.param(watching("nix.py"), "the script nix.py is not there", marks=pytest.mark.slow),
+        pytest.param(
+            watching("-m", "json.no_such_module"), "there is no module 'json.no_such_module'", marks=pytest.mark.slow
+        ),
+        (plain(str(start_file.__file__), "", "module", "no_such_package.train"), "no module 'no_such_package.train'"),
+        (plain(str(start_file.__file__), "", "module", "json.no_such_module"), "no module 'json.no_such_module'"),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
-    done = observe(tmp_path, *arguments)
+def test_bad_input_is_one_line(command: list[str], words: str, tmp_path: Path) -> None:
+    (done,) = start(tmp_path, command)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
@@ -378,12 +412,23 @@ for kind in KINDS:
 """
 
 
-def timed(kind: str, folder: Path) -> tuple[dict[str, Any], float]:
-    """What was found for one kind of loop, and its time as the script measured it."""
-    (folder / "train.py").write_text(TIMED.replace("KINDS", repr([kind])))
-    done = observe_script(folder)
-    assert done.returncode == 0
-    return json.loads((folder / "out.json").read_text()), json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> Timed:
+    """What was found for each kind of loop, and its time as the script measured it."""
+    commands, folders = [], []
+    kinds = ("alone", "in turns", "nested")
+    for kind in kinds:
+        folders.append(tmp_path_factory.mktemp("timed"))
+        script = folders[-1] / "train.py"
+        script.write_text(TIMED.replace("KINDS", repr([kind])))
+        out = str(folders[-1] / "out.json")
+        commands.append([sys.executable, str(start_file.__file__), out, "script", str(script)])
+    ran = start(folders[0], *commands)
+    assert [done.returncode for done in ran] == [0, 0, 0]
+    return {
+        kind: (json.loads((folder / "out.json").read_text()), json.loads(done.stdout))
+        for kind, folder, done in zip(kinds, folders, ran, strict=True)
+    }
 
 
 def whole(figures: dict[str, Any]) -> float:
@@ -395,8 +440,8 @@ def check_share(figures: dict[str, Any]) -> None:
     assert figures["stall_share"] == pytest.approx(waited / (waited + between))
 
 
-def test_times_of_one_loop(tmp_path: Path) -> None:
-    found, elapsed = timed("alone", tmp_path)
+def test_times_of_one_loop(timed: Timed) -> None:
+    found, elapsed = timed["alone"]
     row, total = found["loaders"][0], found["total"]
     assert row["first_seconds"] >= 0.04
     assert row["waited_seconds"] >= 0.08
@@ -406,8 +451,8 @@ def test_times_of_one_loop(tmp_path: Path) -> None:
     check_share(row)
 
 
-def test_loaders_in_turns_are_not_counted_twice(tmp_path: Path) -> None:
-    found, elapsed = timed("in turns", tmp_path)
+def test_loaders_in_turns_are_not_counted_twice(timed: Timed) -> None:
+    found, elapsed = timed["in turns"]
     one, other = found["loaders"]
     for row in (one, other):  # the wait for the other one is time between
         assert row["waited_seconds"] >= 0.08
@@ -420,8 +465,8 @@ def test_loaders_in_turns_are_not_counted_twice(tmp_path: Path) -> None:
     assert whole(total) <= elapsed
 
 
-def test_a_loader_within_a_loader_is_not_counted_twice(tmp_path: Path) -> None:
-    found, elapsed = timed("nested", tmp_path)
+def test_a_loader_within_a_loader_is_not_counted_twice(timed: Timed) -> None:
+    found, elapsed = timed["nested"]
     outer, inner = found["loaders"]
     assert counts(found) == [("Nested", 1, 3, 3), ("Slow", 3, 6, 18)]
     assert inner["first_seconds"] + inner["waited_seconds"] >= 18 * 0.02

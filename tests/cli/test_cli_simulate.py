@@ -56,6 +56,7 @@ def test_the_article(app: typer.Typer) -> None:
     assert max(map(len, [line for line in output.splitlines() if "seeds" in line and "draw" not in line])) <= 80
 
 
+@pytest.mark.slow
 def test_prefetch_that_gains_nothing(app: typer.Typer) -> None:
     output = run(app, *ARTICLE, "--load", "0.16s").output
     least, most, least_prefetching, most_prefetching = row(output, "first 1 s: single seeds")

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-METHODS = ("fork", "forkserver", "spawn")
-
 
 class Made:
     """A data set of `count` samples that `make(id)` gives."""

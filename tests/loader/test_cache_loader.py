@@ -15,6 +15,7 @@ import torch
 
 import stallfree as sf
 from stallfree.loader import cache_loader
+from warm import Interpreter
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_a_value_larger_than_the_cache_is_loaded_each_time(cache: sf.CacheLoader
 def test_more_values_than_fit_are_never_mixed_up() -> None:
     for policy in ("minio", "lru", "random"):
         with sf.CacheLoader(capacity="256KiB", name="values", policy=policy) as cache:
-            for _ in range(3):
+            for _ in range(2):
                 for key in range(600):
                     assert cache.get(key, lambda key: key * np.ones(64, np.int64)).tolist() == [key] * 64
             stats = cache.stats()
@@ -198,7 +199,7 @@ def work(cache: sf.CacheLoader, number: int) -> None:
         assert (value == key % 250).all()
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["minio", "lru"])
 def test_several_processes_at_once(context: str, policy: str) -> None:
     chosen = multiprocessing.get_context(context)
@@ -213,15 +214,14 @@ def test_several_processes_at_once(context: str, policy: str) -> None:
         assert cache.stats().hits > 0
 
 
-def keep(folder: str) -> None:
-    with sf.CacheLoader(capacity="1MiB", name="values", store=folder, persist=True) as cache:
-        cache.get("a", Load(a=torch.arange(3)))
+KEEP = """
+import sys, torch, stallfree as sf
+with sf.CacheLoader(capacity="1MiB", name="values", store=sys.argv[1], persist=True) as cache:
+    cache.get("a", lambda key: torch.arange(3))
+"""
 
 
-def test_values_on_a_disk_outlive_the_process(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=keep, args=(str(tmp_path),))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+def test_values_on_a_disk_outlive_the_process(tmp_path: Path, interpreter: Interpreter) -> None:
+    assert interpreter.run(KEEP, str(tmp_path)).code == 0
     with sf.CacheLoader(capacity="1MiB", name="values", store=tmp_path, persist=True) as cache:
         assert cache.get("a", unwanted).tolist() == [0, 1, 2]

@@ -18,6 +18,7 @@ import stallfree as sf
 from children import Child, Holder
 from stallfree.cache import collect_garbage
 from stallfree.testing import ThrottledSource
+from warm import Interpreter
 
 
 def job(source: Any, epochs: int = 2, **options: Any) -> None:
@@ -102,21 +103,21 @@ def test_a_cache_on_a_disk_outlives_its_jobs(tmp_path: Path, form: str) -> None:
     source.close()
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        "",
-        "data.close()",
-        "sys.exit(0)",
-        "raise SystemExit(0)",
-        "del data",
-        "loader = iter(sf.DataLoader(data, 2, num_workers=1)); next(loader)",
-        "loader = iter(DataLoader(data, 2, num_workers=1, persistent_workers=True)); next(loader)",
-        "pid = os.fork(); pid or sys.exit(0); os.waitpid(pid, 0); assert data[3][1] == 3",
-    ],
-)
-def test_an_interpreter_that_ends_leaves_nothing(end: str, store_root: Path) -> None:
-    code = """
+ENDS = {
+    "the last line": "",
+    "closed": "data.close()",
+    "exit": "sys.exit(0)",
+    "SystemExit": "raise SystemExit(0)",
+    "deleted": "del data",
+    "in the midst of an epoch": "loader = iter(sf.DataLoader(data, 2, num_workers=1)); next(loader)",
+    "of torch's loader": "loader = iter(DataLoader(data, 2, num_workers=1, persistent_workers=True)); next(loader)",
+    "in a child": "pid = os.fork(); pid or sys.exit(0); os.waitpid(pid, 0); assert data[3][1] == 3",
+}
+
+
+def program(end: str) -> str:
+    """A program that uses a cache, and how it ends."""
+    return textwrap.dedent("""
         import os, sys
         sys.path.insert(0, {here!r})
         from cached_data import Numbers, with_draws
@@ -125,8 +126,20 @@ def test_an_interpreter_that_ends_leaves_nothing(end: str, store_root: Path) -> 
         data = sf.CachedDataset(Numbers(8, [with_draws]), capacity="1MiB")
         list(data)
         {end}
-    """
-    code = textwrap.dedent(code).format(here=str(Path(__file__).parent), end=end)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    """).format(here=str(Path(__file__).parent), end=end)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_interpreter_that_ends_leaves_nothing(end: str, interpreter: Interpreter, store_root: Path) -> None:
+    done = interpreter.run(program(ENDS[end]))
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert not list(store_root.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+def test_a_fresh_interpreter_that_ends_leaves_nothing(end: str, store_root: Path) -> None:
+    command = [sys.executable, "-c", program(ENDS[end])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(store_root.iterdir())

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 import stallfree as sf
 from stallfree.testing import ThrottledSource
 
-WAYS = [(0, None, False), (2, "fork", False), (2, "fork", True), (2, "spawn", True)]
-SLOW = pytest.param(2, "spawn", False, marks=pytest.mark.slow)
+WAYS = [(0, None, False), (2, "fork", False), (2, "fork", True), (2, "forkserver", True)]
+SLOW = [pytest.param(2, "spawn", persistent, marks=pytest.mark.slow) for persistent in (False, True)]
 FEW = 160_000  # bytes: some of the samples of 4 KiB fit, and some do not
 
 
@@ -60,7 +60,7 @@ def epoch_of(loader: Any) -> dict[int, tuple[Any, ...]]:
     return seen
 
 
-@pytest.mark.parametrize(("workers", "context", "persistent"), [*WAYS, SLOW])
+@pytest.mark.parametrize(("workers", "context", "persistent"), [*WAYS, *SLOW])
 def test_torchs_loader_gives_each_sample_once_and_fetches_it_once(
     source: ThrottledSource, workers: int, context: str | None, persistent: bool
 ) -> None:
@@ -78,9 +78,10 @@ def test_torchs_loader_gives_each_sample_once_and_fetches_it_once(
     assert stats.misses == 26 - 2  # two were stored when the data set was made
 
 
-def test_augmentation_does_not_depend_on_the_workers(source: ThrottledSource) -> None:
+@pytest.mark.parametrize("ways", [WAYS, pytest.param([WAYS[0], (2, "spawn", True)], marks=pytest.mark.slow)])
+def test_augmentation_does_not_depend_on_the_workers(source: ThrottledSource, ways: list[Any]) -> None:
     seen = []
-    for workers, context, persistent in WAYS:
+    for workers, context, persistent in ways:
         with sf.CachedDataset(source, capacity="1MiB", seed=7) as data:
             loader = torch_loader(data, workers, context, persistent)
             seen.append([epoch_of(loader) for _ in range(2)])
@@ -96,7 +97,7 @@ def test_augmentation_is_the_same_under_both_loaders(source: ThrottledSource) ->
         assert [epoch_of(torch_loader(data, 2)) for _ in range(2)] == epochs
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_set_epoch_reaches_persistent_workers(source: ThrottledSource, context: str) -> None:
     with sf.CachedDataset(source, capacity="1MiB") as data:
         loader = torch_loader(data, 2, context, persistent=True)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from loader_data import (
-    METHODS,
     Bag,
     Made,
     arrays,
@@ -194,7 +193,7 @@ def info(id: int) -> tuple[int, int, int, bool]:
     return found.id, found.num_workers, len(found.dataset), found.seed >= 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_get_worker_info(method: str) -> None:
     batches = ours(Made(6, info), batch_size=1, num_workers=2, multiprocessing_context=method, collate_fn=tuple)
     found = [sample for batch in batches for sample in batch]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cached_data import Numbers
-from loader_data import METHODS, Made, floats, same
+from loader_data import Made, floats, same
 
 import stallfree as sf
 from children import Child
@@ -57,7 +57,9 @@ def check_order(events: list[Event], begun: float) -> None:
     assert all(ready[batch] <= start + 2e-6 for batch, start in used.items())
 
 
-@pytest.mark.parametrize(("workers", "method"), [(0, None), *((2, method) for method in METHODS)])
+@pytest.mark.parametrize(
+    ("workers", "method"), [(0, None), (2, "fork"), (2, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)]
+)
 def test_every_batch_of_every_epoch(workers: int, method: str | None, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     begun = time.monotonic()

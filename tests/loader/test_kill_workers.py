@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from loader_data import Made, checksum, picture, pixels
 from train_job import SAMPLES, KeepAsIs, cached
 
 import stallfree as sf
+from children import Holder
 from stallfree.folders import sweep
 from stallfree.loader import lanes
+from warm import Interpreter
 
 PATIENCE = 60.0  # seconds until a process that does not end is taken for hung
 
@@ -235,7 +237,9 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("forkserver", "spawn"))]
+)
 def test_the_trainer_is_killed(method: str, store_root: Path) -> None:
     with job(method, "1000") as process:
         family = psutil.Process(process.pid).children(recursive=True)
@@ -252,11 +256,18 @@ def test_the_trainer_is_killed(method: str, store_root: Path) -> None:
 
 def test_a_loader_sweeps_what_killed_ones_left(store_root: Path) -> None:
     """Also when there is no cache."""
-    with job("fork", "1000") as process:
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        process.wait()
-        wait_until_gone(family)
+    kept: list[Any] = []
+
+    def begin() -> Callable[[], None]:
+        kept.append(iter(sf.DataLoader(Made(100, picture), 4, num_workers=2, multiprocessing_context="fork")))
+        next(kept[0])
+        return kept.clear
+
+    holder = Holder(begin)
+    family = psutil.Process(holder.pid).children(recursive=True)
+    holder.kill()
+    wait_until_gone(family)
+    assert len(list(store_root.iterdir())) == 1  # the ring
     list(sf.DataLoader(Made(4, picture)))
     assert not list(store_root.iterdir())
 
@@ -275,8 +286,17 @@ def test_control_c(store_root: Path) -> None:
     assert not list(store_root.iterdir())
 
 
+def test_leaving_in_the_midst_of_an_epoch(store_root: Path, interpreter: Interpreter) -> None:
+    done = interpreter.run(Path(__file__).with_name("train_job.py"), "fork", "1000", "exit")
+    assert (done.code, done.out, done.err) == (0, "ready\n", "")
+    assert [path.name for path in store_root.iterdir() if path.name.startswith("ring-")] == []
+    sweep(store_root)
+    assert not list(store_root.iterdir())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_leaving_in_the_midst_of_an_epoch(method: str, store_root: Path) -> None:
+def test_leaving_a_fresh_interpreter_in_the_midst_of_an_epoch(method: str, store_root: Path) -> None:
     with job(method, "1000", "exit") as process:
         output = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0
@@ -286,15 +306,17 @@ def test_leaving_in_the_midst_of_an_epoch(method: str, store_root: Path) -> None
     assert not list(store_root.iterdir())
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_second_job_on_the_same_cache_is_killed(seed: int, store_root: Path) -> None:
+@pytest.mark.parametrize(
+    ("seed", "kills"), [(0, 1), *(pytest.param(seed, 2, marks=pytest.mark.slow) for seed in range(2))]
+)
+def test_a_second_job_on_the_same_cache_is_killed(seed: int, kills: int, store_root: Path) -> None:
     chance = random.Random(seed)
     ledger: Ledger = []
     with (
         cached(transform=sf.mark_random(KeepAsIs())) as dataset,
         sf.DataLoader(dataset, 4, shuffle=True, num_workers=2, persistent_workers=True, with_ids=True) as loader,
     ):
-        for epoch in range(6):
+        for epoch in range(2 + 2 * kills):
             if epoch in (1, 3):
                 last = chance.randrange(3, 20)
                 with job("fork", "1000") as process:
@@ -306,9 +328,9 @@ def test_a_second_job_on_the_same_cache_is_killed(seed: int, store_root: Path) -
             else:
                 for batch in loader:
                     book(ledger, epoch, batch)
-        assert sorted(ledger) == expected(6)
+        assert sorted(ledger) == expected(2 + 2 * kills)
         stats = loader.stats()
-        assert stats.hits + stats.misses == 6 * SAMPLES
+        assert stats.hits + stats.misses == (2 + 2 * kills) * SAMPLES
     deadline = time.monotonic() + PATIENCE
     while list(store_root.iterdir()) and time.monotonic() < deadline:  # the killed job's workers still end
         sweep(store_root)

@@ -38,8 +38,17 @@ def values(batch: Any) -> Any:
     return [batch.ids.tolist(), batch.data]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", ORDERS)
+EVERYDAY = ("shuffled", "batch_sampler", "RandomSampler with a generator", "DistributedSampler")
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        *((name, 0) for name in ORDERS),
+        *((name, 1) for name in EVERYDAY),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ORDERS),
+    ],
+)
 def test_resume_at_every_step(name: str, workers: int) -> None:
     def make() -> sf.DataLoader:
         return sf.DataLoader(Made(SAMPLES, jittered), num_workers=workers, seed=6, with_ids=True, **ORDERS[name]())

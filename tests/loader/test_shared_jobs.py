@@ -314,7 +314,7 @@ def test_two_loaders_in_one_process(team: Team) -> None:
     assert len(team.dataset.decodes()) == SAMPLES
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_start_methods(method: str, team: Team) -> None:
     forkserver._forkserver._stop()  # that of an earlier test, which forked jobs would take for their own
     jobs = team.jobs(2, multiprocessing_context=method)

@@ -28,7 +28,9 @@ def windows(dataset: sf.SmartCacheDataset, epochs: int) -> list[set[int]]:
 
 SETTINGS = [
     *((kind, None, 0, False) for kind in LOADERS),
-    *((kind, method, 2, True) for kind in LOADERS for method in ("fork", "forkserver", "spawn")),
+    *((kind, method, 2, True) for kind in LOADERS for method in ("fork", "forkserver")),
+    ("stallfree", "spawn", 1, True),
+    *(pytest.param(kind, "spawn", 2, True, marks=pytest.mark.slow) for kind in LOADERS),
     *((kind, "fork", 2, False) for kind in LOADERS),
 ]
 

@@ -254,7 +254,7 @@ def hold(report: int, method: str) -> None:
     signal.pause()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_fill_processes_die_with_their_parent(method: str) -> None:
     read, write = os.pipe()
     try:

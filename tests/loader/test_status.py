@@ -104,7 +104,7 @@ def test_a_wait_that_goes_on_is_counted() -> None:
     trainer = threading.Thread(target=lambda: list(loader))
     trainer.start()
     try:
-        until(lambda: any(found.stats.wait_seconds > 1 for found in running_loaders(default_root())))
+        until(lambda: any(found.stats.wait_seconds > 0.1 for found in running_loaders(default_root())))
         assert only().stats.batches == 0
         assert loader.stats().wait_seconds == 0
     finally:

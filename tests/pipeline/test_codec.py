@@ -6,7 +6,6 @@ import gc
 import mmap
 import pickle
 import struct
-import subprocess
 import sys
 import weakref
 from collections import OrderedDict, namedtuple
@@ -29,6 +28,7 @@ from stallfree.pipeline.codec import (
     structure_of,
     write_record,
 )
+from warm import Interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -147,13 +147,12 @@ def test_order_of_keys_is_kept() -> None:
     assert list(read_record(record({"b": 1, "a": 2}), copy=True)) == ["b", "a"]
 
 
-def test_keys_are_the_same_in_other_processes() -> None:
+def test_keys_are_the_same_in_other_processes(interpreter: Interpreter) -> None:
     code = (
         "import torch; from stallfree.pipeline.codec import encode;"
         "print(encode({'x': torch.zeros(2, 3), 'y': (1, None, 'text')})[0].key.hex())"
     )
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert bytes.fromhex(there) == encode({"x": torch.zeros(2, 3), "y": (1, None, "text")})[0].key
+    assert bytes.fromhex(interpreter.run(code).out) == encode({"x": torch.zeros(2, 3), "y": (1, None, "text")})[0].key
 
 
 def test_tree_and_leaves_are_as_documented() -> None:

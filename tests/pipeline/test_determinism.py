@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import secrets
-import subprocess
-import sys
 import threading
 import warnings
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from torch import nn
 
 from stallfree.pipeline import Compose, OnItem, StallfreeWarning, mark_deterministic, mark_random, split
 from stallfree.pipeline.probe import same
+from warm import Interpreter
 
 V2 = "torchvision.transforms.v2._geometry"
 IMAGE = np.arange(12 * 12 * 3, dtype=np.uint8).reshape(12, 12, 3)
@@ -379,12 +378,12 @@ class TestSplit:
         with pytest.warns(StallfreeWarning, match="a step before it raised ZeroDivisionError"):
             split(Compose([broken, plain]), 1)
 
-    def test_no_library_is_imported(self) -> None:
+    def test_no_library_is_imported(self, interpreter: Interpreter) -> None:
         code = (
             "import sys, stallfree.pipeline as p; p.split(p.Compose([p.mark_random(len)]), 1); "
             "sys.exit(any(name in sys.modules for name in ('torchvision', 'albumentations', 'monai')))"
         )
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+        assert interpreter.run(code).code == 0
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stallfree.plans import make_plan
+from warm import Interpreter
 
 seeds = st.integers(-(2**70), 2**70)
 epochs = st.integers(0, 2**40)
@@ -48,9 +46,8 @@ def test_every_position_is_as_likely() -> None:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_another_process_makes_the_same_plan(shuffle: bool) -> None:
+def test_another_process_makes_the_same_plan(shuffle: bool, interpreter: Interpreter) -> None:
     code = (
         f"from stallfree.plans import make_plan; print(make_plan(20, shuffle={shuffle}, seed=7, epoch=3).ids.tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(make_plan(20, shuffle=shuffle, seed=7, epoch=3).ids.tolist())
+    assert interpreter.run(code).out.strip() == str(make_plan(20, shuffle=shuffle, seed=7, epoch=3).ids.tolist())

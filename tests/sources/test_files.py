@@ -132,8 +132,9 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         FileDataset(["s3://bucket/a"]).fetch(0)
 
 
-def test_spawn(dataset: FileDataset) -> None:
-    context = multiprocessing.get_context("spawn")
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_it_can_be_sent(method: str, dataset: FileDataset) -> None:
+    context = multiprocessing.get_context(method)
     answer = context.SimpleQueue()
     child = context.Process(target=fetch_in_child, args=(dataset, 3, answer))
     child.start()

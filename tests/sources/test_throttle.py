@@ -269,7 +269,10 @@ def die_inside(source: ThrottledSource) -> None:
     source.fetch(0)
 
 
-@pytest.mark.parametrize(("method", "processes", "times"), [("fork", 4, 50), ("spawn", 2, 100)])
+@pytest.mark.parametrize(
+    ("method", "processes", "times"),
+    [("fork", 4, 50), ("forkserver", 2, 100), pytest.param("spawn", 2, 100, marks=pytest.mark.slow)],
+)
 def test_limits_and_counts_hold_across_processes(method: str, processes: int, times: int) -> None:
     size, bandwidth, iops = 10_000, 20e6, 5_000
     source = ThrottledSource([bytes(size)], bandwidth=bandwidth, iops=iops, latency=0.001)
