@@ -1,4 +1,4 @@
-"""Spend half the storage operations: draw each epoch by the losses and by what the cache holds, and weigh what was drawn.
+"""Spend fewer storage operations: draw each epoch by the losses and by what the cache holds, and weigh what was drawn.
 
 The picture of a sample shows its class, some more clearly than others. The cache holds two fifths of the data set. Both
 trainings see about as many samples; the second one draws more, shorter epochs, and fetches little in each.
@@ -58,8 +58,9 @@ def train(plan: str, policy: str, epochs: int) -> None:
                     served += len(batch.ids)
         stats = dataset.stats()
         print(
-            f"{plan}: {epochs} epochs, {served / SAMPLES:.1f} N samples trained on, {stats.storage_reads / SAMPLES:.1f} N "
-            f"storage operations, {stats.resident_items / SAMPLES:.0%} of the data set in the cache, "
+            f"{plan}: {epochs} epochs, {served / SAMPLES:.1f} N samples trained on, "
+            f"{stats.storage_reads / SAMPLES:.1f} N storage operations, "
+            f"{stats.resident_items / SAMPLES:.0%} of the data set in the cache, "
             f"loss at the end {losses.mean().item():.2f}"
         )
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from importance_tools import Array, Drifting, Residents
 
+from importance_tools import Array, Drifting, Residents
 from stallfree.plans.serving import Serving
 
 COUNT = 60
