@@ -39,7 +39,7 @@ class Residents:
         self.num_ids = num_ids
         self.there = np.zeros(num_ids, bool)
         self.there[np.asarray(resident, np.int64)] = True
-        self.policy = SimpleNamespace(given=given)
+        self.policy = SimpleNamespace(name="importance" if given else "minio")
         self.scores = np.zeros(num_ids)
 
     def resident(self, ids: Any) -> Array:

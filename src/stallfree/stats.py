@@ -161,7 +161,7 @@ class ImportanceStats:
     """What a loader with an `ImportanceSampler` has asked its cache for, and what came instead.
 
     An L-sample is one that the plan rather leaves out than draws; the others are H-samples. A sample that is deferred
-    is asked for once more.
+    is asked for once more, and the one that came in its place is not asked for itself.
 
     Attributes:
         high_requests: H-samples asked for.
@@ -194,6 +194,6 @@ class ImportanceStats:
     @property
     def hit_ratio(self) -> float:
         """Samples served out of the cache over samples served, as iCACHE counts: what came instead is a hit too."""
-        served = self.high_requests + self.low_requests - self.swaps
+        served = self.high_requests + self.low_requests
         hits = self.high_hits + self.low_hits + self.swaps + self.substitutions
         return hits / served if served else 0.0

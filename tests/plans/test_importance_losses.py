@@ -33,7 +33,7 @@ class Event:
         self.copies = copies
         self.done = self.recorded = False
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self.recorded = True
 
     def query(self) -> bool:
@@ -79,6 +79,11 @@ class Copies:
         self.waiting.append((host, self.values[where(tensor)]))
         return host
 
+    @property
+    def module(self) -> SimpleNamespace:
+        """What `torch.get_device_module` gives."""
+        return SimpleNamespace(Event=self.event, current_stream=lambda device: None)
+
     def event(self) -> Event:
         copies, self.waiting = self.waiting, []
         self.events.append(Event(copies))
@@ -89,7 +94,11 @@ class Copies:
 def device(monkeypatch: pytest.MonkeyPatch) -> Copies:
     copies = Copies()
     monkeypatch.setattr(module, "_to_host", copies.to_host)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=copies.event))
+    monkeypatch.setattr(
+        torch,
+        "get_device_module",
+        lambda device: SimpleNamespace(Event=copies.event, current_stream=lambda device: None),
+    )
     monkeypatch.setattr(Event, "allowed", False)
     return copies
 

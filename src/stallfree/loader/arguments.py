@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
 
+from stallfree.cache import SampleCache
 from stallfree.errors import InputError
 from stallfree.loader.reader import Reader
 from stallfree.plans import ImportanceSampler
@@ -48,7 +50,9 @@ def check_sampling(
             raise InputError(f"{name}={value!r} cannot be iterated: give one that yields ids")
 
 
-def check_importance(sampler: ImportanceSampler, samples: int, batch_size: int | None, *, windowed: bool) -> None:
+def check_importance(
+    sampler: ImportanceSampler, cache: SampleCache | None, samples: int, batch_size: int | None, *, windowed: bool
+) -> None:
     """Raise `InputError` where an `ImportanceSampler` cannot be served."""
     if sampler.num_samples != samples:
         raise InputError(
@@ -57,6 +61,17 @@ def check_importance(sampler: ImportanceSampler, samples: int, batch_size: int |
         )
     if windowed:
         raise InputError("a SmartCacheDataset chooses its samples itself: leave out the ImportanceSampler")
+    if isinstance(sampler.cache, SampleCache) and cache is not None and sampler.cache.path != cache.path:
+        raise InputError(
+            f"the sampler has the cache {sampler.cache.name!r}, the data set {cache.name!r}: give dataset.cache to both"
+        )
+    if sampler.cache is None and cache is not None and sampler.rule.plan == "unbiased":
+        warnings.warn(
+            "the data set has a cache and the ImportanceSampler does not know it, so nothing counts as resident: give "
+            "ImportanceSampler(..., cache=dataset.cache)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     if batch_size is None:
         raise InputError("batch_size=None gives single samples, which have no weights: give a batch_size")
 

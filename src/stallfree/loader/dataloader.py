@@ -45,7 +45,7 @@ class Batch(NamedTuple):
     Attributes:
         data: the batch as it would be without ids.
         ids: int64 tensor, the samples really in it, in order.
-        weights: float32 tensor of the same length, or None where all are 1.
+        weights: float32 tensor of the same length; None where no `ImportanceSampler` gives any.
     """
 
     data: Any
@@ -163,7 +163,7 @@ class DataLoader:
         self._order = Order(samples, self.batch_size, mixed, sampler, batch_sampler, drop_last, self.seed)
         self._importance: Importance | None = None
         if isinstance(sampler, ImportanceSampler):
-            check_importance(sampler, samples, batch_size, windowed=self._windowed is not None)
+            check_importance(sampler, reader.cache, samples, batch_size, windowed=self._windowed is not None)
             self._importance = Importance(
                 sampler, reader, self.multiprocessing_context, self.batch_size or 1, drop_last
             )
@@ -239,7 +239,8 @@ class DataLoader:
         """Where training is: `load_state_dict` in another process goes on with exactly the samples that are left.
 
         For the loader's own order that is two integers; with a `sampler` or `batch_sampler`, which may be random, the
-        ids that are left are in the state, so it must come to an end. Take the state in the process that iterates,
+        ids that are left are in the state, so it must come to an end; with an `ImportanceSampler`, who is served in
+        whose place is then decided for the rest of the epoch. Take the state in the process that iterates,
         between two batches. It is fit for JSON.
         """
         state = {"version": _STATE_VERSION, "epoch": self._epoch, "seed": self.seed, "order": self._order.describe()}
@@ -370,13 +371,15 @@ class _Iteration:
             self._loader._finished(self._progress)
             self.close()
             raise
+        if self._served is not None:
+            data = Batch(data, torch.from_numpy(ids.copy()), self._served.hand_out(ids))
+        elif self._with_ids:
+            data = Batch(data, torch.from_numpy(ids.copy()), None)
         if self._pin:
             data = pinned(data)
         if self._log is not None:
             self._handed_over = time.monotonic()
-        if self._served is not None:
-            return Batch(data, torch.from_numpy(ids.copy()), self._served.hand_out(ids))
-        return Batch(data, torch.from_numpy(ids.copy()), None) if self._with_ids else data
+        return data
 
     def end_step(self) -> None:
         """For the log: the training loop is done with the batch that it was handed."""

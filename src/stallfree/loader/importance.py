@@ -45,6 +45,7 @@ class Importance:
         self._reader, self._context = reader, context
         self._batch_size, self._drop_last = batch_size, drop_last
         self._packing: _Packing | None = None
+        self._packed: dict[str, int] = {}
         self._counts = dict.fromkeys(("high_requests", "high_hits", "low_requests", "low_hits", "swaps"), 0)
         self._counts["substitutions"] = 0
         self._serving: Serving | None = None
@@ -67,15 +68,14 @@ class Importance:
         sampler, cache = self.sampler, self._reader.cache
         begun = sampler.begin(epoch, self._batch_size, drop_last=self._drop_last)
         draw, self._begun, self._steps = begun.draw, begun, len(begun.batches)
-        if sampler.cache is None or sampler.on_miss == "fetch" or not draw.low.any():
+        if sampler.cache is None:
             return Served(begun, begun.batches)
-        if sampler.packages is not None and cache is not None:
+        if sampler.packages is not None and cache is not None and draw.low.any():
             self._packing = self._packing or _Packing(sampler, self._reader, self._context)
             self._packing.begin(draw, begun.batches, self._region(cache))
+        packing = self._packing if draw.low.any() else None
         rng = generator(sampler.seed, epoch, 3)
-        self._serving = Serving(
-            begun.batches, draw.low, sampler.cache, sampler.on_miss, rng, self._packing, begun.elsewhere
-        )
+        self._serving = Serving(begun.batches, draw.low, sampler.cache, sampler.on_miss, rng, packing, begun.elsewhere)
         return Served(begun, self._serving)
 
     def resume(self, before: int, rest: list[Ids]) -> Served:
@@ -122,12 +122,14 @@ class Importance:
         """What was asked for, and what was served instead."""
         serving = self._serving
         counts = {name: self._counts[name] + getattr(serving, name, 0) for name in self._counts}
-        packed = {} if self._packing is None else self._packing.counts()
+        packed = self._packed if self._packing is None else self._packing.counts()
         return ImportanceStats(**counts, **packed)
 
     def close(self) -> None:
-        """End the processes that pack and read packages."""
+        """End the processes that pack and read packages. This job leaves those that use the cache."""
+        self.sampler.close()
         if self._packing is not None:
+            self._packed = self._packing.counts()
             self._packing.close()
             self._packing = None
 

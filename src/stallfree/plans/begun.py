@@ -25,11 +25,13 @@ class Marks:
     Attributes:
         served: bool per id: handed out, to be trained on, in the epoch that was begun last.
         ended: whether that epoch is over; array of one bool.
+        begun: how many epochs were.
     """
 
     def __init__(self, count: int) -> None:
         self.served = np.zeros(count, bool)
         self.ended = np.zeros(1, bool)
+        self.begun = 0
         # Of the epoch begun last, and of the plan drawn last: epoch, who is planned, when each was served before.
         self._epoch, self._planned, self._before = -1, np.zeros(count, bool), np.full(count, -1, np.int32)
         self._newest = self._epoch, self._planned, self._before
@@ -44,6 +46,7 @@ class Marks:
 
     def begin(self) -> None:
         """The epoch of the plan drawn last begins."""
+        self.begun += 1
         self._epoch, self._planned, self._before = self._newest
         self.served[:] = self.ended[:] = False
 
@@ -108,7 +111,7 @@ class Begun:
     ) -> None:
         self.draw, self.batches = draw, batches
         self._weights, self._per_batch = weights, per_batch
-        self._marks, self._keeping = marks, keeping
+        self._marks, self._number, self._keeping = marks, marks.begun, keeping
         others = np.arange(len(weights)) % count != rank
         others[draw.plan.ids] = True
         for ids in batches:
@@ -127,4 +130,5 @@ class Begun:
 
     def end(self) -> None:
         """No more of it is served, here or by whoever goes on from a state. May be called twice."""
-        self._marks.ended[:] = True
+        if self._number == self._marks.begun:  # else another epoch was begun since
+            self._marks.ended[:] = True

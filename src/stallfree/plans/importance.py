@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -56,15 +57,21 @@ class ImportanceSampler:
 
     | plan | draws | weights |
     | --- | --- | --- |
-    | "unbiased" | all residents; of the others so many as `target_io` says, those of high loss rather | 1 / p |
+    | "unbiased" | all residents; of the others so many as `target_io` says, rather of high loss | 1 / p, see below |
     | "icache" | each with the share of recent losses that its own is not below, to the power `beta` | none |
     | "cis" | as "icache", but all samples are fetched, and the weight says which to train on | 0 or 1 |
     | "infobatch" | leaves out a share `prune` of those below the mean loss | 1 / p |
     | "full" | all | none |
 
     Sources: "icache" and "cis" Chen et al., "iCACHE", HPCA 2023; "infobatch" Qin et al., ICLR 2024; the score "shade"
-    Khan et al., FAST 2023. In the plan "unbiased", p is a known function of the rank of the loss and of residency, so
-    the weighted gradient is, in expectation, that of the full epoch.
+    Khan et al., FAST 2023. An *L-sample* is one whose probability is below 1/2, the others are *H-samples*.
+
+    In the plan "unbiased", p is a known function of the rank of the loss and of residency, and the weighted gradient
+    is, in expectation, that of the full epoch. On a cache of the policy "importance" the residents rotate: what is
+    fetched comes in, and one that was served goes. There the weight is one over the share that is drawn of the samples
+    of about the same rank, and the gradient is right as far as, among them, residency says nothing about it; where
+    losses are mostly noise it was off by 1% of its norm. That is for one job at a time, and for the policies "minio"
+    (residents stay) and "importance": others let residents go before their turn, which costs operations.
 
     Args:
         num_samples: of the data set; ids are 0 to `num_samples` - 1.
@@ -82,27 +89,26 @@ class ImportanceSampler:
         full_every: each so many epochs one takes all samples; None: never. (3 is the default of the sampler that was
             released with iCACHE.)
         num_epochs: of the training; then "infobatch" takes all samples in the last eighth of it. None: never.
-        normalize: scale of the weights in a batch. "epoch": one factor per epoch, for which their mean over it is 1 in
-            expectation; "batch": the mean in each batch is 1, which is a little biased; None: 1 / p as it is, whose
-            sum over the epoch is `num_samples` in expectation.
+        normalize: scale of the weights in a batch; "cis" has none, 0 and 1 say who is chosen. "epoch": one factor per
+            epoch, for which their mean over it is 1 in expectation; "batch": the mean in each batch is 1, which is a
+            little biased; None: 1 / p as it is, whose sum over the epoch is `num_samples` in expectation.
         score: "loss", or "shade": the rank of the loss within its batch.
         on_miss: what happens when an L-sample, one that is rather left out than drawn, is in the plan and not in the
             cache. "swap": another one that is, and is in the plan too, is served first; "substitute": any L-sample is
             served that is in the cache and was not yet used in this epoch (the paper's way); "fetch": it is fetched.
             None: "swap" in the plan "icache", else "fetch". "substitute" is not for plans with weights.
-        low_region: share of the cache for L-samples that are still to be served, where its policy is "importance", 0 to
-            1 (the paper starts with 0.1). None: the share of the requests of the epoch before that were for L-samples.
+        low_region: share of the cache that may be filled out of `packages` with L-samples that are still to be served,
+            above 0 and up to 1 (the paper starts with 0.1). None: the share of the requests of the epoch before that
+            were for L-samples.
         packages: a folder on a fast disk, or None. Two processes beside the loader then pack L-samples that are
             missing into files of 1 MiB or more there, and fill the region of L-samples out of them, each file by one
             sequential read. The files stay, and serve the next run of the same data. For a `stallfree.DataLoader` and a
-            cache of the policy "importance".
-        write_budget: bytes of packages that may be written in all.
+            cache of the policy "importance"; `on_miss` is then "swap" unless it is given.
+        write_budget: bytes of packages that one loader may write.
         benefit: how many times longer an epoch of this job takes without the cache. Where several jobs use one cache of
             the policy "importance", what a sample is worth is the sum of benefit times importance over the jobs (those
             with a benefit of 1.5 or more, if there are any). None: found from the times of the epoch before; or measure
             it with `stallfree.measure_benefit`.
-
-    The plan "unbiased" on a cache of the policy "importance" lets its residents rotate, which is for one job at a time.
 
     Attributes:
         benefit: as given, or as measured so far.
@@ -137,7 +143,7 @@ class ImportanceSampler:
         write_budget: int | str = "1GiB",
         benefit: float | None = None,
     ) -> None:
-        given = bool(getattr(getattr(cache, "policy", None), "given", False))
+        given = getattr(getattr(cache, "policy", None), "name", "") == "importance"
         self.num_samples = _count("num_samples", num_samples, 1)
         _check_names(plan, normalize, score, on_miss)
         _check_cache(cache, self.num_samples, on_miss)
@@ -153,12 +159,14 @@ class ImportanceSampler:
             )
         if isinstance(seed, bool) or not hasattr(seed, "__index__"):
             raise InputError(f"seed={seed!r}: give a whole number")
-        if benefit is not None and not (isinstance(benefit, (int, float)) and 0 < benefit < math.inf):
+        number = isinstance(benefit, (int, float)) and not isinstance(benefit, bool)
+        if benefit is not None and not (number and 0 < benefit < math.inf):
             raise InputError(f"benefit={benefit!r}: give a number above 0, how many times faster with the cache")
         self.cache = cache
         self.seed = operator.index(seed)
         self.normalize = normalize
-        self.on_miss = on_miss or ("swap" if plan == "icache" and cache is not None else "fetch")
+        swaps = packages is not None or (plan == "icache" and cache is not None)
+        self.on_miss = on_miss or ("swap" if swaps else "fetch")
         self.low_region = None if low_region is None else check_share("low_region", low_region)
         self.packages = None if packages is None else Path(packages)
         self.write_budget = parse_size(write_budget, "write_budget")
@@ -191,9 +199,8 @@ class ImportanceSampler:
         if given:
             self._keeping = Rotating(scored, self.seed) if self.rule.rotating else Ranked(scored)
         self._jobs: Jobs | None = None
-        path = getattr(cache, "path", None)
-        if isinstance(self._keeping, Ranked) and path is not None:
-            self._jobs = Jobs(path, self.num_samples)
+        self._begun_draw: Draw | None = None
+        self._warned = False
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -266,39 +273,59 @@ class ImportanceSampler:
         """
         draw = self._drawn_for(_count("epoch", epoch, 0))
         self._next, self._iterated = epoch, True
-        if self._keeping is not None and ranks_of_job().first_here:
-            self._keeping.begin(draw, self._importance())
+        if self._keeping is not None:
+            self._keeping.begin(draw, self._importance() if ranks_of_job().first_here else None)
         self._marks.begin()
-        return self._begun(self.batches(epoch, batch_size, drop_last=drop_last))
+        return self._begun(draw, self.batches(epoch, batch_size, drop_last=drop_last))
 
     def resume(self, rest: list[Array]) -> Begun:
         """The epoch that `load_state_dict` brought, of which the batches `rest` are left.
 
         Raises `InputError` if it brought none.
         """
-        if self._draw is None:
+        if self._begun_draw is None:
             raise InputError("the state has no plan: it was taken before the first epoch, and has no batches left")
         self._marks.ended[:] = False
-        return self._begun(rest)
+        return self._begun(self._begun_draw, rest)
 
-    def _begun(self, batches: list[Array]) -> Begun:
-        assert self._draw is not None
-        plan, weighted = self._draw.plan, self.rule.plan != "cis"
+    def _begun(self, draw: Draw, batches: list[Array]) -> Begun:
+        self._begun_draw = draw
+        plan, weighted = draw.plan, self.rule.plan != "cis"
         weights = np.ones(self.num_samples, np.float32)
         if plan.weights is not None:
             scale = len(plan.ids) / self.num_samples if self.normalize == "epoch" and weighted else 1.0
             weights[plan.ids] = plan.weights * np.float32(scale)
         per_batch = self.normalize == "batch" and weighted
         me = ranks_of_job()
-        return Begun(self._draw, batches, weights, per_batch, self._marks, self._keeping, me.rank, me.count)
+        return Begun(draw, batches, weights, per_batch, self._marks, self._keeping, me.rank, me.count)
 
     def _importance(self) -> Array:
         """How important each sample is to the jobs that use the cache: to each the rank of its loss."""
-        mine = ranks(self.losses.last)
+        path = getattr(self.cache, "path", None)
+        if self._jobs is None and path is not None:
+            self._jobs = Jobs(path, self.num_samples)
+        rotating = self.rule.rotating
+        mine = np.zeros(self.num_samples, np.float32) if rotating else ranks(self.losses.last)
         if self._jobs is None:
             return mine
-        self._jobs.publish(mine, self.benefit)
-        return self._jobs.combined()[0]
+        self._jobs.publish(mine, 0.0 if rotating else self.benefit)
+        worth, jobs = self._jobs.combined()
+        if rotating and jobs > 1 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{jobs} jobs use this cache with importance, and plan='unbiased' lets its residents rotate, which is "
+                "for one job at a time: each moves what the others keep. Give the cache another name, or "
+                "policy='minio'",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return worth
+
+    def close(self) -> None:
+        """This job is no longer one of those that use the cache. It is again, when another epoch begins."""
+        if self._jobs is not None:
+            self._jobs.close()
+            self._jobs = None
 
     def expected_samples(self, epochs: int, *, start: int = 0) -> int:
         """About how many samples the epochs from `start` to `epochs` - 1 serve, as far as that can be told beforehand.
@@ -371,6 +398,7 @@ class ImportanceSampler:
 
         Take it on each rank: the losses that it has not told the others yet are in its own state.
         """
+        begun = self._begun_draw
         return {
             "version": _STATE_VERSION,
             "plan": self.rule.plan,
@@ -381,6 +409,7 @@ class ImportanceSampler:
             "marks": self._marks.state(),
             "losses": self.losses.state(),
             "draw": None if self._draw is None else self._draw.state(),
+            "begun": None if begun is None or begun is self._draw else begun.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -388,7 +417,7 @@ class ImportanceSampler:
         version = state.get("version") if isinstance(state, dict) else None
         if version != _STATE_VERSION:
             raise InputError(f"the state has version {version!r}, expected {_STATE_VERSION}: it is of another release")
-        missing = {"plan", "seed", "next", "iterated", "drawn", "marks", "losses", "draw"} - state.keys()
+        missing = {"plan", "seed", "next", "iterated", "drawn", "marks", "losses", "draw", "begun"} - state.keys()
         if missing:
             raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
         for name, mine in (("plan", self.rule.plan), ("seed", self.seed)):
@@ -402,6 +431,9 @@ class ImportanceSampler:
         self._draw = self._ahead = None
         if state["draw"] is not None:
             self._take(Draw.load(state["draw"], self.num_samples))
+        self._begun_draw = self._draw
+        if state["begun"] is not None:
+            self._begun_draw = Draw.load(state["begun"], self.num_samples)
 
 
 def _last_eighth(epochs: int | None, plan: str) -> int:

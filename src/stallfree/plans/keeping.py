@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from stallfree.errors import WaitError
 from stallfree.plans.draws import generator
 from stallfree.plans.rules import Draw
 
@@ -31,6 +32,23 @@ class ScoredCache(Protocol):
         """How much each of `ids` is worth."""
 
 
+class _Telling:
+    """Sets scores. What cannot be told, because writers of the cache hold its lock for long, is told the next time."""
+
+    def __init__(self, cache: ScoredCache) -> None:
+        self._cache = cache
+        self._late: list[tuple[Array, Array]] = []
+
+    def tell(self, ids: Array, scores: Array) -> None:
+        """Let `scores` be those of `ids`, after what could not be told before."""
+        late, self._late = self._late, []
+        ids, scores = (np.concatenate(column) for column in zip(*late, (ids, scores), strict=True))
+        try:
+            self._cache.set_scores(ids, scores)
+        except WaitError:
+            self._late = [(ids, scores)]
+
+
 class Rotating:
     """What the epoch fetches comes in, and in its place goes any record that was served already.
 
@@ -39,16 +57,18 @@ class Rotating:
     """
 
     def __init__(self, cache: ScoredCache, seed: int) -> None:
-        self._cache = cache
+        self._telling = _Telling(cache)
         self._seed = seed
         self._resident: Array | None = None  # when the epoch began
         self._luck = np.empty(0)
 
-    def begin(self, draw: Draw, importance: Array) -> None:
-        """A new epoch: nothing that is resident has been served."""
+    def begin(self, draw: Draw, importance: Array | None) -> None:
+        """A new epoch: nothing that is resident has been served. Without `importance` another rank tells the cache."""
+        count = len(draw.resident)
         self._resident = draw.resident
-        self._luck = generator(self._seed, draw.plan.epoch, 2).random(len(importance))
-        self._cache.set_scores(np.arange(len(importance)), np.where(draw.resident, FRESH, 1.0))
+        self._luck = generator(self._seed, draw.plan.epoch, 2).random(count)
+        if importance is not None:
+            self._telling.tell(np.arange(count), np.where(draw.resident, FRESH, 1.0))
 
     def served(self, ids: Array) -> None:
         """These may go now, if they were resident when the epoch began."""
@@ -56,25 +76,28 @@ class Rotating:
             return
         old = ids[self._resident[ids]]
         if len(old):
-            self._cache.set_scores(old, self._luck[old])
+            self._telling.tell(old, self._luck[old])
 
 
 class Ranked:
     """The most important samples stay; who is in the plan stays until served, so that nobody is fetched for nothing."""
 
     def __init__(self, cache: ScoredCache) -> None:
-        self._cache = cache
+        self._telling = _Telling(cache)
         self._importance = np.empty(0)
         self._low: Array | None = None
         self._waiting = np.empty(0, bool)
 
-    def begin(self, draw: Draw, importance: Array) -> None:
-        """A new epoch."""
-        self._importance, self._low = importance, draw.low
-        self._waiting = np.zeros(len(importance), bool)
+    def begin(self, draw: Draw, importance: Array | None) -> None:
+        """A new epoch. Without `importance` another rank tells the cache; what was served is then worth nothing."""
+        count = len(draw.low)
+        self._low = draw.low
+        self._importance = np.zeros(count) if importance is None else importance
+        self._waiting = np.zeros(count, bool)
         self._waiting[draw.plan.ids] = True
         self._waiting &= draw.resident
-        self._cache.set_scores(np.arange(len(importance)), np.where(self._waiting, FRESH, importance))
+        if importance is not None:
+            self._telling.tell(np.arange(count), np.where(self._waiting, FRESH, importance))
 
     def served(self, ids: Array) -> None:
         """These may go now, L-samples too that came in since."""
@@ -82,4 +105,4 @@ class Ranked:
             return
         done = ids[self._waiting[ids] | self._low[ids]]
         if len(done):
-            self._cache.set_scores(done, self._importance[done])
+            self._telling.tell(done, self._importance[done])

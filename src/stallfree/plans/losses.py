@@ -69,8 +69,9 @@ class Losses:
         device = losses.device if losses.device.type != "cpu" else ids.device
         event = None
         if device.type not in ("cpu", "mps"):  # there `_to_host` waits
-            event = torch.get_device_module(device).Event()
-            event.record()
+            module = torch.get_device_module(device)
+            event = module.Event()
+            event.record(module.current_stream(device))
         self._under_way.append((here[0], here[1], event))
 
     def collect(self, *, wait: bool = True) -> None:

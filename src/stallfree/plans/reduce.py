@@ -27,8 +27,11 @@ class Ranks:
 
     @property
     def first_here(self) -> bool:
-        """Whether no rank before this one is on this host, as torchrun says."""
-        return os.environ.get("LOCAL_RANK", str(self.rank)) in ("0", "")
+        """Whether it is the first rank on its host, as torchrun, SLURM or Open MPI say; True where nothing tells."""
+        for variable in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"):
+            if os.environ.get(variable):
+                return self.count == 1 or os.environ[variable] == "0"
+        return True
 
 
 def ranks_of_job() -> Ranks:
