@@ -20,9 +20,8 @@ import torch
 
 from benchmarks import small_resnet
 from benchmarks.contender import emit
+from benchmarks.importance_policies import CountedCache
 from stallfree import ImportanceSampler
-from stallfree.cache.bookkeeper import Bookkeeper
-from stallfree.cache.policies import make_policy
 from stallfree.plans.draws import generator
 from stallfree.plans.serving import Serving
 
@@ -31,32 +30,12 @@ Array = npt.NDArray[Any]
 BATCH = 128
 
 
-class CountedCache:
-    """The decisions of a cache of `room` samples, and the operations that they leave."""
-
-    def __init__(self, samples: int, room: int, policy: str, folder: Path) -> None:
-        self.num_ids = samples
-        self.policy = make_policy(policy)
-        self._bookkeeper = Bookkeeper(folder, samples, self.policy, room, None)
-        self.operations = 0
-
-    def resident(self, ids: Array) -> Array:
-        return self._bookkeeper.holds(ids)
-
-    def set_scores(self, ids: Array, scores: Array) -> None:
-        self._bookkeeper.set_scores(ids, scores)
-
-    def use(self, ids: Array) -> None:
-        """A batch is asked for."""
-        self.operations += len(self._bookkeeper.use(ids))
-
-
 class Training:
     """The batches of a whole training, one epoch drawn after the other."""
 
     def __init__(self, cache: CountedCache, sampler: ImportanceSampler, epochs: int) -> None:
         self.cache, self.sampler, self.epochs = cache, sampler, epochs
-        self.served = 0
+        self.served = self.operations = 0
 
     def batches(self) -> Iterator[tuple[Array, Array]]:
         for epoch in range(self.epochs):
@@ -66,7 +45,7 @@ class Training:
                 rng = generator(self.sampler.seed, epoch, 3)
                 batches = Serving(batches, begun.draw.low, self.cache, self.sampler.on_miss, rng)
             for ids in batches:
-                self.cache.use(ids)
+                self.operations += self.cache.use(ids)
                 self.served += len(ids)
                 yield ids, begun.served(ids).numpy()
             begun.end()
@@ -94,7 +73,7 @@ def main() -> None:
         emit(
             {
                 "accuracy": small_resnet.accuracy(net, data),
-                "operations": cache.operations / count,
+                "operations": training.operations / count,
                 "served": training.served / count,
                 "seconds": time.monotonic() - started,
             },
