@@ -27,10 +27,11 @@ SHARES = (0.2, 0.4)
 FULL_EPOCHS = (5, 10, 20, 30)
 ICACHE_EPOCHS = (8, 16, 30, 45)
 UNBIASED = {
-    0.2: ((15, 0.1), (30, 0.13), (60, 0.15), (88, 0.155)),
-    0.4: ((9, 0.14), (18, 0.216), (36, 0.25), (55, 0.25)),
+    0.2: ((15, 0.1), (30, 0.13), (60, 0.15), (88, 0.155), (125, 0.155)),
+    0.4: ((9, 0.14), (18, 0.216), (36, 0.25), (55, 0.25), (80, 0.25)),
 }
-"""Epochs, and `target_io` in each: half the operations of 5, 10, 20 and 30 full epochs, and as many samples served."""
+"""Epochs, and `target_io` in each: half the operations of 5, 10, 20 and 30 full epochs, and as many samples served;
+then the last of these for longer."""
 
 FULL_EVERY = 3
 SEEDS = 5
@@ -77,7 +78,7 @@ def full(epochs: int) -> Setting:
 
 def half(share: float) -> Setting:
     """The plan "unbiased" at half the operations of 30 full epochs."""
-    return Setting("unbiased", share, *UNBIASED[share][-1])
+    return Setting("unbiased", share, *UNBIASED[share][3])
 
 
 def settings() -> Iterator[Setting]:
@@ -87,9 +88,8 @@ def settings() -> Iterator[Setting]:
     yield Setting("icache", 0.4, 30)
     yield from (full(epochs) for epochs in FULL_EPOCHS[:-1])
     for share in reversed(SHARES):
-        for place in range(4):
-            yield Setting("unbiased", share, *UNBIASED[share][place])
-            yield Setting("icache", share, ICACHE_EPOCHS[place])
+        yield from (Setting("unbiased", share, *point) for point in UNBIASED[share])
+        yield from (Setting("icache", share, epochs) for epochs in ICACHE_EPOCHS)
 
 
 def run(options: Options) -> Report:
