@@ -180,25 +180,33 @@ def test_what_is_no_status_is_passed_over(store_root: Path) -> None:
 def test_readers_never_see_half_an_update(tmp_path: Path) -> None:
     """Every update has one number in all counts, so a mixture of two would show."""
     names = list(new_counts())
-    writer_status = Status(tmp_path, [], 0.0)
-    writer_status.publish(0.0, 0, dict.fromkeys(names, 0))
+    Status(tmp_path, [], 0.0).publish(0.0, 0, dict.fromkeys(names, 0))
+    enough = tmp_path / "enough"
 
     def write() -> None:
         own = Status(tmp_path, [], 0.0)
-        for number in range(1, 30_001):
-            own.publish(float(number), number, dict.fromkeys(names, number))
+        number = 0
+        while not enough.exists():
+            for _ in range(100):
+                number += 1
+                own.publish(float(number), number, dict.fromkeys(names, number))
 
     child = Child(write)
-    seen = set()
+    seen: set[int] = set()
     last = 0
-    while last < 30_000:
-        found = status._read(tmp_path)
-        if found is None:
-            continue
-        values = {getattr(replace(found.stats, staging_bytes=found.epoch), name) for name in names}
-        assert values == {found.epoch} == {found.at}
-        assert found.epoch >= last or not seen
-        last = found.epoch
-        seen.add(last)
-    assert child.wait() == 0
-    assert len(seen) > 2
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while len(seen) < 30 and time.monotonic() < deadline:
+            found = status._read(tmp_path)
+            if found is None:
+                continue
+            values = {getattr(replace(found.stats, staging_bytes=found.epoch), name) for name in names}
+            assert values == {found.epoch} == {found.at}
+            assert found.epoch >= last
+            last = found.epoch
+            seen.add(last)
+    finally:
+        enough.touch()
+        code = child.wait()
+    assert code == 0
+    assert len(seen) == 30
