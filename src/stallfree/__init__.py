@@ -10,19 +10,29 @@ from stallfree.errors import (
     FingerprintError,
     InputError,
     MissingExtraError,
+    MissingServerError,
     SampleError,
     StallfreeError,
     StorageError,
     WaitError,
     WorkerError,
 )
-from stallfree.loader import Batch, CachedDataset, CacheLoader, DataLoader, SmartCacheDataset, measure_benefit
+from stallfree.loader import (
+    Batch,
+    CachedDataset,
+    CacheLoader,
+    DataLoader,
+    LocalSampler,
+    SmartCacheDataset,
+    measure_benefit,
+)
 from stallfree.observe import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
 from stallfree.pipeline import Compose, OnItem, Split, StallfreeWarning, mark_deterministic, mark_random, split
 from stallfree.plans import BySamples, ImportanceSampler
 from stallfree.shared import SharedLoader
 from stallfree.sources import DecodeImage, FileDataset, ImageFolder
-from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats
+from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats, StoreStats
+from stallfree.stores import RedisStore
 
 __version__ = _version("stallfree")
 
@@ -45,12 +55,15 @@ __all__ = [
     "ImportanceStats",
     "InputError",
     "LoaderStats",
+    "LocalSampler",
     "Metrics",
     "MissingExtraError",
+    "MissingServerError",
     "OnItem",
     "Prediction",
     "PrometheusCollector",
     "PrometheusServer",
+    "RedisStore",
     "Replay",
     "Report",
     "SampleError",
@@ -62,6 +75,7 @@ __all__ = [
     "StallfreeError",
     "StallfreeWarning",
     "StorageError",
+    "StoreStats",
     "TensorBoardHook",
     "WaitError",
     "WorkerError",

@@ -9,6 +9,7 @@ StallfreeError
 ├── SampleError                        one sample could not be fetched or prepared; `.id`, `.where`
 ├── WorkerError                        worker processes died on the same batch; `.ids`
 ├── WaitError (TimeoutError)           a wait reached its limit; the message says for what
+├── MissingServerError (OSError)        no server for a store is installed, or it cannot be started
 └── MissingExtraError (ImportError)    an optional package is not installed; the message names the extra
 """
 
@@ -81,6 +82,10 @@ def _make_worker_error(message: str, ids: list[int]) -> WorkerError:
 
 class WaitError(StallfreeError, TimeoutError):
     """A wait reached its limit. The message says what was waited for and how long."""
+
+
+class MissingServerError(StallfreeError, OSError):
+    """No server for a store across hosts is installed, or the one that is there cannot be kept running."""
 
 
 class MissingExtraError(StallfreeError, ImportError):

@@ -29,6 +29,7 @@ class Count(enum.IntEnum):
     DAMAGED = 4
     READS = 5
     BYTES = 6
+    OTHERS = 7
 
 
 class Counters:

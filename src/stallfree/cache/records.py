@@ -128,6 +128,31 @@ class Records:
         if len(chained):
             self._read_chained(found, chained, values)
 
+    def copy(self, found: Found) -> list[tuple[Array, ...]]:
+        """The records that are there as they describe themselves, in parts; () for the others.
+
+        The parts are in memory of this thread that the next reading uses again. Only for a cache in memory.
+        """
+        parts: list[tuple[Array, ...]] = [()] * len(found.ids)
+        counts = blocks_of(found.length, self._block)
+        counts[~found.good] = 0
+        fits = counts <= self._num_blocks
+        found.good &= fits
+        at = np.flatnonzero(found.good)
+        counts = counts[at]
+        blocks = chains(self._index, found.first[at].astype(np.int64) - 1, counts)
+        data = self._scratch(len(blocks) * self._block)
+        self._arena.read(blocks, data.reshape(len(blocks), self._block))
+        self._still(found, at)
+        starts = (np.cumsum(counts) - counts) * self._block
+        for position, start, good in zip(at.tolist(), starts.tolist(), found.good[at].tolist(), strict=True):
+            length = int(found.length[position])
+            if good and length:
+                parts[position] = (data[start : start + length],)
+            elif good and self.common is not None:
+                parts[position] = (self.common.head, data[start : start + self.common.size])
+        return parts
+
     def _read_plain(self, found: Found, values: list[Any]) -> None:
         """The same for records of the common structure only."""
         if self.common is None or len(values) == 0:

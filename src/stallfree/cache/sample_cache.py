@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.arena import Arena, DiskArena, MemoryArena
+from stallfree.cache.checks import MISS, Closed, checked_ids, checked_scores
 from stallfree.cache.counters import Count, Counters
 from stallfree.cache.index import DamagedError, Field, Index
 from stallfree.cache.layout import META, Meta, plan_layout
@@ -26,9 +27,9 @@ from stallfree.cache.limits import allowed_capacity
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.records import Aim, Found, Records
 from stallfree.cache.recovery import check_disk
-from stallfree.cache.writer import Writer
+from stallfree.cache.writer import Record, Writer
 from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
-from stallfree.folders import SharedFolder, default_root, prepare_root, remove_unused, sweep, user_root
+from stallfree.folders import SharedFolder, Unheld, default_root, prepare_root, remove_unused, sweep, user_root
 from stallfree.locks import FileLock
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.structure import Structure
@@ -45,18 +46,6 @@ _TYPICAL = 128 << 10
 
 _BACK_OFF = 50
 """Batches that are not stored after the lock was not free in time."""
-
-
-class _Miss:
-    def __repr__(self) -> str:
-        return "MISS"
-
-    def __reduce__(self) -> str:
-        return "MISS"
-
-
-MISS = _Miss()
-"""Stands for a sample that is not in the cache, where None might be a sample."""
 
 
 class SampleCache:
@@ -156,16 +145,21 @@ class SampleCache:
         root: Path,
         policy: Policy,
         allow_pickle: bool,
-        initialize: Callable[[Path], None],
+        initialize: Callable[[Path], None] | None,
         persist: bool,
     ) -> None:
         self.name, self.policy, self._root, self._allow_pickle = name, policy, root, allow_pickle
         self._skip_puts, self._warned_of_lock = 0, False
         self._last: CacheStats | None = None
         with contextlib.ExitStack() as undo:
-            folder = SharedFolder(name, root=root, initialize=initialize, persist=persist)
+            folder = (
+                Unheld(root / name)
+                if initialize is None
+                else SharedFolder(name, root=root, initialize=initialize, persist=persist)
+            )
             undo.callback(folder.close)
             self._path, self._created = folder.path, folder.created
+            self._inode = folder.path.stat().st_ino
             meta = self.meta = Meta.load(folder.path)
             index = self._index = Index(folder.path / "index", meta.num_ids, meta.num_blocks, **meta.kinds)
             if not index.belongs_to(meta.num_ids, meta.num_blocks, meta.block):
@@ -208,13 +202,23 @@ class SampleCache:
         return self._allow_pickle
 
     @property
+    def fingerprint(self) -> str:
+        """Says which samples these are."""
+        return self.meta.fingerprint
+
+    @property
     def path(self) -> Path:
         """The folder of the cache."""
         return self._path
 
     def resident(self, ids: Any) -> Array:
         """Which of `ids` (integers) are in the cache: an array of bool."""
-        return self._index.first[self._ids(ids)] != 0  # type: ignore[no-any-return]
+        return self._index.first[self.checked(ids)] != 0  # type: ignore[no-any-return]
+
+    @property
+    def other_hits(self) -> int:
+        """Hits that `count_others` has counted, over all processes."""
+        return self._counters.totals()[Count.OTHERS]
 
     @property
     def complete(self) -> bool:
@@ -246,6 +250,14 @@ class SampleCache:
         self._check_process()
         self._counters.add((Count.READS, reads), (Count.BYTES, size))
 
+    @property
+    def gone(self) -> bool:
+        """Whether the folder of the cache has been removed or made anew since this object attached to it."""
+        try:
+            return self._path.stat().st_ino != self._inode
+        except OSError:
+            return True
+
     def populate(self) -> None:
         """Map what is in memory in the background, so that the first reads do not fault page by page."""
         if isinstance(self._arena, MemoryArena):
@@ -260,7 +272,7 @@ class SampleCache:
         outside of the data set.
         """
         self._check_process()
-        wanted = self._ids(ids)
+        wanted = self.checked(ids)
         values: list[Any] = [MISS] * len(wanted)
         found = self._records.look(wanted)
         self._records.read(found, values)
@@ -288,7 +300,7 @@ class SampleCache:
         """
         aim = into if isinstance(into, Aim) else self.aim(into)
         self._check_process()
-        found = self._records.look(self._ids(ids))
+        found = self._records.look(self.checked(ids))
         self._records.gather(found, aim)
         self._seen(found)
         return found.good
@@ -305,6 +317,19 @@ class SampleCache:
             with contextlib.suppress(WaitError), self._file_lock.hold(LOCK_SECONDS, "dropping damaged records"):
                 self._writer.drop(ids[self._index.generation[ids] == generation])
 
+    def copy_records(self, ids: Any) -> list[tuple[Array, ...]]:
+        """The records of `ids` as they describe themselves (`pipeline.codec`), in parts; () for those not resident.
+
+        Nothing is counted. The parts are overwritten by the next reading in this thread. Only for a cache in memory.
+        """
+        self._check_process()
+        return self._records.copy(self._records.look(self.checked(ids)))
+
+    def count_others(self, hits: int, misses: int) -> None:
+        """Count samples that another node of the job was asked for: those that it had, and those that it had not."""
+        self._check_process()
+        self._counters.add((Count.HITS, hits), (Count.MISSES, misses), (Count.OTHERS, hits))
+
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def put_many(self, ids: Any, values: Sequence[Any]) -> Array:
@@ -315,14 +340,25 @@ class SampleCache:
         the way (no room, an item larger than the cache, a lock that is not free, a full disk) is counted as rejected.
         """
         self._check_process()
-        wanted = self._ids(ids)
+        wanted = self.checked(ids)
         if len(wanted) != len(values):
             raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values")
+        return self._put(wanted, lambda at: encode(values[at], allow_pickle=self._allow_pickle))
+
+    def put_records(self, ids: Any, records: Sequence[Record]) -> Array:
+        """The same for samples that `pipeline.codec.encode` or `split_record` has taken apart."""
+        self._check_process()
+        wanted = self.checked(ids)
+        if len(wanted) != len(records):
+            raise InputError(f"put_records was given {len(wanted)} ids and {len(records)} records")
+        return self._put(wanted, records.__getitem__)
+
+    def _put(self, wanted: Array, record: Callable[[int], Record]) -> Array:
         _, unique = np.unique(wanted, return_index=True)
         todo = unique[self._index.first[wanted[unique]] == 0]
         todo.sort()
         if len(todo) and self._may_store(len(todo)):
-            records = [encode(values[position], allow_pickle=self._allow_pickle) for position in todo.tolist()]
+            records = [record(position) for position in todo.tolist()]
             try:
                 with self._file_lock.hold(LOCK_SECONDS, f"storing in the cache {self.name!r}"):
                     self._writer.write(wanted[todo], records)
@@ -331,7 +367,7 @@ class SampleCache:
                 self._counters.add((Count.REJECTED, len(todo)))
                 if not self._warned_of_lock:
                     self._warned_of_lock = True
-                    warnings.warn(f"{error}; samples are not stored for a while", RuntimeWarning, stacklevel=2)
+                    warnings.warn(f"{error}; samples are not stored for a while", RuntimeWarning, stacklevel=3)
         return self.resident(wanted)
 
     def _may_store(self, count: int) -> bool:
@@ -371,23 +407,15 @@ class SampleCache:
                 f"the cache {self.name!r} has the policy {self.policy.name!r}, which makes its own scores: "
                 "set_scores is for a cache made with policy='importance' or 'oracle'"
             )
-        wanted = self._ids(ids)
-        try:
-            values = np.asarray(scores, np.float64)
-        except (TypeError, ValueError):
-            values = np.empty((0, 0))
-        if values.shape != wanted.shape or np.isnan(values).any():
-            raise InputError(
-                f"set_scores was given {len(wanted)} ids and the scores {scores!r:.80}: give a number for each id, and "
-                "no NaN"
-            )
+        wanted = self.checked(ids)
+        values = checked_scores(scores, len(wanted))
         with self._file_lock.hold(LOCK_SECONDS, f"setting scores in the cache {self.name!r}"):
             self._writer.set_scores(wanted, values)
 
     def drop(self, ids: Any) -> None:
         """Make `ids` absent. They are not counted as evictions. Raises `WaitError` if the lock is not free in 2 s."""
         self._check_process()
-        wanted = np.unique(self._ids(ids))
+        wanted = np.unique(self.checked(ids))
         with self._file_lock.hold(LOCK_SECONDS, f"dropping from the cache {self.name!r}"):
             self._writer.drop(wanted)
 
@@ -408,18 +436,9 @@ class SampleCache:
 
     # -- small things -------------------------------------------------------------------------------------------------
 
-    def _ids(self, ids: Any) -> Array:
-        try:
-            array = np.asarray(ids)
-        except ValueError:
-            array = np.empty((0, 0))
-        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-            raise InputError(f"ids must be a sequence of integers, not {ids!r:.80}")
-        array = array.astype(np.int64, copy=False)
-        if len(array) and (array.min() < 0 or array.max() >= self.meta.num_ids):
-            bad = array[(array < 0) | (array >= self.meta.num_ids)][0]
-            raise InputError(f"id {bad} is outside of the data set: ids are 0 to {self.meta.num_ids - 1}")
-        return array
+    def checked(self, ids: Any) -> Array:
+        """`ids` as an array of int64. Raises `InputError` for what is no list of ids of the data set."""
+        return checked_ids(ids, self.meta.num_ids)
 
     def _check_process(self) -> None:
         """Raises `InputError` after `close`; after a fork, takes a row of counters for this process."""
@@ -441,7 +460,7 @@ class SampleCache:
         if self._leave.alive:
             self._last = self.stats()
             self._leave()
-            gone: Any = _Closed(self.name)
+            gone: Any = Closed(self.name)
             self._index = self._arena = self._counters = self._records = self._writer = gone
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -454,21 +473,22 @@ class SampleCache:
         self.close()
 
 
-class _Closed:
-    """Stands for the parts of a cache that was closed, so that they are not kept in memory."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        raise InputError(f"the cache {self._name!r} is closed")
-
-
 _after_fork = threading.RLock()
 os.register_at_fork(before=_after_fork.acquire, after_in_parent=_after_fork.release, after_in_child=_after_fork.release)
 
 
-def _leave(arena: Arena, file_lock: FileLock, folder: SharedFolder) -> None:
+def visit(root: Path, name: str, policy: Policy, allow_pickle: bool) -> SampleCache:
+    """Use a cache that other processes hold, without keeping it from vanishing with the last of them.
+
+    Its memory stays until the cache is closed here; whether it is `gone` should be asked now and then. Raises
+    `StorageError` when there is no such cache.
+    """
+    cache = SampleCache.__new__(SampleCache)
+    cache._attach_to(name, root, policy, allow_pickle, None, False)
+    return cache
+
+
+def _leave(arena: Arena, file_lock: FileLock, folder: SharedFolder | Unheld) -> None:
     arena.close()
     file_lock.close()
     folder.close()

@@ -14,6 +14,7 @@ from stallfree.cache import SampleCache
 from stallfree.errors import InputError
 from stallfree.loader.reader import Reader
 from stallfree.plans import ImportanceSampler
+from stallfree.stores import AnyCache, PartitionedCache
 
 WAIT_SECONDS = 300.0
 """Longest wait for a batch unless `timeout` says otherwise."""
@@ -51,7 +52,7 @@ def check_sampling(
 
 
 def check_importance(
-    sampler: ImportanceSampler, cache: SampleCache | None, samples: int, batch_size: int | None, *, windowed: bool
+    sampler: ImportanceSampler, cache: AnyCache | None, samples: int, batch_size: int | None, *, windowed: bool
 ) -> None:
     """Raise `InputError` where an `ImportanceSampler` cannot be served."""
     if sampler.num_samples != samples:
@@ -61,7 +62,11 @@ def check_importance(
         )
     if windowed:
         raise InputError("a SmartCacheDataset chooses its samples itself: leave out the ImportanceSampler")
-    if isinstance(sampler.cache, SampleCache) and cache is not None and sampler.cache.path != cache.path:
+    if (
+        isinstance(sampler.cache, (SampleCache, PartitionedCache))
+        and cache is not None
+        and sampler.cache.path != cache.path
+    ):
         raise InputError(
             f"the sampler has the cache {sampler.cache.name!r}, the data set {cache.name!r}: give dataset.cache to both"
         )

@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.cache import MISS, SampleCache
+from stallfree.cache import MISS
 from stallfree.clock import Clock, SystemClock
 from stallfree.errors import InputError
 from stallfree.loader.arguments import check_numbers
 from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.dataloader import DataLoader
 from stallfree.loader.reader import Reader
+from stallfree.stores import AnyCache
 
 Array = npt.NDArray[Any]
 
@@ -103,7 +104,7 @@ class _Nothing:
 
     structure = None
 
-    def __init__(self, cache: SampleCache) -> None:
+    def __init__(self, cache: AnyCache) -> None:
         self._cache = cache
 
     def resident(self, ids: Array) -> Array:

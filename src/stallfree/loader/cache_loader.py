@@ -18,7 +18,10 @@ from stallfree.cache.policies import Policy
 from stallfree.errors import CodecError, InputError, WaitError
 from stallfree.folders import check_name
 from stallfree.stats import CacheStats
+from stallfree.stores import AnyCache, PartitionedCache, RedisStore
 from stallfree.units import parse_size
+
+Places = npt.NDArray[np.int64]
 
 _WAYS = 8
 _BYTES_PER_PLACE = 1024
@@ -38,7 +41,8 @@ class CacheLoader:
 
     Args:
         capacity: bytes for values and index, as an int or such as "4GiB".
-        store: "memory" or a folder on a local disk.
+        store: "memory", a folder on a local disk, or a `RedisStore`: the memory of all nodes of a job, with `capacity`
+            on each of them, the same on all.
         name: of the cache; who gives the same name, capacity and policy shares it.
         policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle".
         persist: keep the cache when the last process has left.
@@ -52,24 +56,36 @@ class CacheLoader:
         self,
         *,
         capacity: int | str,
-        store: str | Path = "memory",
+        store: str | Path | RedisStore = "memory",
         name: str,
         policy: str | Policy = "minio",
         persist: bool = False,
         typical: int | str = "16KiB",
     ) -> None:
-        size = parse_size(capacity, "capacity")
-        places = min(max(size // _BYTES_PER_PLACE, _WAYS), _MOST_PLACES)
-        self.cache = SampleCache(
-            places,
-            capacity=size,
-            fingerprint=f"values by key, {places} places",
-            policy=policy,
-            store=store,
-            name=check_name(name),
-            persist=persist,
-            example=bytes(min(parse_size(typical, "typical"), _MOST_TYPICAL)),
-        )
+        size, name = parse_size(capacity, "capacity"), check_name(name)
+        example = bytes(min(parse_size(typical, "typical"), _MOST_TYPICAL))
+        nodes = store.num_nodes if isinstance(store, RedisStore) else 1
+        places = min(max(size * nodes // _BYTES_PER_PLACE, _WAYS), _MOST_PLACES)
+        fingerprint = f"values by key, {places} places"
+        self.cache: AnyCache
+        if isinstance(store, RedisStore):
+            if persist:
+                raise InputError("persist=True with a RedisStore: its caches end with the job. Leave persist out")
+            self.cache = store.attach(
+                places, capacity=size, fingerprint=fingerprint, policy=policy, name=name, example=example
+            )
+        else:
+            self.cache = SampleCache(
+                places,
+                capacity=size,
+                fingerprint=fingerprint,
+                policy=policy,
+                store=store,
+                name=name,
+                persist=persist,
+                example=example,
+            )
+        self._store = store if isinstance(store, RedisStore) else None  # lives as long as its caches are used
         self._chance = random.Random()
 
     def get(self, key: str | int, load: Callable[[Any], Any]) -> Any:
@@ -81,16 +97,21 @@ class CacheLoader:
         or int.
         """
         plain, places = self._places(key)
-        value = self._find(plain, places)
+        free = None
+        if isinstance(self.cache, PartitionedCache):
+            value, free = self._find_in_order(plain, places, self.cache)
+        else:
+            value = self._find(plain, places)
         if value is not MISS:
             return value
         value = load(key)
         self.cache.count_fetch(1, 0)
-        self._keep(plain, value, places)
+        self._keep(plain, value, places, free)
         return value
 
-    def _keep(self, key: str | int, value: Any, places: npt.NDArray[np.int64]) -> None:
-        free = places[~self.cache.resident(places)]
+    def _keep(self, key: str | int, value: Any, places: Places, free: Places | None) -> None:
+        if free is None:
+            free = places[~self.cache.resident(places)]
         if not len(free) and self.cache.policy.evicts:
             free = places[[self._chance.randrange(_WAYS)]]
             with contextlib.suppress(WaitError):  # another process is writing: the value is not stored this time
@@ -104,7 +125,9 @@ class CacheLoader:
     def __contains__(self, key: str | int) -> bool:
         return self._find(*self._places(key)) is not MISS
 
-    def _find(self, key: str | int, places: npt.NDArray[np.int64]) -> Any:
+    def _find(self, key: str | int, places: Places) -> Any:
+        if isinstance(self.cache, PartitionedCache):
+            return self._find_in_order(key, places, self.cache)[0]
         resident = self.cache.resident(places)
         for place in places[resident].tolist():
             found = self.cache.get(place)
@@ -114,7 +137,20 @@ class CacheLoader:
             self.cache.get(int(places[~resident][0]))  # counted as a miss
         return MISS
 
-    def _places(self, key: str | int) -> tuple[str | int, npt.NDArray[np.int64]]:
+    def _find_in_order(self, key: str | int, places: Places, cache: PartitionedCache) -> tuple[Any, Places]:
+        """The same over several nodes, and the place that is free, if any.
+
+        Places are taken in order, so nothing is behind the first one that is free.
+        """
+        for at, place in enumerate(places.tolist()):
+            found = cache.get(place)
+            if found is MISS:
+                return MISS, places[at : at + 1]
+            if type(found[0]) is type(key) and found[0] == key:
+                return found[1], places[:0]
+        return MISS, places[:0]
+
+    def _places(self, key: str | int) -> tuple[str | int, Places]:
         """`key` as a plain str or int, and the places that it may take."""
         plain: str | int
         if isinstance(key, str):

@@ -24,6 +24,7 @@ from stallfree.pipeline.protocol import Source
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
+from stallfree.stores import AnyCache, PartitionedCache, RedisStore, wished_store
 from stallfree.units import parse_size
 
 _FORMAT = "records-1"
@@ -52,18 +53,20 @@ class CachedDataset:
         capacity: bytes for records and index, as an int or such as "4GiB".
         policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle". The scores of the last two are given
             with `.cache.set_scores(ids, scores)`.
-        store: "memory" (shared memory of this host) or a folder on a local disk.
+        store: "memory" (shared memory of this host), a folder on a local disk, or a `RedisStore`: the memory of all
+            nodes of a job, with `capacity` on each of them. "auto" is the memory of all nodes if the job has several
+            and a server is installed on this one, with a warning if not, else that of this host.
         form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them, "auto"
             (the default) the prepared form if all of it fits, else the smaller one.
         name: of the cache; processes that give the same name share it. By default it follows from what is cached, so
             that jobs with the same data, policy and capacity share one.
-        persist: keep the cache when the last process has left.
+        persist: keep the cache when the last process has left. Not with a `RedisStore`.
         transform: applied to the samples of `dataset` after its own steps, and split like them. A sample may be a pair
             of picture and label: `OnItem(0, step)` is for the picture alone.
         seed: of the randomness.
 
     Attributes:
-        cache: the `SampleCache`.
+        cache: the `SampleCache`, or with a `RedisStore` a cache with the same methods.
         form: "fetched" or "prepared".
         steps: all that is applied to a record, the source's own pipeline and `transform`.
         decision: one line that says why. It goes to the log `stallfree` too, as information.
@@ -78,7 +81,7 @@ class CachedDataset:
         *,
         capacity: int | str,
         policy: str | Policy = "minio",
-        store: str | Path = "memory",
+        store: str | Path | RedisStore = "memory",
         form: str = "auto",
         name: str | None = None,
         persist: bool = False,
@@ -90,13 +93,23 @@ class CachedDataset:
         size, policy = parse_size(capacity, "capacity"), make_policy(policy)
         if name is not None:
             check_name(name)
-        store = str(store)
+        wished = store == "auto"
+        spread = wished_store() if wished else store if isinstance(store, RedisStore) else None
+        if spread is not None and persist:
+            raise InputError("persist=True with a RedisStore: its caches end with the job. Leave persist out")
+        place = "memory" if wished or spread is not None else str(store)
+        self._store = spread  # lives as long as its caches are used
         self.source: Source = as_source(dataset)
         self.seed = operator.index(seed)
         self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         first = look(self.source, self.steps)
         self.form, self.decision = choose_form(
-            form, first, len(self.source), size, scored=policy.scored, on_disk=store != "memory"
+            form,
+            first,
+            len(self.source),
+            size * (1 if spread is None else spread.num_nodes),
+            scored=policy.scored,
+            on_disk=place != "memory",
         )
         log.info("%s", self.decision)
         parts, prepared = first.parts, self.form == "prepared"
@@ -107,24 +120,32 @@ class CachedDataset:
         name = name or f"{key[:20]}-{policy.name}-{size}"
         samples = [Sample(first.id, first.record, first.prepared if prepared else first.record)]
         example = samples[0].value
-        if not ((default_root() if store == "memory" else user_root(store)) / name).exists():
+        root = default_root() if place == "memory" else user_root(place)
+        if not (root / (name if spread is None else spread.folder_of(name, key))).exists():
             second, example = look_again(self.source, before, samples[0])
             samples += [] if second is None else [second]
-        self.cache = SampleCache(
-            len(self.source),
-            capacity=size,
-            fingerprint=key,
-            policy=policy,
-            store=store,
-            name=name,
-            persist=persist,
-            example=example,
-        )
+        self.cache: AnyCache
+        if spread is not None:
+            self.cache = spread.attach(
+                len(self.source), capacity=size, fingerprint=key, policy=policy, name=name, example=example
+            )
+        else:
+            self.cache = SampleCache(
+                len(self.source),
+                capacity=size,
+                fingerprint=key,
+                policy=policy,
+                store=place,
+                name=name,
+                persist=persist,
+                example=example,
+            )
         try:
             self.reader = Reader(self.source, self.cache, before, rest, fresh=fresh)
             for sample in samples:
                 self.cache.count_fetch(1, payload_bytes(sample.record))
-                self.cache.put(sample.id, sample.value)
+                if not isinstance(self.cache, PartitionedCache) or self.cache.owns(sample.id):
+                    self.cache.put(sample.id, sample.value)
         except BaseException:
             self.cache.close()
             raise
@@ -184,6 +205,9 @@ class CachedDataset:
         self.reader.end(f"{self!r} is closed: make a new one to read samples")
         self.cache.close()
         self._epochs = torch.zeros(1, dtype=torch.int32)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_store": None}
 
     def __enter__(self) -> CachedDataset:
         return self

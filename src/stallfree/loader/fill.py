@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_convert
 
-from stallfree.cache import Aim, SampleCache
+from stallfree.cache import Aim
 from stallfree.errors import CodecError
 from stallfree.loader.collate import Bytes, Collate, batch_structure, collate_default, compose, stack, write_batch
 from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.reader import Pending, Reader, Samples
 from stallfree.loader.ring import Slots
 from stallfree.pipeline.randomness import Randomness
+from stallfree.stores import AnyCache
 
 _LENGTH = struct.Struct("<Q")
 
@@ -84,7 +85,7 @@ class Filler:
             started=started,
         )
 
-    def _room(self, cache: SampleCache, count: int, place: _Place) -> _Room | None:
+    def _room(self, cache: AnyCache, count: int, place: _Place) -> _Room | None:
         """Where `count` samples go: in a slot that took as many before, what was made for it then."""
         kept = self.slots.kept
         room: _Room | None = kept.get(place.slot)

@@ -9,7 +9,6 @@ from multiprocessing.context import BaseContext
 import numpy as np
 import torch
 
-from stallfree.cache import SampleCache
 from stallfree.loader.board import LOW, MISSED, PENDING, Board, Field
 from stallfree.loader.crew import Counts
 from stallfree.loader.messages import Ids
@@ -22,6 +21,7 @@ from stallfree.plans.draws import generator
 from stallfree.plans.rules import Draw
 from stallfree.plans.serving import Serving
 from stallfree.stats import ImportanceStats
+from stallfree.stores import AnyCache
 
 _FIRST_REGION = 0.1
 """Share of the cache for L-samples before there are requests to go by (Chen et al., iCACHE, HPCA 2023, section IV)."""
@@ -101,7 +101,7 @@ class Importance:
             workers = now["num_workers"]
             self.sampler.benefit = benefit(step, hit, miss, workers=workers, batch_size=self._batch_size)
 
-    def _region(self, cache: SampleCache) -> int:
+    def _region(self, cache: AnyCache) -> int:
         """Samples of low importance that may stay until they are served: one package at least."""
         stats, sampler = cache.stats(), self.sampler
         share = self._low_share if sampler.low_region is None else sampler.low_region

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.cache import Packages, SampleCache
+from stallfree.cache import Packages
 from stallfree.cache.packages import Record
 from stallfree.errors import StallfreeError
 from stallfree.loader.board import LOW, MISSED, PACK, PENDING, READ, Board, Field
@@ -30,6 +30,7 @@ from stallfree.loader.worker import orphaned
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.plans.keeping import FRESH
 from stallfree.sources.throttle import payload_bytes
+from stallfree.stores import AnyCache
 
 Ids = npt.NDArray[np.int64]
 
@@ -75,7 +76,7 @@ class HelperSetup:
     child: bool = False
 
     @property
-    def cache(self) -> SampleCache:
+    def cache(self) -> AnyCache:
         """The cache of the reader."""
         assert self.reader.cache is not None
         return self.reader.cache
@@ -85,7 +86,7 @@ class HelperSetup:
         cache = self.cache
         return Packages(
             self.folder,
-            cache.meta.fingerprint,
+            cache.fingerprint,
             cache.num_ids,
             allow_pickle=cache.allow_pickle,
             write_budget=self.write_budget,

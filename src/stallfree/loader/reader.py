@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.cache import MISS, SampleCache
+from stallfree.cache import MISS
 from stallfree.errors import CodecError, InputError, SampleError, StallfreeError
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
 from stallfree.sources.mapped import MapSource, SubsetSource
 from stallfree.sources.throttle import ThrottledSource, payload_bytes
+from stallfree.stores import AnyCache, PartitionedCache
 
 IO_THREADS = 8
 """Fetches under way at once in one process. They wait for storage, so there may be more of them than cores."""
@@ -31,10 +32,17 @@ _UNCHANGING = frozenset({bytes, str, int, float, bool, complex, type(None)})
 
 @dataclass
 class Pending:
-    """A batch whose fetches have been started."""
+    """A batch whose fetches have been started.
+
+    Attributes:
+        ids: of its samples.
+        fetches: from the source, by id.
+        asked: ids that other nodes were asked for, and what they will answer; what they lack is then in `fetches`.
+    """
 
     ids: npt.NDArray[np.int64]
     fetches: dict[int, Future[Any]]
+    asked: list[tuple[npt.NDArray[np.int64], Future[list[Any]]]] = field(default_factory=list)
 
 
 @dataclass
@@ -65,7 +73,13 @@ class Reader:
     """
 
     def __init__(
-        self, source: Source, cache: SampleCache | None, deterministic: Compose, rest: Compose, *, fresh: bool
+        self,
+        source: Source,
+        cache: AnyCache | None,
+        deterministic: Compose,
+        rest: Compose,
+        *,
+        fresh: bool,
     ) -> None:
         self.source = source
         self.cache = cache
@@ -92,11 +106,23 @@ class Reader:
     def start(self, ids: npt.NDArray[np.int64]) -> Pending:
         """Start fetching what `ids` miss. Returns at once. Raises `InputError` after `end`."""
         self.check()
-        fetches: dict[int, Future[Any]] = {}
+        pending = Pending(ids, {})
+        missing = ids if self.cache is None else ids[~self.cache.resident(ids)]
+        if isinstance(self.cache, PartitionedCache):
+            for away in self.cache.away(np.unique(missing)):
+                pending.asked.append((away, self._executor().submit(self._ask, away, pending.fetches)))
+            missing = missing[self.cache.here(missing)]
         if self._threads:
-            missing = ids if self.cache is None else ids[~self.cache.resident(ids)]
-            self._submit(missing.tolist(), fetches)
-        return Pending(ids, fetches)
+            self._submit(missing.tolist(), pending.fetches)
+        return pending
+
+    def _ask(self, ids: npt.NDArray[np.int64], fetches: dict[int, Future[Any]]) -> list[Any]:
+        """Ask the node that owns `ids` for them, and start fetching what it has not."""
+        assert isinstance(self.cache, PartitionedCache)
+        found = self.cache.ask(ids)
+        if self._threads:
+            self._submit([id for id, value in zip(ids.tolist(), found, strict=True) if value is MISS], fetches)
+        return found
 
     def finish(self, pending: Pending, seed: int, epoch: int | Sequence[int], *, skip: bool) -> Samples:
         """The samples of a batch that was started; `epoch` is that of all, or one for each.
@@ -107,7 +133,7 @@ class Reader:
         """
         self.check()
         ids = pending.ids.tolist()
-        found = [MISS] * len(ids) if self.cache is None else self.cache.get_many(pending.ids)
+        found = self._found(pending)
         missing = [at for at, value in enumerate(found) if value is MISS]
         samples = Samples([], [], hits=len(ids) - len(missing), misses=len(missing))
         epochs = [epoch] * len(ids) if isinstance(epoch, int) else epoch
@@ -119,6 +145,24 @@ class Reader:
         finally:
             self._give_up(pending.fetches)
         return samples
+
+    def _found(self, pending: Pending) -> list[Any]:
+        """What is in the cache, on this node and on those that were asked; `MISS` for the rest."""
+        if self.cache is None:
+            return [MISS] * len(pending.ids)
+        if not isinstance(self.cache, PartitionedCache):
+            return self.cache.get_many(pending.ids)
+        found = self.cache.get_here(pending.ids)
+        answers: dict[int, Any] = {}
+        for away, answer in pending.asked:
+            with contextlib.suppress(CancelledError):  # by another loader of this process, which ended
+                answers.update(zip(away.tolist(), answer.result(), strict=True))
+        given: set[int] = set()
+        for at, id in enumerate(pending.ids.tolist()):
+            if (value := answers.get(id, MISS)) is not MISS:
+                found[at] = private(value) if id in given else value
+                given.add(id)
+        return found
 
     def _prepare(
         self, ids: list[int], found: list[Any], samples: Samples, seed: int, epochs: Sequence[int], skip: bool

@@ -68,6 +68,7 @@ __all__ = [
     "open_record",
     "read_record",
     "record_size",
+    "split_record",
     "stack_build",
     "structure_of",
     "write_record",
@@ -371,6 +372,31 @@ def read_record(buffer: Bytes, *, copy: bool, allow_pickle: bool = False) -> Any
 
 
 def _read_record(buffer: Bytes, copy: bool, allow_pickle: bool) -> Any:
+    structure, starts, nbytes, end = _described(buffer)
+    if structure.pickled and not allow_pickle:
+        raise CodecError("the record holds a pickled leaf, which is loaded only with allow_pickle=True")
+    base = structure.head.size
+    if structure.has_views and (copy or not buffer.flags.writeable):
+        buffer = buffer[base & ~63 : end].copy()
+        starts = structure.offsets if structure.fixed else [start - (base & ~63) for start in starts]
+    readers = structure.readers
+    return structure.make([read(buffer, at, n) for read, at, n in zip(readers, starts, nbytes, strict=True)])
+
+
+def split_record(buffer: Bytes) -> tuple[Structure, list[Bytes]]:
+    """What `encode` gave for the record at the start of `buffer`: its structure, and views on the bytes of each leaf.
+
+    Nothing is loaded, pickled leaves neither. Raises CodecError for a malformed or truncated record.
+    """
+    try:
+        structure, starts, nbytes, _ = _described(buffer)
+    except (ValueError, TypeError, IndexError, OverflowError, struct.error) as error:
+        raise CodecError(f"malformed record: {error}") from error
+    return structure, [buffer[start : start + size] for start, size in zip(starts, nbytes, strict=True)]
+
+
+def _described(buffer: Bytes) -> tuple[Structure, Sequence[int], Sequence[int], int]:
+    """What a record says of itself: structure, start and bytes of each leaf, and where it ends."""
     available = buffer.size
     if available < HEAD.size or buffer.dtype != U8 or buffer.ndim != 1:
         raise CodecError(f"malformed record: {available} elements of {buffer.dtype}, expected uint8 and a header")
@@ -378,8 +404,6 @@ def _read_record(buffer: Bytes, copy: bool, allow_pickle: bool) -> Any:
     if magic != MAGIC or HEAD.size + key_size > available:
         raise CodecError("malformed record: wrong magic number or truncated")
     structure = structure_of(buffer[HEAD.size : HEAD.size + key_size].tobytes())
-    if structure.pickled and not allow_pickle:
-        raise CodecError("the record holds a pickled leaf, which is loaded only with allow_pickle=True")
     if variable != structure.nbytes.count(-1):
         raise CodecError("malformed record: wrong number of variable leaves")
     base = structure.head.size
@@ -392,11 +416,7 @@ def _read_record(buffer: Bytes, copy: bool, allow_pickle: bool) -> Any:
         starts, end = _variable_layout(structure, nbytes)
     if end > available:
         raise CodecError(f"malformed record: {available} bytes of {end}")
-    if structure.has_views and (copy or not buffer.flags.writeable):
-        buffer = buffer[base & ~63 : end].copy()
-        starts = structure.offsets if structure.fixed else [start - (base & ~63) for start in starts]
-    readers = structure.readers
-    return structure.make([read(buffer, at, n) for read, at, n in zip(readers, starts, nbytes, strict=True)])
+    return structure, starts, nbytes, end
 
 
 # --- many values of one structure -----------------------------------------------------------------------------------

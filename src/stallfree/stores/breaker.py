@@ -1,0 +1,104 @@
+"""A breaker per server: one failure opens it, and a thread in the background closes it when the server is back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+
+class Breaker:
+    """Says whether a server is to be asked. It begins closed, which means yes.
+
+    Safe in threads. In a forked child an open breaker stays open, and is closed by the child's own thread.
+
+    Args:
+        ping: asks the server for a sign of life; raises anything if there is none. Called in the background.
+        seconds: pause between two pings.
+    """
+
+    def __init__(self, ping: Callable[[], object], seconds: float = 0.5) -> None:
+        self.trips = 0
+        """How often it was opened in this process and, before the fork, in its parent."""
+        self._ping = ping
+        self._seconds = seconds
+        self._open = False
+        self._forgotten = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether the server is to be asked."""
+        if self._open:
+            _rejoin.watch(self)  # in a forked child nobody does so yet
+        return not self._open
+
+    def trip(self) -> None:
+        """Open it. It counts once, however many threads say so."""
+        with _rejoin.lock:
+            if not self._open:
+                self._open = True
+                self.trips += 1
+        _rejoin.watch(self)
+
+    def forget(self) -> None:
+        """Do not ping any more: an open breaker stays open."""
+        self._forgotten = True
+        _rejoin.drop(self)
+
+
+class _Rejoin:
+    """The thread that pings for all open breakers of a process. It ends when there are none."""
+
+    def __init__(self) -> None:
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Nothing is watched: at the beginning, and in a forked child."""
+        self.lock = threading.Lock()
+        self._wake = threading.Event()
+        self._watched: weakref.WeakSet[Breaker] = weakref.WeakSet()
+        self._running = False
+
+    def watch(self, breaker: Breaker) -> None:
+        with self.lock:
+            if breaker._forgotten or not breaker._open or (breaker in self._watched and self._running):
+                return
+            self._watched.add(breaker)
+            if self._running:
+                return
+            self._running = True
+        try:
+            threading.Thread(target=self._run, args=(self._wake,), name="stallfree-rejoin", daemon=True).start()
+        except RuntimeError:  # no more threads, or the interpreter is ending: the next look at `closed` tries again
+            self._running = False
+
+    def drop(self, breaker: Breaker) -> None:
+        with self.lock:
+            self._watched.discard(breaker)
+        self._wake.set()
+
+    def _run(self, wake: threading.Event) -> None:
+        while True:
+            with self.lock:
+                pauses = [breaker._seconds for breaker in self._watched]
+                if not pauses:
+                    self._running = False
+                    return
+            if wake.wait(min(pauses)):
+                wake.clear()  # a breaker was forgotten: perhaps that was the last one
+            else:
+                self._round()
+
+    def _round(self) -> None:
+        for breaker in list(self._watched):
+            with contextlib.suppress(Exception):
+                breaker._ping()
+                with self.lock:
+                    breaker._open = False
+                    self._watched.discard(breaker)
+
+
+_rejoin = _Rejoin()
+os.register_at_fork(after_in_child=_rejoin.start_anew)

@@ -1,0 +1,130 @@
+"""Memory that values are received into, used again and again: fresh megabytes would cost more than the copy."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+SMALLEST = 64 << 10
+"""Bytes of the smallest piece."""
+
+IDLE = 64 << 20
+"""Bytes that are kept in any case."""
+
+_WINDOW = 64  # so many pieces are taken until the most that was in use is found anew
+_HUGE = 2 << 20  # bytes of a huge page
+
+
+class Buffers:
+    """Pieces of memory of one process, whose sizes are powers of two.
+
+    Pieces that nobody uses are kept, up to `keep` bytes with those in use, or up to what was in use at once lately if
+    that is more: so a batch of any size finds standing memory. Those used longest ago are let go of first.
+
+    Safe in threads. A forked child starts with none of its own; what it inherited in use stays readable.
+
+    Args:
+        keep: bytes that are kept in any case.
+    """
+
+    def __init__(self, keep: int = IDLE) -> None:
+        self._keep = keep
+        self._forget()
+        _all.add(self)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._returned: deque[mmap.mmap] = deque()  # finalizers put pieces here, at any moment and in any thread
+        self._idle: list[mmap.mmap] = []  # the one used last at the end
+        self._used = 0  # bytes in use
+        self._peaks = [0, 0]  # the most that was in use: in the last window, and in this one
+        self._taken = 0  # pieces taken in this window
+
+    def take(self, size: int) -> Bytes:
+        """Memory of `size` bytes or more, at a multiple of 64; what is in it is left from before.
+
+        It is yours until the last view of it is freed: arrays and tensors made from it count, since NumPy lets each of
+        them refer to this array. Raises `MemoryError` if there is no such memory.
+        """
+        wanted = max(SMALLEST, 1 << (size - 1).bit_length())
+        with self._lock:
+            piece = self._find(wanted)
+        self._settle()
+        if piece is None:
+            piece = self._map(wanted)
+        array: Bytes = np.frombuffer(piece, np.uint8)
+        weakref.finalize(array, self._take_back, piece, self._returned).atexit = False
+        return array
+
+    def _find(self, wanted: int) -> mmap.mmap | None:
+        self._sort_in()
+        self._used += wanted
+        if self._taken == _WINDOW:
+            self._taken, self._peaks = 0, [self._peaks[1], 0]
+        self._taken += 1
+        self._peaks[1] = max(self._peaks[1], self._used)
+        for at in range(len(self._idle) - 1, -1, -1):
+            if len(self._idle[at]) == wanted:
+                return self._idle.pop(at)
+        return None
+
+    def _map(self, wanted: int) -> mmap.mmap:
+        try:
+            piece = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            with self._lock:
+                self._used -= wanted
+            raise MemoryError(f"no memory for a reply of {wanted} bytes: {error}") from error
+        if wanted >= _HUGE:
+            with contextlib.suppress(AttributeError, OSError):  # first touched in a tenth of the time, if there are any
+                piece.madvise(mmap.MADV_HUGEPAGE)
+        return piece
+
+    def _take_back(self, piece: mmap.mmap, returned: deque[mmap.mmap]) -> None:
+        # A finalizer may run within `take`, in the same thread: so it never waits for the lock.
+        if returned is self._returned:  # else it is a parent's
+            returned.append(piece)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Sort in what was returned, unless another thread does so now: that one looks again afterwards."""
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._lock.release()
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            piece = self._returned.popleft()
+            self._used -= len(piece)
+            self._idle.append(piece)
+        excess = self._used + self.idle_bytes - max(self._keep, *self._peaks)
+        while excess > 0 and self._idle:
+            excess -= len(self._idle.pop(0))
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that are kept and not in use."""
+        return sum(map(len, list(self._idle)))
+
+
+_all: weakref.WeakSet[Buffers] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A thread of the parent may have held a lock; and memory that was written to anew would be copied page by page.
+    for buffers in list(_all):
+        buffers._forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,193 @@
+"""The clerk of a node: a process that takes what lies in its post office, one message after the other.
+
+Samples that others hand in go into the arena of their data set; samples that are asked for are copied out of it into
+the answer. So a sample lies once on its node, in the arena, and the server holds only what is on its way.
+
+Its node's keeper starts it: `python -m stallfree.stores.clerk FOLDER`. Whatever it cannot do is a miss for those who
+ask: they fetch the sample from the source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stallfree.cache import SampleCache
+from stallfree.errors import CodecError
+from stallfree.pipeline.codec import split_record
+from stallfree.stores.buffers import Buffers
+from stallfree.stores.post import ASK, CLEAR, COUNT, ECHO, GO, POST, REQUEST, answer_key
+from stallfree.stores.registry import visit_registered
+from stallfree.stores.spawn import read_server
+from stallfree.stores.values import HEAD_SIZE, DataKey, check_value, owner_of, pack_head
+from stallfree.stores.wire import Lost, Refused, Wire, command
+
+Array = npt.NDArray[Any]
+
+_AT_ONCE = 16
+"""Messages that are taken from the server together."""
+
+_WAIT_SECONDS = 0.25
+"""How long it waits for a message before it looks whether its data sets are still there."""
+
+_SERVER_SECONDS = 5.0
+_KEEP_MILLISECONDS = 5000
+"""An answer that nobody takes away vanishes after that."""
+
+_FULL_SECONDS = 0.1
+"""How long an answer waits for room in the server: others are just taking theirs away."""
+
+
+class Clerk:
+    """What the process does.
+
+    Args:
+        folder: of the node.
+        wire: to the node's server.
+    """
+
+    def __init__(self, folder: Path, wire: Wire) -> None:
+        self._folder, self._wire = folder, wire
+        self._buffers = Buffers()
+        self._caches: dict[DataKey, SampleCache] = {}
+        self._looked = time.monotonic()
+
+    def turn(self) -> None:
+        """Wait for a message, and do it and those behind it. Raises `Lost` when the server is."""
+        messages = self._take()
+        at = 0
+        while at < len(messages):
+            message = messages[at]
+            kind = message[8:12].tobytes() if len(message) >= REQUEST.size else b""
+            if kind in (ASK, COUNT, CLEAR, ECHO) or len(message) < HEAD_SIZE:
+                at += 1
+                if len(message) >= REQUEST.size:
+                    self._answer(message)
+            else:
+                key = owner_of(message)[0]
+                lot = [message]
+                while at + len(lot) < len(messages) and _is_value(messages[at + len(lot)], key):
+                    lot.append(messages[at + len(lot)])
+                at += len(lot)
+                self._put_away(key, lot)
+        if time.monotonic() - self._looked > _WAIT_SECONDS:
+            self._look()
+
+    def _take(self) -> list[Array]:
+        wire = self._wire
+        wire.send([*command("BLPOP", POST, f"{_WAIT_SECONDS:.3f}"), *command("LPOP", POST, _AT_ONCE)], replies=2)
+        wire.expect(_WAIT_SECONDS)
+        messages = []
+        if wire.array() is not None:
+            wire.skip()
+            messages.append(wire.value(self._buffers))
+        for _ in range(wire.array() or 0):
+            messages.append(wire.value(self._buffers))
+        return [message for message in messages if message is not None]
+
+    def _put_away(self, key: DataKey, values: list[Array]) -> None:
+        cache = self._cache(key)
+        ids, records = [], []
+        for value in values:
+            id = owner_of(value)[1]
+            record = check_value(value, key, id)
+            if cache is None or record is None or id >= cache.num_ids:
+                continue
+            with contextlib.suppress(CodecError):
+                taken = split_record(record)
+                if cache.allow_pickle or not taken[0].pickled:
+                    ids.append(id)
+                    records.append(taken)
+        if cache is not None and ids:
+            cache.put_records(ids, records)
+
+    def _answer(self, message: Array) -> None:
+        token, kind, key = REQUEST.unpack_from(message.data)
+        cache = self._cache(key)
+        items: list[Any] = []
+        if kind == ASK:
+            ids = np.frombuffer(message[REQUEST.size :].tobytes(), np.int64)
+            known = cache is not None and len(ids) > 0 and ids.min() >= 0 and ids.max() < cache.num_ids
+            found = cache.copy_records(ids) if known and cache is not None else [()] * len(ids)
+            for id, parts in zip(ids.tolist(), found, strict=True):
+                items.append([pack_head(key, id, parts), *parts] if parts else b"")
+        elif kind == COUNT:
+            items.append(b"%d" % (0 if cache is None else cache.stats().resident_items))
+        elif kind == CLEAR:
+            if cache is not None:
+                cache.clear()
+            return
+        answer = answer_key(token)
+        push = [*command("RPUSH", answer, GO, *items), *command("PEXPIRE", answer, _KEEP_MILLISECONDS)]
+        deadline = time.monotonic() + _FULL_SECONDS
+        while not self._push(push) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def _push(self, push: list[Any]) -> bool:
+        """Whether the server has taken it."""
+        self._wire.send(push, replies=2)
+        try:
+            self._wire.integer()
+        except Refused:
+            return False
+        finally:
+            if not self._wire.idle:
+                self._wire.skip()
+        return True
+
+    def _cache(self, key: DataKey) -> SampleCache | None:
+        """This node's part of a data set; None if it holds none of it."""
+        cache = self._caches.get(key)
+        if cache is not None and cache.gone:
+            self._caches.pop(key).close()
+            cache = None
+        if cache is None:
+            cache = visit_registered(self._folder, key)
+            if cache is not None:
+                self._caches[key] = cache
+        return cache
+
+    def _look(self) -> None:
+        """Let go of the memory of data sets that nobody uses any more."""
+        self._looked = time.monotonic()
+        for key in [key for key, cache in self._caches.items() if cache.gone]:
+            self._caches.pop(key).close()
+
+
+def _is_value(message: Array, key: DataKey) -> bool:
+    return (
+        len(message) >= HEAD_SIZE and message[8:12].tobytes() not in (ASK, COUNT, CLEAR) and owner_of(message)[0] == key
+    )
+
+
+def main() -> None:
+    """Serve until the keeper is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    folder, keeper = Path(sys.argv[1]), os.getppid()
+    clerk = None
+    while os.getppid() == keeper:
+        try:
+            if clerk is None:
+                address = read_server(folder)
+                clerk = Clerk(folder, Wire(partial(address.connection, _SERVER_SECONDS), _SERVER_SECONDS))
+            clerk.turn()
+        except (Lost, Refused, OSError, ValueError):
+            if not folder.exists():
+                return
+            clerk = None
+            time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""One server as one process sees it: its address, its connections, its breaker."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from stallfree.errors import InputError, missing_extra
+from stallfree.stores.breaker import Breaker
+from stallfree.stores.wire import Lost, Wire
+
+if TYPE_CHECKING:
+    import redis
+    from redis.connection import AbstractConnection
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is and how to be let in. Picklable; the password is in its pickle, and in no text made of it.
+
+    Attributes:
+        host: name or number of the host.
+        port: TCP port.
+        path: of a Unix socket; then host and port mean nothing.
+        username: of an ACL user; empty for the default user.
+        password: empty for none.
+        ssl: whether to speak TLS. The server's certificate is checked, its host's name too.
+        ssl_ca_certs: file of the authorities to trust; the system's if empty.
+        ssl_certfile: file of a certificate of one's own, if the server wants one.
+        ssl_keyfile: file of its key, if that is not in the same file.
+        db: number of the database.
+    """
+
+    host: str = "localhost"
+    port: int = 6379
+    path: str = ""
+    username: str = ""
+    password: str = field(default="", repr=False)
+    ssl: bool = False
+    ssl_ca_certs: str = ""
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+    db: int = 0
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> Address:
+        """The address that a user gave as a dict of the attributes above, of which all may be missing.
+
+        None counts as missing. Raises `InputError` for a name that is not known and for a value that cannot be.
+        """
+        known = {field.name: field for field in fields(Address)}
+        if not isinstance(given, Mapping):
+            raise InputError(f"a host was given as {type(given).__name__}: give a dict such as {_EXAMPLE}")
+        values = {name: value for name, value in given.items() if value is not None}
+        for name, value in values.items():
+            if name not in known:
+                raise InputError(f"a host was given with {name!r}, which is none of {', '.join(known)}")
+            kind = type(known[name].default)
+            if isinstance(value, os.PathLike) and kind is str:
+                value = values[name] = os.fspath(value)
+            if type(value) is not kind:
+                shown = "something else" if name == "password" else repr(value)
+                raise InputError(f"a host was given with {name}={shown:.80}: expected {_KINDS[kind]}")
+        address = Address(**values)
+        for wrong, why in (
+            (not address.path and not address.host, "an empty host: give its name, or leave it out for this host"),
+            (not 0 < address.port < 1 << 16, f"port={address.port}: expected 1 to 65535"),
+            (address.db < 0, f"db={address.db}: expected 0 or more"),
+            (address.path and {"host", "port"} & set(values), "path and host or port: give one of them"),
+            (address.path and address.ssl, "path and ssl: a Unix socket needs no TLS"),
+            (address.username and not address.password, "a username and no password: give both"),
+            (
+                not address.ssl and any(values.get(name) for name in _TLS),
+                f"{next((name for name in _TLS if values.get(name)), '')} and without ssl=True: give both",
+            ),
+            (address.ssl_keyfile and not address.ssl_certfile, "ssl_keyfile and no ssl_certfile: give both"),
+        ):
+            if wrong:
+                raise InputError(f"a host was given with {why}")
+        return address
+
+    def __str__(self) -> str:
+        if self.path:
+            return self.path
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def connection(self, timeout: float) -> AbstractConnection:
+        """A connection of redis-py to it, which is not open yet.
+
+        Args:
+            timeout: seconds for the connecting, and for each answer.
+
+        Raises `MissingExtraError` without redis-py.
+        """
+        kind, arguments = self._redis(timeout)
+        connection: AbstractConnection = kind(**arguments)
+        return connection
+
+    def client(self, timeout: float) -> redis.Redis:
+        """A client of redis-py for it, which does not try again. Raises `MissingExtraError` without redis-py."""
+        kind, arguments = self._redis(timeout)
+        from redis import ConnectionPool, Redis
+
+        return Redis(connection_pool=ConnectionPool(connection_class=kind, **arguments))
+
+    def _redis(self, timeout: float) -> tuple[type[AbstractConnection], dict[str, Any]]:
+        try:
+            from redis.backoff import NoBackoff
+            from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+            from redis.retry import Retry
+        except ModuleNotFoundError as error:
+            raise missing_extra("redis", "redis", "a store on Redis or Valkey") from error
+        arguments: dict[str, Any] = {
+            "username": self.username or None,
+            "password": self.password or None,
+            "db": self.db,
+            "protocol": 2,
+            "socket_timeout": timeout,
+            "socket_connect_timeout": timeout,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        if self.path:
+            return UnixDomainSocketConnection, arguments | {"path": self.path}
+        arguments |= {"host": self.host, "port": self.port}
+        if not self.ssl:
+            return Connection, arguments
+        return SSLConnection, arguments | {name: getattr(self, name) or None for name in _TLS}
+
+
+_TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_KINDS = {str: "a text", int: "an integer", bool: "True or False"}
+_EXAMPLE = "{'host': 'node1', 'port': 6379, 'password': '...'}"
+
+
+class Endpoint:
+    """A server, for all threads of this process and of its forked children. Picklable.
+
+    Connections are made when they are needed: one per thread that uses the server at the same time.
+
+    Args:
+        address: where it is.
+        timeout: seconds that it may be silent, for each step of connecting and asking.
+        ping: tries with a connection whether it is back, and raises `Lost` if not; by default the server's PING.
+    """
+
+    def __init__(self, address: Address, timeout: float = 0.25, *, ping: Callable[[Wire], None] | None = None) -> None:
+        self.address = address
+        self.timeout = timeout
+        self._pinged = ping
+        self.breaker = Breaker(self._ping)
+        self.last_failure = ""
+        """Why the breaker was opened the last time."""
+        self._idle: list[Wire] = []  # its operations are atomic; a wire of a parent makes itself anew
+        self._client: redis.Redis | None = None
+        self._client_lock = threading.Lock()
+        self._closed = False
+
+    def run(self, call: Callable[[Wire], T]) -> T | None:
+        """What `call` gives with a connection of its own for that time; None if the server is not there.
+
+        A server that is lost meanwhile opens the breaker, and until it answers again nothing is called. `Refused` and
+        other errors of `call` are raised. Replies that `call` did not read cost the connection.
+        """
+        if self._closed or not self.breaker.closed:
+            return None
+        wire = self._take()
+        try:
+            return call(wire)
+        except Lost as error:
+            self._fail(error)
+            return None
+        finally:
+            self._give_back(wire)
+
+    def client(self) -> redis.Redis:
+        """redis-py's own client, for what is not bulk. It has the same time limits, and does not try again."""
+        if self._client is None:
+            with self._client_lock:
+                if self._client is None:
+                    self._client = self.address.client(self.timeout)
+        return self._client
+
+    def close(self) -> None:
+        """Close what is not in use; what is will be closed when it is given back. May be called twice."""
+        self._closed = True
+        self.breaker.forget()
+        self._drop_idle()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_endpoint, (self.address, self.timeout, self._pinged)
+
+    def _take(self) -> Wire:
+        while True:
+            try:
+                wire = self._idle.pop()
+            except IndexError:
+                return Wire(lambda: self.address.connection(self.timeout), self.timeout)
+            if wire.usable():
+                return wire
+            wire.close()  # the server has closed it, for instance because it was started anew
+
+    def _give_back(self, wire: Wire) -> None:
+        if self._closed or not wire.idle:
+            wire.close()
+        else:
+            self._idle.append(wire)
+
+    def _fail(self, error: Lost) -> None:
+        self.last_failure = f"{self.address}: {error}"
+        self.breaker.trip()
+        self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        while self._idle:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                return
+
+    def _ping(self) -> None:
+        wire = Wire(lambda: self.address.connection(self.timeout), self.timeout)
+        try:
+            if self._pinged is not None:
+                self._pinged(wire)
+            elif wire.call(b"PING") != b"PONG":
+                raise Lost("no answer to a ping")
+        finally:
+            wire.close()
+
+
+def _make_endpoint(address: Address, timeout: float, ping: Callable[[Wire], None] | None) -> Endpoint:
+    return Endpoint(address, timeout, ping=ping)

@@ -1,0 +1,310 @@
+"""The sample cache of a data set that is spread over the nodes of a job.
+
+Each node keeps the samples that it owns in an arena of its own, a `SampleCache`, from which its processes read without
+a word to anybody. Samples of other nodes are asked for through their post offices (post.py). Who owns what follows from
+the names of the nodes (spread.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache import MISS, Aim, Policy, SampleCache
+from stallfree.cache.checks import checked_scores
+from stallfree.cache.layout import Meta
+from stallfree.errors import CodecError, InputError
+from stallfree.pipeline.codec import encode, read_record
+from stallfree.pipeline.structure import Structure
+from stallfree.stats import StoreStats
+from stallfree.stores.post import BUSY, PostOffice
+from stallfree.stores.spread import owners
+from stallfree.stores.values import DataKey
+
+Array = npt.NDArray[Any]
+
+_BACK_OFF = 50
+"""Batches that are not handed to a node whose server refused one."""
+
+
+class PartitionedCache:
+    """What the job holds of a data set, as one process sees it. Has the methods of `SampleCache` that loaders use.
+
+    `resident`, `structure`, `aim` and `gather` tell of this node's own part only. Samples of others are asked for with
+    `ask`, node by node, so that the nodes can be asked at the same time.
+
+    Args:
+        local: the part of this node.
+        names: of all nodes, in the same order everywhere.
+        me: the place of this node among them.
+        offices: the post office of each node; None for this one.
+        key: of the data set.
+    """
+
+    def __init__(
+        self, local: SampleCache, names: Sequence[str], me: int, offices: Sequence[PostOffice | None], key: DataKey
+    ) -> None:
+        self.local, self.me, self.key = local, me, key
+        self._names, self._offices = list(names), list(offices)
+        self._owner = _shared_owners(local.path, local.num_ids, self._names)
+        self._pauses = [0] * len(self._names)
+        self._warned = False
+        self._last: StoreStats | None = None
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_ids(self) -> int:
+        """Number of samples of the data set."""
+        return self.local.num_ids
+
+    @property
+    def name(self) -> str:
+        """Of the data set in the store."""
+        return self.local.name
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes over which the data set is spread."""
+        return len(self._names)
+
+    @property
+    def policy(self) -> Policy:
+        """Of this node's part."""
+        return self.local.policy
+
+    @property
+    def fingerprint(self) -> str:
+        """Says which samples these are."""
+        return self.local.fingerprint
+
+    @property
+    def path(self) -> Path:
+        """The folder of this node's part."""
+        return self.local.path
+
+    @property
+    def structure(self) -> Structure | None:
+        """The structure that all samples share, or None if there is none."""
+        return self.local.structure
+
+    @property
+    def meta(self) -> Meta:
+        """What this node's part is made of."""
+        return self.local.meta
+
+    @property
+    def complete(self) -> bool:
+        """Whether this node has all samples."""
+        return self.local.complete
+
+    @property
+    def allow_pickle(self) -> bool:
+        """Whether samples that the codec does not know are pickled, and travel so."""
+        return self.local.allow_pickle
+
+    def resident(self, ids: Any) -> Array:
+        """Which of `ids` (integers) are in this node's memory: an array of bool."""
+        return self.local.resident(ids)
+
+    def owner(self, ids: Any) -> Array:
+        """The place of the node that owns each of `ids` (integers) among the nodes of the job: int16."""
+        return self._owner[self.local.checked(ids)]
+
+    def populate(self) -> None:
+        """As `SampleCache.populate`."""
+        self.local.populate()
+
+    def stats(self) -> StoreStats:
+        """The counts over all processes of this node; after `close`, those of that moment."""
+        if self._last is not None:
+            return self._last
+        local = self.local.stats()
+        return StoreStats(**local.__dict__, other_hits=self.local.other_hits)
+
+    def set_scores(self, ids: Any, scores: Any) -> None:
+        """As `SampleCache.set_scores`, for those of `ids` that this node owns."""
+        wanted = self.local.checked(ids)
+        mine = self.here(wanted)
+        self.local.set_scores(wanted[mine], checked_scores(scores, len(wanted))[mine])
+
+    def drop(self, ids: Any) -> None:
+        """As `SampleCache.drop`, for those of `ids` that this node owns."""
+        wanted = self.local.checked(ids)
+        self.local.drop(wanted[self.here(wanted)])
+
+    def count_fetch(self, reads: int, size: int) -> None:
+        """Count `reads` fetches from the source that brought `size` bytes."""
+        self.local.count_fetch(reads, size)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def here(self, ids: Array) -> Array:
+        """Which of `ids` this node owns: an array of bool."""
+        return self._owner[ids] == self.me  # type: ignore[no-any-return]
+
+    def owns(self, id: int) -> bool:
+        """Whether this node owns sample `id`."""
+        return bool(self._owner[id] == self.me)
+
+    def away(self, ids: Array) -> list[Array]:
+        """Those of `ids` that other nodes own: an array for each of these nodes."""
+        owner = self._owner[ids]
+        return [ids[owner == place] for place in np.unique(owner).tolist() if place != self.me]
+
+    def ask(self, ids: Array) -> list[Any]:
+        """The samples of `ids`, which one other node owns; `MISS` for those that it has not, or when it is lost.
+
+        They may share memory, which lives as long as any of them.
+        """
+        office = self._offices[int(self._owner[ids[0]])]
+        assert office is not None
+        values: list[Any] = []
+        for record in office.ask(self.key, ids, self._typical()):
+            value = MISS
+            if record is not None:
+                with contextlib.suppress(CodecError):  # of another version, or a pickle: it is fetched
+                    value = read_record(record, copy=False, allow_pickle=self.allow_pickle)
+            values.append(value)
+        hits = sum(value is not MISS for value in values)
+        self.local.count_others(hits, len(values) - hits)
+        return values
+
+    def get_here(self, ids: Array) -> list[Any]:
+        """The samples of `ids`, `MISS` for those that this node does not own or does not hold."""
+        mine = self._owner[ids] == self.me
+        if mine.all():
+            return self.local.get_many(ids)
+        values: list[Any] = [MISS] * len(ids)
+        at = np.flatnonzero(mine)
+        for position, value in zip(at.tolist(), self.local.get_many(ids[at]), strict=True):
+            values[position] = value
+        return values
+
+    def get_many(self, ids: Any) -> list[Any]:
+        """The samples of `ids`, `MISS` for those that no node holds. Other nodes are asked one after the other."""
+        wanted = self.local.checked(ids)
+        values = self.get_here(wanted)
+        owner = self._owner[wanted]
+        for place in np.unique(owner).tolist():
+            if place != self.me:
+                at = np.flatnonzero(owner == place)
+                for position, value in zip(at.tolist(), self.ask(wanted[at]), strict=True):
+                    values[position] = value
+        return values
+
+    def get(self, id: int) -> Any:
+        """One sample, or `MISS`."""
+        return self.get_many([id])[0]
+
+    def aim(self, outs: Sequence[Array]) -> Aim:
+        """As `SampleCache.aim`."""
+        return self.local.aim(outs)
+
+    def gather(self, ids: Any, into: Aim | Sequence[Array]) -> Array:
+        """As `SampleCache.gather`: out of this node's part."""
+        return self.local.gather(ids, into)
+
+    def _typical(self) -> int:
+        """Bytes of a usual record, as far as this node knows."""
+        stats = self.local.stats()
+        return stats.resident_bytes // stats.resident_items if stats.resident_items else 1 << 20
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def put_many(self, ids: Any, values: Sequence[Any]) -> Array:
+        """Store `values` as the samples of `ids` at their owners; which of them were taken, as an array of bool.
+
+        Those of other nodes are handed in at their post offices, which put them away in order, before they answer
+        what is asked later. Raises like `SampleCache.put_many`.
+        """
+        wanted = self.local.checked(ids)
+        if len(wanted) != len(values):
+            raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values")
+        owner = self._owner[wanted]
+        taken = np.zeros(len(wanted), bool)
+        for place in np.unique(owner).tolist():
+            at = np.flatnonzero(owner == place)
+            some = [values[position] for position in at.tolist()]
+            office = self._offices[place]
+            if office is None:
+                taken[at] = self.local.put_many(wanted[at], some)
+            else:
+                taken[at] = self._hand_in(place, wanted[at], some)
+        return taken
+
+    def put(self, id: int, value: Any) -> bool:
+        """Store one sample; whether it was taken."""
+        return bool(self.put_many([id], [value])[0])
+
+    def _hand_in(self, place: int, ids: Array, values: Sequence[Any]) -> bool:
+        if self._pauses[place] > 0:
+            self._pauses[place] -= 1
+            return False
+        records = [encode(value, allow_pickle=self.allow_pickle) for value in values]
+        office = self._offices[place]
+        assert office is not None
+        answer = office.hand_in(self.key, ids.tolist(), records)
+        if answer is BUSY:
+            self._pauses[place] = _BACK_OFF
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"the server of {self._names[place]} has no room for more samples on their way to it: some are "
+                    "not stored for a while",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+        return answer is True
+
+    def clear(self) -> None:
+        """Drop all records of this data set on all nodes that can be reached."""
+        self.local.clear()
+        for office in self._offices:
+            if office is not None:
+                office.clear(self.key)
+
+    def num_keys(self) -> int:
+        """Samples of this data set that are held, on all nodes that can be reached."""
+        others = [office.num_keys(self.key) for office in self._offices if office is not None]
+        return self.local.stats().resident_items + sum(others)
+
+    def close(self) -> None:
+        """Leave the cache. May be called twice."""
+        if self._last is None:
+            self._last = self.stats()
+            self._owner = np.empty(0, np.int16)
+        for office in self._offices:
+            if office is not None:
+                office.close()
+        self.local.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PartitionedCache, (self.local, self._names, self.me, self._offices, self.key)
+
+    def __enter__(self) -> PartitionedCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _shared_owners(folder: Path, num_ids: int, names: Sequence[str]) -> Array:
+    """The owner of each id, computed by the first process of this node and mapped by the others."""
+    file = folder / "owners.npy"
+    try:
+        found = np.load(file, mmap_mode="r")
+    except (OSError, ValueError):
+        making = folder / f"owners-{os.getpid()}-{secrets.token_hex(4)}.npy"
+        np.save(making, owners(num_ids, names))
+        os.replace(making, file)
+        found = np.load(file, mmap_mode="r")
+    return found  # type: ignore[no-any-return]

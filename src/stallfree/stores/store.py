@@ -1,0 +1,178 @@
+"""`RedisStore`: where the caches of several hosts meet."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from stallfree.cache import MISS, Policy, SampleCache
+from stallfree.errors import CapacityError, InputError, MissingExtraError, MissingServerError, StorageError
+from stallfree.folders import check_name
+from stallfree.stores.keeper import LOG
+from stallfree.stores.meet import Peer, find_interface, find_place, meet
+from stallfree.stores.partition import PartitionedCache
+from stallfree.stores.post import PostOffice
+from stallfree.stores.registry import register, registered_bytes
+from stallfree.stores.spawn import Node
+from stallfree.stores.values import data_key
+from stallfree.units import format_size, parse_size
+
+_CLERK_SECONDS = 30.0
+_NO_LIMIT = 1 << 62
+_CLERK = "stallfree.stores.clerk"
+
+
+def wished_store() -> RedisStore | None:
+    """A store over the nodes of the job; None if there is only this one, or with a warning if it cannot be made."""
+    if find_place().count == 1:
+        return None
+    try:
+        return RedisStore(capacity_per_node=_NO_LIMIT, name="auto")
+    except (MissingServerError, MissingExtraError) as error:
+        warnings.warn(f"samples are cached on each node for itself: {error}", RuntimeWarning, stacklevel=3)
+        return None
+
+
+class RedisStore:
+    """The memory of all nodes of a job, as one store for the caches of data sets.
+
+        store = RedisStore(capacity_per_node="64GiB")
+        dataset = CachedDataset(ds, capacity="64GiB", store=store, name="imagenet-train")
+
+    Every node keeps the samples that it owns in its own shared memory, from which its processes read directly. Samples
+    of other nodes travel through the servers of these nodes: one of Valkey or Redis per node, which the first process
+    of a node starts, and which ends with the last. A server holds only what is on its way, 256 MiB at most. Who owns a
+    sample follows from its id and the names of the nodes.
+
+    The nodes of a job find each other through the variables that torchrun sets, and the store that it keeps at
+    MASTER_ADDR:MASTER_PORT (or the one of `torch.distributed.init_process_group`).
+
+    Args:
+        capacity_per_node: bytes that the data sets of this store may take on each node, all together, as an int or such
+            as "64GiB".
+        cluster_mode: False keeps every node to itself: no server is started, and nothing is shared.
+        name: of the store; the processes of a node that give the same name share it.
+        interface: name or number of the network interface's address at which other nodes reach this one.
+        port: for the server; 0 for a free one.
+        timeout: seconds that another node may be silent before it counts as lost, for a while.
+        allow_pickle: whether samples that can only be pickled are stored and, coming from another node, loaded.
+            Whoever can write to a server could then run code here.
+
+    Raises `InputError` for arguments that cannot be used, `MissingServerError` when there is neither `valkey-server`
+    nor `redis-server`, `WaitError` when other nodes of the job do not come, `StorageError` when no server can be
+    started.
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity_per_node: int | str,
+        cluster_mode: bool = True,
+        name: str = "default",
+        interface: str | None = None,
+        port: int = 0,
+        timeout: float = 0.25,
+        allow_pickle: bool = False,
+    ) -> None:
+        self.capacity = parse_size(capacity_per_node, "capacity_per_node")
+        if timeout <= 0:
+            raise InputError(f"timeout={timeout}: give seconds above 0")
+        self.name, self.timeout, self.allow_pickle = check_name(name), timeout, allow_pickle
+        self._node: Node | None = None
+        self._peers: list[Peer] = []
+        self._me = 0
+        if cluster_mode:
+            place = find_place()
+            alone = place.count == 1  # then nothing is gained but an open port
+            self._node = Node(
+                name,
+                interface=None if alone else interface or find_interface(place),
+                port=0 if alone else port,
+            )
+            try:
+                self._wait_for_clerk(alone)
+                self._peers, self._me = meet(self._node, name, place)
+            except BaseException:
+                self._node.close()
+                raise
+
+    def _wait_for_clerk(self, alone: bool) -> None:
+        """Before the others are told of this node: then whoever knows of a node can ask it."""
+        assert self._node is not None
+        office = PostOffice(self._node.unix, self.timeout)
+        try:
+            if not alone and not office.wait(_CLERK_SECONDS):
+                raise StorageError(
+                    f"the process {_CLERK} of the store {self.name!r} did not start within {_CLERK_SECONDS:.0f} s: see "
+                    f"{self._node.folder / LOG}"
+                )
+        finally:
+            office.close()
+
+    def attach(
+        self,
+        num_ids: int,
+        *,
+        capacity: int,
+        fingerprint: str,
+        policy: str | Policy = "minio",
+        name: str,
+        example: Any = MISS,
+    ) -> PartitionedCache:
+        """The cache of one data set in this store; the arguments are those of `SampleCache`.
+
+        The name alone never lets one data set read another's samples: the fingerprint is in the key. Raises
+        `CapacityError` when the data sets of this node would take more than the store has.
+        """
+        key = data_key(name, fingerprint)
+        taken = 0 if self._node is None else registered_bytes(self._node.folder, but=key)
+        if taken + capacity > self.capacity:
+            raise CapacityError(
+                f"capacity={format_size(capacity)} for {name!r} is more than the store {self.name!r} has left on this "
+                f"node: {format_size(self.capacity - taken)} of capacity_per_node={format_size(self.capacity)}"
+            )
+        local = SampleCache(
+            num_ids,
+            capacity=capacity,
+            fingerprint=fingerprint,
+            policy=policy,
+            name=self.folder_of(name, fingerprint),
+            example=example,
+            allow_pickle=self.allow_pickle,
+        )
+        try:
+            if self._node is not None:
+                register(self._node.folder, key, local)
+            offices = [
+                None if place == self._me else PostOffice(peer.address, self.timeout)
+                for place, peer in enumerate(self._peers)
+            ]
+            return PartitionedCache(
+                local, [peer.name for peer in self._peers] or [""], self._me, offices or [None], key
+            )
+        except BaseException:
+            local.close()
+            raise
+
+    def folder_of(self, name: str, fingerprint: str) -> str:
+        """The name of the folder in which this node keeps its part of a data set."""
+        return f"{self.name}-{data_key(name, fingerprint).hex()[:16]}"
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the job."""
+        return max(1, len(self._peers))
+
+    def close(self) -> None:
+        """Leave the store. Its server ends when the last process of the node has left. May be called twice."""
+        if self._node is not None:
+            self._node.close()
+
+    def __enter__(self) -> RedisStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RedisStore({self.name!r}, {self.num_nodes} nodes, {format_size(self.capacity)} on each)"
