@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-browser bench check clean
+.PHONY: help demo server test test-slow test-browser bench check clean
 
 VENV ?= .venv
 ARGS ?=
@@ -60,11 +60,18 @@ $(VENV)/.browser: $(VENV)/.made $(DECLARED)
 demo: $(VENV)/.all
 	$(BIN)/stallfree demo $(ARGS)
 
-test: $(VENV)/.test
+test: $(VENV)/.test server
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.test
+test-slow: $(VENV)/.test server
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Tests of stores across hosts need a server. Without it they are skipped, and say so.
+server:
+	@command -v valkey-server redis-server >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+	    apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } || \
+	  echo "neither valkey-server nor redis-server: tests of stores across hosts will be skipped" >&2
 
 # The browser is Debian's: playwright is given its path and downloads none.
 test-browser: $(VENV)/.browser

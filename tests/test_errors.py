@@ -39,6 +39,7 @@ def test_every_error_is_a_stallfree_error() -> None:
         ("CodecError", TypeError),
         ("WaitError", TimeoutError),
         ("MissingExtraError", ImportError),
+        ("MissingServerError", OSError),
     ],
 )
 def test_the_builtin_that_fits_catches_it(name: str, builtin: type[Exception]) -> None:

@@ -9,7 +9,7 @@ StallfreeError
 ├── SampleError                        one sample could not be fetched or prepared; `.id`, `.where`
 ├── WorkerError                        worker processes died on the same batch; `.ids`
 ├── WaitError (TimeoutError)           a wait reached its limit; the message says for what
-├── MissingServerError (OSError)        no server for a store is installed, or it cannot be started
+├── MissingServerError (OSError)       no server for a store is installed, or it cannot be started
 └── MissingExtraError (ImportError)    an optional package is not installed; the message names the extra
 """
 

@@ -24,6 +24,7 @@ from stallfree.pipeline.codec import (
     encode,
     open_record,
     read_record,
+    split_record,
     stack_build,
     structure_of,
     write_record,
@@ -39,6 +40,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 @given(trees(leaves), st.booleans(), st.integers(0, 200))
 def test_round_trip(value: Any, copy: bool, spare: int) -> None:
     assert same(read_record(record(value, spare=spare), copy=copy), value)
+
+
+@everyday
+@given(trees(leaves), st.integers(0, 200))
+def test_a_record_split_is_what_it_was_encoded_from(value: Any, spare: int) -> None:
+    written = record(value, spare=spare)
+    structure, parts = split_record(written)
+    known, arrays = encode(value, allow_pickle=True)
+    assert structure is known
+    assert [part.tobytes() for part in parts] == [array.tobytes() for array in arrays]
+    assert all(part.base is not None for part in parts if part.size)
+    again = np.zeros_like(written)
+    write_record(structure, parts, again)
+    assert same(read_record(again, copy=True), value)
 
 
 @everyday

@@ -19,6 +19,7 @@ from stallfree.pipeline.codec import (
     encode,
     open_record,
     read_record,
+    split_record,
     stack_build,
     write_record,
 )
@@ -39,6 +40,8 @@ def read_or_refuse(buffer: np.ndarray) -> None:
         elif isinstance(value, np.ndarray | np.generic):
             value.tobytes()
 
+    with contextlib.suppress(CodecError):
+        touch(split_record(buffer)[1])
     for copy in (True, False):
         with contextlib.suppress(CodecError):
             touch(read_record(buffer, copy=copy))
@@ -48,8 +51,11 @@ def read_or_refuse(buffer: np.ndarray) -> None:
 @given(trees(leaves), st.data())
 def test_truncated_records(value: Any, data: st.DataObject) -> None:
     written = record(value)
+    cut = written[: data.draw(st.integers(0, written.size - 1))].copy()
     with pytest.raises(CodecError):
-        read_record(written[: data.draw(st.integers(0, written.size - 1))].copy(), copy=True)
+        read_record(cut, copy=True)
+    with pytest.raises(CodecError):
+        split_record(cut)
 
 
 @everyday

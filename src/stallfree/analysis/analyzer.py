@@ -89,7 +89,7 @@ def analyze(
     if isinstance(dataset, CachedDataset):
         if cache is not None:
             raise InputError(f"cache={cache!r}: the CachedDataset that was given has a cache; leave `cache` out")
-        cache = dataset.cache.meta.capacity
+        cache = dataset.cache.capacity
     elif cache is not None:
         check_cache(cache)
     if not seconds > 0:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError
+from stallfree.cache.layout import Meta
+from stallfree.errors import FingerprintError, InputError
+from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
 
@@ -22,6 +26,32 @@ class _Miss:
 
 MISS = _Miss()
 """Stands for a sample that is not in the cache, where None might be a sample."""
+
+
+def check_same(meta: Meta, path: Path, fingerprint: str, num_ids: int, policy: str) -> None:
+    """Raise `FingerprintError` if the cache in the folder `path` is not the one that is wanted."""
+    for what, there, wanted in (
+        ("fingerprint", meta.fingerprint, fingerprint),
+        ("number of samples", meta.num_ids, num_ids),
+        ("policy", meta.policy, policy),
+    ):
+        if there != wanted:
+            raise FingerprintError(
+                f"the cache {path.name!r} in {path.parent} holds other data: its {what} is {there}, yours is {wanted}. "
+                f"Give another name, or remove it with `stallfree cache rm {path.name}`"
+            )
+
+
+def warn_of_capacity(meta: Meta, path: Path, size: int) -> None:
+    """Warn of a cache that was there already, in the folder `path`, with another capacity than `size` bytes."""
+    if abs(meta.capacity - size) > size // 16:
+        warnings.warn(
+            f"the cache {path.name!r} is there already, with a capacity of {format_size(meta.capacity)}: the "
+            f"{format_size(size)} asked for are not taken. Give another name, or remove it with "
+            f"`stallfree cache rm {path.name}` when nobody uses it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def checked_ids(ids: Any, num_ids: int) -> Array:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.arena import Arena, DiskArena, MemoryArena
-from stallfree.cache.checks import MISS, Closed, checked_ids, checked_scores
+from stallfree.cache.checks import MISS, Closed, check_same, checked_ids, checked_scores, warn_of_capacity
 from stallfree.cache.counters import Count, Counters
 from stallfree.cache.index import DamagedError, Field, Index
 from stallfree.cache.layout import META, Meta, plan_layout
@@ -34,7 +34,7 @@ from stallfree.locks import FileLock
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.structure import Structure
 from stallfree.stats import CacheStats
-from stallfree.units import format_size, parse_size
+from stallfree.units import parse_size
 
 Array = npt.NDArray[Any]
 
@@ -118,26 +118,13 @@ class SampleCache:
                 raise
             warnings.warn(f"{error}. Nobody used it: it was thrown away and made anew", RuntimeWarning, stacklevel=2)
             self._attach_to(name, root, policy, allow_pickle, initialize, persist)
-        for what, there, wanted in (
-            ("fingerprint", self.meta.fingerprint, fingerprint),
-            ("number of samples", self.meta.num_ids, num_ids),
-            ("policy", self.meta.policy, policy.name),
-        ):
-            if there != wanted:
-                self.close()
-                raise FingerprintError(
-                    f"the cache {name!r} in {root} holds other data: its {what} is {there}, yours is {wanted}. "
-                    f"Give another name, or remove it with `stallfree cache rm {name}`"
-                )
-
-        if size and not self._created and abs(self.meta.capacity - size) > size // 16:
-            warnings.warn(
-                f"the cache {name!r} is there already, with a capacity of {format_size(self.meta.capacity)}: the "
-                f"{format_size(size)} asked for are not taken. Give another name, or remove it with "
-                f"`stallfree cache rm {name}` when nobody uses it",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        try:
+            check_same(self.meta, self._path, fingerprint, num_ids, policy.name)
+        except FingerprintError:
+            self.close()
+            raise
+        if size and not self._created:
+            warn_of_capacity(self.meta, self._path, size)
 
     def _attach_to(
         self,
@@ -202,6 +189,11 @@ class SampleCache:
         return self._allow_pickle
 
     @property
+    def capacity(self) -> int:
+        """Bytes that the cache may take, index included."""
+        return self.meta.capacity
+
+    @property
     def fingerprint(self) -> str:
         """Says which samples these are."""
         return self.meta.fingerprint
@@ -214,6 +206,11 @@ class SampleCache:
     def resident(self, ids: Any) -> Array:
         """Which of `ids` (integers) are in the cache: an array of bool."""
         return self._index.first[self.checked(ids)] != 0  # type: ignore[no-any-return]
+
+    @property
+    def full(self) -> bool:
+        """Whether a newcomer would not be stored, as far as one can tell: there is no room, and nobody makes any."""
+        return not self.policy.evicts and not self._writer.has_room()
 
     @property
     def other_hits(self) -> int:
@@ -320,10 +317,14 @@ class SampleCache:
     def copy_records(self, ids: Any) -> list[tuple[Array, ...]]:
         """The records of `ids` as they describe themselves (`pipeline.codec`), in parts; () for those not resident.
 
-        Nothing is counted. The parts are overwritten by the next reading in this thread. Only for a cache in memory.
+        The policy is told of the uses; nothing is counted. The parts are overwritten by the next reading in this
+        thread. Only for a cache in memory.
         """
         self._check_process()
-        return self._records.copy(self._records.look(self.checked(ids)))
+        found = self._records.look(self.checked(ids))
+        parts = self._records.copy(found)
+        self._writer.used(found.ids[found.good])
+        return parts
 
     def count_others(self, hits: int, misses: int) -> None:
         """Count samples that another node of the job was asked for: those that it had, and those that it had not."""
@@ -374,7 +375,7 @@ class SampleCache:
         """False, and `count` samples are rejected, where it would be of no use to encode them."""
         if self._skip_puts > 0:
             self._skip_puts -= 1
-        elif self.policy.evicts or self._writer.has_room():
+        elif not self.full:
             return True
         self._counters.add((Count.REJECTED, count))
         return False

@@ -65,7 +65,7 @@ def check_importance(
     if (
         isinstance(sampler.cache, (SampleCache, PartitionedCache))
         and cache is not None
-        and sampler.cache.path != cache.path
+        and sampler.cache.path != getattr(cache, "path", None)
     ):
         raise InputError(
             f"the sampler has the cache {sampler.cache.name!r}, the data set {cache.name!r}: give dataset.cache to both"

@@ -18,7 +18,7 @@ from stallfree.cache.policies import Policy
 from stallfree.errors import CodecError, InputError, WaitError
 from stallfree.folders import check_name
 from stallfree.stats import CacheStats
-from stallfree.stores import AnyCache, PartitionedCache, RedisStore
+from stallfree.stores import AnyCache, RedisStore, SpreadCache
 from stallfree.units import parse_size
 
 Places = npt.NDArray[np.int64]
@@ -98,7 +98,7 @@ class CacheLoader:
         """
         plain, places = self._places(key)
         free = None
-        if isinstance(self.cache, PartitionedCache):
+        if isinstance(self.cache, SpreadCache):
             value, free = self._find_in_order(plain, places, self.cache)
         else:
             value = self._find(plain, places)
@@ -115,7 +115,7 @@ class CacheLoader:
         if not len(free) and self.cache.policy.evicts:
             free = places[[self._chance.randrange(_WAYS)]]
             with contextlib.suppress(WaitError):  # another process is writing: the value is not stored this time
-                self.cache.drop(free)
+                self.cache.drop(free)  # type: ignore[union-attr] # one in servers never evicts
         if len(free):
             try:
                 self.cache.put(int(free[0]), (key, value))
@@ -126,7 +126,7 @@ class CacheLoader:
         return self._find(*self._places(key)) is not MISS
 
     def _find(self, key: str | int, places: Places) -> Any:
-        if isinstance(self.cache, PartitionedCache):
+        if isinstance(self.cache, SpreadCache):
             return self._find_in_order(key, places, self.cache)[0]
         resident = self.cache.resident(places)
         for place in places[resident].tolist():
@@ -137,7 +137,7 @@ class CacheLoader:
             self.cache.get(int(places[~resident][0]))  # counted as a miss
         return MISS
 
-    def _find_in_order(self, key: str | int, places: Places, cache: PartitionedCache) -> tuple[Any, Places]:
+    def _find_in_order(self, key: str | int, places: Places, cache: AnyCache) -> tuple[Any, Places]:
         """The same over several nodes, and the place that is free, if any.
 
         Places are taken in order, so nothing is behind the first one that is free.

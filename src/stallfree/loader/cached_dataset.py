@@ -24,7 +24,7 @@ from stallfree.pipeline.protocol import Source
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
-from stallfree.stores import AnyCache, PartitionedCache, RedisStore, wished_store
+from stallfree.stores import AnyCache, RedisStore, SpreadCache, wished_store
 from stallfree.units import parse_size
 
 _FORMAT = "records-1"
@@ -144,7 +144,7 @@ class CachedDataset:
             self.reader = Reader(self.source, self.cache, before, rest, fresh=fresh)
             for sample in samples:
                 self.cache.count_fetch(1, payload_bytes(sample.record))
-                if not isinstance(self.cache, PartitionedCache) or self.cache.owns(sample.id):
+                if not isinstance(self.cache, SpreadCache) or self.cache.owns(sample.id):
                     self.cache.put(sample.id, sample.value)
         except BaseException:
             self.cache.close()

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_convert
 
-from stallfree.cache import Aim
+from stallfree.cache import Aim, SampleCache
 from stallfree.errors import CodecError
 from stallfree.loader.collate import Bytes, Collate, batch_structure, collate_default, compose, stack, write_batch
 from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.reader import Pending, Reader, Samples
 from stallfree.loader.ring import Slots
 from stallfree.pipeline.randomness import Randomness
-from stallfree.stores import AnyCache
+from stallfree.stores import PartitionedCache, ServerCache
 
 _LENGTH = struct.Struct("<Q")
 
@@ -67,8 +67,10 @@ class Filler:
         cache = self.reader.cache
         place = _Place(self.slots, task.slot)
         try:
-            room = None if cache is None else self._room(cache, len(task.ids), place)
-            if cache is None or room is None or not cache.gather(task.ids, room.aim).all():
+            if cache is None or isinstance(cache, ServerCache):
+                return Result(UNDONE, task.token, task.number, task.slot)
+            room = self._room(cache, len(task.ids), place)
+            if room is None or not cache.gather(task.ids, room.aim).all():
                 return Result(UNDONE, task.token, task.number, task.slot)
         except Exception:  # it will be done in another way; if that fails too, the error is heard of
             return Result(UNDONE, task.token, task.number, task.slot)
@@ -85,7 +87,7 @@ class Filler:
             started=started,
         )
 
-    def _room(self, cache: AnyCache, count: int, place: _Place) -> _Room | None:
+    def _room(self, cache: SampleCache | PartitionedCache, count: int, place: _Place) -> _Room | None:
         """Where `count` samples go: in a slot that took as many before, what was made for it then."""
         kept = self.slots.kept
         room: _Room | None = kept.get(place.slot)

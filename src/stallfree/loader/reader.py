@@ -22,7 +22,7 @@ from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
 from stallfree.sources.mapped import MapSource, SubsetSource
 from stallfree.sources.throttle import ThrottledSource, payload_bytes
-from stallfree.stores import AnyCache, PartitionedCache
+from stallfree.stores import AnyCache, SpreadCache
 
 IO_THREADS = 8
 """Fetches under way at once in one process. They wait for storage, so there may be more of them than cores."""
@@ -108,20 +108,24 @@ class Reader:
         self.check()
         pending = Pending(ids, {})
         missing = ids if self.cache is None else ids[~self.cache.resident(ids)]
-        if isinstance(self.cache, PartitionedCache):
+        if isinstance(self.cache, SpreadCache):
             for away in self.cache.away(np.unique(missing)):
-                pending.asked.append((away, self._executor().submit(self._ask, away, pending.fetches)))
+                pool = self._executor()
+                pending.asked.append((away, pool.submit(self._ask, away, pending.fetches, pool)))
             missing = missing[self.cache.here(missing)]
         if self._threads:
             self._submit(missing.tolist(), pending.fetches)
         return pending
 
-    def _ask(self, ids: npt.NDArray[np.int64], fetches: dict[int, Future[Any]]) -> list[Any]:
+    def _ask(self, ids: npt.NDArray[np.int64], fetches: dict[int, Future[Any]], pool: ThreadPoolExecutor) -> list[Any]:
         """Ask the node that owns `ids` for them, and start fetching what it has not."""
-        assert isinstance(self.cache, PartitionedCache)
+        assert isinstance(self.cache, SpreadCache)
         found = self.cache.ask(ids)
         if self._threads:
-            self._submit([id for id, value in zip(ids.tolist(), found, strict=True) if value is MISS], fetches)
+            with contextlib.suppress(RuntimeError):  # the pool is being closed: nobody wants them any more
+                for id, value in zip(ids.tolist(), found, strict=True):
+                    if value is MISS:
+                        fetches[id] = pool.submit(self.source.fetch, id)
         return found
 
     def finish(self, pending: Pending, seed: int, epoch: int | Sequence[int], *, skip: bool) -> Samples:
@@ -150,7 +154,7 @@ class Reader:
         """What is in the cache, on this node and on those that were asked; `MISS` for the rest."""
         if self.cache is None:
             return [MISS] * len(pending.ids)
-        if not isinstance(self.cache, PartitionedCache):
+        if not isinstance(self.cache, SpreadCache):
             return self.cache.get_many(pending.ids)
         found = self.cache.get_here(pending.ids)
         answers: dict[int, Any] = {}

@@ -23,10 +23,10 @@ import numpy.typing as npt
 import torch
 
 from stallfree.cache import SampleCache
-from stallfree.errors import CodecError
+from stallfree.errors import CodecError, StallfreeError
 from stallfree.pipeline.codec import split_record
 from stallfree.stores.buffers import Buffers
-from stallfree.stores.post import ASK, CLEAR, COUNT, ECHO, GO, POST, REQUEST, answer_key
+from stallfree.stores.post import ASK, CLEAR, COUNT, FULL, GO, KINDS, POST, REQUEST, answer_key
 from stallfree.stores.registry import visit_registered
 from stallfree.stores.spawn import read_server
 from stallfree.stores.values import HEAD_SIZE, DataKey, check_value, owner_of, pack_head
@@ -44,6 +44,10 @@ _SERVER_SECONDS = 5.0
 _KEEP_MILLISECONDS = 5000
 """An answer that nobody takes away vanishes after that."""
 
+_EARLY_BYTES = 128 << 20
+"""What is kept of a data set that this node has not made yet, at most, and for how long: it may never make it."""
+
+_EARLY_MILLISECONDS = 120_000
 _FULL_SECONDS = 0.1
 """How long an answer waits for room in the server: others are just taking theirs away."""
 
@@ -60,6 +64,7 @@ class Clerk:
         self._folder, self._wire = folder, wire
         self._buffers = Buffers()
         self._caches: dict[DataKey, SampleCache] = {}
+        self._early: dict[DataKey, int] = {}
         self._looked = time.monotonic()
 
     def turn(self) -> None:
@@ -67,19 +72,16 @@ class Clerk:
         messages = self._take()
         at = 0
         while at < len(messages):
-            message = messages[at]
-            kind = message[8:12].tobytes() if len(message) >= REQUEST.size else b""
-            if kind in (ASK, COUNT, CLEAR, ECHO) or len(message) < HEAD_SIZE:
-                at += 1
-                if len(message) >= REQUEST.size:
-                    self._answer(message)
-            else:
-                key = owner_of(message)[0]
-                lot = [message]
-                while at + len(lot) < len(messages) and _is_value(messages[at + len(lot)], key):
+            lot = messages[at : at + 1]
+            if not _is_request(lot[0]):
+                while at + len(lot) < len(messages) and _same_data(lot[0], messages[at + len(lot)]):
                     lot.append(messages[at + len(lot)])
-                at += len(lot)
-                self._put_away(key, lot)
+            at += len(lot)
+            with contextlib.suppress(StallfreeError, Refused):  # no message takes another with it
+                if _is_request(lot[0]):
+                    self._answer(lot[0])
+                elif len(lot[0]) >= HEAD_SIZE:
+                    self._put_away(owner_of(lot[0])[0], lot)
         if time.monotonic() - self._looked > _WAIT_SECONDS:
             self._look()
 
@@ -91,32 +93,65 @@ class Clerk:
         if wire.array() is not None:
             wire.skip()
             messages.append(wire.value(self._buffers))
-        for _ in range(wire.array() or 0):
-            messages.append(wire.value(self._buffers))
+        messages += [wire.value(self._buffers) for _ in range(wire.array() or 0)]
         return [message for message in messages if message is not None]
+
+    # -- samples that come --------------------------------------------------------------------------------------------
 
     def _put_away(self, key: DataKey, values: list[Array]) -> None:
         cache = self._cache(key)
+        if cache is None:
+            self._keep_early(key, values)
+            return
         ids, records = [], []
         for value in values:
             id = owner_of(value)[1]
             record = check_value(value, key, id)
-            if cache is None or record is None or id >= cache.num_ids:
+            if record is None or id >= cache.num_ids:
                 continue
             with contextlib.suppress(CodecError):
                 taken = split_record(record)
                 if cache.allow_pickle or not taken[0].pickled:
                     ids.append(id)
                     records.append(taken)
-        if cache is not None and ids:
+        if ids:
             cache.put_records(ids, records)
+
+    def _keep_early(self, key: DataKey, values: list[Array]) -> None:
+        """This node may not have come so far as to make the data set: other nodes' samples wait in the server."""
+        size = sum(value.size for value in values)
+        if self._early.get(key, 0) + size > _EARLY_BYTES:
+            return
+        self._early[key] = self._early.get(key, 0) + size
+        early = _early_key(key)
+        self._wire.send([*command("RPUSH", early, *values), *command("PEXPIRE", early, _EARLY_MILLISECONDS)], replies=2)
+        for _ in range(2):
+            self._wire.skip()
+
+    def _look(self) -> None:
+        """Let go of the memory of data sets that nobody uses any more; put away what came early."""
+        self._looked = time.monotonic()
+        for key in [key for key, cache in self._caches.items() if cache.gone]:
+            self._caches.pop(key).close()
+        for key in [key for key in self._early if self._cache(key) is not None]:
+            while True:
+                self._wire.send(command("LPOP", _early_key(key), _AT_ONCE))
+                values = [self._wire.value(self._buffers) for _ in range(self._wire.array() or 0)]
+                if not values:
+                    break
+                with contextlib.suppress(StallfreeError):
+                    self._put_away(key, [value for value in values if value is not None and len(value) >= HEAD_SIZE])
+            del self._early[key]
+
+    # -- samples that are asked for -----------------------------------------------------------------------------------
 
     def _answer(self, message: Array) -> None:
         token, kind, key = REQUEST.unpack_from(message.data)
         cache = self._cache(key)
         items: list[Any] = []
         if kind == ASK:
-            ids = np.frombuffer(message[REQUEST.size :].tobytes(), np.int64)
+            asked = message[REQUEST.size :].tobytes()
+            ids = np.frombuffer(asked[: len(asked) // 8 * 8], np.int64)
             known = cache is not None and len(ids) > 0 and ids.min() >= 0 and ids.max() < cache.num_ids
             found = cache.copy_records(ids) if known and cache is not None else [()] * len(ids)
             for id, parts in zip(ids.tolist(), found, strict=True):
@@ -127,15 +162,20 @@ class Clerk:
             if cache is not None:
                 cache.clear()
             return
-        answer = answer_key(token)
-        push = [*command("RPUSH", answer, GO, *items), *command("PEXPIRE", answer, _KEEP_MILLISECONDS)]
+        first = FULL if cache is not None and cache.full else GO
         deadline = time.monotonic() + _FULL_SECONDS
-        while not self._push(push) and time.monotonic() < deadline:
+        while not self._push(token, first, items):
+            if time.monotonic() > deadline:
+                self._push(token, first, [b""] * len(items))
+                return
             time.sleep(0.005)
 
-    def _push(self, push: list[Any]) -> bool:
-        """Whether the server has taken it."""
-        self._wire.send(push, replies=2)
+    def _push(self, token: bytes, first: bytes, items: list[Any]) -> bool:
+        """Whether the server has taken the answer."""
+        answer = answer_key(token)
+        self._wire.send(
+            [*command("RPUSH", answer, first, *items), *command("PEXPIRE", answer, _KEEP_MILLISECONDS)], replies=2
+        )
         try:
             self._wire.integer()
         except Refused:
@@ -157,17 +197,20 @@ class Clerk:
                 self._caches[key] = cache
         return cache
 
-    def _look(self) -> None:
-        """Let go of the memory of data sets that nobody uses any more."""
-        self._looked = time.monotonic()
-        for key in [key for key, cache in self._caches.items() if cache.gone]:
-            self._caches.pop(key).close()
+
+def _early_key(key: DataKey) -> bytes:
+    return b"early:" + key
 
 
-def _is_value(message: Array, key: DataKey) -> bool:
-    return (
-        len(message) >= HEAD_SIZE and message[8:12].tobytes() not in (ASK, COUNT, CLEAR) and owner_of(message)[0] == key
-    )
+def _is_request(message: Array) -> bool:
+    return len(message) >= REQUEST.size and message[8:12].tobytes() in KINDS
+
+
+def _same_data(value: Array, message: Array) -> bool:
+    """Whether both are samples of the same data set."""
+    if min(len(value), len(message)) < HEAD_SIZE or _is_request(message):
+        return False
+    return owner_of(value)[0] == owner_of(message)[0]
 
 
 def main() -> None:

@@ -187,9 +187,15 @@ def meet(node: Node, name: str, place: Place | None = None, *, seconds: float = 
     deadline = time.monotonic() + seconds
     store = _connect(place, seconds)
     keys = [f"stallfree/{place.count}/{name}/{number}" for number in range(place.count)]
-    store.set(keys[place.number], json.dumps(own))
-    _wait_for_all(store, keys, deadline, name)
-    told = _wait_for_answers(store, keys, own, deadline, name)
+    try:
+        store.set(keys[place.number], json.dumps(own))
+        _wait_for_all(store, keys, deadline, name)
+        told = _wait_for_answers(store, keys, own, deadline, name)
+    except RuntimeError as error:
+        raise WaitError(
+            f"the place where the nodes of the job meet, MASTER_ADDR={place.host}, MASTER_PORT={place.port}, went away "
+            f"while the store {name!r} was made: {str(error).splitlines()[0]}"
+        ) from error
     return _peers(told, own, node)
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from stallfree.cache import MISS, Aim, Policy, SampleCache
 from stallfree.cache.checks import checked_scores
-from stallfree.cache.layout import Meta
 from stallfree.errors import CodecError, InputError
 from stallfree.pipeline.codec import encode, read_record
 from stallfree.pipeline.structure import Structure
@@ -97,9 +97,9 @@ class PartitionedCache:
         return self.local.structure
 
     @property
-    def meta(self) -> Meta:
-        """What this node's part is made of."""
-        return self.local.meta
+    def capacity(self) -> int:
+        """Bytes that this node's part may take."""
+        return self.local.capacity
 
     @property
     def complete(self) -> bool:
@@ -299,11 +299,12 @@ class PartitionedCache:
 
 def _shared_owners(folder: Path, num_ids: int, names: Sequence[str]) -> Array:
     """The owner of each id, computed by the first process of this node and mapped by the others."""
-    file = folder / "owners.npy"
+    digest = xxhash.xxh3_128_hexdigest("\0".join(names).encode())
+    file = folder / f"owners-{digest}.npy"
     try:
         found = np.load(file, mmap_mode="r")
     except (OSError, ValueError):
-        making = folder / f"owners-{os.getpid()}-{secrets.token_hex(4)}.npy"
+        making = folder / f"making-{os.getpid()}-{secrets.token_hex(4)}.npy"
         np.save(making, owners(num_ids, names))
         os.replace(making, file)
         found = np.load(file, mmap_mode="r")

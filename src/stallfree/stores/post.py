@@ -16,9 +16,9 @@ import contextlib
 import secrets
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,24 +28,31 @@ from stallfree.pipeline.structure import Structure
 from stallfree.stores.breaker import Breaker
 from stallfree.stores.buffers import Buffers
 from stallfree.stores.endpoint import Address, Endpoint
-from stallfree.stores.values import HEAD_SIZE, DataKey, check_value, pack_head
+from stallfree.stores.link import Piece
+from stallfree.stores.values import HEAD_SIZE, DataKey, Expected, pack_head
 from stallfree.stores.wire import Refused, Wire, command
 
 Array = npt.NDArray[Any]
 Record = tuple[Structure, list[Array]]
-T = TypeVar("T")
 
 POST = b"post"
 ASK, COUNT, CLEAR, ECHO = b"SFA1", b"SFN1", b"SFC1", b"SFE1"
+KINDS = (ASK, COUNT, CLEAR, ECHO)
 REQUEST = struct.Struct("<8s4s4x16s")
-GO = b"go"
-"""The first item of every answer."""
+GO, FULL = b"go", b"full"
+"""The first item of an answer: "full" if the data set's part is full and nothing more is taken in."""
 
-MOST = 8 << 20
-"""Bytes of one answer, and of one lot that is handed in, if no sample is larger."""
+MOST = 1 << 20
+"""Bytes of one answer, and of one lot that is handed in, if no sample is larger. What a server holds of these at a time
+stays in the processor's caches: with 8 MiB, half as much comes through."""
+
+_AHEAD = 8
+"""Answers that are asked for at once."""
 
 _NO_KEY = bytes(16)
 _NO_IDS = np.empty(0, np.int64)
+_TOKEN = 8
+_buffers = Buffers()
 
 
 class Silence(Exception):
@@ -57,10 +64,6 @@ class _Busy:
 
 
 BUSY = _Busy()
-
-
-def _push(wire: Wire, values: list[Any]) -> int:
-    return int(wire.call("RPUSH", POST, *values))
 
 
 def answer_key(token: bytes) -> bytes:
@@ -83,7 +86,7 @@ class PostOffice:
         self._address, self._timeout = address, timeout
         self._endpoint = Endpoint(address, timeout)
         self._clerk = Breaker(self._echo)
-        self._buffers = Buffers()
+        self._full: set[DataKey] = set()
 
     def ask(self, key: DataKey, ids: Array, typical: int) -> list[Array | None]:
         """The records of `ids` in the order of `ids`; None for those that the node has not, and if it is lost.
@@ -91,29 +94,76 @@ class PostOffice:
         Args:
             key: of the data set.
             ids: of samples that the node owns.
-            typical: bytes of a usual record: so many are asked for at once that the answer is about 8 MiB at most.
+            typical: bytes of a usual record: so many are asked for in one request that its answer is about 1 MiB, and
+                at most 8 requests are under way.
         """
         step = max(1, MOST // (typical + HEAD_SIZE))
+        lots = [ids[start : start + step] for start in range(0, len(ids), step)]
         records: list[Array | None] = []
-        for start in range(0, len(ids), step):
-            some = ids[start : start + step]
-            values = self._question(ASK, key, some)
-            if values is None:
-                return records + [None] * (len(ids) - start)
-            for id, value in zip(some.tolist(), values, strict=True):
-                records.append(None if value is None else check_value(value, key, id))
-        return records
+        if self._clerk.closed:
+            self._run(partial(self._ask, key=key, lots=lots, records=records))
+        return records + [None] * (len(ids) - len(records))
 
-    def hand_in(
-        self, key: DataKey, ids: Sequence[int], records: Sequence[tuple[Structure, list[Array]]]
-    ) -> bool | _Busy:
+    def _run(self, call: Any) -> None:
+        """Talk to the clerk."""
+        try:
+            self._endpoint.run(call)
+        except Silence:
+            self._clerk.trip()
+        except Refused:  # there is no room for a question
+            pass
+
+    def _ask(self, wire: Wire, key: DataKey, lots: list[Array], records: list[Array | None]) -> None:
+        """Send requests some lots ahead, and append the answers to `records`. Raises `Silence`."""
+        tokens = [secrets.token_bytes(_TOKEN) for _ in lots]
+
+        def request(at: int) -> bytes:
+            return REQUEST.pack(tokens[at], ASK, key) + lots[at].tobytes()
+
+        ahead = min(_AHEAD, len(lots))
+        wire.send([*command("RPUSH", POST, *map(request, range(ahead))), *self._take(tokens[0])], replies=4)
+        for at, lot in enumerate(lots):
+            if at == 0 or at + ahead <= len(lots):
+                wire.integer()
+            if at + 1 < len(lots):
+                more = command("RPUSH", POST, request(at + ahead)) if at + ahead < len(lots) else []
+                wire.send([*more, *self._take(tokens[at + 1])], replies=4 if more else 3)
+            self._await(wire, key)
+            records += wire.values(len(lot), _buffers, Expected(key, lot.tolist()))
+            wire.integer()
+
+    def _take(self, token: bytes) -> list[Piece]:
+        """The commands that take an answer away."""
+        answer = answer_key(token)
+        return [
+            *command("BLPOP", answer, f"{self._timeout:.3f}"),
+            *command("LRANGE", answer, 0, -1),
+            *command("UNLINK", answer),
+        ]
+
+    def _await(self, wire: Wire, key: DataKey) -> None:
+        """Wait for the first item of an answer."""
+        wire.expect(self._timeout)
+        if wire.array() is None:
+            raise Silence
+        wire.skip()
+        if wire.reply() == FULL:
+            self._full.add(key)
+        else:
+            self._full.discard(key)
+
+    def hand_in(self, key: DataKey, ids: Sequence[int], records: Sequence[Record]) -> bool | _Busy:
         """Hand in samples that the node owns: whether they are on their way; `BUSY` when its server has no room.
+
+        A node that has said that it is full gets none.
 
         Args:
             key: of the data set.
             ids: of the samples.
             records: what `pipeline.codec.encode` made of them.
         """
+        if key in self._full:
+            return False
         sizes = [record_size(structure, arrays) for structure, arrays in records]
         done = 0
         while done < len(ids):
@@ -121,79 +171,50 @@ class PostOffice:
             while end < len(ids) and size + sizes[end] <= MOST:
                 size += sizes[end]
                 end += 1
-            lot = range(done, end)
-            memory = self._buffers.take(sum(-(-sizes[at] // 64) * 64 for at in lot))
-            values: list[Any] = []
-            start = 0
-            for at in lot:
-                record = memory[start : start + sizes[at]]
-                record[:] = 0  # what lies between the leaves is nobody's
-                write_record(*records[at], record)
-                values.append([pack_head(key, ids[at], [record]), record])
-                start += -(-sizes[at] // 64) * 64
-            answer = self._call(partial(_push, values=values))
-            if answer is None or answer is BUSY:
-                return False if answer is None else BUSY
+            values = _values(key, ids[done:end], records[done:end], sizes[done:end])
+            try:
+                if self._endpoint.run(partial(_push, values=values)) is None:
+                    return False
+            except Refused:
+                if size <= MOST:
+                    return BUSY
             done = end
         return True
 
     def num_keys(self, key: DataKey) -> int:
         """How many samples of the data set the node holds; 0 if it is lost."""
-        answer = self._question(COUNT, key, _NO_IDS, 1)
-        return 0 if answer is None or answer[0] is None else int(answer[0].tobytes())
+        found: list[int] = []
+
+        def count(wire: Wire) -> None:
+            self._request(wire, COUNT, key)
+            (number,) = wire.values(1, _buffers)
+            wire.integer()
+            found.append(0 if number is None else int(number.tobytes()))
+
+        if self._clerk.closed:
+            self._run(count)
+        return sum(found)
 
     def clear(self, key: DataKey) -> None:
         """Have the node drop its samples of the data set."""
-        request = REQUEST.pack(bytes(8), CLEAR, key)
-        self._call(lambda wire: wire.call("RPUSH", POST, request))
+        self._full.discard(key)
+        request = REQUEST.pack(bytes(_TOKEN), CLEAR, key)
+        self._run(lambda wire: wire.call("RPUSH", POST, request))
 
-    def _call(self, call: Callable[[Wire], T]) -> T | _Busy | None:
-        try:
-            return self._endpoint.run(call)
-        except Refused:
-            return BUSY
-
-    def _question(self, kind: bytes, key: DataKey, ids: Array, count: int | None = None) -> list[Array | None] | None:
-        """What the clerk answers; None if there is no answer."""
-        if not self._clerk.closed:
-            return None
-        try:
-            return self._endpoint.run(partial(self._answer, kind=kind, key=key, ids=ids, count=count))
-        except Silence:
-            self._clerk.trip()
-        except Refused:  # there is no room for the question, or none for its answer
-            pass
-        return None
-
-    def _answer(
-        self, wire: Wire, kind: bytes, key: DataKey, ids: Array, count: int | None = None
-    ) -> list[Array | None] | None:
-        """What the clerk answers to a request: `count` items, one for each of `ids` if None. Raises `Silence`."""
-        token = secrets.token_bytes(8)
-        answer = answer_key(token)
-        wire.send(
-            [
-                *command("RPUSH", POST, REQUEST.pack(token, kind, key) + ids.tobytes()),
-                *command("BLPOP", answer, f"{self._timeout:.3f}"),
-                *command("LRANGE", answer, 0, -1),
-                *command("UNLINK", answer),
-            ],
-            replies=4,
-        )
+    def _request(self, wire: Wire, kind: bytes, key: DataKey) -> None:
+        token = secrets.token_bytes(_TOKEN)
+        wire.send([*command("RPUSH", POST, REQUEST.pack(token, kind, key)), *self._take(token)], replies=4)
         wire.integer()
-        wire.expect(self._timeout)
-        if wire.array() is None:
-            wire.skip()
-            wire.skip()
-            raise Silence
-        wire.skip()
-        wire.skip()
-        values = wire.values(len(ids) if count is None else count, self._buffers)
-        wire.integer()
-        return values
+        self._await(wire, key)
 
     def _echo(self) -> None:
-        if self._endpoint.run(partial(self._answer, kind=ECHO, key=_NO_KEY, ids=_NO_IDS)) is None:
+        def echo(wire: Wire) -> bool:
+            self._request(wire, ECHO, _NO_KEY)
+            wire.skip()
+            wire.skip()
+            return True
+
+        if self._endpoint.run(echo) is None:
             raise Silence
 
     def wait(self, seconds: float) -> bool:
@@ -213,3 +234,20 @@ class PostOffice:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PostOffice, (self._address, self._timeout)
+
+
+def _push(wire: Wire, values: list[Any]) -> Any:
+    return wire.call("RPUSH", POST, *values)
+
+
+def _values(key: DataKey, ids: Sequence[int], records: Sequence[Record], sizes: Sequence[int]) -> list[Any]:
+    """What is to be sent of samples: header and record of each, in standing memory."""
+    memory = _buffers.take(sum(-(-size // 64) * 64 for size in sizes))
+    values = []
+    start = 0
+    for id, record, size in zip(ids, records, sizes, strict=True):
+        out = memory[start : start + size]
+        write_record(*record, out)
+        values.append([pack_head(key, id, [out]), out])
+        start += -(-size // 64) * 64
+    return values

@@ -14,6 +14,7 @@ from typing import Any
 from stallfree.cache import SampleCache, visit
 from stallfree.cache.policies import make_policy
 from stallfree.errors import StallfreeError
+from stallfree.folders import in_use
 from stallfree.stores.values import DataKey
 
 _DATA = "data"
@@ -40,7 +41,7 @@ def registered_bytes(folder: Path, *, but: DataKey) -> int:
     total = 0
     for file in (folder / _DATA).glob("*.json"):
         given = _read(file)
-        if given is not None and file.stem != but.hex() and (Path(given["root"]) / given["name"]).exists():
+        if given is not None and file.stem != but.hex() and in_use(Path(given["root"]) / given["name"]):
             total += int(given["capacity"])
     return total
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from stallfree.errors import InputError, MissingServerError, StorageError, WaitError
-from stallfree.folders import SharedFolder, check_name, sweep
+from stallfree.folders import SharedFolder, check_name, default_root, sweep
 from stallfree.locks import FileLock
 from stallfree.stores import keeper
 from stallfree.stores.endpoint import Address
@@ -115,6 +115,8 @@ class Node:
         _check_port(port, host)
         self._owner = os.getpid()
         self._directory = -1
+        root = default_root() if root is None else Path(root)
+        sweep(root)  # what killed processes left, or their settings would count for this node
         self._attached = SharedFolder(
             _PREFIX + name, root=root, initialize=partial(_write, limit=limit, host=host, port=port)
         )
@@ -133,7 +135,6 @@ class Node:
         password = self._setup["password"]
         self.unix = Address(path=self._socket, password=password)
         self.public = Address(host=self._setup["host"], port=told["port"], password=password) if host else None
-        sweep(self.folder.parent)  # what killed processes left
 
     def _lock(self, name: str) -> FileLock:
         lock = FileLock(self.folder / name)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stallfree.cache import MISS, Policy, SampleCache
+from stallfree.cache.policies import make_policy
 from stallfree.errors import CapacityError, InputError, MissingExtraError, MissingServerError, StorageError
 from stallfree.folders import check_name
+from stallfree.stores.endpoint import Address
 from stallfree.stores.keeper import LOG
 from stallfree.stores.meet import Peer, find_interface, find_place, meet
 from stallfree.stores.partition import PartitionedCache
 from stallfree.stores.post import PostOffice
 from stallfree.stores.registry import register, registered_bytes
+from stallfree.stores.servers import ServerCache
 from stallfree.stores.spawn import Node
-from stallfree.stores.values import data_key
+from stallfree.stores.values import DataKey, data_key
 from stallfree.units import format_size, parse_size
 
 _CLERK_SECONDS = 30.0
@@ -47,9 +51,14 @@ class RedisStore:
     The nodes of a job find each other through the variables that torchrun sets, and the store that it keeps at
     MASTER_ADDR:MASTER_PORT (or the one of `torch.distributed.init_process_group`).
 
+    With `hosts`, nothing is started: the samples lie in servers that run already, and all nodes read them from there.
+    They stay when the job ends. `capacity` of a data set then means all servers together.
+
     Args:
+        hosts: None, or the servers, each a dict such as `{"host": "node1", "port": 6379, "password": "..."}`. Further
+            keys are "path" (of a Unix socket), "username", "db", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile".
         capacity_per_node: bytes that the data sets of this store may take on each node, all together, as an int or such
-            as "64GiB".
+            as "64GiB". With `hosts`: that one data set may take on each of them.
         cluster_mode: False keeps every node to itself: no server is started, and nothing is shared.
         name: of the store; the processes of a node that give the same name share it.
         interface: name or number of the network interface's address at which other nodes reach this one.
@@ -65,6 +74,7 @@ class RedisStore:
 
     def __init__(
         self,
+        hosts: Sequence[Mapping[str, Any]] | None = None,
         *,
         capacity_per_node: int | str,
         cluster_mode: bool = True,
@@ -81,7 +91,12 @@ class RedisStore:
         self._node: Node | None = None
         self._peers: list[Peer] = []
         self._me = 0
-        if cluster_mode:
+        self._taken: dict[DataKey, int] = {}
+        self._servers = None if hosts is None else [Address.of(host) for host in hosts]
+        if self._servers is not None:
+            if not self._servers:
+                raise InputError("hosts=[] names no server: give one or more, or leave hosts out to start them")
+        elif cluster_mode:
             place = find_place()
             alone = place.count == 1  # then nothing is gained but an open port
             self._node = Node(
@@ -118,14 +133,19 @@ class RedisStore:
         policy: str | Policy = "minio",
         name: str,
         example: Any = MISS,
-    ) -> PartitionedCache:
+    ) -> PartitionedCache | ServerCache:
         """The cache of one data set in this store; the arguments are those of `SampleCache`.
 
         The name alone never lets one data set read another's samples: the fingerprint is in the key. Raises
         `CapacityError` when the data sets of this node would take more than the store has.
         """
         key = data_key(name, fingerprint)
-        taken = 0 if self._node is None else registered_bytes(self._node.folder, but=key)
+        if self._servers is not None:
+            return self._attach_to_servers(num_ids, capacity, fingerprint, policy, name)
+        if self._node is not None:
+            taken = registered_bytes(self._node.folder, but=key)
+        else:
+            taken = sum(size for other, size in self._taken.items() if other != key)
         if taken + capacity > self.capacity:
             raise CapacityError(
                 f"capacity={format_size(capacity)} for {name!r} is more than the store {self.name!r} has left on this "
@@ -141,6 +161,7 @@ class RedisStore:
             allow_pickle=self.allow_pickle,
         )
         try:
+            self._taken[key] = capacity
             if self._node is not None:
                 register(self._node.folder, key, local)
             offices = [
@@ -153,6 +174,30 @@ class RedisStore:
         except BaseException:
             local.close()
             raise
+
+    def _attach_to_servers(
+        self, num_ids: int, capacity: int, fingerprint: str, policy: str | Policy, name: str
+    ) -> ServerCache:
+        assert self._servers is not None
+        if make_policy(policy).name != "minio":
+            raise InputError(
+                f"policy={make_policy(policy).name!r} with hosts: leave it out, nothing is ever evicted there"
+            )
+        most = self.capacity * len(self._servers)
+        if capacity > most:
+            raise CapacityError(
+                f"capacity={format_size(capacity)} for {name!r} is more than {len(self._servers)} servers times "
+                f"capacity_per_node={format_size(self.capacity)}"
+            )
+        return ServerCache(
+            num_ids,
+            addresses=self._servers,
+            capacity=capacity,
+            name=name,
+            fingerprint=fingerprint,
+            allow_pickle=self.allow_pickle,
+            timeout=self.timeout,
+        )
 
     def folder_of(self, name: str, fingerprint: str) -> str:
         """The name of the folder in which this node keeps its part of a data set."""
@@ -175,4 +220,5 @@ class RedisStore:
         self.close()
 
     def __repr__(self) -> str:
-        return f"RedisStore({self.name!r}, {self.num_nodes} nodes, {format_size(self.capacity)} on each)"
+        where = f"{self.num_nodes} nodes" if self._servers is None else f"{len(self._servers)} servers"
+        return f"RedisStore({self.name!r}, {where}, {format_size(self.capacity)} on each)"

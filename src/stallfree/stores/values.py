@@ -91,21 +91,29 @@ class Expected:
     Args:
         key: of the data set.
         ids: of the samples.
+
+    Attributes:
+        damaged: the places of values that came and were not what was expected.
     """
 
     def __init__(self, key: DataKey, ids: Sequence[int]) -> None:
+        self.damaged: list[int] = []
         self._key = key
         self._ids = ids
         self._numbers = np.array(ids, np.uint64)
 
     def check(self, position: int, memory: Bytes) -> Bytes | None:
         """What `check_value` says of the value that came as number `position`."""
-        return check_value(memory, self._key, self._ids[position])
+        record = check_value(memory, self._key, self._ids[position])
+        if record is None:
+            self.damaged.append(position)
+        return record
 
     def check_rows(self, position: int, rows: Bytes) -> list[Bytes | None]:
         """The same for values of one size, a row each, which came as number `position` and those behind it."""
         count, size = rows.shape[0], rows.shape[1] - HEAD_SIZE
         if size < 0:
+            self.damaged += range(position, position + count)
             return [None] * count
         ids = self._ids[position : position + count]
         words = rows[:, :HEAD_SIZE].copy().view("<u8")
@@ -117,7 +125,6 @@ class Expected:
         if digests == checksums and words[:, 1:].tobytes() == common * count:
             return records
         fits = (words[:, 1:] == np.frombuffer(common, "<u8")).all(1).tolist()
-        return [
-            record if fit and digest == checksum else None
-            for record, fit, digest, checksum in zip(records, fits, digests, checksums, strict=True)
-        ]
+        good = [fit and digest == checksum for fit, digest, checksum in zip(fits, digests, checksums, strict=True)]
+        self.damaged += [position + at for at, fine in enumerate(good) if not fine]
+        return [record if fine else None for record, fine in zip(records, good, strict=True)]

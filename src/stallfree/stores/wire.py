@@ -126,27 +126,28 @@ class Wire(Link):
 
     def skip(self) -> None:
         """Drop the next reply, also if it is an error or large."""
-        line = self._line()
-        kind = line[:1]
-        if kind == b"*":
-            count = self._length(line, b"*", _COUNT)
-            self._due += count - 1 if count > 0 else -1
-            for _ in range(count):
-                self.skip()
-            return
-        if kind == b"$":
-            left = self._length(line, b"$", LARGEST)
-            while left > 0:
-                if self._start == self._end:
-                    self._more(STANDING)
-                size = min(left, self._end - self._start)
-                self._start += size
-                left -= size
-            if left == 0:
-                self._line_end()
-        elif kind not in (b"+", b"-", b":"):
-            self._nonsense(line)
-        self._due -= 1
+        last = self._due - 1
+        while self._due > last:
+            line = self._line()
+            kind = line[:1]
+            if kind == b"*":
+                self._due += max(0, self._length(line, b"*", _COUNT))
+            elif kind == b"$":
+                self._skip_string(self._length(line, b"$", LARGEST))
+            elif kind not in (b"+", b"-", b":"):
+                self._nonsense(line)
+            self._due -= 1
+
+    def _skip_string(self, size: int) -> None:
+        left = size
+        while left > 0:
+            if self._start == self._end:
+                self._more(STANDING)
+            some = min(left, self._end - self._start)
+            self._start += some
+            left -= some
+        if size >= 0:
+            self._line_end()
 
     def value(self, buffers: Buffers) -> Bytes | None:
         """The next reply, a string, in memory of `buffers`; None for nil. Raises `Refused` for an error."""
@@ -389,7 +390,7 @@ class _Values:
             else:
                 at = self._room()
                 stop = start + size
-                if stop + 2 <= end and buffer.startswith(b"\r\n", stop):
+                if buffer.startswith(b"\r\n", stop, end):
                     self._view[at : at + size] = standing[start:stop]
                     wire._start = stop + 2
                 else:
