@@ -45,8 +45,9 @@ _KEEP_MILLISECONDS = 5000
 """An answer that nobody takes away vanishes after that."""
 
 _EARLY_BYTES = 128 << 20
-"""What is kept of a data set that this node has not made yet, at most, and for how long: it may never make it."""
+"""What is kept of data sets that this node has not made yet, at most, and for how long: it may never make them."""
 
+_EARLY = b"early:"
 _EARLY_MILLISECONDS = 120_000
 _FULL_SECONDS = 0.1
 """How long an answer waits for room in the server: others are just taking theirs away."""
@@ -120,10 +121,10 @@ class Clerk:
     def _keep_early(self, key: DataKey, values: list[Array]) -> None:
         """This node may not have come so far as to make the data set: other nodes' samples wait in the server."""
         size = sum(value.size for value in values)
-        if self._early.get(key, 0) + size > _EARLY_BYTES:
+        if sum(self._early.values()) + size > _EARLY_BYTES:
             return
         self._early[key] = self._early.get(key, 0) + size
-        early = _early_key(key)
+        early = _EARLY + key
         self._wire.send([*command("RPUSH", early, *values), *command("PEXPIRE", early, _EARLY_MILLISECONDS)], replies=2)
         for _ in range(2):
             self._wire.skip()
@@ -133,9 +134,15 @@ class Clerk:
         self._looked = time.monotonic()
         for key in [key for key, cache in self._caches.items() if cache.gone]:
             self._caches.pop(key).close()
-        for key in [key for key in self._early if self._cache(key) is not None]:
+        for early in self._wire.call("KEYS", _EARLY + b"*"):
+            self._early.setdefault(early[len(_EARLY) :], 0)  # kept before this process was started again
+        for key in list(self._early):
+            if self._cache(key) is None:
+                if not self._wire.call("EXISTS", _EARLY + key):  # it has waited for too long
+                    del self._early[key]
+                continue
             while True:
-                self._wire.send(command("LPOP", _early_key(key), _AT_ONCE))
+                self._wire.send(command("LPOP", _EARLY + key, _AT_ONCE))
                 values = [self._wire.value(self._buffers) for _ in range(self._wire.array() or 0)]
                 if not values:
                     break
@@ -165,6 +172,7 @@ class Clerk:
         first = FULL if cache is not None and cache.full else GO
         deadline = time.monotonic() + _FULL_SECONDS
         while not self._push(token, first, items):
+            self._wire.close()  # or the server would keep the memory for it a while, and have even less room
             if time.monotonic() > deadline:
                 self._push(token, first, [b""] * len(items))
                 return
@@ -196,10 +204,6 @@ class Clerk:
             if cache is not None:
                 self._caches[key] = cache
         return cache
-
-
-def _early_key(key: DataKey) -> bytes:
-    return b"early:" + key
 
 
 def _is_request(message: Array) -> bool:

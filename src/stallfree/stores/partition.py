@@ -165,6 +165,8 @@ class PartitionedCache:
 
         They may share memory, which lives as long as any of them.
         """
+        if not len(ids):
+            return []
         office = self._offices[int(self._owner[ids[0]])]
         assert office is not None
         values: list[Any] = []

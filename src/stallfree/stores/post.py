@@ -100,7 +100,7 @@ class PostOffice:
         step = max(1, MOST // (typical + HEAD_SIZE))
         lots = [ids[start : start + step] for start in range(0, len(ids), step)]
         records: list[Array | None] = []
-        if self._clerk.closed:
+        if lots and self._clerk.closed:
             self._run(partial(self._ask, key=key, lots=lots, records=records))
         return records + [None] * (len(ids) - len(records))
 
@@ -237,7 +237,11 @@ class PostOffice:
 
 
 def _push(wire: Wire, values: list[Any]) -> Any:
-    return wire.call("RPUSH", POST, *values)
+    try:
+        return wire.call("RPUSH", POST, *values)
+    except Refused:
+        wire.close()  # or the server would keep the memory for it a while, and have even less room
+        raise
 
 
 def _values(key: DataKey, ids: Sequence[int], records: Sequence[Record], sizes: Sequence[int]) -> list[Any]:

@@ -199,6 +199,8 @@ class ServerCache:
     def ask(self, ids: Array) -> list[Any]:
         """The samples of `ids`, which one server owns; `MISS` for those that it has not, or when it is lost."""
         self._check_process()
+        if not len(ids):
+            return []
         values = self._ask(int(self._here.owner[ids[0]]), ids.tolist())
         hits = sum(value is not MISS for value in values)
         self._here.counters.add((Count.HITS, hits), (Count.MISSES, len(values) - hits))

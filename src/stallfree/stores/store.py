@@ -46,7 +46,8 @@ class RedisStore:
     Every node keeps the samples that it owns in its own shared memory, from which its processes read directly. Samples
     of other nodes travel through the servers of these nodes: one of Valkey or Redis per node, which the first process
     of a node starts, and which ends with the last. A server holds only what is on its way, 256 MiB at most. Who owns a
-    sample follows from its id and the names of the nodes.
+    sample follows from its id and the names of the nodes. Samples of more than 64 MiB do not travel: other nodes fetch
+    them from the source.
 
     The nodes of a job find each other through the variables that torchrun sets, and the store that it keeps at
     MASTER_ADDR:MASTER_PORT (or the one of `torch.distributed.init_process_group`).
