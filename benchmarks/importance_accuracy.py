@@ -27,7 +27,7 @@ SHARES = (0.2, 0.4)
 FULL_EPOCHS = (5, 10, 20, 30)
 ICACHE_EPOCHS = (8, 16, 30, 45)
 UNBIASED = {
-    0.2: ((15, 0.1), (30, 0.13), (60, 0.15), (88, 0.155), (125, 0.155)),
+    0.2: ((15, 0.1), (30, 0.13), (60, 0.15), (88, 0.155), (125, 0.155), (165, 0.155)),
     0.4: ((9, 0.14), (18, 0.216), (36, 0.25), (55, 0.25), (80, 0.25)),
 }
 """Epochs, and `target_io` in each: half the operations of 5, 10, 20 and 30 full epochs, and as many samples served;
