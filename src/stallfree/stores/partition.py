@@ -54,10 +54,16 @@ class PartitionedCache:
     ) -> None:
         self.local, self.me, self.key = local, me, key
         self._names, self._offices = list(names), list(offices)
-        self._owner = _shared_owners(local.path, local.num_ids, self._names)
+        self._owners: Array | None = _shared_owners(local.path, local.num_ids, self._names)
         self._pauses = [0] * len(self._names)
         self._warned = False
         self._last: StoreStats | None = None
+
+    @property
+    def _owner(self) -> Array:
+        if self._owners is None:
+            raise InputError(f"the cache {self.name!r} is closed")
+        return self._owners
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
@@ -283,7 +289,7 @@ class PartitionedCache:
         """Leave the cache. May be called twice."""
         if self._last is None:
             self._last = self.stats()
-            self._owner = np.empty(0, np.int16)
+            self._owners = None
         for office in self._offices:
             if office is not None:
                 office.close()

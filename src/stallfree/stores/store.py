@@ -9,7 +9,7 @@ from typing import Any
 from stallfree.cache import MISS, Policy, SampleCache
 from stallfree.cache.policies import make_policy
 from stallfree.errors import CapacityError, InputError, MissingExtraError, MissingServerError, StorageError
-from stallfree.folders import check_name
+from stallfree.folders import check_name, default_root, in_use
 from stallfree.stores.endpoint import Address
 from stallfree.stores.keeper import LOG
 from stallfree.stores.meet import Peer, find_interface, find_place, meet
@@ -18,7 +18,7 @@ from stallfree.stores.post import PostOffice
 from stallfree.stores.registry import register, registered_bytes
 from stallfree.stores.servers import ServerCache
 from stallfree.stores.spawn import Node
-from stallfree.stores.values import DataKey, data_key
+from stallfree.stores.values import data_key
 from stallfree.units import format_size, parse_size
 
 _CLERK_SECONDS = 30.0
@@ -92,7 +92,7 @@ class RedisStore:
         self._node: Node | None = None
         self._peers: list[Peer] = []
         self._me = 0
-        self._taken: dict[DataKey, int] = {}
+        self._taken: dict[str, int] = {}
         self._servers = None if hosts is None else [Address.of(host) for host in hosts]
         if self._servers is not None:
             if not self._servers:
@@ -140,13 +140,13 @@ class RedisStore:
         The name alone never lets one data set read another's samples: the fingerprint is in the key. Raises
         `CapacityError` when the data sets of this node would take more than the store has.
         """
-        key = data_key(name, fingerprint)
+        key, folder = data_key(name, fingerprint), self.folder_of(name, fingerprint)
         if self._servers is not None:
             return self._attach_to_servers(num_ids, capacity, fingerprint, policy, name)
         if self._node is not None:
             taken = registered_bytes(self._node.folder, but=key)
         else:
-            taken = sum(size for other, size in self._taken.items() if other != key)
+            taken = sum(size for part, size in self._taken.items() if part != folder and in_use(default_root() / part))
         if taken + capacity > self.capacity:
             raise CapacityError(
                 f"capacity={format_size(capacity)} for {name!r} is more than the store {self.name!r} has left on this "
@@ -157,12 +157,12 @@ class RedisStore:
             capacity=capacity,
             fingerprint=fingerprint,
             policy=policy,
-            name=self.folder_of(name, fingerprint),
+            name=folder,
             example=example,
             allow_pickle=self.allow_pickle,
         )
         try:
-            self._taken[key] = capacity
+            self._taken[folder] = capacity
             if self._node is not None:
                 register(self._node.folder, key, local)
             offices = [

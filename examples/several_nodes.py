@@ -1,0 +1,52 @@
+"""One cache out of the memory of all nodes of a job. On each of two nodes:
+
+    torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 several_nodes.py
+
+A node keeps half of the samples; the others come out of the other node's memory, not from storage. Started without
+torchrun, the job has one node. Wants `pip install 'stallfree[redis]'` and a valkey-server or redis-server.
+"""
+
+import os
+
+import torch
+from torch.utils.data import DistributedSampler
+
+import stallfree as sf
+
+SAMPLES, BATCH = 400, 50
+
+
+class Slow(torch.utils.data.Dataset):
+    """Stands for storage that many nodes share."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, id: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3, 32, 32), id % 256, dtype=torch.uint8), id
+
+
+def main() -> None:
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        store = sf.RedisStore(capacity_per_node="64MiB")
+    except sf.MissingServerError as error:
+        print(f"this example needs a server: {error}")
+        return
+    with store, sf.CachedDataset(Slow(), capacity="2MiB", store=store, name="slow") as dataset:
+        # sf.LocalSampler(dataset) in its place keeps nearly everything on its own node.
+        sampler = DistributedSampler(dataset, ranks, rank)
+        with sf.DataLoader(dataset, batch_size=BATCH, sampler=sampler, num_workers=2) as loader:
+            for epoch in range(3):
+                before = dataset.stats()
+                for pictures, ids in loader:
+                    assert (pictures[:, 0, 0, 0] == ids % 256).all()
+                now = dataset.stats()
+                print(
+                    f"epoch {epoch}: {now.storage_reads - before.storage_reads} samples from storage, "
+                    f"{now.hits - before.hits} out of memory, {now.other_hits - before.other_hits} of them another node's"
+                )
+
+
+if __name__ == "__main__":
+    main()
