@@ -42,10 +42,9 @@ def main() -> None:
                 for pictures, ids in loader:
                     assert (pictures[:, 0, 0, 0] == ids % 256).all()
                 now = dataset.stats()
-                print(
-                    f"epoch {epoch}: {now.storage_reads - before.storage_reads} samples from storage, "
-                    f"{now.hits - before.hits} out of memory, {now.other_hits - before.other_hits} of them another node's"
-                )
+                reads, hits = now.storage_reads - before.storage_reads, now.hits - before.hits
+                others = now.other_hits - before.other_hits
+                print(f"epoch {epoch}: {reads} samples from storage, {hits} out of memory, {others} of another node")
 
 
 if __name__ == "__main__":
