@@ -38,11 +38,13 @@ class Pending:
         ids: of its samples.
         fetches: from the source, by id.
         asked: ids that other nodes were asked for, and what they will answer; what they lack is then in `fetches`.
+        settled: done when what this node lacks is in `fetches`.
     """
 
     ids: npt.NDArray[np.int64]
     fetches: dict[int, Future[Any]]
     asked: list[tuple[npt.NDArray[np.int64], Future[list[Any]]]] = field(default_factory=list)
+    settled: Future[None] | None = None
 
 
 @dataclass
@@ -113,9 +115,21 @@ class Reader:
                 pool = self._executor()
                 pending.asked.append((away, pool.submit(self._ask, away, pending.fetches, pool)))
             missing = missing[self.cache.here(missing)]
+            if len(missing) and self._threads:
+                pool = self._executor()
+                pending.settled = pool.submit(self._settle, missing, pending.fetches, pool)
+                return pending
         if self._threads:
             self._submit(missing.tolist(), pending.fetches)
         return pending
+
+    def _settle(self, ids: npt.NDArray[np.int64], fetches: dict[int, Future[Any]], pool: ThreadPoolExecutor) -> None:
+        """Start fetching those of `ids` that are not on their way into this node's cache."""
+        assert isinstance(self.cache, SpreadCache)
+        missing = ids[self.cache.settle(ids)]
+        with contextlib.suppress(RuntimeError):  # the pool is being closed: nobody wants them any more
+            for id in missing.tolist():
+                fetches[id] = pool.submit(self.source.fetch, id)
 
     def _ask(self, ids: npt.NDArray[np.int64], fetches: dict[int, Future[Any]], pool: ThreadPoolExecutor) -> list[Any]:
         """Ask the node that owns `ids` for them, and start fetching what it has not."""
@@ -156,6 +170,9 @@ class Reader:
             return [MISS] * len(pending.ids)
         if not isinstance(self.cache, SpreadCache):
             return self.cache.get_many(pending.ids)
+        if pending.settled is not None:
+            with contextlib.suppress(CancelledError):
+                pending.settled.result()
         found = self.cache.get_here(pending.ids)
         answers: dict[int, Any] = {}
         for away, answer in pending.asked:

@@ -31,7 +31,7 @@ Piece = bytes | bytearray | memoryview | Bytes
 SLOWEST = 10e6
 """Bytes per second below which a connection counts as lost."""
 
-STANDING = 256 << 10
+STANDING = 512 << 10
 """Bytes of the buffer that small things are received to."""
 
 DIRECT = 64 << 10

@@ -24,7 +24,7 @@ from stallfree.stores.keeper import identify
 if TYPE_CHECKING:
     from stallfree.stores.spawn import Node
 
-MEET_SECONDS = 60.0
+MEET_SECONDS = 300.0
 """Longest wait for the other nodes."""
 
 _VERSION = 1

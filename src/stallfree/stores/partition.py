@@ -45,12 +45,12 @@ class PartitionedCache:
         local: the part of this node.
         names: of all nodes, in the same order everywhere.
         me: the place of this node among them.
-        offices: the post office of each node; None for this one.
+        offices: the post office of each node, this one's too; none for a single node.
         key: of the data set.
     """
 
     def __init__(
-        self, local: SampleCache, names: Sequence[str], me: int, offices: Sequence[PostOffice | None], key: DataKey
+        self, local: SampleCache, names: Sequence[str], me: int, offices: Sequence[PostOffice], key: DataKey
     ) -> None:
         self.local, self.me, self.key = local, me, key
         self._names, self._offices = list(names), list(offices)
@@ -174,7 +174,6 @@ class PartitionedCache:
         if not len(ids):
             return []
         office = self._offices[int(self._owner[ids[0]])]
-        assert office is not None
         values: list[Any] = []
         for record in office.ask(self.key, ids, self._typical()):
             value = MISS
@@ -185,6 +184,15 @@ class PartitionedCache:
         hits = sum(value is not MISS for value in values)
         self.local.count_others(hits, len(values) - hits)
         return values
+
+    def settle(self, ids: Array) -> Array:
+        """Which of `ids`, that this node owns and did not hold, it still does not hold: an array of bool.
+
+        What other nodes have handed in before is put away first. Nothing is waited for when the node is full.
+        """
+        if self._offices and not self.local.full:
+            self._offices[self.me].settle()
+        return ~self.local.resident(ids)
 
     def get_here(self, ids: Array) -> list[Any]:
         """The samples of `ids`, `MISS` for those that this node does not own or does not hold."""
@@ -242,8 +250,7 @@ class PartitionedCache:
         for place in np.unique(owner).tolist():
             at = np.flatnonzero(owner == place)
             some = [values[position] for position in at.tolist()]
-            office = self._offices[place]
-            if office is None:
+            if place == self.me:
                 taken[at] = self.local.put_many(wanted[at], some)
             else:
                 taken[at] = self._hand_in(place, wanted[at], some)
@@ -258,9 +265,7 @@ class PartitionedCache:
             self._pauses[place] -= 1
             return False
         records = [encode(value, allow_pickle=self.allow_pickle) for value in values]
-        office = self._offices[place]
-        assert office is not None
-        answer = office.hand_in(self.key, ids.tolist(), records)
+        answer = self._offices[place].hand_in(self.key, ids.tolist(), records)
         if answer is BUSY:
             self._pauses[place] = _BACK_OFF
             if not self._warned:
@@ -276,14 +281,15 @@ class PartitionedCache:
     def clear(self) -> None:
         """Drop all records of this data set on all nodes that can be reached."""
         self.local.clear()
-        for office in self._offices:
-            if office is not None:
-                office.clear(self.key)
+        for office in self._others():
+            office.clear(self.key)
 
     def num_keys(self) -> int:
         """Samples of this data set that are held, on all nodes that can be reached."""
-        others = [office.num_keys(self.key) for office in self._offices if office is not None]
-        return self.local.stats().resident_items + sum(others)
+        return self.local.stats().resident_items + sum(office.num_keys(self.key) for office in self._others())
+
+    def _others(self) -> list[PostOffice]:
+        return [office for place, office in enumerate(self._offices) if place != self.me]
 
     def close(self) -> None:
         """Leave the cache. May be called twice."""
@@ -291,8 +297,7 @@ class PartitionedCache:
             self._last = self.stats()
             self._owners = None
         for office in self._offices:
-            if office is not None:
-                office.close()
+            office.close()
         self.local.close()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -85,7 +85,7 @@ class PostOffice:
     def __init__(self, address: Address, timeout: float) -> None:
         self._address, self._timeout = address, timeout
         self._endpoint = Endpoint(address, timeout)
-        self._clerk = Breaker(self._echo)
+        self._clerk = Breaker(self._ping)
         self._full: set[DataKey] = set()
 
     def ask(self, key: DataKey, ids: Array, typical: int) -> list[Array | None]:
@@ -207,22 +207,27 @@ class PostOffice:
         wire.integer()
         self._await(wire, key)
 
-    def _echo(self) -> None:
-        def echo(wire: Wire) -> bool:
-            self._request(wire, ECHO, _NO_KEY)
-            wire.skip()
-            wire.skip()
-            return True
+    def _echo(self, wire: Wire) -> bool:
+        self._request(wire, ECHO, _NO_KEY)
+        wire.skip()
+        wire.skip()
+        return True
 
-        if self._endpoint.run(echo) is None:
+    def _ping(self) -> None:
+        if self._endpoint.run(self._echo) is None:
             raise Silence
+
+    def settle(self) -> None:
+        """Come back when the clerk has done what lay in the post office until now; at once if it is lost."""
+        if self._clerk.closed:
+            self._run(self._echo)
 
     def wait(self, seconds: float) -> bool:
         """Wait until the clerk answers, for so many seconds at most; whether it does."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with contextlib.suppress(Silence, Refused):
-                self._echo()
+                self._ping()
                 return True
             time.sleep(0.01)
         return False

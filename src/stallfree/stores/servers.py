@@ -206,6 +206,10 @@ class ServerCache:
         self._here.counters.add((Count.HITS, hits), (Count.MISSES, len(values) - hits))
         return values
 
+    def settle(self, ids: Array) -> Array:
+        """Which of `ids`, that this node owns, it does not hold: it owns none."""
+        return np.ones(len(ids), bool)
+
     def get_here(self, ids: Array) -> list[Any]:
         """`MISS` for all of `ids`."""
         return [MISS] * len(ids)

@@ -21,7 +21,7 @@ from stallfree.stores.spawn import Node
 from stallfree.stores.values import data_key
 from stallfree.units import format_size, parse_size
 
-_CLERK_SECONDS = 30.0
+_CLERK_SECONDS = 120.0
 _NO_LIMIT = 1 << 62
 _CLERK = "stallfree.stores.clerk"
 
@@ -165,13 +165,8 @@ class RedisStore:
             self._taken[folder] = capacity
             if self._node is not None:
                 register(self._node.folder, key, local)
-            offices = [
-                None if place == self._me else PostOffice(peer.address, self.timeout)
-                for place, peer in enumerate(self._peers)
-            ]
-            return PartitionedCache(
-                local, [peer.name for peer in self._peers] or [""], self._me, offices or [None], key
-            )
+            offices = [PostOffice(peer.address, self.timeout) for peer in self._peers if len(self._peers) > 1]
+            return PartitionedCache(local, [peer.name for peer in self._peers] or [""], self._me, offices, key)
         except BaseException:
             local.close()
             raise
