@@ -1,0 +1,170 @@
+"""Epochs of two nodes with one store: what they read from storage, and how long the first one takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler
+
+import stallfree as sf
+from benchmarks.contender import emit
+from benchmarks.shared_team import Meet
+from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, check_epoch, room_for, run_epoch
+from stallfree.stats import CacheStats
+
+NODES = 2
+BATCH = 64
+LIMITLESS = "64GiB"
+
+Json = dict[str, Any]
+
+
+def make_loader(data: Any, number: int) -> sf.DataLoader:
+    """One worker; another share of a permutation for this node in each epoch."""
+    sampler = DistributedSampler(data, NODES, number, shuffle=True)
+    return sf.DataLoader(data, batch_size=BATCH, sampler=sampler, num_workers=1, persistent_workers=True)
+
+
+# -- reads, counted ---------------------------------------------------------------------------------------------------
+
+
+def count_reads(number: int, meet: Meet, source: Any, share: float, epochs: int) -> Json:
+    """Epochs with room for `share` of the data on both nodes together. What was read is that of all nodes."""
+    records: Records = source.source
+    half = round(share * len(source) / NODES)
+    with sf.RedisStore(capacity_per_node=LIMITLESS, timeout=PATIENT) as store:
+        cached = sf.CachedDataset(source, capacity=room_for(half, records), store=store, form="fetched", name="counted")
+        loader = make_loader(cached, number)
+        meet()
+        looked = records.reads.copy()
+        meet()
+        found: list[Json] = []
+        ran: list[Epoch] = []
+        for _ in range(epochs):
+            before, read = cached.stats(), (source.requests, source.bytes)
+            meet()
+            ran.append(run_epoch(loader))
+            meet()  # what the last batches handed in lies before what the next ones ask for
+            after = cached.stats()
+            found.append(
+                {
+                    "requests": source.requests - read[0],
+                    "bytes": source.bytes - read[1],
+                    **{name: getattr(after, name) - getattr(before, name) for name in ("hits", "misses", "other_hits")},
+                }
+            )
+            meet()
+        reads = records.reads
+        fresh = looked == 0
+        result = {
+            "epochs": found,
+            "ran": [(epoch.seconds, epoch.ids) for epoch in ran],
+            "held": _held(cached.stats()),
+            "keys": cached.cache.num_keys() if number == 0 else 0,
+            "looked": int(looked.sum()),
+            "not_once": int((reads[fresh] != 1).sum()),
+            "most": int(reads.max()),
+        }
+        meet()
+        del loader
+        cached.close()
+    return result
+
+
+def _held(stats: CacheStats) -> int:
+    return stats.resident_items
+
+
+def all_reads(given: Json) -> Json:
+    """For each share: reads and bytes from storage by epoch, hits, and how often single samples were read."""
+    found: Json = {}
+    for share in given["shares"]:
+        source = sf.testing.ThrottledSource(Records(given["samples"], given["size"]))  # counts, and holds up nobody
+        with Nodes(NODES, count_reads, source, share, given["epochs"]) as nodes:
+            each = nodes.results()
+        source.close()
+        epochs = []
+        for number in range(given["epochs"]):
+            ran = [Epoch(*node["ran"][number]) for node in each]
+            check_epoch(ran, given["samples"])
+            sums = {
+                name: sum(node["epochs"][number][name] for node in each) for name in ("hits", "misses", "other_hits")
+            }
+            first = each[0]["epochs"][number]
+            epochs.append({"requests": first["requests"], "bytes": first["bytes"], **sums})
+        found[str(share)] = {
+            "epochs": epochs,
+            "held": sum(node["held"] for node in each),
+            **{name: each[0][name] for name in ("keys", "looked", "not_once", "most")},
+        }
+    return found
+
+
+# -- the first epoch --------------------------------------------------------------------------------------------------
+
+
+def first_epochs(number: int, meet: Meet, source: Any, form: str, rounds: int, room: int) -> list[Json]:
+    """The first epoch of a new cache, and one without cache, in turns."""
+    found = []
+    with sf.RedisStore(capacity_per_node=LIMITLESS, timeout=PATIENT) as store:
+        for turn in range(rounds):
+            seconds: Json = {}
+            for kind in ("cached", "plain") if turn % 2 else ("plain", "cached"):
+                data: Any = source
+                if kind == "cached":
+                    data = sf.CachedDataset(source, capacity=room, store=store, form=form, name=f"first-{turn}")
+                loader = make_loader(data, number)
+                meet()
+                seconds[kind] = run_epoch(loader).seconds
+                meet()
+                del loader
+                if kind == "cached":
+                    _wait_until_stored(data, len(source))
+                    meet()
+                    data.close()
+            found.append(seconds)
+    return found
+
+
+def _wait_until_stored(cached: sf.CachedDataset, count: int) -> None:
+    """All samples of the epoch are in the cache, or on their way: give the clerks the time they need."""
+    deadline = time.monotonic() + 30.0
+    while (found := cached.cache.num_keys()) < count:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{found} of {count} samples are in the cache")
+        time.sleep(0.01)
+
+
+def overhead(given: Json) -> Json:
+    """Seconds of both kinds of epochs, round by round: the slower node's."""
+    found: Json = {}
+    for name, case in given["cases"].items():
+        records = Records(case["samples"], given["size"], case.get("prep", 0.0))
+        source: Any = records
+        if "bandwidth" in case:
+            source = sf.testing.ThrottledSource(records, bandwidth=case["bandwidth"])
+        room = room_for(case["samples"] // NODES, records)
+        with Nodes(NODES, first_epochs, source, case["form"], given["rounds"], room) as nodes:
+            each = nodes.results()
+        if source is not records:
+            source.close()
+        found[name] = [
+            {kind: max(node[turn][kind] for node in each) for kind in ("cached", "plain")}
+            for turn in range(given["rounds"])
+        ]
+    return found
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    found = all_reads(given) if given["what"] == "reads" else overhead(given)
+    emit({"found": found}, stallfree=version("stallfree"), torch=torch.__version__)
+
+
+if __name__ == "__main__":
+    main()

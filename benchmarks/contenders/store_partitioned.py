@@ -1,0 +1,119 @@
+"""Epochs of two nodes behind slow storage: one store for both, or a cache of its own on each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler
+
+import stallfree as sf
+from benchmarks.contender import emit
+from benchmarks.shared_team import Meet
+from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, check_epoch, room_for, run_epoch
+
+NODES = 2
+BATCH = 64
+
+Json = dict[str, Any]
+
+
+class Kind:
+    """One way to cache, on one node.
+
+    Args:
+        name: "store", "local" (a store with a `LocalSampler`), "own" (a cache of this node alone) or "whole" (one that
+            holds all).
+        store: of both nodes.
+        source: behind slow storage.
+        room: of each node.
+    """
+
+    def __init__(self, name: str, number: int, store: sf.RedisStore, source: Any, room: int) -> None:
+        options: Json = {"capacity": room, "form": "fetched", "name": name}
+        if name in ("store", "local"):
+            options["store"] = store
+        if name == "whole":
+            options["capacity"] = room_for(len(source), source.source)
+        self.data = sf.CachedDataset(source, **options)
+        # The same data on storage that is not slow, for the epochs that fill the cache.
+        self.quick = sf.CachedDataset(source.source, **options)
+        whole = DistributedSampler(self.data, 1, 0, shuffle=False)
+        mine = DistributedSampler(self.data, NODES, number, shuffle=True)
+        sampler = sf.LocalSampler(self.data) if name == "local" else mine
+        self._fills = self._loader(self.quick, mine if name in ("store", "local") else whole)
+        self._runs = self._loader(self.data, sampler)
+
+    def _loader(self, data: Any, sampler: Any) -> sf.DataLoader:
+        return sf.DataLoader(data, batch_size=BATCH, sampler=sampler, num_workers=1)
+
+    def fill(self) -> None:
+        for _ in self._fills:
+            pass
+
+    def run(self) -> Epoch:
+        return run_epoch(self._runs)
+
+    def close(self) -> None:
+        del self._runs, self._fills
+        self.quick.close()
+        self.data.close()
+
+
+def as_node(number: int, meet: Meet, source: Any, given: Json) -> list[Json]:
+    """What each kind took, round by round."""
+    room = room_for(round(given["share"] * len(source)), source.source)
+    found: list[Json] = []
+    with sf.RedisStore(capacity_per_node="64GiB", timeout=PATIENT) as store:
+        kinds = {name: Kind(name, number, store, source, room) for name in given["kinds"]}
+        meet()
+        for name, kind in kinds.items():
+            kind.fill()
+            meet()
+            if name == "own" and kind.data.stats().resident_items != round(given["share"] * len(source)):
+                raise AssertionError(f"{kind.data.stats().resident_items} samples fill the cache of one node")
+        for _ in range(given["rounds"]):
+            turn: Json = {}
+            for name, kind in kinds.items():
+                meet()
+                before, was = source.bytes, kind.data.stats()
+                meet()
+                epoch = kind.run()
+                meet()
+                now = kind.data.stats()
+                turn[name] = {
+                    "seconds": epoch.seconds,
+                    "ids": epoch.ids,
+                    "bytes": source.bytes - before,
+                    "hits": now.hits - was.hits,
+                    "other_hits": getattr(now, "other_hits", 0) - getattr(was, "other_hits", 0),
+                }
+            found.append(turn)
+        for kind in kinds.values():
+            kind.close()
+    return found
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    source = sf.testing.ThrottledSource(Records(given["samples"], given["size"]), bandwidth=given["bandwidth"])
+    with Nodes(NODES, as_node, source, given) as nodes:
+        each = nodes.results()
+    source.close()
+    rounds = []
+    for number in range(given["rounds"]):
+        turn: Json = {}
+        for name in given["kinds"]:
+            here = [node[number][name] for node in each]
+            check_epoch([Epoch(one["seconds"], one["ids"]) for one in here], given["samples"])
+            sums = {key: sum(one[key] for one in here) for key in ("hits", "other_hits")}
+            turn[name] = {"seconds": max(one["seconds"] for one in here), "bytes": here[0]["bytes"], **sums}
+        rounds.append(turn)
+    emit({"rounds": rounds}, stallfree=version("stallfree"), torch=torch.__version__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Several nodes on one host: forked processes with a folder of their own per node, which meet as the ranks of a job do.
+
+And what the jobs of the store's benchmarks have in common: records, their counted readings, and epochs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing import RawValue, get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed import TCPStore
+
+import stallfree as sf
+from benchmarks.shared_team import Meet, Team, TeamError
+from benchmarks.store_records import make_noise, make_record
+from stallfree.cache.layout import plan_layout
+from stallfree.pipeline.codec import encode, record_size
+from stallfree.sources import BaseSource
+
+PATIENT = 5.0
+"""The store's `timeout` where no fault is meant to happen: a busy machine then costs no hits."""
+
+_MASTER = "127.0.0.1"
+_LIMIT = 300.0
+"""Seconds until nodes that have not met, or not ended, count as hung."""
+
+
+class Nodes(Team):
+    """Processes that run `target(number, meet, *arguments)` at once, each in the environment that torchrun sets.
+
+    Fork them before there are threads. Use it with `with`.
+
+    Args:
+        count: of the nodes.
+        ranks: processes of each node.
+        watched: whether `meet` waits for the process that started them, too.
+    """
+
+    def __init__(
+        self, count: int, target: Callable[..., Any], *arguments: Any, ranks: int = 1, watched: bool = False
+    ) -> None:
+        port = RawValue("i", 0)
+        self._among = None if watched else get_context("fork").Barrier(count * ranks)
+        super().__init__(count * ranks, _as_rank, count, ranks, port, self._among, target, arguments)
+        self._place = TCPStore(_MASTER, 0, is_master=True, wait_for_workers=False)
+        port.value = self._place.port
+        self.meet()
+
+    def results(self) -> list[Any]:
+        """What each process returned, once all have. Raises `TeamError` for one that failed."""
+        deadline = time.monotonic() + _LIMIT
+        waiting = [pipe for _, pipe in self._jobs]
+        while waiting and time.monotonic() < deadline:
+            for pipe in wait(waiting, deadline - time.monotonic()):
+                waiting.remove(pipe)  # type: ignore[arg-type]
+        found = super().results()
+        if self._among is not None and self._among.broken:
+            raise TeamError(f"the nodes have not met within {_LIMIT:.0f} s")
+        return found
+
+
+def _as_rank(
+    number: int,
+    meet_all: Meet,
+    count: int,
+    ranks: int,
+    port: Any,
+    among: Any,
+    target: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Any:
+    torch.set_num_threads(1)
+    root = node_root(number // ranks)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    meet_all()
+    os.environ |= {
+        "STALLFREE_ROOT": str(root),
+        "MASTER_ADDR": _MASTER,
+        "MASTER_PORT": str(port.value),
+        "RANK": str(number),
+        "WORLD_SIZE": str(count * ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": str(number // ranks),
+        "GROUP_WORLD_SIZE": str(count),
+    }
+    if among is None:
+        return target(number, meet_all, *arguments)
+    try:
+        return target(number, lambda: among.wait(_LIMIT), *arguments)
+    except BaseException:
+        among.abort()
+        raise
+
+
+def node_root(node: int) -> Path:
+    """What is `STALLFREE_ROOT` on a node; asked for before a process has become a node."""
+    return Path(os.environ["STALLFREE_ROOT"]).parent / f"node-{node}"
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on."""
+    with socket.socket() as taken:
+        taken.bind((_MASTER, 0))
+        return int(taken.getsockname()[1])
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+@sf.mark_deterministic
+class Work:
+    """So many seconds of processor time, as decoding would take."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, record: Any) -> Any:
+        end = time.thread_time() + self._seconds
+        while time.thread_time() < end:
+            pass
+        return record
+
+
+class Records(BaseSource):
+    """`(array, id)` by id, in memory. Make it before the nodes are forked: they share its counters.
+
+    Attributes:
+        reads: how often each record was fetched, on all nodes together.
+
+    Args:
+        count: of the records.
+        size: bytes of each array.
+        prep: seconds of processor time that the pipeline takes for a record.
+    """
+
+    def __init__(self, count: int, size: int, prep: float = 0.0) -> None:
+        self.pipeline = sf.Compose([Work(prep)] if prep else [])
+        self._noise = make_noise(size)
+        self._count, self._size = count, size
+        self.reads: npt.NDArray[np.int64] = np.frombuffer(mmap.mmap(-1, 8 * count), np.int64)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _record(self, id: int) -> Any:
+        self.reads[id] += 1
+        return torch.from_numpy(make_record(self._noise, id)), id
+
+    def _where(self, id: int) -> str:
+        return ""
+
+    def fingerprint(self) -> str:
+        return f"records-{self._count}-{self._size}"
+
+
+def room_for(records: int, source: Records) -> int:
+    """Bytes that are room for so many records of `source` and for the index, and not for one more."""
+    structure, arrays = encode((torch.from_numpy(make_record(source._noise, 0)), 0))
+    capacity = records * record_size(structure, arrays)
+    while True:
+        layout = plan_layout(
+            len(source),
+            capacity,
+            fingerprint="",
+            policy="minio",
+            scored=False,
+            on_disk=False,
+            structure=structure,
+            typical=0,
+        )
+        if layout.num_blocks >= records:
+            return capacity
+        capacity += mmap.PAGESIZE
+
+
+# -- epochs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one node had of an epoch.
+
+    Attributes:
+        seconds: from asking for the first batch until the loader says that it has ended.
+        ids: of the samples that came.
+    """
+
+    seconds: float
+    ids: list[int]
+
+
+def run_epoch(loader: Iterable[Any], pause: float = 0.0) -> Epoch:
+    """Go through one epoch; with a pause after each batch, which stands for a step of the device."""
+    labels = []
+    begun = time.perf_counter()
+    for _, label in loader:
+        labels.append(label)
+        if pause:
+            time.sleep(pause)
+    seconds = time.perf_counter() - begun
+    return Epoch(seconds, torch.cat(labels).tolist())
+
+
+def check_epoch(epochs: Iterable[Epoch], samples: int) -> None:
+    """Raise unless the nodes together had each sample once."""
+    ids = sorted(id for epoch in epochs for id in epoch.ids)
+    if ids != list(range(samples)):
+        raise AssertionError(f"{len(ids)} samples came, {len(set(ids))} of {samples} different ones")
