@@ -34,7 +34,8 @@ def run(options: Options) -> Report:
 
 def _less(seconds: Json) -> float:
     """The share by which epochs 2 and 3 are shorter."""
-    return 1 - sum(seconds["store"][1:]) / sum(seconds["plain"][1:])
+    less: float = 1 - sum(seconds["store"][1:]) / sum(seconds["plain"][1:])
+    return less
 
 
 def _report(samples: int, found: dict[str, list[Json]], versions: dict[str, str]) -> Report:

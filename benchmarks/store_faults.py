@@ -81,7 +81,7 @@ def _faults() -> list[Fault]:
 
 def run(options: Options) -> Report:
     faults = _faults()
-    params = {"samples": 600, "batch": 15, "strikes": 3, "pairs": 4}
+    params = {"samples": 600, "batch": 15, "strikes": 3, "pairs": 3}
     if options.quick:
         params = {"samples": 160, "batch": 8, "strikes": 1, "pairs": 1}
     common = params | {"size": SIZE, "pause": PAUSE, "bandwidth": BANDWIDTH, "prep": PREP}

@@ -95,7 +95,7 @@ def _report(
         text = f"local hits, 110 KB, batch 64, `{what}`: samples/s of a store over those of a plain cache"
         checks.append(_checked(text, ratio, LOCAL))
     for cell in found[0]["other"]:
-        size, batch = map(int, cell.split(" x "))
+        size, batch = (int(part) for part in cell.split(" x "))
         shown = f"{size // 1000} KB x {batch}"
         peer = [each["peer"][cell] for each in found] if not reason else []
         for way in ("other", "given"):
@@ -108,10 +108,10 @@ def _report(
             else:
                 rows.append([*cells, str(reason), ""])
                 checks.append(Check(what, None, REMOTE, failed=str(reason)))
-    for size in RECORDS:
+    for of in RECORDS:
         for way in ("other", "given"):
-            small, large = ([each[way][f"{size} x {batch}"] for each in found] for batch in BATCHES)
-            text = f"remote hits, {int(size) // 1000} KB, {WAYS[way]}: samples/s with batches of 256 over those with 64"
+            small, large = ([each[way][f"{of} x {batch}"] for each in found] for batch in BATCHES)
+            text = f"remote hits, {int(of) // 1000} KB, {WAYS[way]}: samples/s with batches of 256 over those with 64"
             checks.append(_checked(text, _ratio(large, small), FALL))
     return Report(
         columns=["hits", "batch", "samples/s (GB/s)", "a plain `SampleCache`; redis-py", "ratio"],
@@ -132,8 +132,8 @@ def _notes(rounds: int, settings: dict[str, str], records: Json) -> list[str]:
         "had when its values are there: for a store with their headers and checksums looked at and their tensors made, "
         "for redis-py `numpy.frombuffer` of what it gives. This node's hits are copied into standing memory (`gather`) "
         "or given as values (`get_many`), in turns with a plain `SampleCache` that holds the same, batch by batch, "
-        f"median. The others are in turns in fresh processes, {rounds} rounds, samples over time; median (lowest to "
-        "highest).",
+        f"median. The others are in turns in fresh processes, {rounds} rounds, samples over time, the first 4 batches "
+        "and a tenth of the time not counted; median (lowest to highest).",
         "A given server, and redis-py: one server on a port of the loopback device, which holds the values under plain "
         f"keys. redis-py with hiredis; its best setting for each batch, tried before the rounds: {best}.",
         f"No fall from batch 64 to 256: {FALL:.2f} is asked, since rounds differ by that much.",

@@ -7,6 +7,9 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
+WARM = 4
+"""Batches, at least, that are not counted: the memory that they are received to is new."""
+
 _SPAN = 1 << 16
 
 
@@ -19,11 +22,11 @@ def make_record(noise: Bytes, id: int) -> Bytes:
     """The record `id`: its id in 8 bytes, then a piece of `noise`."""
     size = len(noise) - _SPAN
     start = id * 64 % _SPAN
-    record = noise[start : start + size].copy()
+    record: Bytes = noise[start : start + size].copy()
     record[:8] = np.frombuffer(int(id).to_bytes(8, "little"), np.uint8)
     return record
 
 
 def same(value: Bytes, noise: Bytes, id: int) -> bool:
     """Whether `value` is the record `id`."""
-    return np.array_equal(value, make_record(noise, id))
+    return bool(np.array_equal(value, make_record(noise, id)))

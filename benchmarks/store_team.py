@@ -9,6 +9,7 @@ import mmap
 import os
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing import RawValue, get_context
@@ -19,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.utils.data import DistributedSampler
 
 import stallfree as sf
 from benchmarks.shared_team import Meet, Team, TeamError
@@ -124,11 +126,12 @@ class Work:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._some = bytes(1 << 15)
 
     def __call__(self, record: Any) -> Any:
         end = time.thread_time() + self._seconds
         while time.thread_time() < end:
-            pass
+            zlib.crc32(self._some)
         return record
 
 
@@ -210,6 +213,11 @@ def run_epoch(loader: Iterable[Any], pause: float = 0.0) -> Epoch:
             time.sleep(pause)
     seconds = time.perf_counter() - begun
     return Epoch(seconds, torch.cat(labels).tolist())
+
+
+def share_of(data: Any, nodes: int, number: int) -> Any:
+    """A sampler: another random share of `data` for node `number` of `nodes` in each epoch."""
+    return DistributedSampler(data, nodes, number, shuffle=True)
 
 
 def check_epoch(epochs: Iterable[Epoch], samples: int) -> None:

@@ -8,12 +8,11 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler
 
 import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.shared_team import Meet
-from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, check_epoch, room_for, run_epoch
+from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, check_epoch, room_for, run_epoch, share_of
 
 Json = dict[str, Any]
 
@@ -27,7 +26,7 @@ def as_node(number: int, meet: Meet, given: Json) -> list[Json]:
         room = room_for(given["samples"] // nodes, source)
         cached = sf.CachedDataset(source, capacity=room, store=store, form="prepared", name="costly")
         for name, data in (("plain", source), ("store", cached)):
-            sampler = DistributedSampler(data, nodes, number, shuffle=True)  # type: ignore[arg-type]
+            sampler = share_of(data, nodes, number)
             loader = sf.DataLoader(
                 data, batch_size=given["batch"], sampler=sampler, num_workers=1, persistent_workers=True
             )

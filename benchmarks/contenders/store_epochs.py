@@ -9,13 +9,12 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler
 
 import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.shared_team import Meet
-from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, check_epoch, room_for, run_epoch
-from stallfree.stats import CacheStats
+from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, check_epoch, room_for, run_epoch, share_of
+from stallfree.stores import PartitionedCache
 
 NODES = 2
 BATCH = 64
@@ -26,7 +25,7 @@ Json = dict[str, Any]
 
 def make_loader(data: Any, number: int) -> sf.DataLoader:
     """One worker; another share of a permutation for this node in each epoch."""
-    sampler = DistributedSampler(data, NODES, number, shuffle=True)
+    sampler = share_of(data, NODES, number)
     return sf.DataLoader(data, batch_size=BATCH, sampler=sampler, num_workers=1, persistent_workers=True)
 
 
@@ -64,8 +63,8 @@ def count_reads(number: int, meet: Meet, source: Any, share: float, epochs: int)
         result = {
             "epochs": found,
             "ran": [(epoch.seconds, epoch.ids) for epoch in ran],
-            "held": _held(cached.stats()),
-            "keys": cached.cache.num_keys() if number == 0 else 0,
+            "held": cached.stats().resident_items,
+            "keys": _keys(cached) if number == 0 else 0,
             "looked": int(looked.sum()),
             "not_once": int((reads[fresh] != 1).sum()),
             "most": int(reads.max()),
@@ -76,8 +75,9 @@ def count_reads(number: int, meet: Meet, source: Any, share: float, epochs: int)
     return result
 
 
-def _held(stats: CacheStats) -> int:
-    return stats.resident_items
+def _keys(cached: sf.CachedDataset) -> int:
+    assert isinstance(cached.cache, PartitionedCache)
+    return cached.cache.num_keys()
 
 
 def all_reads(given: Json) -> Json:
@@ -134,7 +134,7 @@ def first_epochs(number: int, meet: Meet, source: Any, form: str, rounds: int, r
 def _wait_until_stored(cached: sf.CachedDataset, count: int) -> None:
     """All samples of the epoch are in the cache, or on their way: give the clerks the time they need."""
     deadline = time.monotonic() + 30.0
-    while (found := cached.cache.num_keys()) < count:
+    while (found := _keys(cached)) < count:
         if time.monotonic() > deadline:
             raise AssertionError(f"{found} of {count} samples are in the cache")
         time.sleep(0.01)

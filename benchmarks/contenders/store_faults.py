@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import stallfree as sf
-import stallfree.stores.store
+import stallfree.stores.store as job_store
 from benchmarks.contender import emit
 from benchmarks.shared_team import Meet, family
 from benchmarks.store_team import Nodes, Records, node_root, room_for
@@ -48,13 +48,13 @@ class Fault:
 
     def lie_between(self) -> None:
         """Have the store of this process reach the other node by way of a network that can be cut."""
-        meet = stallfree.stores.store.meet
+        meet = job_store.meet  # type: ignore[attr-defined]
 
         def rerouted(*arguments: Any, **options: Any) -> tuple[list[Peer], int]:
             peers, me = meet(*arguments, **options)
             return [peer if place == me else self._reroute(peer) for place, peer in enumerate(peers)], me
 
-        stallfree.stores.store.meet = rerouted
+        job_store.meet = rerouted  # type: ignore[attr-defined]
 
     def _reroute(self, peer: Peer) -> Peer:
         command = [sys.executable, "-m", "benchmarks.contenders.store_proxy", str(peer.address.port)]

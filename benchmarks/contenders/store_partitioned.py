@@ -8,12 +8,11 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler
 
 import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.shared_team import Meet
-from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, check_epoch, room_for, run_epoch
+from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, check_epoch, room_for, run_epoch, share_of
 
 NODES = 2
 BATCH = 64
@@ -41,10 +40,9 @@ class Kind:
         self.data = sf.CachedDataset(source, **options)
         # The same data on storage that is not slow, for the epochs that fill the cache.
         self.quick = sf.CachedDataset(source.source, **options)
-        whole = DistributedSampler(self.data, 1, 0, shuffle=False)
-        mine = DistributedSampler(self.data, NODES, number, shuffle=True)
+        mine = share_of(self.data, NODES, number)
         sampler = sf.LocalSampler(self.data) if name == "local" else mine
-        self._fills = self._loader(self.quick, mine if name in ("store", "local") else whole)
+        self._fills = self._loader(self.quick, mine if name in ("store", "local") else range(len(source)))
         self._runs = self._loader(self.data, sampler)
 
     def _loader(self, data: Any, sampler: Any) -> sf.DataLoader:

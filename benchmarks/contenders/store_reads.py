@@ -18,7 +18,7 @@ import torch
 import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.shared_team import Meet
-from benchmarks.store_records import make_noise, make_record, same
+from benchmarks.store_records import WARM, make_noise, make_record, same
 from benchmarks.store_team import PATIENT, Nodes, Records, room_for
 from stallfree.cache import MISS, SampleCache
 from stallfree.stores import PartitionedCache
@@ -81,7 +81,7 @@ def _attach(store: sf.RedisStore, size: int, count: int) -> PartitionedCache:
 
 
 def read(get_many: Callable[[Any], list[Any]], ids: Any, batch: int, size: int, seconds: float) -> float:
-    """Samples/s of hits, batch after batch, `ids` in another order each time; a tenth of the time is not counted."""
+    """Samples/s of hits, batch after batch, `ids` in another order each time; the first batches are not counted."""
     noise, rng = make_noise(size), np.random.default_rng(batch)
     some = rng.permutation(ids)[:batch]
     for id, (value, label) in zip(some.tolist(), get_many(some), strict=True):
@@ -90,7 +90,7 @@ def read(get_many: Callable[[Any], list[Any]], ids: Any, batch: int, size: int, 
     count, order, at = 0, rng.permutation(ids), 0
     begun, warm = time.perf_counter(), False
     while (now := time.perf_counter()) < begun + seconds or not warm:
-        if not warm and now > begun + seconds / 10:
+        if not warm and count >= WARM * batch and now > begun + seconds / 10:
             begun, count, warm = now, 0, True
         if at + batch > len(order):
             order, at = rng.permutation(ids), 0

@@ -14,7 +14,7 @@ import redis
 from redis.utils import HIREDIS_AVAILABLE
 
 from benchmarks.contender import emit
-from benchmarks.store_records import make_noise, make_record, same
+from benchmarks.store_records import WARM, make_noise, make_record, same
 
 Json = dict[str, Any]
 
@@ -45,7 +45,7 @@ def fill(given: Json) -> None:
 
 
 def measure(given: Json, size: str, batch: int, setting: str, seconds: float) -> float:
-    """Samples/s, batch after batch, another order each time; a tenth of the time is not counted."""
+    """Samples/s, batch after batch, another order each time; the first batches are not counted."""
     client = connect(given, setting)
     rng, noise, records = np.random.default_rng(batch), make_noise(int(size)), given["records"][size]
     keys = [key(size, id) for id in range(records)]
@@ -59,7 +59,7 @@ def measure(given: Json, size: str, batch: int, setting: str, seconds: float) ->
     count, order, at = 0, rng.permutation(records), 0
     begun, warm = time.perf_counter(), False
     while (now := time.perf_counter()) < begun + seconds or not warm:
-        if not warm and now > begun + seconds / 10:
+        if not warm and count >= WARM * batch and now > begun + seconds / 10:
             begun, count, warm = now, 0, True
         if at + batch > len(order):
             order, at = rng.permutation(records), 0

@@ -56,7 +56,7 @@ class _Rejoin:
 
     def start_anew(self) -> None:
         """Nothing is watched: at the beginning, and in a forked child."""
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a finalizer may drop a breaker within `watch`, in the same thread
         self._wake = threading.Event()
         self._watched: weakref.WeakSet[Breaker] = weakref.WeakSet()
         self._running = False

@@ -280,7 +280,7 @@ class ServerCache:
         if len(wanted) != len(values):
             raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values")
         unique, first, back = np.unique(wanted, return_index=True, return_inverse=True)
-        pauses = [bool(pause) for pause in self._pauses]
+        pauses = [pause > 0 for pause in self._pauses]
         owner = self._here.owner[unique].tolist()
         records = [
             None if pauses[place] else encode(values[position], allow_pickle=self.allow_pickle)
@@ -290,7 +290,7 @@ class ServerCache:
 
         def store(place: int, at: Array) -> None:
             if pauses[place]:
-                self._pauses[place] -= 1
+                self._pauses[place] = max(0, self._pauses[place] - 1)
             else:
                 there[at] = self._store(place, unique[at].tolist(), [records[position] for position in at.tolist()])
 

@@ -1,0 +1,180 @@
+"""Servers for tests: real ones, to be killed and frozen, and one that says whatever a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+from node_tools import needs_server, until
+
+from stallfree.stores.endpoint import Address
+from stallfree.stores.spawn import find_server
+
+__all__ = ["FakeServer", "Server", "needs_server", "until"]
+
+
+class Server:
+    """A real server on a Unix socket and on a free TCP port of this host. Tests that use it are marked `needs_server`.
+
+    Args:
+        folder: an empty one, where it works.
+        extra: lines of its configuration.
+    """
+
+    def __init__(self, folder: Path, *extra: str) -> None:
+        self._folder, self._extra = folder, extra
+        self._sockets = tempfile.mkdtemp(prefix="sf-")  # the path of a socket has at most 107 bytes
+        self.path = f"{self._sockets}/s"
+        self.port = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def address(self) -> Address:
+        """By the Unix socket."""
+        return Address(path=self.path)
+
+    @property
+    def tcp(self) -> Address:
+        """By TCP."""
+        return Address(host="127.0.0.1", port=self.port)
+
+    def start(self) -> None:
+        """Start it; again with the same port and socket, empty."""
+        while True:
+            port = self.port or free_port()
+            lines = [f"port {port}", "bind 127.0.0.1", f"unixsocket {self.path}", 'save ""', "appendonly no"]
+            lines += [f"dir {self._folder}", *self._extra]
+            process = subprocess.Popen(
+                [find_server(), "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=self._folder
+            )
+            assert process.stdin is not None
+            with process.stdin as stdin:
+                stdin.write("\n".join(lines).encode() + b"\n")
+            if until(lambda process=process: process.poll() or self._answers(), "a server answers") is True:
+                break
+            assert not self.port, f"the server ended with {process.returncode}"  # else somebody took the port
+        self.port, self.process = port, process
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as client:
+            try:
+                client.connect(self.path)
+                client.sendall(b"PING\r\n")
+                return bool(client.recv(1))  # also an error: it wants a password
+            except OSError:
+                return False
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def freeze(self) -> None:
+        """Stop it: its sockets stay, and it says nothing."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        there = psutil.Process(self.process.pid)
+        until(lambda: there.status() == psutil.STATUS_STOPPED, "the server stands still")
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def restart(self) -> None:
+        """End it, and start it again, empty, with the same port and socket."""
+        self.kill()
+        self.start()
+
+    def close(self) -> None:
+        """End it, and remove its socket."""
+        self.kill()
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody has at this moment."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+class FakeServer:
+    """Says OK to what a client says when it connects, and to anything else what `answer` does.
+
+    Args:
+        answer: given the connection and the command, a list of its arguments.
+    """
+
+    def __init__(self, answer: Callable[[socket.socket, list[bytes]], None]) -> None:
+        self.connections = 0
+        self._answer = answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._listen)]
+        self._threads[0].start()
+
+    @property
+    def tcp(self) -> Address:
+        """Its address."""
+        return Address(host="127.0.0.1", port=self._listener.getsockname()[1])
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.connections += 1
+            self._open.append(connection)
+            self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
+            self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as commands:
+            try:
+                while line := commands.readline():
+                    words = []
+                    for _ in range(int(line[1:])):
+                        size = int(commands.readline()[1:])
+                        words.append(commands.read(size))
+                        commands.read(2)
+                    if words[0].upper() in (b"CLIENT", b"AUTH", b"SELECT"):
+                        connection.sendall(b"+OK\r\n")
+                    else:
+                        self._answer(connection, words)
+            except OSError:
+                return  # the client has gone
+
+    def close(self) -> None:
+        """End all connections."""
+        for end in (self._listener, *self._open):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def __enter__(self) -> FakeServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,171 @@
+"""Standing memory: used again when it is free, never before, and not kept for ever."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from children import Child
+from stallfree.stores.buffers import SMALLEST, Buffers
+
+MIB = 1 << 20
+
+
+def where(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
+@pytest.mark.parametrize("size", [0, 1, SMALLEST, SMALLEST + 1, 3 * MIB, 5 * MIB])
+def test_memory_is_large_enough_aligned_and_writable(size: int) -> None:
+    memory = Buffers().take(size)
+    assert memory.size >= size
+    assert memory.size & memory.size - 1 == 0
+    assert where(memory) % 64 == 0
+    memory[:] = 1
+    assert memory.dtype == np.uint8
+    assert memory.sum() == memory.size
+
+
+def test_memory_is_used_again_when_the_last_view_is_gone() -> None:
+    buffers = Buffers()
+    memory = buffers.take(100_000)
+    first = where(memory)
+    tensor = torch.from_numpy(memory[128:256]).view(2, 64)[1]
+    array = memory[64:128].view(np.float32)
+    del memory
+    assert where(buffers.take(100_000)) != first
+    del array
+    assert where(buffers.take(100_000)) != first
+    tensor.fill_(3)
+    del tensor
+    assert where(buffers.take(100_000)) == first
+    assert where(buffers.take(100_000)) == first
+
+
+def test_memory_in_use_is_nobody_elses() -> None:
+    buffers = Buffers()
+    pieces = [buffers.take(SMALLEST) for _ in range(20)]
+    for number, piece in enumerate(pieces):
+        piece[:] = number
+    assert [piece.min() for piece in pieces] == [piece.max() for piece in pieces] == list(range(20))
+
+
+def test_another_size_is_other_memory() -> None:
+    buffers = Buffers()
+    first = where(buffers.take(SMALLEST))
+    assert buffers.take(4 * SMALLEST).size == 4 * SMALLEST
+    assert where(buffers.take(SMALLEST)) == first
+
+
+def test_no_more_is_kept_than_was_asked_for_or_in_use_at_once() -> None:
+    buffers = Buffers(keep=2 * MIB)
+    for _ in range(5):
+        buffers.take(MIB)
+    assert buffers.idle_bytes == MIB
+    several = [buffers.take(MIB) for _ in range(5)]
+    del several
+    assert buffers.idle_bytes == 5 * MIB, "a batch of that size may come again"
+    for _ in range(200):
+        buffers.take(SMALLEST)
+    assert buffers.idle_bytes <= 2 * MIB, "none came"
+
+
+def test_what_was_used_longest_ago_goes_first() -> None:
+    buffers = Buffers(keep=2 * MIB)
+    old, new = buffers.take(MIB), buffers.take(MIB)
+    place = where(new)
+    del old
+    del new
+    for _ in range(200):  # no peak is remembered
+        buffers.take(SMALLEST)
+    assert buffers.idle_bytes == MIB + SMALLEST
+    assert where(buffers.take(MIB)) == place
+
+
+def test_memory_that_is_not_there() -> None:
+    buffers = Buffers()
+    for size in (1 << 60, 1 << 70):
+        with pytest.raises(MemoryError):
+            buffers.take(size)
+    assert buffers.take(10).size == SMALLEST
+
+
+def test_memory_that_is_freed_while_the_lock_is_held() -> None:
+    """As when the garbage collector runs within `take`."""
+    buffers = Buffers()
+    memory = buffers.take(SMALLEST)
+    place = where(memory)
+    with buffers._lock:
+        del memory
+        gc.collect()
+    assert buffers.idle_bytes == 0
+    assert where(buffers.take(SMALLEST)) == place
+
+
+def test_threads() -> None:
+    buffers, faults = Buffers(), []
+    start = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        start.wait()
+        kept = []
+        for turn in range(300):
+            memory = buffers.take(SMALLEST << turn % 3)
+            memory[:] = number
+            kept.append(memory)
+            if len(kept) > 5 and (kept.pop(turn % 5) != number).any():
+                faults.append(turn)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    assert buffers._used == 0
+
+
+def test_a_forked_child_has_memory_of_its_own() -> None:
+    buffers = Buffers()
+    used, idle = buffers.take(SMALLEST), buffers.take(SMALLEST)
+    used[:] = 1
+    place = where(idle)
+    idle[:] = 2
+    del idle
+
+    def child() -> None:
+        assert (used == 1).all()
+        assert buffers.idle_bytes == 0
+        memory = buffers.take(SMALLEST)
+        memory[:] = 9
+        used[:] = 9
+
+    with buffers._lock:  # as if another thread of the parent held it
+        process = Child(child)
+    assert process.wait() == 0
+    assert (used == 1).all()
+    again = buffers.take(SMALLEST)
+    assert where(again) == place
+    assert (again == 2).all()
+
+
+def test_what_a_child_inherited_is_no_memory_to_give_back() -> None:
+    buffers = Buffers()
+    memory = buffers.take(SMALLEST)
+
+    def child() -> None:
+        nonlocal memory
+        del memory
+        gc.collect()
+        assert buffers.idle_bytes == 0
+        assert buffers._used == 0
+
+    assert Child(child).wait() == 0
+    assert os.getpid()
+    del memory
+    assert buffers.idle_bytes == SMALLEST

@@ -1,0 +1,139 @@
+"""The header of a value: whatever is wrong with a value is noticed."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stallfree.stores.values import HEAD_SIZE, Bytes, Expected, check_value, data_key, key_hash, owner_of, pack_head
+
+KEY = data_key("train", "fingerprint")
+IDS = st.integers(0, 2**64 - 1)
+
+
+def value_of(record: bytes, id: int = 7, key: bytes = KEY) -> Bytes:
+    return np.frombuffer(bytearray(pack_head(key, id, [record]) + record), np.uint8)
+
+
+def record_in(value: Bytes, id: int = 7, key: bytes = KEY) -> bytes | None:
+    """What both ways of checking say, which must be the same."""
+    one = check_value(value, key, id)
+    (row,) = Expected(key, [id]).check_rows(0, value[np.newaxis])
+    same = Expected(key, [id]).check(0, value)
+    found = [None if record is None else record.tobytes() for record in (one, row, same)]
+    assert found[0] == found[1] == found[2]
+    return found[0]
+
+
+@given(record=st.binary(max_size=300), id=IDS)
+def test_a_record_comes_back(record: bytes, id: int) -> None:
+    value = value_of(record, id)
+    assert len(value) == HEAD_SIZE + len(record) == 64 + len(record)
+    assert record_in(value, id) == record
+    assert owner_of(value) == (KEY, id)
+
+
+def test_the_format_stays_what_it_is() -> None:
+    record = bytes(range(100))
+    fields = b"SFV1" + struct.pack("<I", 0) + KEY + struct.pack("<QQ", 3, 100) + bytes(16)
+    assert pack_head(KEY, 3, [record]) == struct.pack("<Q", xxhash.xxh3_64_intdigest(record, seed=3)) + fields
+    assert data_key("a", "b") == xxhash.xxh3_128_digest(b"a\0b")
+
+
+def test_the_header_is_the_same_however_the_record_is_cut() -> None:
+    record = np.random.default_rng(0).integers(0, 256, 1000, np.uint8)
+    whole = pack_head(KEY, 1, [record])
+    assert whole == pack_head(KEY, 1, [record[:300].tobytes(), record.data[300:301], record[301:], b""])
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    value = value_of(bytes(range(40)))
+    for bit in range(8 * len(value)):
+        value[bit // 8] ^= 1 << bit % 8
+        assert record_in(value) is None, f"bit {bit}"
+        value[bit // 8] ^= 1 << bit % 8
+    assert record_in(value) == bytes(range(40))
+
+
+def test_every_flipped_byte_of_a_larger_value_is_noticed() -> None:
+    value = value_of(np.random.default_rng(0).bytes(3000))
+    rng = np.random.default_rng(1)
+    for at in range(len(value)):
+        change = rng.integers(1, 256, dtype=np.uint8)
+        value[at] ^= change
+        assert check_value(value, KEY, 7) is None, f"byte {at}"
+        value[at] ^= change
+    assert check_value(value, KEY, 7) is not None
+
+
+def test_a_value_that_is_cut_or_goes_on_is_none() -> None:
+    value = value_of(bytes(50))
+    for size in range(len(value)):
+        assert record_in(value[:size]) is None, f"{size} bytes"
+    assert record_in(np.append(value, np.uint8(0))) is None
+    assert record_in(np.roll(value, 1)) is None
+
+
+def test_a_value_of_another_is_none() -> None:
+    value = value_of(b"sample")
+    assert record_in(value, id=8) is None
+    assert record_in(value, id=7 + 2**63) is None
+    assert record_in(value, key=data_key("train", "another fingerprint")) is None
+    assert record_in(value, key=data_key("test", "fingerprint")) is None
+    assert record_in(value) == b"sample"
+
+
+def test_name_and_fingerprint_do_not_run_together() -> None:
+    keys = {data_key("ab", "c"), data_key("a", "bc"), data_key("abc", ""), data_key("", "abc"), data_key("\udc80", "x")}
+    assert len(keys) == 5
+    assert {len(key) for key in keys} == {16}
+    assert key_hash(b"a") != key_hash(b"b")
+
+
+@settings(max_examples=50)
+@given(
+    st.integers(0, 200),
+    st.lists(
+        st.tuples(IDS, st.sampled_from(["good", "other id", "other key", "flipped", "zeros"])), min_size=1, max_size=9
+    ),
+)
+def test_rows_are_checked_each_by_itself(size: int, kinds: list[tuple[int, str]]) -> None:
+    rng = np.random.default_rng(size)
+    rows = np.zeros((len(kinds) + 1, HEAD_SIZE + size), np.uint8)
+    wanted: list[bytes | None] = []
+    for row, (id, kind) in zip(rows[1:], kinds, strict=True):
+        record = rng.bytes(size)
+        owner = (id + 1) % 2**64 if kind == "other id" else id
+        row[:] = value_of(record, owner, data_key("a", "b") if kind == "other key" else KEY)
+        if kind == "flipped":
+            row[rng.integers(len(row))] ^= 1 << rng.integers(8)
+        if kind == "zeros":
+            row[:] = 0
+        wanted.append(record if kind == "good" else None)
+    expected = Expected(KEY, [0, *(id for id, _ in kinds)])
+    found = expected.check_rows(1, rows[1:])
+    assert [None if record is None else record.tobytes() for record in found] == wanted
+    for position, row in enumerate(rows[1:], start=1):
+        expected.check(position, row)
+    assert expected.damaged == 2 * [place for place, record in enumerate(wanted, start=1) if record is None]
+
+
+def test_the_record_is_a_view_and_as_aligned_as_the_value() -> None:
+    memory = np.zeros(4096, np.uint8)
+    start = -memory.ctypes.data % 64
+    value = memory[start : start + 164]
+    value[:] = value_of(bytes(100))
+    record = check_value(value, KEY, 7)
+    assert record is not None
+    assert np.shares_memory(record, memory)
+    assert record.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("size", [0, 63])
+def test_rows_that_are_too_short_for_a_header(size: int) -> None:
+    assert Expected(KEY, [1, 2]).check_rows(0, np.zeros((2, size), np.uint8)) == [None, None]
