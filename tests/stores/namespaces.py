@@ -245,7 +245,9 @@ class Hosts(Nodes):
             raise
         try:
             for number in range(count):
-                self.run_on(number, _move, self.network.file(number), f"host{number}", self.network.addresses[0])
+                self.run_on(
+                    number, _move, os.getpid(), self.network.file(number), f"host{number}", self.network.addresses[0]
+                )
             self.run(_meet_at, self.run_on(0, _keep_job_store))
         except BaseException:
             self.__exit__(None, None, None)
@@ -262,13 +264,20 @@ class Hosts(Nodes):
             self.network.close()
 
 
-def _move(here: Here, namespace: str, name: str, master: str) -> None:
-    """Have this node live on a host."""
+def _move(here: Here, tests: int, namespace: str, name: str, master: str) -> None:
+    """Have this node live on a host, for as long as the process of the tests is there: the bridge ends with it."""
+    threading.Thread(target=_end_with, args=(os.pidfd_open(tests),), daemon=True).start()
     here.kept.pop("job store", None)
     enter(namespace)
     _checked(_libc.unshare(_NEW_NAMES))
     socket.sethostname(name)
     os.environ["MASTER_ADDR"] = master
+
+
+def _end_with(process: int) -> None:
+    """End this process when another one has ended, of which this is a descriptor."""
+    select.select([process], [], [])
+    os._exit(1)
 
 
 def _keep_job_store(here: Here) -> int:

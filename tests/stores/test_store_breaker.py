@@ -74,6 +74,30 @@ def test_it_opens_once_however_many_say_so() -> None:
     until(lambda: patient.breaker.closed, "it closes")
 
 
+def test_who_fails_again_soon_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that lets pings through, and nothing else."""
+    from stallfree.stores import breaker as module
+
+    monkeypatch.setattr(module, "_SOON", 1e9)  # however slow this machine is
+    patient = Patient(seconds=0.001)
+    patient.back.set()
+    pauses = []
+    for _ in range(4):
+        patient.breaker.trip()
+        pauses.append(patient.breaker.pause)
+        until(lambda: patient.breaker.closed, "it closes")
+    assert pauses == [0.001, 0.002, 0.004, 0.008]
+    monkeypatch.setattr(module, "LONGEST", 0.01)
+    for longest in (0.01, 0.01):
+        patient.breaker.trip()
+        assert patient.breaker.pause == longest
+        until(lambda: patient.breaker.closed, "it closes")
+    patient.breaker._good_until = 0.0  # as if it had gone well for long
+    patient.breaker.trip()
+    assert patient.breaker.pause == 0.001
+    until(lambda: patient.breaker.closed, "it closes")
+
+
 def test_one_thread_serves_all() -> None:
     patients = [Patient() for _ in range(5)]
     for patient in patients:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
+
+LONGEST = 30.0
+"""Seconds between two pings, at most."""
+
+_SOON = 10
+"""Pauses within which a server that was back and fails again is a bad one."""
 
 
 class Breaker:
@@ -14,16 +22,25 @@ class Breaker:
 
     Safe in threads. In a forked child an open breaker stays open, and is closed by the child's own thread.
 
+    A server that answers pings and not what matters, by a bad link for instance, would cost a wait every few moments:
+    who fails again soon after it was back is asked half as often, down to once in 30 s.
+
     Args:
         ping: asks the server for a sign of life; raises anything if there is none. Called in the background.
         seconds: pause between two pings.
+
+    Attributes:
+        trips: how often it was opened in this process and, before the fork, in its parent.
+        pause: seconds between two pings now.
     """
 
     def __init__(self, ping: Callable[[], object], seconds: float = 0.5) -> None:
         self.trips = 0
-        """How often it was opened in this process and, before the fork, in its parent."""
+        self.pause = seconds
         self._ping = ping
         self._seconds = seconds
+        self._due = 0.0  # when to ping
+        self._good_until = -math.inf  # tripped before that, it has failed again soon
         self._open = False
         self._forgotten = False
 
@@ -38,6 +55,10 @@ class Breaker:
         """Open it. It counts once, however many threads say so."""
         with _rejoin.lock:
             if not self._open:
+                now = time.monotonic()
+                again = now < self._good_until
+                self.pause = min(2 * self.pause, max(LONGEST, self._seconds)) if again else self._seconds
+                self._due = now + self.pause
                 self._open = True
                 self.trips += 1
         _rejoin.watch(self)
@@ -82,22 +103,26 @@ class _Rejoin:
     def _run(self, wake: threading.Event) -> None:
         while True:
             with self.lock:
-                pauses = [breaker._seconds for breaker in self._watched]
-                if not pauses:
+                due = [breaker._due for breaker in self._watched]
+                if not due:
                     self._running = False
                     return
-            if wake.wait(min(pauses)):
+            if wake.wait(max(0.0, min(due) - time.monotonic())):
                 wake.clear()  # a breaker was forgotten: perhaps that was the last one
             else:
                 self._round()
 
     def _round(self) -> None:
         for breaker in list(self._watched):
+            if breaker._due > time.monotonic():
+                continue
             with contextlib.suppress(Exception):
                 breaker._ping()
                 with self.lock:
                     breaker._open = False
+                    breaker._good_until = time.monotonic() + _SOON * breaker.pause
                     self._watched.discard(breaker)
+            breaker._due = time.monotonic() + breaker.pause
 
 
 _rejoin = _Rejoin()

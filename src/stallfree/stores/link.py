@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 Piece = bytes | bytearray | memoryview | Bytes
 
-SLOWEST = 10e6
+SLOWEST = 2e6
 """Bytes per second below which a connection counts as lost."""
 
 STANDING = 512 << 10
@@ -60,7 +60,7 @@ class Link:
     Args:
         connect: makes a connection of redis-py that is not open yet, with `protocol=2`.
         timeout: seconds that the server may be silent, or take nothing, while something is expected of it. In all a
-            command and its replies may take so long, and a second more for each 10 MB.
+            command and its replies may take so long, and a second more for each 2 MB.
     """
 
     def __init__(self, connect: Callable[[], AbstractConnection], timeout: float = 0.25) -> None:
