@@ -42,11 +42,11 @@ REQUEST = struct.Struct("<8s4s4x16s")
 GO, FULL = b"go", b"full"
 """The first item of an answer: "full" if the data set's part is full and nothing more is taken in."""
 
-MOST = 1 << 20
+MOST = 2 << 20
 """Bytes of one answer, and of one lot that is handed in, if no sample is larger. What a server holds of these at a time
-stays in the processor's caches: with 8 MiB, half as much comes through."""
+stays in the processor's caches."""
 
-_AHEAD = 8
+_AHEAD = 4
 """Answers that are asked for at once."""
 
 _NO_KEY = bytes(16)
@@ -94,8 +94,8 @@ class PostOffice:
         Args:
             key: of the data set.
             ids: of samples that the node owns.
-            typical: bytes of a usual record: so many are asked for in one request that its answer is about 1 MiB, and
-                at most 8 requests are under way.
+            typical: bytes of a usual record: so many are asked for in one request that its answer is about 2 MiB, and
+                at most 4 requests are under way.
         """
         step = max(1, MOST // (typical + HEAD_SIZE))
         lots = [ids[start : start + step] for start in range(0, len(ids), step)]
