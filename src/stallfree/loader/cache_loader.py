@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from stallfree.cache import MISS, SampleCache
+from stallfree.cache import MISS
 from stallfree.cache.policies import Policy
 from stallfree.errors import CodecError, InputError, WaitError
 from stallfree.folders import check_name
 from stallfree.stats import CacheStats
-from stallfree.stores import AnyCache, RedisStore, SpreadCache
+from stallfree.stores import AnyCache, RedisStore, SpreadCache, open_cache
 from stallfree.units import parse_size
 
 Places = npt.NDArray[np.int64]
@@ -68,23 +68,16 @@ class CacheLoader:
         places = min(max(size * nodes // _BYTES_PER_PLACE, _WAYS), _MOST_PLACES)
         fingerprint = f"values by key, {places} places"
         self.cache: AnyCache
-        if isinstance(store, RedisStore):
-            if persist:
-                raise InputError("persist=True with a RedisStore: its caches end with the job. Leave persist out")
-            self.cache = store.attach(
-                places, capacity=size, fingerprint=fingerprint, policy=policy, name=name, example=example
-            )
-        else:
-            self.cache = SampleCache(
-                places,
-                capacity=size,
-                fingerprint=fingerprint,
-                policy=policy,
-                store=store,
-                name=name,
-                persist=persist,
-                example=example,
-            )
+        self.cache = open_cache(
+            store,
+            places,
+            capacity=size,
+            fingerprint=fingerprint,
+            policy=policy,
+            name=name,
+            persist=persist,
+            example=example,
+        )
         self._store = store if isinstance(store, RedisStore) else None  # lives as long as its caches are used
         self._chance = random.Random()
 
@@ -177,6 +170,9 @@ class CacheLoader:
     def close(self) -> None:
         """Leave the cache; the last process out removes it unless it persists. May be called twice."""
         self.cache.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_store": None}
 
     def __enter__(self) -> CacheLoader:
         return self

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.cache import SampleCache
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.errors import InputError, StorageError
 from stallfree.folders import check_name, default_root, user_root
@@ -24,7 +23,7 @@ from stallfree.pipeline.protocol import Source
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
-from stallfree.stores import AnyCache, RedisStore, SpreadCache, wished_store
+from stallfree.stores import AnyCache, RedisStore, SpreadCache, open_cache, wished_store
 from stallfree.units import parse_size
 
 _FORMAT = "records-1"
@@ -95,10 +94,9 @@ class CachedDataset:
             check_name(name)
         wished = store == "auto"
         spread = wished_store() if wished else store if isinstance(store, RedisStore) else None
-        if spread is not None and persist:
-            raise InputError("persist=True with a RedisStore: its caches end with the job. Leave persist out")
         place = "memory" if wished or spread is not None else str(store)
         self._store = spread  # lives as long as its caches are used
+        self._wished = wished
         self.source: Source = as_source(dataset)
         self.seed = operator.index(seed)
         self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
@@ -125,21 +123,16 @@ class CachedDataset:
             second, example = look_again(self.source, before, samples[0])
             samples += [] if second is None else [second]
         self.cache: AnyCache
-        if spread is not None:
-            self.cache = spread.attach(
-                len(self.source), capacity=size, fingerprint=key, policy=policy, name=name, example=example
-            )
-        else:
-            self.cache = SampleCache(
-                len(self.source),
-                capacity=size,
-                fingerprint=key,
-                policy=policy,
-                store=place,
-                name=name,
-                persist=persist,
-                example=example,
-            )
+        self.cache = open_cache(
+            place if spread is None else spread,
+            len(self.source),
+            capacity=size,
+            fingerprint=key,
+            policy=policy,
+            name=name,
+            persist=persist,
+            example=example,
+        )
         try:
             self.reader = Reader(self.source, self.cache, before, rest, fresh=fresh)
             for sample in samples:
@@ -204,6 +197,8 @@ class CachedDataset:
         """
         self.reader.end(f"{self!r} is closed: make a new one to read samples")
         self.cache.close()
+        if self._wished and self._store is not None:
+            self._store.close()
         self._epochs = torch.zeros(1, dtype=torch.int32)
 
     def __getstate__(self) -> dict[str, Any]:

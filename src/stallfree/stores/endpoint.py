@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from stallfree.errors import InputError, missing_extra
+from stallfree.errors import InputError, StorageError, missing_extra
 from stallfree.stores.breaker import Breaker
 from stallfree.stores.wire import Lost, Wire
 
@@ -134,6 +135,7 @@ class Address:
 
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _KINDS = {str: "a text", int: "an integer", bool: "True or False"}
+_START_SECONDS = 5.0
 _EXAMPLE = "{'host': 'node1', 'port': 6379, 'password': '...'}"
 
 
@@ -238,3 +240,23 @@ class Endpoint:
 
 def _make_endpoint(address: Address, timeout: float, ping: Callable[[Wire], None] | None) -> Endpoint:
     return Endpoint(address, timeout, ping=ping)
+
+
+def check_server(address: Address) -> None:
+    """Raise what a user has to know of a server: `StorageError` if it is not there, `InputError` if it is of no use."""
+    client = address.client(_START_SECONDS)
+    from redis import exceptions
+
+    try:
+        client.ping()
+        with contextlib.suppress(exceptions.ResponseError):  # this user may not ask
+            if client.info("cluster").get("cluster_enabled"):
+                raise InputError(f"the server {address} is part of a Redis Cluster: give servers that stand alone")
+    except (exceptions.AuthenticationError, exceptions.ResponseError) as error:
+        raise InputError(
+            f"the server {address} does not let us in: {error}. Check username, password and db"
+        ) from error
+    except exceptions.RedisError as error:
+        raise StorageError(f"no server answers at {address}: {error}. Start it, or leave it out") from error
+    finally:
+        client.close()

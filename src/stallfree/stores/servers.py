@@ -25,12 +25,12 @@ import numpy.typing as npt
 from stallfree.cache.checks import MISS, checked_ids
 from stallfree.cache.counters import Count
 from stallfree.cache.policies import make_policy
-from stallfree.errors import CodecError, InputError, StorageError
+from stallfree.errors import CodecError, InputError
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.pipeline.structure import Structure
 from stallfree.stats import CacheStats
 from stallfree.stores.buffers import Buffers
-from stallfree.stores.endpoint import Address, Endpoint
+from stallfree.stores.endpoint import Address, Endpoint, check_server
 from stallfree.stores.host import SharedOnHost
 from stallfree.stores.values import HEAD_SIZE, Expected, data_key, pack_head
 from stallfree.stores.wire import Refused, Wire, command
@@ -51,7 +51,6 @@ _BACK_OFF = 50
 _SCAN = 1000
 """Keys that are looked at, and dropped, at a time."""
 
-_START_SECONDS = 5.0
 MINIO = make_policy("minio")
 
 
@@ -96,7 +95,7 @@ class ServerCache:
             raise InputError(f"timeout={timeout}: give seconds above 0")
         size = parse_size(capacity, "capacity")
         for address in addresses:
-            _check_server(address)
+            check_server(address)
         self._attach(num_ids, sorted(addresses, key=_place), size, name, fingerprint, allow_pickle, timeout)
 
     def _attach(
@@ -350,7 +349,6 @@ class ServerCache:
         at = 0
         for id, record, size in zip(ids, records, sizes, strict=True):
             data = memory[at : at + size - HEAD_SIZE]
-            data[:] = 0  # what lies between the leaves is nobody's
             write_record(*record, data)
             pieces += command("SET", b"%b%d" % (self._prefix, id), [pack_head(self._key, id, [data]), data], "NX")
             at += size + 63 & ~63
@@ -506,23 +504,3 @@ def _attach(*given: Any) -> ServerCache:
 
 def _place(address: Address) -> str:
     return f"{address}/{address.db}"
-
-
-def _check_server(address: Address) -> None:
-    """Raises what a user has to know of a server that cannot be used."""
-    client = address.client(_START_SECONDS)
-    from redis import exceptions
-
-    try:
-        client.ping()
-        with contextlib.suppress(exceptions.ResponseError):  # this user may not ask
-            if client.info("cluster").get("cluster_enabled"):
-                raise InputError(f"the server {address} is part of a Redis Cluster: give servers that stand alone")
-    except (exceptions.AuthenticationError, exceptions.ResponseError) as error:
-        raise InputError(
-            f"the server {address} does not let us in: {error}. Check username, password and db"
-        ) from error
-    except exceptions.RedisError as error:
-        raise StorageError(f"no server answers at {address}: {error}. Start it, or leave it out") from error
-    finally:
-        client.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from stallfree.cache import MISS, Policy, SampleCache
@@ -24,6 +25,36 @@ from stallfree.units import format_size, parse_size
 _CLERK_SECONDS = 120.0
 _NO_LIMIT = 1 << 62
 _CLERK = "stallfree.stores.clerk"
+
+
+def open_cache(
+    store: str | Path | RedisStore,
+    num_ids: int,
+    *,
+    capacity: int,
+    fingerprint: str,
+    policy: str | Policy,
+    name: str,
+    persist: bool,
+    example: Any,
+) -> SampleCache | PartitionedCache | ServerCache:
+    """The cache of a data set in any store: "memory", a folder on a disk, or a `RedisStore`. See `SampleCache`."""
+    if isinstance(store, RedisStore):
+        if persist:
+            raise InputError("persist=True with a RedisStore: its caches end with the job. Leave persist out")
+        return store.attach(
+            num_ids, capacity=capacity, fingerprint=fingerprint, policy=policy, name=name, example=example
+        )
+    return SampleCache(
+        num_ids,
+        capacity=capacity,
+        fingerprint=fingerprint,
+        policy=policy,
+        store=store,
+        name=name,
+        persist=persist,
+        example=example,
+    )
 
 
 def wished_store() -> RedisStore | None:
