@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from stallfree.cache import POLICIES, SampleCache
 from stallfree.cache.bookkeeper import Bookkeeper
-from stallfree.cache.policies import make_policy, next_uses
+from stallfree.cache.policies import Victims, make_policy, next_uses
 from stallfree.errors import InputError
 
 BLOCK = b"x" * 2000  # with its description about as large as the blocks that are chosen for it
@@ -123,6 +124,24 @@ def test_scores_that_go_to_and_fro() -> None:
         assert residents(cache) == [*range(14, 54)]
         assert cache.stats().evictions == 4
         assert cache.check() == []
+
+
+def test_who_is_chosen_is_chosen_once_although_its_score_fell_in_the_queue() -> None:
+    """Its old entry stands there too. Taken twice, its place would be given to two newcomers."""
+    count = 40
+    state = SimpleNamespace(
+        victims=np.zeros(count, np.complex128),
+        victims_limit=np.zeros(1, np.complex128),
+        first=np.ones(count, np.uint32),
+    )
+    score = np.arange(count, dtype=float)
+    victims = Victims(state, np.zeros(2, np.int64))
+    assert victims.choose(1, score).tolist() == [0]  # they are queued
+    victims.give_back(score, np.array([0]))
+    score[15] = -1.0
+    victims.entered(score, np.array([15]))
+    state.first[[0, 1, 2, 3, 4, *range(6, 14)]] = 0  # so that four cannot be found in one look
+    assert victims.choose(4, score).tolist() == [15, 5, 14, 16]
 
 
 def test_any_process_may_give_scores() -> None:

@@ -204,15 +204,13 @@ class Victims:
         The caller must make them absent before the next call, or give them back.
         """
         chosen: list[Array] = []
-        last = -1
         while count > 0:
             if self._span[0] >= self._span[1] and not self._fill(score, chosen):
                 break
-            taken = self._take(count, score, last)
+            taken = self._take(count, score, chosen)
             if len(taken):
                 chosen.append(taken)
                 count -= len(taken)
-                last = int(taken[-1])
         return chosen[0] if len(chosen) == 1 else np.concatenate([np.empty(0, np.int64), *chosen])
 
     def give_back(self, score: Array, ids: Array) -> None:
@@ -222,8 +220,8 @@ class Victims:
         else:
             self.entered(score, ids)
 
-    def _take(self, count: int, score: Array, last: int) -> Array:
-        """Some of the next ones, none if the queue had to be put in order first; `last` was taken just before."""
+    def _take(self, count: int, score: Array, chosen: list[Array]) -> Array:
+        """Some of the next ones, none if the queue had to be put in order first; `chosen` were taken before."""
         state = self._state
         at, end = (int(n) for n in self._span)
         stop = min(at + count + count // 2 + 8, end)
@@ -231,6 +229,8 @@ class Victims:
         ids = keys.imag.astype(np.int64)
         now = score[ids]
         there = state.first[ids] != 0
+        if chosen:  # these are resident still, and older entries of theirs may follow
+            there &= ~np.isin(ids, np.concatenate(chosen))
         good = there & (now == keys.real)
         moved = there > good
         if moved.any():
@@ -243,7 +243,6 @@ class Victims:
                 self._insert(put)
                 return np.empty(0, np.int64)
         good[1:] &= keys[1:] != keys[:-1]
-        good[0] &= ids[0] != last
         picked = np.flatnonzero(good)[:count]
         self._places = at + picked
         self._span[0] = self._places[-1] + 1 if len(picked) == count else stop
