@@ -20,8 +20,15 @@ def picture(id: int) -> tuple[torch.Tensor, int]:
     return torch.full((3, 50), id, dtype=torch.uint8), id
 
 
-def whole(parts: tuple[np.ndarray, ...]) -> Any:
-    return read_record(np.concatenate(parts), copy=True)
+def copied(cache: SampleCache, ids: list[int]) -> list[np.ndarray]:
+    """What `view_records` shows, copied, as somebody does who sends it; empty for what is not there, or no more."""
+    views = cache.view_records(ids)
+    records = [np.concatenate(parts) if parts else np.empty(0, np.uint8) for parts in views.parts]
+    return [record if good else record[:0] for record, good in zip(records, views.unchanged(), strict=True)]
+
+
+def whole(record: np.ndarray) -> Any:
+    return read_record(record, copy=True)
 
 
 def test_records_describe_themselves_in_whatever_form_they_lie() -> None:
@@ -29,8 +36,8 @@ def test_records_describe_themselves_in_whatever_form_they_lie() -> None:
         cache.put_many([1, 2], [picture(1), picture(2)])
         cache.put(3, {"text": "of another form" * 100})
         cache.put(4, None)
-        found = cache.copy_records([2, 9, 3, 4, 2])
-        assert found[1] == ()
+        found = copied(cache, [2, 9, 3, 4, 2])
+        assert len(found[1]) == 0
         first, third, fourth, again = (whole(found[at]) for at in (0, 2, 3, 4))
         assert torch.equal(first[0], picture(2)[0])
         assert first[1] == 2
@@ -48,7 +55,7 @@ def test_records_move_from_one_cache_to_another() -> None:
     ):
         values = {1: picture(1), 5: picture(5), 6: "text", 7: [1, None, {"a": np.arange(5)}]}
         source.put_many(list(values), list(values.values()))
-        records = [split_record(np.concatenate(parts)) for parts in source.copy_records(list(values))]
+        records = [split_record(record) for record in copied(source, list(values))]
         for cache in (target, uneven):
             assert cache.put_records(list(values), records).all()
             assert cache.put_records(list(values), records).all()
@@ -57,32 +64,93 @@ def test_records_move_from_one_cache_to_another() -> None:
         assert target.stats().resident_bytes == source.stats().resident_bytes
 
 
-def test_a_record_that_is_changed_while_it_is_copied_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+LONG = "of another form" * 200
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_a_record_that_is_changed_while_it_is_looked_at_is_none(long: bool) -> None:
     with make(20, 60, example=PICTURE, name="changing") as cache:
-        cache.put_many([1, 2], [picture(1), picture(2)])
-        read = type(cache._arena).read
+        cache.put_many([1, 2], [LONG if long else picture(1), picture(2)])
+        views = cache.view_records([1, 2, 1, 9])
+        assert views.unchanged().tolist() == [True, True, True, False]
+        cache.drop([1])
+        cache.put_many([3, 4], [picture(3), LONG])  # in its place
+        assert views.unchanged().tolist() == [False, True, False, False]
+        assert whole(np.concatenate(views.parts[1]))[1] == 2
+        cache.put(1, picture(1))
+        assert views.unchanged().tolist() == [False, True, False, False]  # it is another one
+        assert whole(copied(cache, [1])[0])[1] == 1
 
-        def drop_first(self: Any, blocks: Any, out: Any) -> None:
+
+@pytest.mark.parametrize("long", [False, True])
+def test_a_record_that_goes_between_two_looks_is_none(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its place is given to others after it was read in the index, and before its chain is."""
+    with make(20, 60, example=PICTURE, name="going") as cache:
+        cache.put_many([1, 2], [LONG if long else picture(1), picture(2)])
+
+        real = type(cache._records).look
+
+        def look(records: Any, ids: Any) -> Any:
+            found = real(records, ids)
             cache.drop([1])
-            cache.put(3, picture(3))
-            read(self, blocks, out)
+            cache.put_many([3, 4, 5], [picture(3), LONG, picture(5)])
+            return found
 
-        monkeypatch.setattr(type(cache._arena), "read", drop_first)
-        one, two = cache.copy_records([1, 2])
-        assert one == ()
+        monkeypatch.setattr(type(cache._records), "look", look)
+        one, two = copied(cache, [1, 2])
+        assert len(one) == 0
         assert whole(two)[1] == 2
+
+
+def test_a_length_that_cannot_be_is_none() -> None:
+    with make(20, 60, example=PICTURE, name="length") as cache:
+        cache.put_many([1, 2], [LONG, picture(2)])
+        cache._index.length[1] = (1 << 32) - 1  # a writer may be changing it just now
+        one, two = copied(cache, [1, 2])
+        assert len(one) == 0
+        assert whole(two)[1] == 2
+
+
+def test_what_lies_in_place_is_seen_without_a_copy_and_outlives_the_cache() -> None:
+    cache = make(20, 60, example=PICTURE, name="in-place")
+    cache.put_many([1, 2], [picture(1), LONG])
+    views = cache.view_records([1, 2])
+    assert views.parts[0][1].base is not None
+    again = cache.view_records([1, 2])
+    assert all(
+        np.shares_memory(one, other)
+        for parts, others in zip(views.parts, again.parts, strict=True)
+        for one, other in zip(parts, others, strict=True)
+        if one.size
+    )
+    assert sum(map(len, views.parts)) <= 4  # blocks side by side are one piece
+    cache.close()
+    assert whole(np.concatenate(views.parts[0]))[1] == 1
+    assert whole(np.concatenate(views.parts[1])) == LONG
+    assert views.unchanged().all()
+
+
+def test_looking_at_records_in_place_counts_as_a_use_and_as_no_hit() -> None:
+    with make(200, 20, example=PICTURE, name="used", policy="lru") as cache:
+        cache.put_many(range(5), [picture(id) for id in range(5)])
+        for id in range(5, 120):
+            cache.view_records([0, 1])
+            cache.put(id, picture(id))
+        assert cache.resident(range(5)).tolist() == [True, True, False, False, False]
+        assert (cache.stats().hits, cache.stats().misses) == (0, 0)
+        assert cache.stats().evictions > 0
 
 
 def test_a_record_that_needs_pickle_can_be_passed_on_unread() -> None:
     with make(20, 400, name="pickles") as cache, make(20, 400, name="none", allow_pickle=False) as other:
         cache.put(1, {1, 2, 3})
-        (parts,) = cache.copy_records([1])
-        structure, arrays = split_record(np.concatenate(parts))
+        (record,) = copied(cache, [1])
+        structure, arrays = split_record(record)
         assert structure.pickled
         other.put_records([1], [(structure, arrays)])
         assert other.get(1) is MISS  # it is not loaded there
         with pytest.raises(CodecError):
-            whole(parts)
+            whole(record)
 
 
 def test_put_records_wants_one_for_each_id() -> None:
@@ -124,4 +192,4 @@ def test_a_closed_cache_says_so() -> None:
     cache: SampleCache = make(20, 60, name="closed")
     cache.close()
     with pytest.raises(InputError, match="closed"):
-        cache.copy_records([1])
+        copied(cache, [1])

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import heapq
+import math
 import os
+import random
 import select
 import shutil
 import socket
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
@@ -139,13 +141,13 @@ class Network:
         self.command(self._namespaces[0], f"link set port{number} up")
 
     @contextlib.contextmanager
-    def slow(self, number: int, delay: float) -> Iterator[None]:
-        """Meanwhile each packet from and to this host takes `delay` seconds."""
+    def poor(self, number: int, *, delay: float = 0.0, loss: float = 0.0, rate: float = math.inf) -> Iterator[None]:
+        """Meanwhile the link of this host is a bad one: see `Cable`."""
         bridge, port = self._namespaces[0], f"port{number}"
 
         def lay() -> Cable:
             enter(bridge)
-            return Cable(port, "plug", delay)
+            return Cable(port, "plug", delay, loss, rate)
 
         self.command(bridge, "link add socket type veth peer name plug")
         self.command(bridge, "link set plug up")
@@ -155,6 +157,7 @@ class Network:
         try:
             yield
             assert cable.packets
+            assert bool(cable.lost) == bool(loss)
         finally:
             cable.close()
             self.command(bridge, "link delete plug")
@@ -179,15 +182,18 @@ class Network:
 
 
 class Cable:
-    """Carries the packets between two interfaces of this thread's namespace, each after `delay` seconds.
+    """Carries the packets between two interfaces of this thread's namespace.
 
-    The kernel's own delays (`tc qdisc ... netem`) are often not to be had. With each packet goes what the kernel notes
-    of it: packets between namespaces are larger than any link allows, and their checksums were never computed.
+    Each takes `delay` seconds, and in each direction as long as it needs at `rate` bytes per second, in a row; a share
+    of `loss` of them vanishes. The kernel's own ways (`tc qdisc ... netem`) are often not to be had. With each
+    packet goes what the kernel notes of it: packets between namespaces are larger than any link allows, and their
+    checksums were never computed.
     """
 
-    def __init__(self, one: str, other: str, delay: float) -> None:
-        self.delay = delay
-        self.packets = 0
+    def __init__(self, one: str, other: str, delay: float, loss: float, rate: float) -> None:
+        self._delay, self._loss, self._rate = delay, loss, rate
+        self._chance = random.Random(1)
+        self.packets = self.lost = 0
         self._ends = [self._open(one), self._open(other)]
         self._told, self._tell = os.pipe()
         self._thread = threading.Thread(target=self._carry)
@@ -206,13 +212,14 @@ class Cable:
         poll = select.poll()
         for number in (self._told, *(end.fileno() for end in self._ends)):
             poll.register(number, select.POLLIN)
-        under_way: deque[tuple[float, bytes, socket.socket]] = deque()
+        under_way: list[tuple[float, int, bytes, socket.socket]] = []
         one, other = self._ends
         ways = {one.fileno(): (one, other), other.fileno(): (other, one)}
+        free = {one.fileno(): 0.0, other.fileno(): 0.0}  # when the last packet of this direction is through
         while True:
             now = time.monotonic()
             while under_way and under_way[0][0] <= now:
-                _, packet, to = under_way.popleft()
+                _, _, packet, to = heapq.heappop(under_way)
                 with contextlib.suppress(OSError):  # the interface is down
                     to.send(packet)
             pause = 1000 * (under_way[0][0] - now) if under_way else None
@@ -221,8 +228,13 @@ class Cable:
                     return
                 start, to = ways[ready]
                 with contextlib.suppress(OSError):
-                    under_way.append((time.monotonic() + self.delay, start.recv(1 << 17), to))
+                    packet = start.recv(1 << 17)
                     self.packets += 1
+                    if self._chance.random() < self._loss:
+                        self.lost += 1
+                        continue
+                    free[ready] = max(free[ready], time.monotonic()) + len(packet) / self._rate
+                    heapq.heappush(under_way, (free[ready] + self._delay, self.packets, packet, to))
 
     def close(self) -> None:
         """Carry no more."""

@@ -20,6 +20,7 @@ import pytest
 from stallfree.stores.endpoint import Address
 from stallfree.stores.keeper import identify
 from stallfree.stores.spawn import PROGRAMS, Node
+from stallfree.stores.wire import command
 
 PATIENCE = 30.0  # seconds until something that should come counts as never coming
 
@@ -73,12 +74,13 @@ def server_at(address: Address) -> int | None:
     return identify(where(address), address.password)
 
 
-def ask(address: Address, *lines: str) -> bytes:
-    """What the server answers first to lines that a stranger sends it."""
+def ask(address: Address, *commands: str) -> bytes:
+    """What a server or a clerk answers first to commands that a stranger sends it."""
     family = socket.AF_UNIX if address.path else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as connection:
         connection.connect(where(address))
-        connection.sendall("".join(f"{line}\r\n" for line in lines).encode())
+        for given in commands:
+            connection.sendall(b"".join(map(bytes, command(*given.split()))))
         return connection.recv(4096)
 
 

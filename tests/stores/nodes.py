@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -37,6 +38,7 @@ from stallfree.stores.endpoint import Address
 from stallfree.stores.partition import PartitionedCache
 from stallfree.stores.post import PostOffice
 from stallfree.stores.registry import register
+from stallfree.stores.spawn import Doors
 from stallfree.stores.values import data_key
 
 LIMIT = 280.0
@@ -340,6 +342,9 @@ def _left(folder: Path) -> list[Path]:
 # --- nodes in this process ------------------------------------------------------------------------------------------
 
 
+PASSWORD = "secret"
+
+
 class Office:
     """A node's server and clerk, a child of this process, without a keeper.
 
@@ -351,21 +356,41 @@ class Office:
     def __init__(self, folder: Path, *extra: str) -> None:
         (folder / "work").mkdir(parents=True)
         self.folder = folder
-        self.server = Server(folder / "work", *extra)
+        self.server = Server(folder / "work", f"requirepass {PASSWORD}", *extra)
         (folder / "socket").symlink_to(self.server.path)
-        (folder / "node.json").write_text(json.dumps({"version": 1, "password": ""}))
+        (folder / "node.json").write_text(json.dumps({"version": 1, "password": PASSWORD}))
         (folder / "server.json").write_text("{}")
+        path = str(Path(self.server.path).with_name("clerk"))
+        self._listeners = [socket.create_server(("127.0.0.1", 0), backlog=512), socket.socket(socket.AF_UNIX)]
+        self._listeners[1].bind(path)
+        self._listeners[1].listen(512)
+        port = self._listeners[0].getsockname()[1]
+        self.doors = Doors.at("127.0.0.1", self.server.port, port, PASSWORD)
+        """By which other nodes reach it."""
+        here = [Address(path=each, password=PASSWORD) for each in (self.server.path, path)]
+        self.unix = Doors(*here)
+        """By which its own processes do."""
         self.clerk: Child | None = None
         self.start_clerk()
 
-    @property
-    def address(self) -> Address:
-        """By which other nodes reach it."""
-        return self.server.tcp
+    def post(self, timeout: float = TIMEOUT, *, unix: bool = False) -> PostOffice:
+        """Its post office, as another node sees it, or one of its own processes."""
+        doors = self.unix if unix else self.doors
+        return PostOffice(doors.server, doors.clerk, timeout)
+
+    def client(self) -> Any:
+        """A client of its server, to be closed."""
+        return self.doors.server.client(TIMEOUT)
+
+    def settle(self) -> None:
+        """Wait until all that was handed in is put away, also what was meant for others."""
+        post = self.post()
+        until(lambda: post._ask_clerk(lambda wire: wire.call("SETTLE", 1000)) == 1, "the clerk has put it away")
+        post.close()
 
     def start_clerk(self) -> None:
         """Let it have a clerk again."""
-        self.clerk = Child(_be_clerk, self.folder)
+        self.clerk = Child(_be_clerk, self.folder, [listener.fileno() for listener in self._listeners])
 
     def kill_clerk(self) -> None:
         """End it at once."""
@@ -387,11 +412,13 @@ class Office:
     def close(self) -> None:
         """End both."""
         self.kill_clerk()
+        for listener in self._listeners:
+            listener.close()
         self.server.close()
 
 
-def _be_clerk(folder: Path) -> None:
-    sys.argv[1:] = [str(folder)]
+def _be_clerk(folder: Path, sockets: Sequence[int]) -> None:
+    sys.argv[1:] = [str(folder), *map(str, sockets)]
     clerk.main()
 
 
@@ -423,7 +450,7 @@ def parts(
                 num_ids, capacity=capacity, fingerprint=fingerprint, name=f"{name}-{fingerprint}-{me}", **options
             )
             register(office.folder, key, local)
-            posts = [PostOffice(other.address, timeout) for other in offices if len(offices) > 1]
+            posts = [other.post(timeout) for other in offices if len(offices) > 1]
             cache = PartitionedCache(local, names, me, posts, key)
             stack.callback(cache.close)
             caches.append(cache)

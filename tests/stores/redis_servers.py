@@ -12,14 +12,16 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
+import redis
 from node_tools import needs_server, until
 
 from stallfree.stores.endpoint import Address
 from stallfree.stores.spawn import find_server
 
-__all__ = ["FakeServer", "Server", "needs_server", "until"]
+__all__ = ["Cluster", "FakeServer", "Server", "needs_server", "until"]
 
 
 class Server:
@@ -27,7 +29,7 @@ class Server:
 
     Args:
         folder: an empty one, where it works.
-        extra: lines of its configuration.
+        extra: lines of its configuration. With a certificate, its TCP port speaks TLS and nothing else.
     """
 
     def __init__(self, folder: Path, *extra: str) -> None:
@@ -50,9 +52,10 @@ class Server:
 
     def start(self) -> None:
         """Start it; again with the same port and socket, empty."""
+        kind = "port 0\ntls-port" if any(line.startswith("tls-cert-file") for line in self._extra) else "port"
         while True:
             port = self.port or free_port()
-            lines = [f"port {port}", "bind 127.0.0.1", f"unixsocket {self.path}", 'save ""', "appendonly no"]
+            lines = [f"{kind} {port}", "bind 127.0.0.1", f"unixsocket {self.path}", 'save ""', "appendonly no"]
             lines += [f"dir {self._folder}", *self._extra]
             process = subprocess.Popen(
                 [find_server(), "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=self._folder
@@ -104,6 +107,76 @@ class Server:
         shutil.rmtree(self._sockets, ignore_errors=True)
 
     def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Cluster:
+    """A Redis Cluster of masters without replicas on this host. Tests that use it are marked `needs_server`.
+
+    Args:
+        folder: an empty one, where its servers work.
+        masters: how many; each has an equal share of the slots.
+        extra: lines of the configuration of all.
+    """
+
+    def __init__(self, folder: Path, masters: int = 3, *extra: str) -> None:
+        self._folder = folder
+        self._extra = ("cluster-enabled yes", "repl-diskless-sync-delay 0", *extra)
+        self.servers: list[Server] = []
+        try:
+            for number in range(masters):
+                server = self._start()
+                first, end = (16384 * some // masters for some in (number, number + 1))
+                self.said(server, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+                self.said(server, "CLUSTER", "ADDSLOTS", *range(first, end))
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> Server:
+        folder = self._folder / f"node{len(self.servers)}"
+        folder.mkdir()
+        self.servers.append(Server(folder, *self._extra))
+        return self.servers[-1]
+
+    def _join(self) -> None:
+        for server in self.servers[1:]:
+            self.said(server, "CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
+        until(lambda: all(map(self.knows_all, self.servers)), "the nodes know each other")
+
+    def knows_all(self, server: Server) -> bool:
+        """Whether a node finds the cluster in order, and all nodes in it."""
+        told = self.said(server, "CLUSTER", "INFO").split()
+        return b"cluster_state:ok" in told and b"cluster_known_nodes:%d" % len(self.servers) in told
+
+    def add_replica(self, master: Server) -> Server:
+        """A further node, which holds what `master` does."""
+        replica = self._start()
+        self._join()
+        until(lambda: self.id_of(master) in str(self.said(replica, "CLUSTER", "NODES")), "the replica knows its master")
+        self.said(replica, "CLUSTER", "REPLICATE", self.id_of(master))
+        until(lambda: self.said(replica, "INFO")["master_link_status"] == "up", "the replica has it all")
+        return replica
+
+    def said(self, server: Server, *command: Any) -> Any:
+        """What a node answers to a command."""
+        with redis.Redis.from_url(f"unix://{server.path}") as client:
+            return client.execute_command(*command)
+
+    def id_of(self, server: Server) -> str:
+        """By which the other nodes know it."""
+        return str(self.said(server, "CLUSTER", "MYID").decode())
+
+    def close(self) -> None:
+        """End all of them."""
+        for server in self.servers:
+            server.close()
+
+    def __enter__(self) -> Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -126,7 +126,7 @@ def test_pauses_double_up_to_5_seconds_until_a_long_life(
     at_once: bool, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(keeper, "_start", lambda command, text: 4711)
+    monkeypatch.setattr(keeper, "_start", lambda command, text, inherited: 4711)
     monkeypatch.setattr(keeper.os, "waitpid", lambda pid, options: (pid, 0))
     monkeypatch.setattr(keeper.time, "monotonic", lambda: now)
     kept = Kept(["program"], pause=0.2, at_once=at_once)
@@ -139,6 +139,64 @@ def test_pauses_double_up_to_5_seconds_until_a_long_life(
         pauses.append(round(kept.due - now, 6))
     assert pauses == expected
     assert kept.deaths == 1
+
+
+SPEAKS = """
+import os, selectors, socket, sys
+doors = selectors.DefaultSelector()
+for number in sys.argv[2:]:
+    doors.register(socket.socket(fileno=int(number)), selectors.EVENT_READ)
+with open(sys.argv[1] + "/clerks", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+while True:
+    for key, _ in doors.select():
+        key.fileobj.accept()[0].sendall(str(os.getpid()).encode())
+"""
+"""A clerk that tells everybody its process id."""
+
+
+def heard(family: int, where: Any) -> int:
+    """Which clerk answers there; it is waited for."""
+    with socket.socket(family) as asker:
+        asker.settimeout(PATIENCE)
+        asker.connect(where)
+        return int(asker.recv(99))
+
+
+@needs_server
+def test_a_clerk_goes_on_where_the_one_before_it_listened(make: Callable[..., Folder]) -> None:
+    folder = make(host="127.0.0.1")
+    folder.start(sys.executable, "-I", "-S", "-c", SPEAKS)
+    seen = Seen.of(folder.path)
+    places = [(socket.AF_INET, ("127.0.0.1", told(folder.path)["clerk"])), (socket.AF_UNIX, str(folder.path / "clerk"))]
+    for _ in range(2):
+        (now,) = {heard(*place) for place in places}
+        assert now == clerks(folder.path)[-1]
+        os.kill(now, signal.SIGKILL)
+        assert heard(*places[1]) != now  # nobody is turned away meanwhile
+    os.kill(seen.server, signal.SIGKILL)
+    until(lambda: told(folder.path)["pid"] != seen.server, "another server is there")
+    (now,) = {heard(*place) for place in places}
+    assert now == clerks(folder.path)[-1]
+    assert len(clerks(folder.path)) == 3
+    folder.leave()
+    seen.wait_until_gone()
+    with pytest.raises(ConnectionRefusedError):
+        heard(*places[0])
+
+
+@needs_server
+def test_what_a_killed_keeper_left_of_the_socket_is_no_hindrance(make: Callable[..., Folder]) -> None:
+    folder = make()
+    folder.start(sys.executable, "-I", "-S", "-c", SPEAKS)
+    first = Seen.of(folder.path)
+    os.kill(first.keeper, signal.SIGKILL)
+    until(lambda: not any(map(is_alive, first.pids)), "keeper, server and clerk are dead")
+    with pytest.raises(ConnectionRefusedError):
+        heard(socket.AF_UNIX, str(folder.path / "clerk"))
+    folder.start(sys.executable, "-I", "-S", "-c", SPEAKS)
+    until(lambda: len(clerks(folder.path)) == 2, "another clerk has started")
+    assert heard(socket.AF_UNIX, str(folder.path / "clerk")) == clerks(folder.path)[-1]
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -208,6 +266,7 @@ def test_a_new_keeper_takes_the_port_of_the_last_one(make: Callable[..., Folder]
         folder.start(*WAITS)
         third = until(lambda: (now := told(folder.path))["keeper"] != second["keeper"] and now, "another keeper")
         assert third["port"] != first["port"]
+        assert first["clerk"] == second["clerk"] == third["clerk"] not in (first["port"], third["port"])
         assert identify(("127.0.0.1", third["port"]), "secret") == third["pid"]
 
 

@@ -19,6 +19,7 @@ from stallfree.errors import InputError, WaitError
 from stallfree.stores import meet as meeting
 from stallfree.stores.endpoint import Address
 from stallfree.stores.meet import Peer, Place, find_interface, find_place, meet
+from stallfree.stores.spawn import Doors
 
 HOST = socket.gethostname()
 VARIABLES = (
@@ -65,12 +66,13 @@ def master() -> Iterator[Master]:
 class Stand:
     """As much of a node as a meeting needs; nobody is at its addresses."""
 
-    unix: Address
-    public: Address | None
+    unix: Doors
+    public: Doors | None
 
     @staticmethod
     def at(port: int, password: str = "secret") -> Stand:
-        return Stand(Address(path=f"/nowhere/{port}"), Address(host="127.0.0.1", port=port, password=password))
+        here = Doors(Address(path=f"/nowhere/{port}"), Address(path=f"/nowhere/{port}/clerk"))
+        return Stand(here, Doors.at("127.0.0.1", port, port + 1, password))
 
 
 def process(folder: Path, place: Place, root: str, write: str) -> Child:
@@ -81,9 +83,15 @@ def process(folder: Path, place: Place, root: str, write: str) -> Child:
         with make_node(interface="127.0.0.1") as node:
             peers, me = meet(node, "one", place, seconds=PATIENCE)
             own = told(node.folder)["pid"]
-            found = [peer.name for peer in peers], me, [server_at(peer.address) for peer in peers], own
+            found = [peer.name for peer in peers], me, [server_at(peer.doors.server) for peer in peers], own
             (folder / write).write_text(json.dumps(found))
-            assert [bool(peer.address.path) for peer in peers] == [number == me for number in range(len(peers))]
+            for number, doors in enumerate(peer.doors for peer in peers):
+                assert (doors == node.unix) == (number == me)
+                assert bool(doors.server.path) == bool(doors.clerk.path) == (number == me)
+                assert doors.clerk.password == doors.server.password
+            (folder / f"{write}.clerks").write_text(json.dumps([peer.doors.clerk.port for peer in peers]))
+            assert node.public is not None
+            (folder / f"{write}.clerk").write_text(str(node.public.clerk.port))
             (folder / f"{write}.met").touch()
             count = int((folder / "count").read_text())  # nobody leaves before all have looked at everybody's server
             until(lambda: len(list(folder.glob("*.met"))) == count, "all have met")
@@ -110,9 +118,13 @@ def test_all_processes_of_three_nodes_find_the_same_servers_in_the_same_order(tm
     assert [me for _, me, _, _ in found] == [2, 0, 1, 0]
     servers = found[0][2]
     assert len(set(servers)) == 3
-    for _, me, seen, own in found:
+    ports = {me: int((tmp_path / f"{number}.clerk").read_text()) for number, (_, me, _, _) in enumerate(found)}
+    for number, (_, me, seen, own) in enumerate(found):
         assert seen == servers
         assert own == servers[me]
+        clerks = json.loads((tmp_path / f"{number}.clerks").read_text())
+        del clerks[me]
+        assert clerks == [ports[other] for other in range(3) if other != me]
 
 
 @needs_server
@@ -129,9 +141,9 @@ def test_what_an_earlier_attempt_left_behind_is_passed_over(tmp_path: Path, mast
     """An address where nobody is, and one where somebody is who does not know that password."""
     with make_node("other", interface="127.0.0.1") as other:
         assert other.public is not None
-        for number, port in enumerate((1, other.public.port)):
-            left = {"version": 1, "name": "old", "host": "127.0.0.1", "port": port, "password": "old"}
-            master.set(f"stallfree/2/one/{number}", json.dumps(left))
+        for number, port in enumerate((1, other.public.server.port)):
+            left = {"name": "old", "host": "127.0.0.1", "port": port, "clerk": port + 1, "password": "old"}
+            master.set(f"stallfree/2/one/{number}", json.dumps({"version": 2, **left}))
         found = run(tmp_path, [(Place(number, 2, "127.0.0.1", master.port), f"node{number}") for number in (0, 1)])
     assert [names for names, _, _, _ in found] == [[HOST, f"{HOST}#1"]] * 2
     assert found[0][2] == found[1][2] == [found[0][3], found[1][3]]
@@ -158,12 +170,31 @@ def test_a_server_that_does_not_answer_is_named(master: Master) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
-        told = {"version": 1, "name": "far", "host": "127.0.0.1", "port": port, "password": "x"}
+        told = {"version": 2, "name": "far", "host": "127.0.0.1", "port": port, "clerk": 1, "password": "x"}
         master.set("stallfree/2/one/1", json.dumps(told))
         with pytest.raises(
-            WaitError, match=f"node 1 of the store 'one', far at 127.0.0.1 port {port}, does not answer"
+            WaitError, match=f"node 1 of the store 'one', far at 127.0.0.1 ports {port} and 1, does not answer"
         ):
             meet(Stand.at(1), "one", Place(0, 2, "127.0.0.1", master.port), seconds=0.2)
+
+
+@needs_server
+def test_a_node_whose_server_answers_and_whose_clerk_cannot_be_reached_is_named(master: Master) -> None:
+    with make_node(interface="127.0.0.1") as node, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # as behind a firewall
+        public = node.public
+        assert public is not None
+        told = {"version": 2, "name": "far", "host": "127.0.0.1", "port": public.server.port}
+        told |= {"password": public.server.password}
+        place = Place(0, 2, "127.0.0.1", master.port)
+        port = silent.getsockname()[1]
+        master.set("stallfree/2/one/1", json.dumps({**told, "clerk": port}))
+        with pytest.raises(WaitError, match=rf"ports {public.server.port} and {port}, .* let the ports through"):
+            meet(Stand.at(1), "one", place, seconds=0.2)
+        master.set("stallfree/2/one/1", json.dumps({**told, "clerk": public.clerk.port}))  # where no clerk lives yet
+        peers, me = meet(Stand.at(1), "one", place, seconds=PATIENCE)
+        assert ([peer.name for peer in peers], me) == ([HOST, "far"], 0)
+        assert peers[1].doors == public
 
 
 def test_nobody_where_the_nodes_should_meet() -> None:
@@ -182,7 +213,7 @@ def test_the_meeting_place_may_go_away(master: Master, monkeypatch: pytest.Monke
         meet(Stand.at(1), "one", Place(0, 2, "127.0.0.1", master.port), seconds=PATIENCE)
 
 
-@pytest.mark.parametrize("told", ["{", "[]", '{"version": 2}', "7"])
+@pytest.mark.parametrize("told", ["{", "[]", '{"version": 1}', "7"])
 def test_a_node_of_another_release(master: Master, told: str) -> None:
     master.set("stallfree/2/one/1", told)
     with pytest.raises(InputError, match="node 1 of the job runs another release"):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nodes import TIMEOUT, Office, offices, parts, settle, show, stamp, until
+from nodes import Office, offices, parts, settle, show, stamp, until
 from redis_servers import needs_server
 
 from children import Child
@@ -23,7 +23,6 @@ from stallfree.cache import MISS
 from stallfree.errors import CodecError
 from stallfree.pipeline.codec import encode
 from stallfree.stores.partition import PartitionedCache
-from stallfree.stores.post import PostOffice
 from stallfree.stores.spread import owners
 from stallfree.stores.values import data_key
 
@@ -347,7 +346,7 @@ def test_what_others_read_counts_as_used(policy: str, two: list[Office]) -> None
 def test_a_server_without_room_pauses_its_node_with_one_warning(tmp_path: Path) -> None:
     with offices(tmp_path, 2) as two, parts(two, NUM) as caches:
         mine = np.flatnonzero(caches[0].owner(range(NUM)) == 1).tolist()
-        client = two[1].server.tcp.client(TIMEOUT)
+        client = two[1].client()
         client.config_set("maxmemory", 1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -385,7 +384,7 @@ class Odd:
 def test_samples_handed_in_before_the_owner_has_its_part_are_kept(two: list[Office]) -> None:
     key = data_key("late", "f")
     mine = np.flatnonzero(owners(NUM, ["node0", "node1"]) == 1).tolist()
-    office = PostOffice(two[1].address, TIMEOUT)
+    office = two[1].post()
     assert office.hand_in(key, mine, [encode(sample(id)) for id in mine]) is True
     assert office.num_keys(key) == 0
     office.close()

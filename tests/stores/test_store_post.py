@@ -1,9 +1,12 @@
-"""The post office and its clerk, with a real server: what is handed in, asked for, and answered."""
+"""The post office of a node, with a real server and a real clerk: what is handed in, asked for, and answered."""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 from nodes import TIMEOUT, Office, offices, parts, stamp, until
-from redis_servers import Server, needs_server
+from redis_servers import FakeServer, needs_server
 
 from children import Child
 from stallfree.cache import SampleCache
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
-from stallfree.stores import clerk
-from stallfree.stores.post import ASK, BUSY, CLEAR, COUNT, ECHO, GO, MOST, POST, REQUEST, PostOffice, answer_key
+from stallfree.stores import post as posts
+from stallfree.stores.endpoint import Address
+from stallfree.stores.post import BUSY, MOST, POST, PostOffice
 from stallfree.stores.values import HEAD_SIZE, check_value, data_key, pack_head
 
 pytestmark = needs_server
@@ -39,12 +43,13 @@ def cache(office: Office) -> Iterator[SampleCache]:
     """The node's part of the data set."""
     with parts([office], SIZE) as (part,):
         yield part.local
+        office.settle()  # or the next test found it
 
 
 @pytest.fixture
 def post(office: Office) -> Iterator[PostOffice]:
     """As another node sees it."""
-    post = PostOffice(office.address, TIMEOUT)
+    post = office.post()
     yield post
     post.close()
 
@@ -78,7 +83,7 @@ def hand_in(post: PostOffice, *ids: int, key: bytes = KEY) -> Any:
 
 def push(office: Office, *messages: bytes | np.ndarray) -> None:
     """Put messages into the post as somebody who knows the password."""
-    client = office.server.tcp.client(TIMEOUT)
+    client = office.client()
     client.rpush(POST, *(bytes(message) for message in messages))
     client.close()
 
@@ -96,7 +101,7 @@ def test_records_come_in_the_order_of_the_ids_and_none_for_those_that_are_not_th
 
 
 def test_what_was_handed_in_before_is_read(cache: SampleCache, post: PostOffice, office: Office) -> None:
-    other = PostOffice(office.address, TIMEOUT)
+    other = office.post(unix=True)
     for id in range(SIZE):
         assert hand_in(post, id) is True
         assert ask(other, id, (id + 1) % SIZE)[0] == id
@@ -148,22 +153,31 @@ def test_a_data_set_that_was_made_anew_has_nothing_of_the_old_one(office: Office
     assert ask(post, 3) == [None]
 
 
-def test_lots_and_answers_are_of_bounded_size(cache: SampleCache, post: PostOffice, office: Office) -> None:
-    client = office.server.tcp.client(TIMEOUT)
+def test_lots_are_of_bounded_size(cache: SampleCache, post: PostOffice, office: Office) -> None:
+    client = office.client()
     client.config_resetstat()
     large = MOST // 5  # bytes: five of them do not fit into one lot, with what is around them
     some = [encode((stamp(0, size=large // 8), id)) for id in range(SIZE)]
     assert post.hand_in(KEY, range(SIZE), some) is True
-    post.num_keys(KEY)
-    lots = client.info("commandstats")["cmdstat_rpush"]["calls"] - 2  # the question, and its answer
-    assert lots == -(-SIZE // 4)
-    client.config_resetstat()
-    post.ask(KEY, np.arange(SIZE), 100)
-    few = client.info("commandstats")["cmdstat_blpop"]["calls"]
-    post.ask(KEY, np.arange(SIZE), MOST // 2)
-    assert client.info("commandstats")["cmdstat_rpush"]["calls"] >= 2 * (1 + SIZE // 2)
-    assert few
+    assert client.info("commandstats")["cmdstat_rpush"]["calls"] == -(-SIZE // 4)
     client.close()
+
+
+def test_who_hands_in_waits_for_a_clerk_that_is_behind_until_it_is_time(
+    cache: SampleCache, post: PostOffice, office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posts, "_MANY", 2)
+    assert ask(post, 0) == [None]
+    office.freeze_clerk()
+    assert post.hand_in(KEY, [0], [encode((stamp(0), 0))], time.monotonic() + 1e6) is True  # there is room
+    until_then = time.monotonic() + 0.2
+    assert post.hand_in(KEY, range(1, 8), [encode((stamp(id), id)) for id in range(1, 8)], until_then) is True
+    assert time.monotonic() >= until_then
+    thread = threading.Thread(target=office.thaw_clerk)
+    thread.start()
+    assert post.hand_in(KEY, [8], [encode((stamp(8), 8))], time.monotonic() + 1e6) is True  # as soon as it is not
+    thread.join()
+    assert ask(post, *range(SIZE)) == [*range(9), *[None] * (SIZE - 9)]
 
 
 def test_threads_forks_and_pickles_have_connections_of_their_own(
@@ -196,22 +210,15 @@ def test_threads_forks_and_pickles_have_connections_of_their_own(
 # --- nonsense -------------------------------------------------------------------------------------------------------
 
 
-TOKEN = b"12345678"
 ODD = {
     "nothing": b"",
     "a byte": b"x",
-    "short of a request": bytes(REQUEST.size - 1),
-    "zeros": bytes(REQUEST.size),
-    "short of a value": b"\xff" * (HEAD_SIZE - 1),
+    "what tells that all before it is put away": b"mark:12345678",
+    "short of a header": b"\xff" * (HEAD_SIZE - 1),
+    "zeros": bytes(HEAD_SIZE),
     "a header of nonsense": b"\xff" * HEAD_SIZE,
+    "a header of the data set, and no record": pack_head(KEY, 4, []),
     "long nonsense": bytes(range(256)) * 9,
-    "an unknown kind": REQUEST.pack(TOKEN, b"SFZ1", KEY) + np.arange(20).tobytes(),
-    "half an id": REQUEST.pack(TOKEN, ASK, KEY) + b"abc",
-    "ids that are none": REQUEST.pack(TOKEN, ASK, KEY) + np.array([-1, 1 << 60, SIZE]).tobytes(),
-    "no ids": REQUEST.pack(TOKEN, ASK, KEY),
-    "an echo with more": REQUEST.pack(TOKEN, ECHO, KEY) + bytes(900),
-    "a count with more": REQUEST.pack(TOKEN, COUNT, KEY) + bytes(900),
-    "a clear of nothing": REQUEST.pack(TOKEN, CLEAR, bytes(16)),
 }
 
 
@@ -221,16 +228,7 @@ def test_nonsense_costs_nobody_else_anything(odd: str, cache: SampleCache, post:
     push(office, value(1), ODD[odd], value(2), ODD[odd], value(3))
     office.thaw_clerk()
     assert ask(post, 1, 2, 3, 4) == [1, 2, 3, None]
-    assert post._clerk.trips == 0
-
-
-def test_a_token_that_is_taken_harms_nobody(cache: SampleCache, post: PostOffice, office: Office) -> None:
-    client = office.server.tcp.client(TIMEOUT)
-    client.set(answer_key(TOKEN), "no list")
-    push(office, REQUEST.pack(TOKEN, ASK, KEY) + np.arange(3).tobytes(), value(2))
-    assert ask(post, 2) == [2]
-    client.delete(answer_key(TOKEN))
-    client.close()
+    assert post._clerk.breaker.trips == 0
 
 
 def test_a_record_of_nonsense_under_a_good_header_is_no_sample(
@@ -258,8 +256,7 @@ def test_every_flipped_byte_of_a_value_is_noticed(cache: SampleCache, post: Post
     for at in range(len(good)):
         bad = good.copy()
         bad[at] ^= 1 << rng.integers(8)
-        if bad[8:12].tobytes() != CLEAR:
-            flipped.append(bad)
+        flipped.append(bad)
     push(office, *flipped)
     push(office, good[:-1], np.append(good, np.uint8(0)), value(5, key=data_key("data", "g")), value(SIZE))
     assert post.num_keys(KEY) == 0
@@ -282,91 +279,92 @@ class Unknown:
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
-class FalseClerk:
-    """Answers the first request to a server with what `make` gives for the good items of it."""
+@contextlib.contextmanager
+def false_clerk(answer: Callable[[list[int]], bytes], timeout: float = TIMEOUT) -> Iterator[tuple[PostOffice, Any]]:
+    """A post office whose clerk answers, to those who ask for samples, what a test wants; and all that it was told."""
+    told: list[list[bytes]] = []
 
-    def __init__(self, server: Server, make: Callable[[list[bytes]], list[bytes]]) -> None:
-        self._thread = threading.Thread(target=self._run, args=(server, make))
-        self._thread.start()
+    def say(connection: socket.socket, request: list[bytes]) -> None:
+        told.append(request)
+        if request[0] == b"PING":
+            connection.sendall(b"+PONG\r\n")
+        elif request[0] == b"ROOM":
+            connection.sendall(b":1\r\n")
+        elif request[0] == b"ASK":
+            connection.sendall(answer(np.frombuffer(request[3], np.int64).tolist()))
 
-    def _run(self, server: Server, make: Callable[[list[bytes]], list[bytes]]) -> None:
-        client = server.tcp.client(2 * TIMEOUT)
-        taken = client.blpop([POST], TIMEOUT)
-        assert taken is not None
-        message = taken[1]
-        ids = np.frombuffer(message[REQUEST.size :], np.int64).tolist()
-        client.rpush(answer_key(message[:8]), *make([GO, *(value(id).tobytes() for id in ids)]))
-        client.close()
-
-    def end(self) -> None:
-        self._thread.join()
+    with FakeServer(say) as server:
+        post = PostOffice(Address(path="/nowhere"), server.tcp, timeout)
+        yield post, told
+        post.close()
 
 
-ANSWERS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
-    "one too few": lambda items: items[:-1],
-    "one too many": lambda items: [*items, items[1]],
-    "nothing but the first": lambda items: items[:1],
-    "without the first": lambda items: items[1:],
-    "numbers": lambda items: [b"1"] * len(items),
-    "another order": lambda items: [items[0], *items[:0:-1]],
-    "cut short": lambda items: [items[0], *(item[:-1] for item in items[1:])],
-    "another data set": lambda items: [items[0], *(value(at, key=bytes(16)).tobytes() for at in range(3))],
-    "a flipped bit": lambda items: [items[0], *(item[:99] + bytes([item[99] ^ 4]) + item[100:] for item in items[1:])],
-    "nonsense": lambda items: [b"\0", *[bytes(range(200))] * 3],
+def array(*items: bytes) -> bytes:
+    """A reply that is an array of strings."""
+    return b"*%d\r\n" % len(items) + b"".join(b"$%d\r\n%b\r\n" % (len(item), item) for item in items)
+
+
+def good(ids: list[int]) -> list[bytes]:
+    """What a clerk says that has all samples."""
+    return [value(id).tobytes() for id in ids]
+
+
+ANSWERS: dict[str, Callable[[list[int]], bytes]] = {
+    "one too few": lambda ids: array(*good(ids)[:-1]),
+    "one too many": lambda ids: array(*good([*ids, 3])),
+    "no array": lambda ids: b"+OK\r\n",
+    "numbers": lambda ids: b"*%d\r\n" % len(ids) + b":1\r\n" * len(ids),
+    "an array of nothing": lambda ids: b"*-1\r\n",
+    "nonsense": lambda ids: b"nonsense\r\n",
+    "an error": lambda ids: b"-ERR no\r\n",
+    "errors": lambda ids: b"*%d\r\n" % len(ids) + b"-ERR no\r\n" * len(ids),
+    "another order": lambda ids: array(*good(ids)[::-1]),
+    "cut short": lambda ids: array(*(item[:-1] for item in good(ids))),
+    "another data set": lambda ids: array(*(value(id, key=bytes(16)).tobytes() for id in ids)),
+    "a flipped bit": lambda ids: array(*(item[:99] + bytes([item[99] ^ 4]) + item[100:] for item in good(ids))),
+    "long nonsense": lambda ids: array(*[bytes(range(200))] * len(ids)),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def mute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server without a clerk."""
-    with Server(tmp_path_factory.mktemp("mute")) as server:
-        yield server
+NO_REPLY = list(ANSWERS)[:6]
+"""What no clerk would say: it is not asked for a while."""
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_a_false_answer_is_a_miss(answer: str, mute: Server) -> None:
-    post = PostOffice(mute.tcp, TIMEOUT)
-    clerk = FalseClerk(mute, ANSWERS[answer])
-    found = ask(post, 0, 1, 2)
-    clerk.end()
-    assert found == ([None, 1, None] if answer == "another order" else [None] * 3)
-    post.close()
+def test_a_false_answer_is_a_miss(answer: str) -> None:
+    with false_clerk(ANSWERS[answer]) as (post, _):
+        assert ask(post, 0, 1, 2) == ([None, 1, None] if answer == "another order" else [None] * 3)
+        assert post._clerk.breaker.trips == (answer in NO_REPLY)
 
 
-def test_a_good_answer_is_none_of_those(mute: Server) -> None:
-    post = PostOffice(mute.tcp, TIMEOUT)
-    clerk = FalseClerk(mute, lambda items: items)
-    assert ask(post, 0, 1, 2) == [0, 1, 2]
-    clerk.end()
-    post.close()
+def test_a_good_answer_is_none_of_those_and_comes_in_parts_of_bounded_size() -> None:
+    with false_clerk(lambda ids: array(*good(ids))) as (post, told):
+        assert ask(post, 0, 1, 2) == [0, 1, 2]
+        assert [request[0] for request in told] == [b"ASK", b"ROOM"]
+        told.clear()
+        assert ask(post, *range(SIZE), typical=300_000) == [*range(SIZE)]
+        asked = [np.frombuffer(request[3], np.int64).tolist() for request in told if request[0] == b"ASK"]
+        assert asked == [[first, first + 1, first + 2] for first in range(0, SIZE, 3)]
+        assert ask(post, *range(3), typical=1 << 30) == [0, 1, 2]  # one by one
+        assert len(told) == SIZE // 3 + 1 + 3 + 1
 
 
-def test_a_clerk_that_says_nothing_is_waited_for_once(mute: Server) -> None:
-    post = PostOffice(mute.tcp, 1.0)
-    assert ask(post, 0, 1) == [None, None]
-    assert post._clerk.trips == 1
-    client = mute.tcp.client(TIMEOUT)
-    asked = client.llen(POST)
-    for _ in range(20):
+def test_an_answer_that_ends_in_the_middle_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posts, "_REQUEST", 1)
+    with false_clerk(lambda ids: array(*good(ids)) if ids != [2] else b"*1\r\n$99\r\nx", 1.0) as (post, _):
+        assert ask(post, 0, 1) == [0, 1]
+        assert ask(post, 0, 1, 2, 3) == [None] * 4
+        assert post.lost
+
+
+def test_a_clerk_that_says_nothing_is_waited_for_once() -> None:
+    with false_clerk(lambda ids: b"", 0.5) as (post, told):
+        post._clerk.breaker._ping = lambda: 1 / 0  # it says nothing to that either
         assert ask(post, 0, 1) == [None, None]
-        assert post.num_keys(KEY) == 0
-    questions = [message for message in client.lrange(POST, 0, -1) if message[8:12] != ECHO]
-    assert len(questions) == asked == 1  # the other twenty asked nobody
-    assert hand_in(post, 3) is True
-    client.delete(POST)
-    client.close()
-    post.close()
-
-
-def test_an_answer_that_nobody_takes_vanishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clerk, "_KEEP_MILLISECONDS", 100)
-    with offices(tmp_path, 1) as (office,), parts([office], SIZE):
-        client = office.server.tcp.client(TIMEOUT)
-        client.config_resetstat()
-        push(office, value(2), REQUEST.pack(TOKEN, ASK, KEY) + np.arange(3).tobytes())
-        until(lambda: client.info("commandstats").get("cmdstat_pexpire"), "it was answered")
-        until(lambda: client.dbsize() == 0, "the answer has vanished")
-        client.close()
+        assert post._clerk.breaker.trips == 1
+        assert post.lost
+        for _ in range(20):
+            assert ask(post, 0, 1) == [None, None]
+            assert post.num_keys(KEY) == 0
+        assert [request[0] for request in told] == [b"ASK", b"ROOM"]  # the other twenty asked nobody
 
 
 # --- servers and clerks that fail -----------------------------------------------------------------------------------
@@ -375,7 +373,7 @@ def test_an_answer_that_nobody_takes_vanishes(tmp_path: Path, monkeypatch: pytes
 def test_a_full_server_refuses_and_recovers(tmp_path: Path) -> None:
     example = stamp(0, size=2048)
     with offices(tmp_path, 1, *SMALL) as (office,), parts([office], 4000, example=example, capacity="64MiB") as (part,):
-        post = PostOffice(office.address, TIMEOUT)
+        post = office.post()
         office.freeze_clerk()
         taken = 0
         while (answer := post.hand_in(KEY, [taken], [encode(stamp(taken, size=2048))])) is True:
@@ -389,59 +387,73 @@ def test_a_full_server_refuses_and_recovers(tmp_path: Path) -> None:
         post.close()
 
 
-def test_where_there_is_no_room_for_a_question_there_is_no_answer_and_no_lost_node(
-    office: Office, cache: SampleCache, post: PostOffice
-) -> None:
-    hand_in(post, 1)
-    assert ask(post, 1) == [1]
-    client = office.server.tcp.client(TIMEOUT)
-    client.config_set("maxmemory", 1)
-    assert ask(post, 1) == [None]
-    assert hand_in(post, 2) is BUSY
-    assert post.num_keys(KEY) == 0
-    client.config_set("maxmemory", 0)
-    client.close()
-    assert ask(post, 1, 2) == [1, None]
-    assert post._clerk.trips == 0
-
-
-def test_an_answer_for_which_there_is_no_room_is_a_miss_and_no_lost_node(tmp_path: Path) -> None:
+def test_what_is_asked_for_needs_no_room_in_the_server(tmp_path: Path) -> None:
     large = stamp(0, size=3 << 19)
     with offices(tmp_path, 1, *SMALL) as (office,), parts([office], 20, example=large, capacity="256MiB") as (part,):
         part.put_many([0, 1], [large, (stamp(1), 1)])
-        client = office.server.tcp.client(TIMEOUT)
-        client.set("what takes the room", bytes(8 << 20))
-        client.close()
-        post = PostOffice(office.address, TIMEOUT)
+        client = office.client()
+        client.config_set("maxmemory", 1)
+        post = office.post()
         for _ in range(2):
-            assert post.ask(KEY, np.array([0]), 1000) == [None]
-            assert ask(post, 1) == [1]
-        assert post._clerk.trips == 0
+            (record,) = post.ask(KEY, np.array([0]), 1000)
+            assert record is not None
+            assert read_record(record, copy=True).equal(large)
+            assert ask(post, 1, 2) == [1, None]
+        assert hand_in(post, 2) is BUSY
+        assert post.num_keys(KEY) == 2
+        client.config_set("maxmemory", 0)
+        client.close()
+        assert hand_in(post, 2) is True
+        assert ask(post, 1, 2) == [1, 2]
+        assert post._clerk.breaker.trips == 0
         post.close()
 
 
-def test_a_server_that_was_killed_is_asked_again_when_it_is_back(tmp_path: Path) -> None:
+def test_a_killed_server_takes_nothing_with_it_but_what_is_handed_in(tmp_path: Path) -> None:
     with offices(tmp_path, 1) as (office,), parts([office], SIZE):
-        post = PostOffice(office.address, TIMEOUT)
+        post = office.post()
         hand_in(post, 1, 2)
         assert ask(post, 1) == [1]
         office.server.kill()
-        assert ask(post, 1) == [None]
+        assert ask(post, 1, 2, 3) == [1, 2, None]
         assert hand_in(post, 3) is False
-        assert post.num_keys(KEY) == 0
-        post.clear(KEY)
+        assert post.num_keys(KEY) == 2
+        assert not post.lost
         office.server.start()
-        until(lambda: ask(post, 1, 2, 3) == [1, 2, None], "it is asked again, and the node has kept its samples")
+        until(lambda: hand_in(post, 3), "it is handed samples again")
+        until(lambda: ask(post, 1, 2, 3) == [1, 2, 3], "they are put away")
+        assert post._clerk.breaker.trips == 0
+        post.close()
+
+
+def test_a_frozen_server_does_not_make_the_clerk_lost(tmp_path: Path) -> None:
+    with offices(tmp_path, 1) as (office,), parts([office], SIZE) as (part,):
+        post = office.post()
+        hand_in(post, 1, 2)
+        assert ask(post, 1, 2) == [1, 2]
+        office.server.freeze()
+        try:
+            for _ in range(3):
+                assert ask(post, 2, 1, 3) == [2, 1, None]
+                assert post.num_keys(KEY) == 2
+                post.settle()
+            post.clear(KEY)
+            assert not part.resident(range(SIZE)).any()
+            assert (post.lost, post._clerk.breaker.trips) == (False, 0)
+        finally:
+            office.server.thaw()
+        until(lambda: hand_in(post, 3), "it is handed samples again")
+        until(lambda: ask(post, 3) == [3], "they are put away")
         post.close()
 
 
 @pytest.mark.parametrize("end", ["freeze", "kill"])
 def test_a_clerk_that_is_gone_is_asked_again_when_it_is_back(end: str, tmp_path: Path) -> None:
     with offices(tmp_path, 1) as (office,), parts([office], SIZE):
-        post = PostOffice(office.address, TIMEOUT)
+        post = office.post()
         hand_in(post, 1)
         assert ask(post, 1) == [1]
-        impatient = PostOffice(office.address, 0.1)
+        impatient = office.post(0.1)
         office.freeze_clerk() if end == "freeze" else office.kill_clerk()
         assert ask(impatient, 1) == [None]
         assert hand_in(impatient, 2) is True
@@ -452,7 +464,7 @@ def test_a_clerk_that_is_gone_is_asked_again_when_it_is_back(end: str, tmp_path:
 
 
 def test_a_post_office_that_is_closed_answers_nothing(office: Office, cache: SampleCache) -> None:
-    post = PostOffice(office.address, TIMEOUT)
+    post = office.post()
     assert hand_in(post, 1) is True
     post.close()
     post.close()

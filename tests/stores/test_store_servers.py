@@ -18,7 +18,7 @@ from redis_servers import Server, free_port, needs_server, until
 from children import Child
 from stallfree.cache import MISS
 from stallfree.errors import CapacityError, CodecError, InputError, StorageError
-from stallfree.stores import servers as module
+from stallfree.stores import shelf as module
 from stallfree.stores.endpoint import Address
 from stallfree.stores.servers import ServerCache
 
@@ -259,6 +259,21 @@ def test_a_damaged_value_is_a_miss_and_is_replaced(pair: list[Server]) -> None:
         assert counted(cache)[0] == 20
 
 
+def test_what_could_not_be_counted_is_counted_later(pair: list[Server]) -> None:
+    with attach(pair[:1]) as cache, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert cache.put_many(range(3), [0, 1, 2]).all()
+        client(pair[0]).setrange(next(client(pair[0]).scan_iter("stallfree:*")), 0, b"wrong")
+        client(pair[0]).config_set("maxmemory", 1)
+        assert cache.get_many(range(3)).count(MISS) == 1, "it is dropped"
+        cache._shelves[0].pause = 0
+        assert not cache.put(8, 5)
+        client(pair[0]).config_set("maxmemory", 0)
+        cache._shelves[0].pause = 0
+        assert cache.put(9, 5)
+        assert counted(cache) == really_held(pair)
+
+
 def test_pickles_do_not_travel_unless_they_may(pair: list[Server]) -> None:
     with attach(pair) as cache, attach(pair, allow_pickle=True) as other:
         with pytest.raises(CodecError):
@@ -274,7 +289,7 @@ def test_a_lost_server_costs_its_hits_only(tmp_path: Path, pair: list[Server], h
     with Server(tmp_path) as server, attach([pair[0], server], 100, timeout=ENOUGH if how == "killed" else 1) as cache:
         until(lambda: cache.put_many(range(100), list(range(100))).all(), "all are stored")
         owner = cache._here.owner.copy()
-        lost = next(place for place, one in enumerate(cache._endpoints) if one.address.port == server.port)
+        lost = next(place for place, one in enumerate(cache._shelves) if one.endpoint.address.port == server.port)
         if how == "killed":
             server.kill()
         else:
@@ -286,7 +301,7 @@ def test_a_lost_server_costs_its_hits_only(tmp_path: Path, pair: list[Server], h
             assert all(one is MISS for id, one in enumerate(found) if owner[id] == lost)
             there = cache.put_many(range(100), list(range(100)))
             assert not there[owner == lost].any()
-        assert cache._endpoints[lost].breaker.trips >= 1
+        assert cache._shelves[lost].endpoint.breaker.trips >= 1
         assert cache.num_keys() < 100
         if how == "killed":
             server.restart()
@@ -306,8 +321,11 @@ def test_servers_that_cannot_be_used(tmp_path: Path, pair: list[Server]) -> None
             )
     with pytest.raises(StorageError, match=r"no server answers at 127\.0\.0\.1"):
         ServerCache(5, addresses=[Address("127.0.0.1", free_port())], capacity=1, name="a", fingerprint="b")
-    with Server(tmp_path, "cluster-enabled yes") as cluster, pytest.raises(InputError, match="Redis Cluster"):
-        attach([cluster])
+    with Server(tmp_path, "cluster-enabled yes") as cluster:
+        with pytest.raises(StorageError, match="serves no slots"):
+            attach([cluster])
+        with pytest.raises(InputError, match="let us in: SELECT"):
+            ServerCache(5, addresses=[Address("127.0.0.1", cluster.port, db=1)], capacity=1, name="a", fingerprint="b")
 
 
 def test_arguments_that_cannot_be(pair: list[Server]) -> None:

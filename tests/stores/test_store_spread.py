@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stallfree.stores import spread
-from stallfree.stores.spread import owner_of, owners
+from stallfree.stores.spread import owners
 from warm import Interpreter
 
 WORD = (1 << 64) - 1
@@ -99,10 +99,10 @@ def test_every_process_computes_the_same(interpreter: Interpreter) -> None:
     nodes = ["b", "a", "ü", "a#1"]
     here = xxhash.xxh3_64_hexdigest(owners(5000, nodes).tobytes())
     ended = interpreter.run(
-        "import xxhash\nfrom stallfree.stores.spread import owners, owner_of\n"
-        f"print(xxhash.xxh3_64_hexdigest(owners(5000, {nodes!r}).tobytes()), owner_of(77, {nodes!r}))"
+        "import xxhash\nfrom stallfree.stores.spread import owners\n"
+        f"print(xxhash.xxh3_64_hexdigest(owners(5000, {nodes!r}).tobytes()))"
     )
-    assert ended.out.split() == [here, str(owner_of(77, nodes))], ended.err
+    assert ended.out.split() == [here], ended.err
 
 
 def test_owners_are_those_of_every_release() -> None:
@@ -124,12 +124,6 @@ def test_one_node_owns_all_and_more_nodes_than_ids_own_one_at_most() -> None:
     assert owners(5, ["only"]).tolist() == [0] * 5
     assert owners(0, ["a", "b"]).tolist() == []
     assert len(set(owners(3, [f"n{number}" for number in range(40)]).tolist())) == 3
-
-
-@given(st.integers(0, WORD), names)
-@settings(deadline=None, max_examples=60)
-def test_a_key_belongs_to_the_node_that_wants_it_most(key: int, nodes: list[str]) -> None:
-    assert nodes[owner_of(key, nodes)] == highest(key, nodes)
 
 
 PINNED = [1, 1, 1, 2, 0, 1, 2, 2, 0, 2, 1, 0, 0, 2, 2, 1, 2, 0, 2, 0, 1, 1, 0, 0]

@@ -141,6 +141,17 @@ class MemoryArena(Arena):
     def write(self, blocks: Array, data: Array) -> None:
         self._rows[blocks] = data
 
+    def pieces(self, blocks: Array, size: int) -> list[Array]:
+        """The first `size` bytes of what lies in `blocks`, one after the other, in place: few arrays of bytes."""
+        if len(blocks) == 1:
+            start = int(blocks[0]) * self.block
+            return [self._bytes[start : start + size]]
+        pieces = []
+        for first, count, at in _runs(blocks):
+            start = first * self.block
+            pieces.append(self._bytes[start : start + min(count * self.block, size - at * self.block)])
+        return pieces
+
     def row(self, block: int) -> Array:
         """The bytes of one block, to be written in place."""
         return self._rows[block]  # type: ignore[no-any-return]

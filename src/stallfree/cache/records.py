@@ -7,14 +7,14 @@ sees a whole record, and whoever copied from blocks that were given away meanwhi
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache.arena import Arena
+from stallfree.cache.arena import Arena, MemoryArena
 from stallfree.cache.index import Index
 from stallfree.cache.layout import Meta
 from stallfree.cache.recovery import blocks_of, chains
@@ -56,6 +56,21 @@ class Aim:
 
     outs: list[Array]
     target: Any
+
+
+@dataclass(frozen=True)
+class Views:
+    """Records where they lie, which others may change at any moment.
+
+    Attributes:
+        parts: of each record, in the order of the ids: as it describes itself (`pipeline.codec`), and () for those that
+            are not resident.
+        unchanged: tells which of them are still what they were in the beginning: an array of bool. What was read of
+            these before was right.
+    """
+
+    parts: list[tuple[Array, ...]]
+    unchanged: Callable[[], Array]
 
 
 class Records:
@@ -128,30 +143,29 @@ class Records:
         if len(chained):
             self._read_chained(found, chained, values)
 
-    def copy(self, found: Found) -> list[tuple[Array, ...]]:
-        """The records that are there as they describe themselves, in parts; () for the others.
-
-        The parts are in memory of this thread that the next reading uses again. Only for a cache in memory.
-        """
+    def views(self, found: Found) -> Views:
+        """The records that are there, in place. Only for a cache in memory."""
+        arena = self._arena
+        assert isinstance(arena, MemoryArena)
         parts: list[tuple[Array, ...]] = [()] * len(found.ids)
         counts = blocks_of(found.length, self._block)
         counts[~found.good] = 0
-        fits = counts <= self._num_blocks
-        found.good &= fits
+        found.good &= counts <= self._num_blocks
         at = np.flatnonzero(found.good)
         counts = counts[at]
         blocks = chains(self._index, found.first[at].astype(np.int64) - 1, counts)
-        data = self._scratch(len(blocks) * self._block)
-        self._arena.read(blocks, data.reshape(len(blocks), self._block))
-        self._still(found, at)
-        starts = (np.cumsum(counts) - counts) * self._block
-        for position, start, good in zip(at.tolist(), starts.tolist(), found.good[at].tolist(), strict=True):
-            length = int(found.length[position])
-            if good and length:
-                parts[position] = (data[start : start + length],)
-            elif good and self.common is not None:
-                parts[position] = (self.common.head, data[start : start + self.common.size])
-        return parts
+        for position, count, end in zip(at.tolist(), counts.tolist(), np.cumsum(counts).tolist(), strict=True):
+            own, length = blocks[end - count : end], int(found.length[position])
+            if length:
+                parts[position] = tuple(arena.pieces(own, length))
+            elif self.common is not None:
+                parts[position] = (self.common.head, *arena.pieces(own, self.common.size))
+
+        def unchanged() -> Array:
+            self._still(found, slice(None))
+            return found.good
+
+        return Views(parts, unchanged)
 
     def _read_plain(self, found: Found, values: list[Any]) -> None:
         """The same for records of the common structure only."""

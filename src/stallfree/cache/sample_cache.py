@@ -25,7 +25,7 @@ from stallfree.cache.index import DamagedError, Field, Index
 from stallfree.cache.layout import META, Meta, plan_layout
 from stallfree.cache.limits import allowed_capacity
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.cache.records import Aim, Found, Records
+from stallfree.cache.records import Aim, Found, Records, Views
 from stallfree.cache.recovery import check_disk
 from stallfree.cache.writer import Record, Writer
 from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
@@ -314,17 +314,13 @@ class SampleCache:
             with contextlib.suppress(WaitError), self._file_lock.hold(LOCK_SECONDS, "dropping damaged records"):
                 self._writer.drop(ids[self._index.generation[ids] == generation])
 
-    def copy_records(self, ids: Any) -> list[tuple[Array, ...]]:
-        """The records of `ids` as they describe themselves (`pipeline.codec`), in parts; () for those not resident.
-
-        The policy is told of the uses; nothing is counted. The parts are overwritten by the next reading in this
-        thread. Only for a cache in memory.
-        """
+    def view_records(self, ids: Any) -> Views:
+        """The records of `ids` where they lie, for a cache in memory. The policy is told; nothing is counted."""
         self._check_process()
         found = self._records.look(self.checked(ids))
-        parts = self._records.copy(found)
+        views = self._records.views(found)
         self._writer.used(found.ids[found.good])
-        return parts
+        return views
 
     def count_others(self, hits: int, misses: int) -> None:
         """Count samples that another node of the job was asked for: those that it had, and those that it had not."""

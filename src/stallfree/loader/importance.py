@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from multiprocessing.context import BaseContext
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,10 @@ from stallfree.plans.draws import generator
 from stallfree.plans.rules import Draw
 from stallfree.plans.serving import Serving
 from stallfree.stats import ImportanceStats
-from stallfree.stores import AnyCache
+from stallfree.stores import AnyCache, PartitionedCache
+
+_BEHIND = 2
+"""Steps after which every rank has handed out its batch: ranks that train one model keep in step."""
 
 _FIRST_REGION = 0.1
 """Share of the cache for L-samples before there are requests to go by (Chen et al., iCACHE, HPCA 2023, section IV)."""
@@ -69,21 +73,24 @@ class Importance:
         begun = sampler.begin(epoch, self._batch_size, drop_last=self._drop_last)
         draw, self._begun, self._steps = begun.draw, begun, len(begun.batches)
         if sampler.cache is None:
-            return Served(begun, begun.batches)
+            return Served(sampler, begun, begun.batches)
         if sampler.packages is not None and cache is not None and draw.low.any():
             self._packing = self._packing or _Packing(sampler, self._reader, self._context)
             self._packing.begin(draw, begun.batches, self._region(cache))
         packing = self._packing if draw.low.any() else None
         rng = generator(sampler.seed, epoch, 3)
-        self._serving = Serving(begun.batches, draw.low, sampler.cache, sampler.on_miss, rng, packing, begun.elsewhere)
-        return Served(begun, self._serving)
+        residents: Any = sampler.cache
+        if isinstance(residents, PartitionedCache):
+            residents = _OnAllNodes(residents, draw.resident)
+        self._serving = Serving(begun.batches, draw.low, residents, sampler.on_miss, rng, packing, begun.elsewhere)
+        return Served(sampler, begun, self._serving)
 
     def resume(self, before: int, rest: list[Ids]) -> Served:
         """Serve what is left of the epoch that the sampler was loaded with, when `before` batches are through."""
         self._end_epoch()
         begun = self.sampler.resume(rest)
         self._begun, self._steps = begun, before + len(rest)
-        return Served(begun, begun.batches)
+        return Served(self.sampler, begun, begun.batches)
 
     def _measure(self, counts: Counts) -> None:
         """Find from the epoch before what the cache gains this job."""
@@ -141,12 +148,15 @@ class Served:
         batches: the ids of each batch, as they are to be started.
     """
 
-    def __init__(self, begun: Begun, batches: Iterable[Ids]) -> None:
-        self._begun = begun
+    def __init__(self, sampler: ImportanceSampler, begun: Begun, batches: Iterable[Ids]) -> None:
+        self._sampler, self._begun = sampler, begun
+        self._step = 0
         self.batches = iter(batches)
 
     def hand_out(self, ids: Ids) -> torch.Tensor:
         """A batch of `ids` is handed out; its weights."""
+        self._sampler.passed(self._step - _BEHIND)
+        self._step += 1
         return self._begun.served(ids)
 
     def end(self) -> None:
@@ -154,11 +164,35 @@ class Served:
         self._begun.end()
 
 
+class _OnAllNodes:
+    """What an epoch has in the caches of all nodes, as `plans.serving.Residents`. Asks no other node.
+
+    Of this node's samples that is what its cache holds now. Others hold what they held when the plan was drawn, since
+    what is resident stays until it is served; a node that does not answer holds nothing.
+
+    Args:
+        cache: as this node sees it.
+        there: bool per id: resident, on any node, when the plan was drawn.
+    """
+
+    def __init__(self, cache: PartitionedCache, there: Ids) -> None:
+        self._cache, self._there = cache, there
+
+    def resident(self, ids: Ids) -> Ids:
+        """Which of `ids` a node has at hand."""
+        cache = self._cache
+        there: Ids = np.where(cache.here(ids), cache.resident(ids), self._there[ids] & ~cache.lost(ids))
+        return there
+
+
 class _Packing:
     """The board and the packager of a loader, as `plans.serving.Flags`."""
 
     def __init__(self, sampler: ImportanceSampler, reader: Reader, context: BaseContext) -> None:
         assert sampler.packages is not None
+        cache, ids = reader.cache, np.arange(sampler.num_samples)
+        # Other nodes' samples are not packed here: who has them, and what they are worth there, is not known.
+        self._own = cache.here(ids) if isinstance(cache, PartitionedCache) else np.ones(len(ids), bool)
         self._board = Board(None, sampler.num_samples)
         try:
             self._packager = Packager(
@@ -170,7 +204,7 @@ class _Packing:
 
     def begin(self, draw: Draw, batches: list[Ids], region: int) -> None:
         """A new epoch."""
-        flags = np.where(draw.low, LOW, 0).astype(np.uint8)
+        flags = np.where(draw.low & self._own, LOW, 0).astype(np.uint8)
         for ids in batches:
             flags[ids] |= PENDING
         self._board.flags[:] = flags
@@ -182,7 +216,7 @@ class _Packing:
         self._board.flags[ids] &= LOW
 
     def missed(self, ids: Ids) -> None:
-        self._board.flags[ids] |= MISSED
+        self._board.flags[ids[self._own[ids]]] |= MISSED
 
     def wake(self, *, last: bool = False) -> None:
         self._packager.wake(last=last)

@@ -20,7 +20,7 @@ from stallfree.plans.jobs import Jobs
 from stallfree.plans.keeping import Ranked, Rotating
 from stallfree.plans.losses import Losses, pack, unpack
 from stallfree.plans.plan import Plan
-from stallfree.plans.reduce import agree, ranks_of_job
+from stallfree.plans.reduce import agree, is_spread, ranks_of_job, resident_to_all, steps_of, wait_for_all
 from stallfree.plans.rules import PLANS, Draw, Known, Rule, draw_plan
 from stallfree.plans.serving import ON_MISS
 from stallfree.units import parse_size
@@ -115,7 +115,8 @@ class ImportanceSampler:
         measures: whether a loader is to measure it.
 
     In a job of several ranks (torch.distributed) the losses of all are brought together when a plan is drawn, which
-    they must all do at the same time; all have the same plan, of which each takes its part, in equally many batches.
+    they must all do at the same time; all have the same plan, of which each takes its part, in equally many batches. A
+    sample that another node of a `RedisStore` holds is resident for all ranks; without torch.distributed, nobody knows.
 
     Raises `InputError` for arguments that cannot be used.
     """
@@ -200,6 +201,7 @@ class ImportanceSampler:
             self._keeping = Rotating(scored, self.seed) if self.rule.rotating else Ranked(scored)
         self._jobs: Jobs | None = None
         self._begun_draw: Draw | None = None
+        self._others: list[list[Array]] = []  # the batches of all ranks, where this one tells the cache of all
         self._warned = False
 
     # -- plans --------------------------------------------------------------------------------------------------------
@@ -229,12 +231,10 @@ class ImportanceSampler:
 
     def _known(self) -> Known:
         """What has been told up to now, by all ranks."""
-        missing = np.ones(self.num_samples, bool)
-        if self.cache is not None:
-            missing = ~np.asarray(self.cache.resident(np.arange(self.num_samples)), bool)
-        agree(self.losses, missing, self._marks.served, self._marks.ended)
+        agree(self.losses, self._marks.served, self._marks.ended)  # so no rank is in the epoch before any more
+        there = resident_to_all(self.cache, self.num_samples)
         self._marks.apply(self._drawn)
-        return Known(self.losses.last.copy(), self._drawn.copy(), ~missing)
+        return Known(self.losses.last.copy(), self._drawn.copy(), there)
 
     def _take(self, draw: Draw) -> None:
         """Make `draw` the one that is kept."""
@@ -273,10 +273,24 @@ class ImportanceSampler:
         """
         draw = self._drawn_for(_count("epoch", epoch, 0))
         self._next, self._iterated = epoch, True
+        ranks, steps = ranks_of_job(), self._steps(epoch, batch_size, drop_last)
+        self._others = []
         if self._keeping is not None:
-            self._keeping.begin(draw, self._importance() if ranks_of_job().first_here else None)
+            self._keeping.begin(draw, self._importance() if ranks.first_here else None)
+            self._others = steps if ranks.first_here and is_spread(self.cache) else []
+            wait_for_all()  # nobody stores anything before the caches of all know what it is worth
         self._marks.begin()
-        return self._begun(draw, self.batches(epoch, batch_size, drop_last=drop_last))
+        return self._begun(draw, [step[ranks.rank] for step in steps])
+
+    def passed(self, step: int) -> None:
+        """All ranks have handed out their batches of a step, from 0, of the epoch begun last: what they served may go.
+
+        A cache over several nodes is told so on the node that holds a sample, whoever served it. That follows from the
+        plan; no node needs to tell another.
+        """
+        if 0 <= step < len(self._others) and self._keeping is not None and self._begun_draw is not None:
+            ids = np.concatenate(self._others[step])
+            self._keeping.served(ids[self._begun_draw.resident[ids]])  # the others may come late, if they were missing
 
     def resume(self, rest: list[Array]) -> Begun:
         """The epoch that `load_state_dict` brought, of which the batches `rest` are left.
@@ -286,6 +300,7 @@ class ImportanceSampler:
         if self._begun_draw is None:
             raise InputError("the state has no plan: it was taken before the first epoch, and has no batches left")
         self._marks.ended[:] = False
+        self._others = []
         return self._begun(self._begun_draw, rest)
 
     def _begun(self, draw: Draw, batches: list[Array]) -> Begun:
@@ -297,7 +312,8 @@ class ImportanceSampler:
             weights[plan.ids] = plan.weights * np.float32(scale)
         per_batch = self.normalize == "batch" and weighted
         me = ranks_of_job()
-        return Begun(draw, batches, weights, per_batch, self._marks, self._keeping, me.rank, me.count)
+        keeping = self._keeping if me.first_here or not is_spread(self.cache) else None  # else the first one tells all
+        return Begun(draw, batches, weights, per_batch, self._marks, keeping, me.rank, me.count)
 
     def _importance(self) -> Array:
         """How important each sample is to the jobs that use the cache: to each the rank of its loss."""
@@ -348,12 +364,16 @@ class ImportanceSampler:
         """The share of the samples that the cache holds, or will hold when it is full."""
         if self.cache is None:
             return 0.0
-        held = float(np.mean(self.cache.resident(np.arange(self.num_samples))))
-        stats = self.cache.stats() if hasattr(self.cache, "stats") else None
+        cache: Any = self.cache
+        ids = np.arange(self.num_samples)
+        if is_spread(cache):  # the share of what this node owns; the others hold about as much
+            ids = ids[cache.here(ids)]
+        held = float(np.mean(cache.resident(ids))) if len(ids) else 0.0
+        stats = cache.stats() if hasattr(cache, "stats") else None
         if stats is None or not stats.resident_items or stats.evictions or stats.rejected:
             return held
         room: float = stats.capacity_bytes * stats.resident_items / max(1, stats.resident_bytes)
-        return max(held, min(1.0, room / self.num_samples))
+        return max(held, min(1.0, room / max(1, len(ids))))
 
     # -- the part of this rank ----------------------------------------------------------------------------------------
 
@@ -363,17 +383,12 @@ class ImportanceSampler:
         With several ranks all have the same number of batches, whose sizes differ by one at most; with `drop_last` all
         batches are full.
         """
-        ids, ranks = self.plan(epoch).ids, ranks_of_job()
-        together = batch_size * ranks.count
-        steps = len(ids) // together if drop_last else -(-len(ids) // together)
-        if drop_last:
-            ids = ids[: steps * together]
-        elif ranks.count > 1:
-            steps = min(steps, len(ids) // ranks.count)
-            parts = np.array_split(ids, steps * ranks.count) if steps else []
-            return parts[ranks.rank :: ranks.count]
-        mine = ids[ranks.rank :: ranks.count]
-        return [mine[at : at + batch_size] for at in range(0, len(mine), batch_size)]
+        rank = ranks_of_job().rank
+        return [step[rank] for step in self._steps(epoch, batch_size, drop_last)]
+
+    def _steps(self, epoch: int, batch_size: int, drop_last: bool) -> list[list[Array]]:
+        """The batches of all ranks, for each step of an epoch."""
+        return steps_of(self.plan(epoch).ids, ranks_of_job().count, batch_size, drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch. Without it, each iteration is another one, counted from 0."""

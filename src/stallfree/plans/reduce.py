@@ -49,22 +49,70 @@ def agree(losses: Losses, *masks: Array) -> None:
     """
     if ranks_of_job().count == 1:
         return
-    group = _group()
     fresh = losses.fresh
     table = torch.zeros((2, losses.count))
     table[0][torch.from_numpy(fresh)] = torch.from_numpy(losses.last[fresh])
     table[1] = torch.from_numpy(fresh)
-    distributed.all_reduce(table, group=group)
+    distributed.all_reduce(table, group=_group())
     sums, times = table.numpy()
     seen = times > 0
     losses.last[seen] = sums[seen] / times[seen]
     fresh[:] = False
+    unite(*masks)
+
+
+def unite(*masks: Array) -> None:
+    """Make each mask (bool) what it is for any rank. In place; every rank must call it at the same time."""
+    if ranks_of_job().count == 1:
+        return
     bits = torch.from_numpy(np.concatenate(masks).astype(np.uint8))
-    distributed.all_reduce(bits, op=distributed.ReduceOp.MAX, group=group)
+    distributed.all_reduce(bits, op=distributed.ReduceOp.MAX, group=_group())
     start = 0
     for mask in masks:
         mask[:] = bits[start : start + len(mask)].numpy()
         start += len(mask)
+
+
+def is_spread(cache: Any) -> bool:
+    """Whether a cache tells of what this node holds, and other nodes hold the rest."""
+    return int(getattr(cache, "num_nodes", 1)) > 1
+
+
+def resident_to_all(cache: Any, count: int) -> Array:
+    """Which of `count` samples every rank has at hand in its cache (or None), as an array of bool.
+
+    That is what all their caches hold; of a cache over several nodes, what any of these holds. Every rank must call it
+    at the same time, and when all have ended the epoch before: then what they have handed in is put away first.
+    """
+    ids = np.arange(count)
+    if is_spread(cache):
+        there: Array = ~cache.settle(ids)
+        unite(there)
+        return there
+    missing = np.ones(count, bool) if cache is None else ~np.asarray(cache.resident(ids), bool)
+    unite(missing)
+    return ~missing
+
+
+def wait_for_all() -> None:
+    """Come back when every rank has called it."""
+    unite(np.zeros(1, bool))
+
+
+def steps_of(ids: Array, ranks: int, batch_size: int, drop_last: bool) -> list[list[Array]]:
+    """The batches of a plan: for each step one for each rank, of sizes that differ by one at most.
+
+    With one rank, only the last batch may be smaller than `batch_size`. With `drop_last` all batches are full, and what
+    is left is in none; without, a plan with fewer ids than ranks has none.
+    """
+    together = batch_size * ranks
+    if drop_last or ranks == 1:
+        steps = len(ids) // together if drop_last else -(-len(ids) // together)
+        some = [ids[at : at + together] for at in range(0, steps * together, together)]
+        return [[step[rank::ranks] for rank in range(ranks)] for step in some]
+    steps = min(-(-len(ids) // together), len(ids) // ranks)
+    parts = np.array_split(ids, steps * ranks) if steps else []
+    return [parts[at : at + ranks] for at in range(0, len(parts), ranks)]
 
 
 def _group() -> Any:

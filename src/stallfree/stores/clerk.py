@@ -1,24 +1,26 @@
-"""The clerk of a node: a process that takes what lies in its post office, one message after the other.
+"""The clerk of a node: a process that takes what lies in its post office, and stands at its counter.
 
-Samples that others hand in go into the arena of their data set; samples that are asked for are copied out of it into
-the answer. So a sample lies once on its node, in the arena, and the server holds only what is on its way.
+Samples that others hand in go into the arena of their data set; samples that are asked for go out of it (counter.py).
+So a sample lies once on its node, in the arena, and the server holds only what is on its way.
 
-Its node's keeper starts it: `python -m stallfree.stores.clerk FOLDER`. Whatever it cannot do is a miss for those who
-ask: they fetch the sample from the source.
+Its node's keeper starts it: `python -m stallfree.stores.clerk FOLDER FD...`, with sockets that listen. Whatever it
+cannot do is a miss for those who ask: they fetch the sample from the source.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
+import socket
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -26,10 +28,12 @@ from stallfree.cache import SampleCache
 from stallfree.errors import CodecError, StallfreeError
 from stallfree.pipeline.codec import split_record
 from stallfree.stores.buffers import Buffers
-from stallfree.stores.post import ASK, CLEAR, COUNT, FULL, GO, KINDS, POST, REQUEST, answer_key
+from stallfree.stores.counter import Counter
+from stallfree.stores.endpoint import Address, Endpoint
+from stallfree.stores.post import POST
 from stallfree.stores.registry import visit_registered
 from stallfree.stores.spawn import read_server
-from stallfree.stores.values import HEAD_SIZE, DataKey, check_value, owner_of, pack_head
+from stallfree.stores.values import HEAD_SIZE, DataKey, check_value, owner_of
 from stallfree.stores.wire import Lost, Refused, Wire, command
 
 Array = npt.NDArray[Any]
@@ -41,16 +45,16 @@ _WAIT_SECONDS = 0.25
 """How long it waits for a message before it looks whether its data sets are still there."""
 
 _SERVER_SECONDS = 5.0
-_KEEP_MILLISECONDS = 5000
-"""An answer that nobody takes away vanishes after that."""
-
 _EARLY_BYTES = 128 << 20
 """What is kept of data sets that this node has not made yet, at most, and for how long: it may never make them."""
 
 _EARLY = b"early:"
 _EARLY_MILLISECONDS = 120_000
-_FULL_SECONDS = 0.1
-"""How long an answer waits for room in the server: others are just taking theirs away."""
+_MARK = b"mark:"
+"""Begins a message of the clerk to itself: what came before it has been put away when it comes."""
+
+_MARK_SECONDS = 0.1
+"""How long the server may take for one."""
 
 
 class Clerk:
@@ -58,15 +62,19 @@ class Clerk:
 
     Args:
         folder: of the node.
-        wire: to the node's server.
+        address: of the node's server.
     """
 
-    def __init__(self, folder: Path, wire: Wire) -> None:
-        self._folder, self._wire = folder, wire
+    def __init__(self, folder: Path, address: Address) -> None:
+        self._folder = folder
+        self._wire = Wire(partial(address.connection, _SERVER_SECONDS), _SERVER_SECONDS)
         self._buffers = Buffers()
         self._caches: dict[DataKey, SampleCache] = {}
+        self._lock = threading.Lock()  # for the caches
         self._early: dict[DataKey, int] = {}
         self._looked = time.monotonic()
+        self._marks: dict[bytes, threading.Event] = {}
+        self._own_office = Endpoint(address, _MARK_SECONDS)
 
     def turn(self) -> None:
         """Wait for a message, and do it and those behind it. Raises `Lost` when the server is."""
@@ -74,17 +82,32 @@ class Clerk:
         at = 0
         while at < len(messages):
             lot = messages[at : at + 1]
-            if not _is_request(lot[0]):
-                while at + len(lot) < len(messages) and _same_data(lot[0], messages[at + len(lot)]):
-                    lot.append(messages[at + len(lot)])
+            while at + len(lot) < len(messages) and _same_data(lot[0], messages[at + len(lot)]):
+                lot.append(messages[at + len(lot)])
             at += len(lot)
             with contextlib.suppress(StallfreeError, Refused):  # no message takes another with it
-                if _is_request(lot[0]):
-                    self._answer(lot[0])
-                elif len(lot[0]) >= HEAD_SIZE:
+                if len(lot[0]) >= HEAD_SIZE:
                     self._put_away(owner_of(lot[0])[0], lot)
+                elif (done := self._marks.get(lot[0].tobytes())) is not None:
+                    done.set()
         if time.monotonic() - self._looked > _WAIT_SECONDS:
             self._look()
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until what lies in the post office now is put away, for so long at most; whether it is.
+
+        Safe in threads.
+        """
+        mark, done = _MARK + secrets.token_bytes(8), threading.Event()
+        self._marks[mark] = done
+        try:
+            if self._own_office.run(lambda wire: wire.call("RPUSH", POST, mark)) is None:
+                return False  # what was handed in is lost with the server
+            return done.wait(seconds)
+        except Refused:
+            return False
+        finally:
+            del self._marks[mark]
 
     def _take(self) -> list[Array]:
         wire = self._wire
@@ -100,7 +123,7 @@ class Clerk:
     # -- samples that come --------------------------------------------------------------------------------------------
 
     def _put_away(self, key: DataKey, values: list[Array]) -> None:
-        cache = self._cache(key)
+        cache = self.find(key)
         if cache is None:
             self._keep_early(key, values)
             return
@@ -132,12 +155,13 @@ class Clerk:
     def _look(self) -> None:
         """Let go of the memory of data sets that nobody uses any more; put away what came early."""
         self._looked = time.monotonic()
-        for key in [key for key, cache in self._caches.items() if cache.gone]:
-            self._caches.pop(key).close()
+        with self._lock:
+            for key in [key for key, cache in self._caches.items() if cache.gone]:
+                del self._caches[key]  # and not closed: who uses it at this moment leaves it as the last one
         for early in self._wire.call("KEYS", _EARLY + b"*"):
             self._early.setdefault(early[len(_EARLY) :], 0)  # kept before this process was started again
         for key in list(self._early):
-            if self._cache(key) is None:
+            if self.find(key) is None:
                 if not self._wire.call("EXISTS", _EARLY + key):  # it has waited for too long
                     del self._early[key]
                 continue
@@ -150,71 +174,23 @@ class Clerk:
                     self._put_away(key, [value for value in values if value is not None and len(value) >= HEAD_SIZE])
             del self._early[key]
 
-    # -- samples that are asked for -----------------------------------------------------------------------------------
-
-    def _answer(self, message: Array) -> None:
-        token, kind, key = REQUEST.unpack_from(message.data)
-        cache = self._cache(key)
-        items: list[Any] = []
-        if kind == ASK:
-            asked = message[REQUEST.size :].tobytes()
-            ids = np.frombuffer(asked[: len(asked) // 8 * 8], np.int64)
-            known = cache is not None and len(ids) > 0 and ids.min() >= 0 and ids.max() < cache.num_ids
-            found = cache.copy_records(ids) if known and cache is not None else [()] * len(ids)
-            for id, parts in zip(ids.tolist(), found, strict=True):
-                items.append([pack_head(key, id, parts), *parts] if parts else b"")
-        elif kind == COUNT:
-            items.append(b"%d" % (0 if cache is None else cache.stats().resident_items))
-        elif kind == CLEAR:
-            if cache is not None:
-                cache.clear()
-            return
-        first = FULL if cache is not None and cache.full else GO
-        deadline = time.monotonic() + _FULL_SECONDS
-        while not self._push(token, first, items):
-            self._wire.close()  # or the server would keep the memory for it a while, and have even less room
-            if time.monotonic() > deadline:
-                self._push(token, first, [b""] * len(items))
-                return
-            time.sleep(0.005)
-
-    def _push(self, token: bytes, first: bytes, items: list[Any]) -> bool:
-        """Whether the server has taken the answer."""
-        answer = answer_key(token)
-        self._wire.send(
-            [*command("RPUSH", answer, first, *items), *command("PEXPIRE", answer, _KEEP_MILLISECONDS)], replies=2
-        )
-        try:
-            self._wire.integer()
-        except Refused:
-            return False
-        finally:
-            if not self._wire.idle:
-                self._wire.skip()
-        return True
-
-    def _cache(self, key: DataKey) -> SampleCache | None:
-        """This node's part of a data set; None if it holds none of it."""
-        cache = self._caches.get(key)
-        if cache is not None and cache.gone:
-            self._caches.pop(key).close()
-            cache = None
-        if cache is None:
-            cache = visit_registered(self._folder, key)
-            if cache is not None:
-                self._caches[key] = cache
-        return cache
-
-
-def _is_request(message: Array) -> bool:
-    return len(message) >= REQUEST.size and message[8:12].tobytes() in KINDS
+    def find(self, key: DataKey) -> SampleCache | None:
+        """This node's part of a data set; None if it holds none of it. Safe in threads."""
+        with self._lock:
+            cache = self._caches.get(key)
+            if cache is not None and cache.gone:
+                del self._caches[key]
+                cache = None
+            if cache is None:
+                cache = visit_registered(self._folder, key)
+                if cache is not None:
+                    self._caches[key] = cache
+            return cache
 
 
 def _same_data(value: Array, message: Array) -> bool:
     """Whether both are samples of the same data set."""
-    if min(len(value), len(message)) < HEAD_SIZE or _is_request(message):
-        return False
-    return owner_of(value)[0] == owner_of(message)[0]
+    return min(len(value), len(message)) >= HEAD_SIZE and owner_of(value)[0] == owner_of(message)[0]
 
 
 def main() -> None:
@@ -222,17 +198,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     folder, keeper = Path(sys.argv[1]), os.getppid()
-    clerk = None
+    address = read_server(folder)
+    clerk = Clerk(folder, address)
+    listeners = [socket.socket(fileno=int(number)) for number in sys.argv[2:]]
+    Counter(listeners, address.password, clerk.find, clerk.settle)
     while os.getppid() == keeper:
         try:
-            if clerk is None:
-                address = read_server(folder)
-                clerk = Clerk(folder, Wire(partial(address.connection, _SERVER_SECONDS), _SERVER_SECONDS))
             clerk.turn()
-        except (Lost, Refused, OSError, ValueError):
+        except (Lost, Refused):
             if not folder.exists():
                 return
-            clerk = None
             time.sleep(0.05)
 
 

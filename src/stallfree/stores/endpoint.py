@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from stallfree.errors import InputError, StorageError, missing_extra
+from stallfree.errors import InputError, missing_extra
 from stallfree.stores.breaker import Breaker
-from stallfree.stores.wire import Lost, Wire
+from stallfree.stores.wire import Lost, Refused, Wire
 
 if TYPE_CHECKING:
     import redis
@@ -124,18 +123,31 @@ class Address:
             "socket_timeout": timeout,
             "socket_connect_timeout": timeout,
             "retry": Retry(NoBackoff(), 0),
+            **_nameless(),
         }
         if self.path:
             return UnixDomainSocketConnection, arguments | {"path": self.path}
         arguments |= {"host": self.host, "port": self.port}
         if not self.ssl:
             return Connection, arguments
-        return SSLConnection, arguments | {name: getattr(self, name) or None for name in _TLS}
+        arguments |= {name: getattr(self, name) or None for name in _TLS}
+        return SSLConnection, arguments | {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+
+
+def _nameless() -> dict[str, Any]:
+    """What keeps redis-py from telling the server its name and version: two round trips less per connection."""
+    try:
+        from redis import driver_info  # noqa: F401 - from version 8 on it has another parameter for that
+    except ImportError:
+        return {"lib_name": None, "lib_version": None}
+    return {"driver_info": None}
 
 
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _KINDS = {str: "a text", int: "an integer", bool: "True or False"}
-_START_SECONDS = 5.0
+_STALE = 100.0
+"""Seconds after which an idle connection is not used any more: server or firewall may have given it up silently."""
+
 _EXAMPLE = "{'host': 'node1', 'port': 6379, 'password': '...'}"
 
 
@@ -147,19 +159,17 @@ class Endpoint:
     Args:
         address: where it is.
         timeout: seconds that it may be silent, for each step of connecting and asking.
-        ping: tries with a connection whether it is back, and raises `Lost` if not; by default the server's PING.
     """
 
-    def __init__(self, address: Address, timeout: float = 0.25, *, ping: Callable[[Wire], None] | None = None) -> None:
+    def __init__(self, address: Address, timeout: float = 0.25) -> None:
         self.address = address
         self.timeout = timeout
-        self._pinged = ping
         self.breaker = Breaker(self._ping)
         self.last_failure = ""
         """Why the breaker was opened the last time."""
-        self._idle: list[Wire] = []  # its operations are atomic; a wire of a parent makes itself anew
+        # Connections, and since when. Its operations are atomic; a wire of a parent makes itself anew.
+        self._idle: list[tuple[Wire, float]] = []
         self._client: redis.Redis | None = None
-        self._client_lock = threading.Lock()
         self._closed = False
 
     def run(self, call: Callable[[Wire], T]) -> T | None:
@@ -181,11 +191,23 @@ class Endpoint:
 
     def client(self) -> redis.Redis:
         """redis-py's own client, for what is not bulk. It has the same time limits, and does not try again."""
-        if self._client is None:
-            with self._client_lock:
-                if self._client is None:
-                    self._client = self.address.client(self.timeout)
-        return self._client
+        client = self._client
+        if client is None:  # two threads may make one each; a lock could be held by a thread of a parent
+            client = self._client = self.address.client(self.timeout)
+        return client
+
+    def moved(self, error: Refused) -> bool:
+        """Whether the server has refused since another is in its place, which is asked from now on. Here: never."""
+        return False
+
+    def seek(self) -> None:
+        """Find out whether another server is in its place. Here: never."""
+
+    def move(self, address: Address) -> None:
+        """Use another address from now on. What runs goes on with the old one."""
+        self.address = address
+        self._client = None  # and not closed: somebody may be using it
+        self._drop_idle()
 
     def close(self) -> None:
         """Close what is not in use; what is will be closed when it is given back. May be called twice."""
@@ -197,15 +219,15 @@ class Endpoint:
             client.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make_endpoint, (self.address, self.timeout, self._pinged)
+        return Endpoint, (self.address, self.timeout)
 
     def _take(self) -> Wire:
         while True:
             try:
-                wire = self._idle.pop()
+                wire, since = self._idle.pop()
             except IndexError:
                 return Wire(lambda: self.address.connection(self.timeout), self.timeout)
-            if wire.usable():
+            if time.monotonic() - since < _STALE and wire.usable():
                 return wire
             wire.close()  # the server has closed it, for instance because it was started anew
 
@@ -213,7 +235,7 @@ class Endpoint:
         if self._closed or not wire.idle:
             wire.close()
         else:
-            self._idle.append(wire)
+            self._idle.append((wire, time.monotonic()))
 
     def _fail(self, error: Lost) -> None:
         self.last_failure = f"{self.address}: {error}"
@@ -223,40 +245,14 @@ class Endpoint:
     def _drop_idle(self) -> None:
         while self._idle:
             try:
-                self._idle.pop().close()
+                self._idle.pop()[0].close()
             except IndexError:
                 return
 
     def _ping(self) -> None:
         wire = Wire(lambda: self.address.connection(self.timeout), self.timeout)
         try:
-            if self._pinged is not None:
-                self._pinged(wire)
-            elif wire.call(b"PING") != b"PONG":
+            if wire.call(b"PING") != b"PONG":
                 raise Lost("no answer to a ping")
         finally:
             wire.close()
-
-
-def _make_endpoint(address: Address, timeout: float, ping: Callable[[Wire], None] | None) -> Endpoint:
-    return Endpoint(address, timeout, ping=ping)
-
-
-def check_server(address: Address) -> None:
-    """Raise what a user has to know of a server: `StorageError` if it is not there, `InputError` if it is of no use."""
-    client = address.client(_START_SECONDS)
-    from redis import exceptions
-
-    try:
-        client.ping()
-        with contextlib.suppress(exceptions.ResponseError):  # this user may not ask
-            if client.info("cluster").get("cluster_enabled"):
-                raise InputError(f"the server {address} is part of a Redis Cluster: give servers that stand alone")
-    except (exceptions.AuthenticationError, exceptions.ResponseError) as error:
-        raise InputError(
-            f"the server {address} does not let us in: {error}. Check username, password and db"
-        ) from error
-    except exceptions.RedisError as error:
-        raise StorageError(f"no server answers at {address}: {error}. Start it, or leave it out") from error
-    finally:
-        client.close()

@@ -1,6 +1,8 @@
 """The process that keeps a node's server and its clerk alive, and ends both when the job is gone.
 
-    python -I -S keeper.py FOLDER SERVER CLERK...      SERVER: its program; CLERK: a command, to which FOLDER is added
+    python -I -S keeper.py FOLDER SERVER CLERK...
+
+SERVER is its program, CLERK a command, to which FOLDER and the numbers of sockets that listen are added.
 
 It is started by `spawn.Node`, which has put into the folder what it needs to know, and outlives the process that
 started it. It looks ten times a second whether any process is still attached to the folder; when none is, or the folder
@@ -11,9 +13,10 @@ What lies in the folder beside `attached` (see folders.py):
 
     node.json     the password and the settings of the server: written once
     keeper        byte 1 is locked by the keeper as long as it lives
-    server.json   the server's process and port, once it answers
+    server.json   the server's process and port, and the clerk's port, once the server answers
     failed.json   why the last keeper gave up
     socket        where the server listens
+    clerk         where the clerk does; the keeper holds it open too, and the next clerk goes on there
     log           what the server, the clerk and the keeper have to say
 """
 
@@ -33,7 +36,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 VERSION = 1
-NODE, SERVER, FAILED, SOCKET, LOG = "node.json", "server.json", "failed.json", "socket", "log"
+NODE, SERVER, FAILED, LOG = "node.json", "server.json", "failed.json", "log"
+SOCKET, CLERK = "socket", "clerk"
 
 LOOK_SECONDS = 0.1
 """Time between two looks at whether anybody is left."""
@@ -46,6 +50,7 @@ _PORT_SECONDS = 1.0  # for a server that is just ending to let go of the port
 _LONG_LIFE = 10.0  # seconds after which an earlier death counts no more
 _CLERK_SECONDS = 0.5  # that the clerk has to end by itself
 _LOG_BYTES = 1 << 20
+_BACKLOG = 1024  # askers that wait to be let in
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {signal.SIGCHLD, signal.SIGIO}  # a child has ended; a file of the folder was deleted
 _PROCESS_ID = re.compile(rb"process_id:(\d+)\r\n")
@@ -91,6 +96,7 @@ class Kept:
         config: gives the text for its standard input.
         pause: seconds between its first death and the next start; doubled with each further death in a row, up to 5.
             The first start in a row is at once if `at_once`.
+        sockets: that it inherits; their numbers are its last arguments.
 
     Attributes:
         pid: of the process; 0 while there is none.
@@ -99,18 +105,25 @@ class Kept:
     """
 
     def __init__(
-        self, command: Sequence[str], config: Callable[[], str] = str, *, pause: float, at_once: bool = False
+        self,
+        command: Sequence[str],
+        config: Callable[[], str] = str,
+        *,
+        pause: float,
+        at_once: bool = False,
+        sockets: Sequence[socket.socket] = (),
     ) -> None:
         self.pid = self.deaths = 0
         self.due = 0.0
-        self._command, self._config = list(command), config
+        self._command, self._config, self._sockets = list(command), config, sockets
         self._pause, self._at_once = pause, at_once
         self._born = 0.0
 
     def start(self) -> None:
         """Start it now."""
         self._born = time.monotonic()
-        self.pid = _start(self._command, self._config().encode())
+        numbers = [inherited.fileno() for inherited in self._sockets]
+        self.pid = _start([*self._command, *map(str, numbers)], self._config().encode(), numbers)
 
     def has_died(self) -> bool:
         """Whether it has died since the last look; then `due` says when it is to be started again."""
@@ -141,13 +154,21 @@ class Keeper:
             folder_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.fcntl(folder_fd, fcntl.F_NOTIFY, fcntl.DN_DELETE | fcntl.DN_MULTISHOT)
         self._port: socket.socket | None = None  # bound and never listening: nobody else is given it meanwhile
+        self._counters: list[socket.socket] = []  # where the clerk listens
         self._server = Kept([server, "-"], self._config, pause=0.1, at_once=True)
-        self._clerk = Kept([*clerk, folder], pause=0.2)
+        self._clerk = Kept([*clerk, folder], pause=0.2, sockets=self._counters)
 
     def run(self) -> None:
         """Until nobody is left, the folder is gone, or the server cannot be kept alive."""
         try:
-            self._reserve(int((_read(SERVER) or {}).get("port", 0)))
+            last = _read(SERVER) or {}
+            wished = self._setup["port"]
+            if self._setup["host"]:
+                self._port = self._bind(wished, int(last.get("port", 0)))
+                self._counters.append(self._bind(wished and wished + 1, int(last.get("clerk", 0)), "the clerk's "))
+            self._counters.append(_listen_here(CLERK))
+            for counter in self._counters:
+                counter.listen(_BACKLOG)
             _remove(SERVER)
             self._server.start()
             self._wait_for_answer(first=True)
@@ -163,24 +184,22 @@ class Keeper:
 
     # -- the server ---------------------------------------------------------------------------------------------------
 
-    def _reserve(self, last: int) -> None:
-        """Bind the port of the server: the one wished for, else the `last` one, else a free one."""
-        host, wished = self._setup["host"], self._setup["port"]
-        if not host:
-            return
+    def _bind(self, wished: int, last: int, whose: str = "") -> socket.socket:
+        """A socket that is bound to a port: the one wished for, else the `last` one, else a free one."""
+        host = self._setup["host"]
         deadline = time.monotonic() + _PORT_SECONDS
         port = wished or last
         while True:
-            self._port = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-            self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the server can bind it too
+            bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the server can bind it too
             try:
-                self._port.bind((host, port))
-                return
+                bound.bind((host, port))
+                return bound
             except OSError as error:
-                self._port.close()
+                bound.close()
                 if time.monotonic() > deadline or self._is_over():
                     if wished or not port:
-                        raise Failure("port", f"port {port} of {host}: {error.strerror}") from error
+                        raise Failure("port", f"{whose}port {port} of {host}: {error.strerror}") from error
                     port = 0
                 time.sleep(0.02)
 
@@ -229,6 +248,7 @@ class Keeper:
         told = {"pid": self._server.pid, "keeper": os.getpid()}
         if self._port is not None:
             told["port"] = self._port_number
+            told["clerk"] = int(self._counters[0].getsockname()[1])
         _write(SERVER, told)
 
     # -- the life of a keeper -----------------------------------------------------------------------------------------
@@ -278,8 +298,9 @@ class Keeper:
             process.end(signal.SIGKILL)
             if process.pid:
                 os.waitpid(process.pid, 0)
-        if self._port is not None:
-            self._port.close()
+        for bound in (self._port, *self._counters):
+            if bound is not None:
+                bound.close()
         if self._alone and self._is_in_place():  # and nobody can come: the lock is held
             self._remove_folder()
 
@@ -299,8 +320,19 @@ def _failure(what: str) -> Failure:
     return Failure(kind, f"{what}; it said: {said[-1000:]}" if said else f"{what}, without a word")
 
 
-def _start(command: Sequence[str], text: bytes) -> int:
-    """Start a program with `text` on its standard input, that is killed when this process ends; its process id."""
+def _listen_here(name: str) -> socket.socket:
+    """A socket in the working directory, in the place of one that another keeper left."""
+    _remove(name)
+    bound = socket.socket(socket.AF_UNIX)
+    bound.bind(name)  # relative: an address has room for 107 bytes
+    return bound
+
+
+def _start(command: Sequence[str], text: bytes, inherited: Sequence[int]) -> int:
+    """Start a program with `text` on its standard input, that is killed when this process ends; its process id.
+
+    It inherits the descriptors `inherited`, and no other but the standard ones.
+    """
     told, tell = os.pipe()
     os.write(tell, text)  # less than a pipe holds
     os.close(tell)
@@ -314,6 +346,8 @@ def _start(command: Sequence[str], text: bytes) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == keeper:
             os.dup2(told, 0)
+            for number in inherited:
+                os.set_inheritable(number, True)
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             os.execv(command[0], list(command))

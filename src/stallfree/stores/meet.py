@@ -15,19 +15,16 @@ import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stallfree.errors import InputError, WaitError
-from stallfree.stores.endpoint import Address
 from stallfree.stores.keeper import identify
-
-if TYPE_CHECKING:
-    from stallfree.stores.spawn import Node
+from stallfree.stores.spawn import Doors, Node
 
 MEET_SECONDS = 300.0
 """Longest wait for the other nodes."""
 
-_VERSION = 1
+_VERSION = 2
 _ANSWER_SECONDS = 1.0
 _SOMEWHERE = "192.0.2.1"  # an address that belongs to nobody, by RFC 5737
 
@@ -55,11 +52,11 @@ class Peer:
 
     Attributes:
         name: of its host; further nodes on that host have `#1`, `#2` and so on added. The same in all processes.
-        address: of its server, as this process reaches it.
+        doors: where this process reaches it.
     """
 
     name: str
-    address: Address
+    doors: Doors
 
 
 def find_place() -> Place:
@@ -180,9 +177,10 @@ def meet(node: Node, name: str, place: Place | None = None, *, seconds: float = 
     own = {
         "version": _VERSION,
         "name": own_name,
-        "host": node.public.host,
-        "port": node.public.port,
-        "password": node.public.password,
+        "host": node.public.server.host,
+        "port": node.public.server.port,
+        "clerk": node.public.clerk.port,
+        "password": node.public.server.password,
     }
     deadline = time.monotonic() + seconds
     store = _connect(place, seconds)
@@ -242,18 +240,32 @@ def _wait_for_answers(
         while True:
             peer = _unpack(store.get(key), number)
             where = _where(peer)
-            if answered.get(where) != peer["password"] and identify(where, peer["password"], _ANSWER_SECONDS):
+            if (
+                answered.get(where) != peer["password"]
+                and identify(where, peer["password"], _ANSWER_SECONDS)
+                and _is_open(where[0], int(peer["clerk"]))
+            ):
                 answered[where] = peer["password"]
             if answered.get(where) == peer["password"]:
                 told.append(peer)
                 break
             if time.monotonic() > deadline:
                 raise WaitError(
-                    f"the server of node {number} of the store {name!r}, {peer['name']} at {where[0]} port {where[1]}, "
-                    "does not answer here: let the port through the firewall, or give interface=... on that node"
+                    f"the server of node {number} of the store {name!r}, {peer['name']} at {where[0]} ports {where[1]} "
+                    f"and {peer['clerk']}, does not answer here: let the ports through the firewall, or give "
+                    "interface=... on that node"
                 )
             time.sleep(0.05)
     return told
+
+
+def _is_open(host: str, port: int) -> bool:
+    """Whether somebody listens there: the clerk, or its keeper as long as that is starting it."""
+    try:
+        socket.create_connection((host, port), _ANSWER_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _where(peer: dict[str, Any]) -> tuple[str, int]:
@@ -282,8 +294,6 @@ def _peers(told: list[dict[str, Any]], own: dict[str, Any], node: Node) -> tuple
         places[where] = len(peers)
         before = hosts.get(peer["name"], 0)
         hosts[peer["name"]] = before + 1
-        address = (
-            node.unix if where == _where(own) else Address(host=where[0], port=where[1], password=peer["password"])
-        )
-        peers.append(Peer(f"{peer['name']}#{before}" if before else peer["name"], address))
+        doors = node.unix if where == _where(own) else Doors.at(*where, int(peer["clerk"]), peer["password"])
+        peers.append(Peer(f"{peer['name']}#{before}" if before else peer["name"], doors))
     return peers, places[_where(own)]

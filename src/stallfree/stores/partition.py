@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +27,19 @@ from stallfree.errors import CodecError, InputError
 from stallfree.pipeline.codec import encode, read_record
 from stallfree.pipeline.structure import Structure
 from stallfree.stats import StoreStats
+from stallfree.stores.breaker import AT_ONCE, shared_cells
 from stallfree.stores.post import BUSY, PostOffice
 from stallfree.stores.spread import owners
 from stallfree.stores.values import DataKey
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 
-_BACK_OFF = 50
-"""Batches that are not handed to a node whose server refused one."""
+_PATIENCE = 0.25
+"""Seconds that one batch waits for clerks that are behind, at most."""
+
+_BACK_OFF = 0.2
+"""Seconds for which nothing is handed to a node whose server has no room."""
 
 
 class PartitionedCache:
@@ -55,7 +62,11 @@ class PartitionedCache:
         self.local, self.me, self.key = local, me, key
         self._names, self._offices = list(names), list(offices)
         self._owners: Array | None = _shared_owners(local.path, local.num_ids, self._names)
-        self._pauses = [0] * len(self._names)
+        if self._offices:
+            cells = shared_cells(local.path / f"lost-{_digest(self._names)}", 2 * len(self._offices))
+            for place, office in enumerate(self._offices):
+                office.share(*cells[2 * place : 2 * place + 2])
+        self._pauses = [0.0] * len(self._names)  # until when nothing is handed in
         self._warned = False
         self._last: StoreStats | None = None
 
@@ -157,6 +168,11 @@ class PartitionedCache:
         """Which of `ids` this node owns: an array of bool."""
         return self._owner[ids] == self.me  # type: ignore[no-any-return]
 
+    def lost(self, ids: Array) -> Array:
+        """Which of `ids` belong to another node that does not answer at present: an array of bool. Asks nobody."""
+        lost = [place != self.me and office.lost for place, office in enumerate(self._offices)]
+        return np.array(lost or [False])[self._owner[ids]]
+
     def owns(self, id: int) -> bool:
         """Whether this node owns sample `id`."""
         return bool(self._owner[id] == self.me)
@@ -247,27 +263,27 @@ class PartitionedCache:
             raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values")
         owner = self._owner[wanted]
         taken = np.zeros(len(wanted), bool)
+        until = time.monotonic() + _PATIENCE
         for place in np.unique(owner).tolist():
             at = np.flatnonzero(owner == place)
             some = [values[position] for position in at.tolist()]
             if place == self.me:
                 taken[at] = self.local.put_many(wanted[at], some)
             else:
-                taken[at] = self._hand_in(place, wanted[at], some)
+                taken[at] = self._hand_in(place, wanted[at], some, until)
         return taken
 
     def put(self, id: int, value: Any) -> bool:
         """Store one sample; whether it was taken."""
         return bool(self.put_many([id], [value])[0])
 
-    def _hand_in(self, place: int, ids: Array, values: Sequence[Any]) -> bool:
-        if self._pauses[place] > 0:
-            self._pauses[place] -= 1
+    def _hand_in(self, place: int, ids: Array, values: Sequence[Any], until: float) -> bool:
+        if time.monotonic() < self._pauses[place]:
             return False
         records = [encode(value, allow_pickle=self.allow_pickle) for value in values]
-        answer = self._offices[place].hand_in(self.key, ids.tolist(), records)
+        answer = self._offices[place].hand_in(self.key, ids.tolist(), records, until)
         if answer is BUSY:
-            self._pauses[place] = _BACK_OFF
+            self._pauses[place] = time.monotonic() + _BACK_OFF
             if not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -281,15 +297,19 @@ class PartitionedCache:
     def clear(self) -> None:
         """Drop all records of this data set on all nodes that can be reached."""
         self.local.clear()
-        for office in self._others():
-            office.clear(self.key)
+        self._ask_others(lambda office: office.clear(self.key))
 
     def num_keys(self) -> int:
         """Samples of this data set that are held, on all nodes that can be reached."""
-        return self.local.stats().resident_items + sum(office.num_keys(self.key) for office in self._others())
+        return self.local.stats().resident_items + sum(self._ask_others(lambda office: office.num_keys(self.key)))
 
-    def _others(self) -> list[PostOffice]:
-        return [office for place, office in enumerate(self._offices) if place != self.me]
+    def _ask_others(self, call: Callable[[PostOffice], T]) -> list[T]:
+        """What `call` gives for each of the other nodes: at the same time, as some of them may be lost."""
+        others = [office for place, office in enumerate(self._offices) if place != self.me]
+        if len(others) < 2:
+            return [call(office) for office in others]
+        with ThreadPoolExecutor(min(len(others), AT_ONCE)) as pool:
+            return list(pool.map(call, others))
 
     def close(self) -> None:
         """Leave the cache. May be called twice."""
@@ -310,10 +330,13 @@ class PartitionedCache:
         self.close()
 
 
+def _digest(names: Sequence[str]) -> str:
+    return str(xxhash.xxh3_128_hexdigest("\0".join(names).encode()))
+
+
 def _shared_owners(folder: Path, num_ids: int, names: Sequence[str]) -> Array:
     """The owner of each id, computed by the first process of this node and mapped by the others."""
-    digest = xxhash.xxh3_128_hexdigest("\0".join(names).encode())
-    file = folder / f"owners-{digest}.npy"
+    file = folder / f"owners-{_digest(names)}.npy"
     try:
         found = np.load(file, mmap_mode="r")
     except (OSError, ValueError):

@@ -1,62 +1,48 @@
 """The post office of a node: how its samples are asked for, and how samples that it owns are handed in.
 
-A post office is the list `post` of the node's server. Messages lie in it until the node's clerk (clerk.py) takes them,
-in the order in which they came: so whoever asks for what was handed in before it gets it. An answer is a list of its
-own, which the clerk fills at once and the asker takes away. A message is one of
-
-    value       a sample that the node owns, with its header (values.py)
-    request     token (8 bytes), kind (4 bytes), zeros, key of the data set (16 bytes), then what belongs to the kind
-
-The kind of a value, at the same place, is its magic number.
+What is handed in lies in the list `post` of the node's server until the node's clerk (clerk.py) takes it, in the order
+in which it came: values with their headers (values.py). What is asked for comes from the clerk itself (counter.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
-import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from stallfree.pipeline.codec import record_size, write_record
 from stallfree.pipeline.structure import Structure
-from stallfree.stores.breaker import Breaker
 from stallfree.stores.buffers import Buffers
+from stallfree.stores.counter import ASK, CLEAR, COUNT, ROOM, SETTLE
 from stallfree.stores.endpoint import Address, Endpoint
 from stallfree.stores.link import Piece
 from stallfree.stores.values import HEAD_SIZE, DataKey, Expected, pack_head
-from stallfree.stores.wire import Refused, Wire, command
+from stallfree.stores.wire import Lost, Refused, Wire, command
 
 Array = npt.NDArray[Any]
 Record = tuple[Structure, list[Array]]
+T = TypeVar("T")
 
 POST = b"post"
-ASK, COUNT, CLEAR, ECHO = b"SFA1", b"SFN1", b"SFC1", b"SFE1"
-KINDS = (ASK, COUNT, CLEAR, ECHO)
-REQUEST = struct.Struct("<8s4s4x16s")
-GO, FULL = b"go", b"full"
-"""The first item of an answer: "full" if the data set's part is full and nothing more is taken in."""
 
 MOST = 2 << 20
-"""Bytes of one answer, and of one lot that is handed in, if no sample is larger. What a server holds of these at a time
-stays in the processor's caches."""
+"""Bytes of one lot that is handed in, if no sample is larger. What a server holds of these at a time stays in the
+processor's caches."""
 
-_AHEAD = 4
-"""Answers that are asked for at once."""
+_REQUEST = 1 << 20
+"""Bytes that are asked for at once."""
 
-_NO_KEY = bytes(16)
-_NO_IDS = np.empty(0, np.int64)
-_TOKEN = 8
+_MUCH, _MANY = 32 << 20, 4096
+"""Bytes, and messages, beyond which who hands in waits for the clerk: more would be 100 ms of work for it."""
+
+_LOOK_SECONDS = 0.002
+"""Between two looks whether the clerk has made room."""
+
 _buffers = Buffers()
-
-
-class Silence(Exception):
-    """The server answers, and the clerk does not."""
 
 
 class _Busy:
@@ -66,27 +52,33 @@ class _Busy:
 BUSY = _Busy()
 
 
-def answer_key(token: bytes) -> bytes:
-    """The list that takes the answer to the request with `token`."""
-    return b"answer:" + token
-
-
 class PostOffice:
-    """The post office of another node, as one process sees it. Safe in threads and after a fork; can be pickled.
+    """The post office of a node, as one process sees it. Safe in threads and after a fork; can be pickled.
 
     While the node is lost, every question has no answer, at once. Its server may live when its clerk does not: then
     samples can be handed in all the same.
 
     Args:
-        address: of its server.
+        server: where its server is.
+        clerk: where its clerk is.
         timeout: seconds that its server, and its clerk, may take to say anything.
     """
 
-    def __init__(self, address: Address, timeout: float) -> None:
-        self._address, self._timeout = address, timeout
-        self._endpoint = Endpoint(address, timeout)
-        self._clerk = Breaker(self._ping)
+    def __init__(self, server: Address, clerk: Address, timeout: float) -> None:
+        self._given = server, clerk, timeout
+        self._server, self._clerk = Endpoint(server, timeout), Endpoint(clerk, timeout)
+        self._patience = max(1, round(timeout * 500))  # milliseconds for what has to be put away before an answer
         self._full: set[DataKey] = set()
+
+    def share(self, server: memoryview[float], clerk: memoryview[float]) -> None:
+        """Know from now on whether they are lost as all processes do that share these cells: `Breaker.share`."""
+        self._server.breaker.share(server)
+        self._clerk.breaker.share(clerk)
+
+    @property
+    def lost(self) -> bool:
+        """Whether questions have no answer at present."""
+        return not self._clerk.breaker.closed
 
     def ask(self, key: DataKey, ids: Array, typical: int) -> list[Array | None]:
         """The records of `ids` in the order of `ids`; None for those that the node has not, and if it is lost.
@@ -94,73 +86,45 @@ class PostOffice:
         Args:
             key: of the data set.
             ids: of samples that the node owns.
-            typical: bytes of a usual record: so many are asked for in one request that its answer is about 2 MiB, and
-                at most 4 requests are under way.
+            typical: bytes of a usual record: so many are asked for in one request that its answer is about 1 MiB, and
+                the next one is sent when the answer begins to come.
         """
-        step = max(1, MOST // (typical + HEAD_SIZE))
-        lots = [ids[start : start + step] for start in range(0, len(ids), step)]
-        records: list[Array | None] = []
-        if lots and self._clerk.closed:
-            self._run(partial(self._ask, key=key, lots=lots, records=records))
-        return records + [None] * (len(ids) - len(records))
+        found = self._ask_clerk(partial(self._ask, key=key, ids=ids, typical=typical)) if len(ids) else None
+        return [None] * len(ids) if found is None else found
 
-    def _run(self, call: Any) -> None:
-        """Talk to the clerk."""
-        try:
-            self._endpoint.run(call)
-        except Silence:
-            self._clerk.trip()
-        except Refused:  # there is no room for a question
-            pass
+    def _ask_clerk(self, call: Callable[[Wire], T]) -> T | None:
+        with contextlib.suppress(Refused):
+            return self._clerk.run(call)
+        return None
 
-    def _ask(self, wire: Wire, key: DataKey, lots: list[Array], records: list[Array | None]) -> None:
-        """Send requests some lots ahead, and append the answers to `records`. Raises `Silence`."""
-        tokens = [secrets.token_bytes(_TOKEN) for _ in lots]
+    def _ask(self, wire: Wire, key: DataKey, ids: Array, typical: int) -> list[Array | None]:
+        step = max(1, _REQUEST // (typical + HEAD_SIZE))
+        wanted = ids.astype("<i8", copy=False)
 
-        def request(at: int) -> bytes:
-            return REQUEST.pack(tokens[at], ASK, key) + lots[at].tobytes()
+        def ask(start: int) -> tuple[list[Piece], int]:
+            question = command(ASK, key, self._patience, wanted[start : start + step])
+            if start + step < len(ids):
+                return question, 1
+            return [*question, *command(ROOM, key)], 2
 
-        ahead = min(_AHEAD, len(lots))
-        wire.send([*command("RPUSH", POST, *map(request, range(ahead))), *self._take(tokens[0])], replies=4)
-        for at, lot in enumerate(lots):
-            if at == 0 or at + ahead <= len(lots):
-                wire.integer()
-            if at + 1 < len(lots):
-                more = command("RPUSH", POST, request(at + ahead)) if at + ahead < len(lots) else []
-                wire.send([*more, *self._take(tokens[at + 1])], replies=4 if more else 3)
-            self._await(wire, key)
-            records += wire.values(len(lot), _buffers, Expected(key, lot.tolist()))
-            wire.integer()
-
-    def _take(self, token: bytes) -> list[Piece]:
-        """The commands that take an answer away."""
-        answer = answer_key(token)
-        return [
-            *command("BLPOP", answer, f"{self._timeout:.3f}"),
-            *command("LRANGE", answer, 0, -1),
-            *command("UNLINK", answer),
-        ]
-
-    def _await(self, wire: Wire, key: DataKey) -> None:
-        """Wait for the first item of an answer."""
-        wire.expect(self._timeout)
-        if wire.array() is None:
-            raise Silence
-        wire.skip()
-        if wire.reply() == FULL:
-            self._full.add(key)
-        else:
+        records = wire.in_turn(len(ids), step, ask, _buffers, Expected(key, ids.tolist()))
+        if wire.integer():
             self._full.discard(key)
+        else:
+            self._full.add(key)
+        return records
 
-    def hand_in(self, key: DataKey, ids: Sequence[int], records: Sequence[Record]) -> bool | _Busy:
+    def hand_in(self, key: DataKey, ids: Sequence[int], records: Sequence[Record], until: float = 0.0) -> bool | _Busy:
         """Hand in samples that the node owns: whether they are on their way; `BUSY` when its server has no room.
 
+        While the clerk is behind, it is waited for: a source that is quicker than the clerk shall not fill the server.
         A node that has said that it is full gets none.
 
         Args:
             key: of the data set.
             ids: of the samples.
             records: what `pipeline.codec.encode` made of them.
+            until: when to wait no longer, on the clock of `time.monotonic`; by default at once.
         """
         if key in self._full:
             return False
@@ -171,74 +135,70 @@ class PostOffice:
             while end < len(ids) and size + sizes[end] <= MOST:
                 size += sizes[end]
                 end += 1
+            most = min(_MANY, _MUCH * (end - done) // max(1, size))
             values = _values(key, ids[done:end], records[done:end], sizes[done:end])
             try:
-                if self._endpoint.run(partial(_push, values=values)) is None:
-                    return False
+                length = self._server.run(partial(_push, values=values))
             except Refused:
                 if size <= MOST:
-                    return BUSY
+                    time.sleep(10 * _LOOK_SECONDS)  # each try costs the server as much as a success
+                    if not self._wait_for_room(most, until):
+                        return BUSY
+                    continue
+            else:
+                if length is None:
+                    return False
+                if length > most:
+                    self._wait_for_room(most, until)
             done = end
         return True
 
+    def _wait_for_room(self, most: int, until: float) -> bool:
+        """Wait until no more than `most` messages lie in the post office; whether it came so before `until`."""
+        while self._clerk.breaker.closed and time.monotonic() < until:
+            length = self._server.run(lambda wire: wire.call("LLEN", POST))
+            if length is None or length <= most:
+                return length is not None
+            time.sleep(_LOOK_SECONDS)
+        return False
+
     def num_keys(self, key: DataKey) -> int:
         """How many samples of the data set the node holds; 0 if it is lost."""
-        found: list[int] = []
-
-        def count(wire: Wire) -> None:
-            self._request(wire, COUNT, key)
-            (number,) = wire.values(1, _buffers)
-            wire.integer()
-            found.append(0 if number is None else int(number.tobytes()))
-
-        if self._clerk.closed:
-            self._run(count)
-        return sum(found)
+        return self._ask_clerk(lambda wire: _number(wire, COUNT, key, self._patience)) or 0
 
     def clear(self, key: DataKey) -> None:
         """Have the node drop its samples of the data set."""
         self._full.discard(key)
-        request = REQUEST.pack(bytes(_TOKEN), CLEAR, key)
-        self._run(lambda wire: wire.call("RPUSH", POST, request))
-
-    def _request(self, wire: Wire, kind: bytes, key: DataKey) -> None:
-        token = secrets.token_bytes(_TOKEN)
-        wire.send([*command("RPUSH", POST, REQUEST.pack(token, kind, key)), *self._take(token)], replies=4)
-        wire.integer()
-        self._await(wire, key)
-
-    def _echo(self, wire: Wire) -> bool:
-        self._request(wire, ECHO, _NO_KEY)
-        wire.skip()
-        wire.skip()
-        return True
-
-    def _ping(self) -> None:
-        if self._endpoint.run(self._echo) is None:
-            raise Silence
+        self._ask_clerk(lambda wire: wire.call(CLEAR, key, self._patience))
 
     def settle(self) -> None:
-        """Come back when the clerk has done what lay in the post office until now; at once if it is lost."""
-        if self._clerk.closed:
-            self._run(self._echo)
+        """Come back when the clerk has put away what was handed in until now; soon if it is lost, or far behind."""
+        self._ask_clerk(lambda wire: wire.call(SETTLE, self._patience))
 
     def wait(self, seconds: float) -> bool:
         """Wait until the clerk answers, for so many seconds at most; whether it does."""
+        _, address, timeout = self._given
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            with contextlib.suppress(Silence, Refused):
-                self._ping()
+            wire = Wire(partial(address.connection, timeout), timeout)
+            with contextlib.suppress(Lost, Refused):
+                wire.call(b"PING")
                 return True
             time.sleep(0.01)
         return False
 
     def close(self) -> None:
         """Close the connections. May be called twice."""
-        self._clerk.forget()
-        self._endpoint.close()
+        self._server.close()
+        self._clerk.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PostOffice, (self._address, self._timeout)
+        return PostOffice, self._given
+
+
+def _number(wire: Wire, *arguments: Any) -> int:
+    wire.send(command(*arguments))
+    return wire.integer()
 
 
 def _push(wire: Wire, values: list[Any]) -> Any:

@@ -5,6 +5,9 @@ server follows from the id and the addresses (spread.py). What a data set has st
 whoever stores, in the hash `stallfree-held:KEY`. So all processes that use the same servers, on any host, keep to the
 capacity without a word to each other. A process that is killed while it stores may leave up to 8 MiB counted that are
 not there; `clear` puts that right.
+
+In a Redis Cluster the keys are `stallfree:KEY:{TAG}:ID` and `stallfree-held:KEY:{TAG}`, with a tag per master
+(cluster.py), which stands for the server in all else.
 """
 
 from __future__ import annotations
@@ -12,11 +15,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,31 +26,18 @@ import numpy.typing as npt
 from stallfree.cache.checks import MISS, checked_ids
 from stallfree.cache.counters import Count
 from stallfree.cache.policies import make_policy
-from stallfree.errors import CodecError, InputError
-from stallfree.pipeline.codec import encode, read_record, record_size, write_record
-from stallfree.pipeline.structure import Structure
+from stallfree.errors import CapacityError, CodecError, InputError
+from stallfree.pipeline.codec import encode, read_record
 from stallfree.stats import CacheStats
 from stallfree.stores.buffers import Buffers
-from stallfree.stores.endpoint import Address, Endpoint, check_server
+from stallfree.stores.cluster import Spot, find_spots, forget_tags
+from stallfree.stores.endpoint import Address
 from stallfree.stores.host import SharedOnHost
-from stallfree.stores.values import HEAD_SIZE, Expected, data_key, pack_head
-from stallfree.stores.wire import Refused, Wire, command
-from stallfree.units import parse_size
+from stallfree.stores.shelf import Shelf
+from stallfree.stores.values import data_key
+from stallfree.units import format_size, parse_size
 
 Array = npt.NDArray[Any]
-Encoded = tuple[Structure, list[Array]]
-
-_MOST = 8 << 20
-"""Bytes that are sent at once."""
-
-_TYPICAL = 128 << 10
-"""Bytes of a value while none has been seen."""
-
-_BACK_OFF = 50
-"""Batches that are not stored on a server that is full or has refused one."""
-
-_SCAN = 1000
-"""Keys that are looked at, and dropped, at a time."""
 
 MINIO = make_policy("minio")
 
@@ -62,17 +50,19 @@ class ServerCache:
 
     Args:
         num_ids: number of samples of the data set; ids are 0 to `num_ids` - 1.
-        addresses: of the servers, in any order; everybody has to give the same ones.
+        addresses: of the servers, in any order; everybody has to give the same ones. Or of one or more nodes of a Redis
+            Cluster, all masters of which are used then.
         capacity: bytes that the values of this data set may take on all servers together, each of which takes the same
             share, as an int or such as "64GiB".
+        per_server: bytes that they may take on each server at most; None for any number.
         name: of the data set.
         fingerprint: says which samples these are. Others of the same name are not read.
         allow_pickle: whether samples that the codec does not know are pickled and loaded. Whoever can write to a server
             could then run code here.
         timeout: seconds that a server may be silent before it counts as lost, for a while.
 
-    Raises `InputError` for arguments that cannot be used and for a server that does not let us in, `StorageError` when
-    one does not answer within 5 s.
+    Raises `InputError` for arguments that cannot be used and for a server that does not let us in, `CapacityError` for
+    a capacity that is more than the servers may hold, `StorageError` when a server does not answer within 5 s.
     """
 
     def __init__(
@@ -83,25 +73,30 @@ class ServerCache:
         capacity: int | str,
         name: str,
         fingerprint: str,
+        per_server: int | None = None,
         allow_pickle: bool = False,
         timeout: float = 0.25,
     ) -> None:
         if num_ids < 1:
             raise InputError(f"num_ids={num_ids}: a cache needs a data set of at least one sample")
-        if not addresses or len(set(map(_place, addresses))) < len(addresses):
+        if not addresses or len({Spot(address).name for address in addresses}) < len(addresses):
             given = ", ".join(map(str, addresses)) or "none"
             raise InputError(f"the servers {given} were given: give one or more, each of them once")
         if timeout <= 0:
             raise InputError(f"timeout={timeout}: give seconds above 0")
         size = parse_size(capacity, "capacity")
-        for address in addresses:
-            check_server(address)
-        self._attach(num_ids, sorted(addresses, key=_place), size, name, fingerprint, allow_pickle, timeout)
+        spots = find_spots(addresses, data_key(name, fingerprint).hex())
+        if per_server is not None and size > per_server * len(spots):
+            raise CapacityError(
+                f"capacity={format_size(size)} for {name!r} is more than {len(spots)} servers times "
+                f"capacity_per_node={format_size(per_server)}"
+            )
+        self._attach(num_ids, spots, size, name, fingerprint, allow_pickle, timeout)
 
     def _attach(
         self,
         num_ids: int,
-        addresses: list[Address],
+        spots: list[Spot],
         capacity: int,
         name: str,
         fingerprint: str,
@@ -109,23 +104,16 @@ class ServerCache:
         timeout: float,
     ) -> None:
         self.num_ids, self.name, self.fingerprint, self.allow_pickle = num_ids, name, fingerprint, allow_pickle
-        self._given = (num_ids, addresses, capacity, name, fingerprint, allow_pickle, timeout)
-        self._capacity, self._share = capacity, capacity // len(addresses)
-        self._key = data_key(name, fingerprint)
-        self._prefix = b"stallfree:%b:" % self._key.hex().encode()
-        self._held = b"stallfree-held:%b" % self._key.hex().encode()
-        self._endpoints = [Endpoint(address, timeout) for address in addresses]
-        self._here = SharedOnHost(self._key, num_ids, [_place(address) for address in addresses])
-        self._buffers = Buffers()
-        self._typical = _TYPICAL
-        self._pauses = [0] * len(addresses)
-        self._owed = [(0, 0)] * len(addresses)  # bytes and items to be added to what a server counts
-        self._lock = threading.Lock()
-        self._warned: set[int] = set()
+        self._given = (num_ids, spots, capacity, name, fingerprint, allow_pickle, timeout)
+        self._capacity = capacity
+        key = data_key(name, fingerprint)
+        self._here = SharedOnHost(key, num_ids, [spot.name for spot in spots])
+        buffers = Buffers()
+        self._shelves = [Shelf(spot, key, capacity // len(spots), timeout, buffers, name) for spot in spots]
         self._threads: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._last: CacheStats | None = None
-        self._leave = weakref.finalize(self, _leave, self._endpoints, self._here)
+        self._leave = weakref.finalize(self, _leave, self._shelves, self._here)
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
@@ -135,7 +123,7 @@ class ServerCache:
 
     def num_keys(self) -> int:
         """Samples of this data set on all servers that can be reached. Looks through all keys of these servers."""
-        return sum(self._rest(place, lambda place: sum(map(len, self._scan(place, once=True)))) for place in self._all)
+        return sum(shelf.num_keys() for shelf in self._shelves)
 
     def stats(self) -> CacheStats:
         """The counts over the processes of this host, and what is held on all servers that can be reached.
@@ -145,10 +133,7 @@ class ServerCache:
         if self._last is not None:
             return self._last
         sums = self._here.counters.totals()
-        held = [
-            [int(number or 0) for number in self._call(place, "HMGET", self._held, "items", "bytes") or (0, 0)]
-            for place in self._all
-        ]
+        held = [shelf.held() for shelf in self._shelves]
         return CacheStats(
             hits=sums[Count.HITS],
             misses=sums[Count.MISSES],
@@ -239,30 +224,15 @@ class ServerCache:
         return self.get_many([id])[0]
 
     def _ask(self, place: int, ids: list[int]) -> list[Any]:
-        keys = [b"%b%d" % (self._prefix, id) for id in ids]
-        expected = Expected(self._key, ids)
-        records = self._run(place, lambda wire: wire.mget(keys, self._typical, self._buffers, expected))
-        if records is None:
-            return [MISS] * len(ids)
-        if expected.damaged:
-            self._drop(place, [keys[position] for position in expected.damaged])
-        sizes = [record.size for record in records if record is not None]
-        if sizes:
-            self._typical = sum(sizes) // len(sizes) + HEAD_SIZE
+        records, damaged = self._shelves[place].read(ids)
+        if damaged:
+            self._here.counters.add((Count.DAMAGED, damaged))
         return [MISS if record is None else self._value(record) for record in records]
 
     def _value(self, record: Array) -> Any:
         with contextlib.suppress(CodecError):  # of another version, or a pickle: it is fetched
             return read_record(record, copy=False, allow_pickle=self.allow_pickle)
         return MISS
-
-    def _drop(self, place: int, keys: Iterable[bytes]) -> None:
-        """Drop damaged values, or nothing would ever be stored in their place."""
-        for key in set(keys):
-            size = self._call(place, "STRLEN", key)
-            if size and self._call(place, "UNLINK", key):
-                self._here.counters.add((Count.DAMAGED, 1))
-                self._run(place, partial(self._count, place, -size, -1))
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -279,7 +249,7 @@ class ServerCache:
         if len(wanted) != len(values):
             raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values")
         unique, first, back = np.unique(wanted, return_index=True, return_inverse=True)
-        pauses = [pause > 0 for pause in self._pauses]
+        pauses = [shelf.pause > 0 for shelf in self._shelves]
         owner = self._here.owner[unique].tolist()
         records = [
             None if pauses[place] else encode(values[position], allow_pickle=self.allow_pickle)
@@ -288,10 +258,11 @@ class ServerCache:
         there = np.zeros(len(unique), bool)
 
         def store(place: int, at: Array) -> None:
+            shelf = self._shelves[place]
             if pauses[place]:
-                self._pauses[place] = max(0, self._pauses[place] - 1)
+                shelf.pause = max(0, shelf.pause - 1)
             else:
-                there[at] = self._store(place, unique[at].tolist(), [records[position] for position in at.tolist()])
+                there[at] = shelf.store(unique[at].tolist(), [records[position] for position in at.tolist()])
 
         self._at_once(store, unique)
         self._here.counters.add((Count.REJECTED, int((~there).sum())))
@@ -301,141 +272,13 @@ class ServerCache:
         """Store one sample; whether it is there now."""
         return bool(self.put_many([id], [value])[0])
 
-    def _store(self, place: int, ids: list[int], records: list[Any]) -> list[bool]:
-        there: list[bool] = []
-        sizes = [HEAD_SIZE + record_size(*record) for record in records]
-        while len(there) < len(ids) and not self._pauses[place]:
-            start = end = len(there)
-            while end == start or (end < len(ids) and sum(sizes[start : end + 1]) <= _MOST):
-                end += 1
-            lot = slice(start, end)
-            done = self._run(place, partial(self._write, place, ids[lot], records[lot], sizes[lot]))
-            if done is None:
-                break
-            there += done
-        return there + [False] * (len(ids) - len(there))
-
-    def _write(self, place: int, ids: list[int], records: list[Encoded], sizes: list[int], wire: Wire) -> list[bool]:
-        """Store what there is room for, in one request: which of them are there now."""
-        total = sum(sizes)
-        held = self._count(place, total, len(ids), wire)
-        fitting = int(np.searchsorted(np.cumsum(sizes), self._share - (held - total), side="right"))
-        there, refused = [False] * len(ids), None
-        excess, items = total, len(ids)  # what is counted and not stored
-        if fitting:
-            wire.send(self._commands(ids[:fitting], records[:fitting], sizes[:fitting]), replies=fitting)
-        for position in range(fitting):
-            try:
-                new = wire.reply() is not None  # nil: it was there
-            except Refused as error:
-                refused = error
-                continue
-            there[position] = True
-            if new:
-                excess -= sizes[position]
-                items -= 1
-        if fitting < len(ids):
-            self._pauses[place] = _BACK_OFF
-        if refused is not None:
-            self._refuse(place, refused)
-        if items:
-            with contextlib.suppress(Refused):
-                self._count(place, -excess, -items, wire)
-        return there
-
-    def _commands(self, ids: list[int], records: list[Encoded], sizes: list[int]) -> list[Any]:
-        memory = self._buffers.take(sum(size + 63 & ~63 for size in sizes))
-        pieces: list[Any] = []
-        at = 0
-        for id, record, size in zip(ids, records, sizes, strict=True):
-            data = memory[at : at + size - HEAD_SIZE]
-            write_record(*record, data)
-            pieces += command("SET", b"%b%d" % (self._prefix, id), [pack_head(self._key, id, [data]), data], "NX")
-            at += size + 63 & ~63
-        return pieces
-
-    def _count(self, place: int, size: int, items: int, wire: Wire) -> int:
-        """Add to what is held on a server: the bytes that are held now. What it refuses is added the next time."""
-        with self._lock:
-            (more, others), self._owed[place] = self._owed[place], (0, 0)
-            size, items = size + more, items + others
-        counts = [*command("HINCRBY", self._held, "bytes", size), *command("HINCRBY", self._held, "items", items)]
-        wire.send(counts, replies=2)
-        try:
-            held = wire.integer()
-            wire.integer()
-        except Refused:
-            wire.close()
-            if size < 0:
-                with self._lock:
-                    self._owed[place] = (self._owed[place][0] + size, self._owed[place][1] + items)
-            raise
-        return held
-
     def clear(self) -> None:
         """Drop all samples of this data set on all servers that can be reached, and of no other data set."""
         self._check_process()
-
-        def drop(place: int) -> int:
-            for keys in self._scan(place):
-                self._endpoints[place].client().unlink(*keys)
-            self._endpoints[place].client().delete(self._held)
-            self._owed[place], self._pauses[place] = (0, 0), 0
-            return 0
-
-        for place in self._all:
-            self._rest(place, drop)
-
-    # -- servers ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _all(self) -> range:
-        return range(len(self._endpoints))
-
-    def _run(self, place: int, call: Callable[[Wire], Any]) -> Any:
-        """What `call` gives; None if the server is lost or refuses, which is warned of once."""
-        try:
-            return self._endpoints[place].run(call)
-        except Refused as error:
-            self._refuse(place, error)
-            return None
-
-    def _refuse(self, place: int, error: Refused) -> None:
-        self._pauses[place] = _BACK_OFF
-        if place not in self._warned:
-            self._warned.add(place)
-            warnings.warn(
-                f"the server {self._endpoints[place].address} refuses samples of {self.name!r}: {error.text}. Nothing "
-                "is stored there for a while",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def _call(self, place: int, *arguments: Any) -> Any:
-        return self._run(place, lambda wire: wire.call(*arguments))
-
-    def _rest(self, place: int, call: Callable[[int], int]) -> int:
-        """What `call`, which uses the client library, gives for a server; 0 if that is lost."""
-        from redis.exceptions import RedisError
-
-        endpoint = self._endpoints[place]
-        try:
-            return call(place) if endpoint.breaker.closed else 0
-        except RedisError:
-            endpoint.breaker.trip()
-            return 0
-
-    def _scan(self, place: int, once: bool = False) -> Iterable[list[bytes]]:
-        """The keys of this data set on a server, in pieces. A server may name one more than once, unless `once`."""
-        client, cursor, seen = self._endpoints[place].client(), -1, set[bytes]()
-        while cursor:
-            found: Any
-            cursor, found = client.scan(max(cursor, 0), match=self._prefix + b"*", count=_SCAN)
-            if once:
-                found = [key for key in set(found) if key not in seen]
-                seen.update(found)
-            if found:
-                yield found
+        for shelf in self._shelves:
+            shelf.clear()
+        _, spots, _, name, fingerprint, _, timeout = self._given
+        forget_tags(spots[0], data_key(name, fingerprint).hex(), timeout)
 
     def _at_once(self, job: Callable[[int, Array], None], ids: Array) -> None:
         """`job(place, positions)` for each server that owns some of `ids`, all at the same time."""
@@ -444,7 +287,7 @@ class ServerCache:
         others = []
         if len(jobs) > 1:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(len(self._endpoints) - 1, thread_name_prefix="stallfree-servers")
+                self._threads = ThreadPoolExecutor(len(self._shelves) - 1, thread_name_prefix="stallfree-servers")
             others = [self._threads.submit(job, place, at) for place, at in jobs[1:]]
         try:
             for place, at in jobs[:1]:
@@ -462,8 +305,9 @@ class ServerCache:
             with _after_fork:
                 if self._pid != os.getpid():
                     self._here.claim()
-                    self._threads, self._lock = None, threading.Lock()
-                    self._owed = [(0, 0)] * len(self._owed)
+                    self._threads = None
+                    for shelf in self._shelves:
+                        shelf.after_fork()
                     self._pid = os.getpid()
 
     def close(self) -> None:
@@ -489,9 +333,9 @@ _after_fork = threading.RLock()
 os.register_at_fork(before=_after_fork.acquire, after_in_parent=_after_fork.release, after_in_child=_after_fork.release)
 
 
-def _leave(endpoints: list[Endpoint], here: SharedOnHost) -> None:
-    for endpoint in endpoints:
-        endpoint.close()
+def _leave(shelves: list[Shelf], here: SharedOnHost) -> None:
+    for shelf in shelves:
+        shelf.endpoint.close()
     here.close()
 
 
@@ -500,7 +344,3 @@ def _attach(*given: Any) -> ServerCache:
     cache = ServerCache.__new__(ServerCache)
     cache._attach(*given)
     return cache
-
-
-def _place(address: Address) -> str:
-    return f"{address}/{address.db}"

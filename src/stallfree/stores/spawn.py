@@ -22,6 +22,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,26 @@ def find_server() -> str:
     )
 
 
+@dataclass(frozen=True)
+class Doors:
+    """Where a node is reached.
+
+    Attributes:
+        server: the address of its server.
+        clerk: of its clerk.
+    """
+
+    server: Address
+    clerk: Address
+
+    @staticmethod
+    def at(host: str, server: int, clerk: int, password: str) -> Doors:
+        """Two ports of a host."""
+        return Doors(
+            Address(host=host, port=server, password=password), Address(host=host, port=clerk, password=password)
+        )
+
+
 class Node:
     """Attach to the node `name` of this host, and start its server if there is none.
 
@@ -73,14 +94,14 @@ class Node:
         memory: the server's limit, in bytes or as text. The first process decides; another wish is a warning.
         interface: an address of this host, or the name of a network interface, on which other hosts reach the server.
             None: only this host does, by a Unix socket.
-        port: there; 0 for a free one. Once known it stays.
+        port: of the server, there; the clerk has the next one. 0 for free ones. Once known they stay.
         root: the folder above; `folders.default_root()` if None. Two roots on one host are two nodes.
         clerk: command of the clerk, to which the folder is added; None for stallfree's own.
 
     Attributes:
         folder: the node's, of mode 0700.
-        unix: the server's address on this host, in this process and those forked from it.
-        public: its address for other hosts; None without `interface`.
+        unix: the addresses of server and clerk on this host, in this process and those forked from it.
+        public: their addresses for other hosts; None without `interface`.
         started: whether this process started the server.
 
     Comes back when the server answers. One that has answered before and does not do so now (it is stopped, or being
@@ -133,8 +154,11 @@ class Node:
             self.close()
             raise
         password = self._setup["password"]
-        self.unix = Address(path=self._socket, password=password)
-        self.public = Address(host=self._setup["host"], port=told["port"], password=password) if host else None
+        self.unix = Doors(
+            Address(path=self._socket(keeper.SOCKET), password=password),
+            Address(path=self._socket(keeper.CLERK), password=password),
+        )
+        self.public = Doors.at(self._setup["host"], told["port"], told["clerk"], password) if host else None
 
     def _lock(self, name: str) -> FileLock:
         lock = FileLock(self.folder / name)
@@ -164,15 +188,14 @@ class Node:
                 f"port={port}: give the same port in all processes of this host, or another name"
             )
 
-    @property
-    def _socket(self) -> str:
-        """The path of the server's socket, by way of an open descriptor if it would be too long."""
-        path = str(self.folder / keeper.SOCKET)
+    def _socket(self, name: str) -> str:
+        """The path of a socket in the folder, by way of an open descriptor if it would be too long."""
+        path = str(self.folder / name)
         if len(os.fsencode(path)) <= _LONGEST_PATH:
             return path
         if self._directory < 0:
             self._directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._directory}/{keeper.SOCKET}"
+        return f"/proc/self/fd/{self._directory}/{name}"
 
     # -- the keeper ---------------------------------------------------------------------------------------------------
 
@@ -192,7 +215,7 @@ class Node:
                 starts += self._start(starts)
             elif told is None:
                 quiet = None
-            elif keeper.identify(self._socket, self._setup["password"]) == told["pid"]:
+            elif keeper.identify(self._socket(keeper.SOCKET), self._setup["password"]) == told["pid"]:
                 return told
             else:
                 quiet = now if quiet is None else quiet
@@ -328,8 +351,8 @@ def _memory(memory: int | str) -> int:
 
 
 def _check_port(port: Any, host: str) -> None:
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16:
-        raise InputError(f"port={port!r}: give a number from 1 to 65535, or 0 for a free one")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < (1 << 16) - 1:
+        raise InputError(f"port={port!r}: give a number from 1 to 65534, or 0 for a free one")
     if port and not host:
         raise InputError(f"port={port} without an interface: give the address of this host on which to listen, too")
 

@@ -50,12 +50,6 @@ def owners(num_ids: int, nodes: Sequence[str]) -> Array:
     return found
 
 
-def owner_of(key: int, nodes: Sequence[str]) -> int:
-    """The place in `nodes` of the owner of a key that is no id, by its 64-bit hash."""
-    ids = np.array([key], np.uint64)
-    return int(np.argmax([_mixed(ids, seed)[0] for seed in _seeds(nodes)]))
-
-
 def _level(found: Array, nodes: Sequence[str], seeds: Sequence[int]) -> None:
     """Have nodes with more than their share give the rest to those with less."""
     most = -(-len(found) // len(nodes))

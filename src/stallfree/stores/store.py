@@ -84,17 +84,20 @@ class RedisStore:
     MASTER_ADDR:MASTER_PORT (or the one of `torch.distributed.init_process_group`).
 
     With `hosts`, nothing is started: the samples lie in servers that run already, and all nodes read them from there.
-    They stay when the job ends. `capacity` of a data set then means all servers together.
+    They stay when the job ends. `capacity` of a data set then means all servers together. One or more nodes of a Redis
+    Cluster stand for all of its masters, and what is said of one node (user, password, TLS) holds for all of them.
 
     Args:
         hosts: None, or the servers, each a dict such as `{"host": "node1", "port": 6379, "password": "..."}`. Further
             keys are "path" (of a Unix socket), "username", "db", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile".
+            An ACL user needs at least `~stallfree* +ping +get +mget +set +strlen +unlink +del +hmget +hincrby +scan
+            +cluster|slots`, and `+select` for another database than 0.
         capacity_per_node: bytes that the data sets of this store may take on each node, all together, as an int or such
             as "64GiB". With `hosts`: that one data set may take on each of them.
         cluster_mode: False keeps every node to itself: no server is started, and nothing is shared.
         name: of the store; the processes of a node that give the same name share it.
         interface: name or number of the network interface's address at which other nodes reach this one.
-        port: for the server; 0 for a free one.
+        port: for the server; the process beside it that hands samples out takes the next one. 0 for free ones.
         timeout: seconds that another node may be silent before it counts as lost, for a while.
         allow_pickle: whether samples that can only be pickled are stored and, coming from another node, loaded.
             Whoever can write to a server could then run code here.
@@ -146,7 +149,7 @@ class RedisStore:
     def _wait_for_clerk(self, alone: bool) -> None:
         """Before the others are told of this node: then whoever knows of a node can ask it."""
         assert self._node is not None
-        office = PostOffice(self._node.unix, self.timeout)
+        office = PostOffice(self._node.unix.server, self._node.unix.clerk, self.timeout)
         try:
             if not alone and not office.wait(_CLERK_SECONDS):
                 raise StorageError(
@@ -196,7 +199,8 @@ class RedisStore:
             self._taken[folder] = capacity
             if self._node is not None:
                 register(self._node.folder, key, local)
-            offices = [PostOffice(peer.address, self.timeout) for peer in self._peers if len(self._peers) > 1]
+            peers = self._peers if len(self._peers) > 1 else []
+            offices = [PostOffice(peer.doors.server, peer.doors.clerk, self.timeout) for peer in peers]
             return PartitionedCache(local, [peer.name for peer in self._peers] or [""], self._me, offices, key)
         except BaseException:
             local.close()
@@ -210,18 +214,13 @@ class RedisStore:
             raise InputError(
                 f"policy={make_policy(policy).name!r} with hosts: leave it out, nothing is ever evicted there"
             )
-        most = self.capacity * len(self._servers)
-        if capacity > most:
-            raise CapacityError(
-                f"capacity={format_size(capacity)} for {name!r} is more than {len(self._servers)} servers times "
-                f"capacity_per_node={format_size(self.capacity)}"
-            )
         return ServerCache(
             num_ids,
             addresses=self._servers,
             capacity=capacity,
             name=name,
             fingerprint=fingerprint,
+            per_server=self.capacity,
             allow_pickle=self.allow_pickle,
             timeout=self.timeout,
         )

@@ -37,11 +37,6 @@ def data_key(name: str, fingerprint: str) -> DataKey:
     return xxhash.xxh3_128_digest(f"{name}\0{fingerprint}".encode(errors="surrogatepass"))
 
 
-def key_hash(key: bytes) -> int:
-    """The number, below 2**64, that stands for a key in the place of an id."""
-    return xxhash.xxh3_64_intdigest(key)
-
-
 def pack_head(key: DataKey, id: int, parts: Iterable[bytes | memoryview | Bytes]) -> bytes:
     """The header for the record that `parts` make when they are laid end to end.
 

@@ -12,7 +12,7 @@ replies; -1 as a length or a count stands for nil.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -151,8 +151,12 @@ class Wire(Link):
 
     def value(self, buffers: Buffers) -> Bytes | None:
         """The next reply, a string, in memory of `buffers`; None for nil. Raises `Refused` for an error."""
-        size = self._string()
-        if size is None:
+        line = self._line()
+        if line[:1] == b"-":
+            raise self._refused(line)
+        size = self._length(line, b"$", LARGEST)
+        if size < 0:
+            self._due -= 1
             return None
         memory = self._memory(buffers, size)[:size]
         if size:
@@ -160,23 +164,6 @@ class Wire(Link):
         self._line_end()
         self._due -= 1
         return memory
-
-    def bulk_into(self, target: memoryview | Bytes) -> int | None:
-        """The next reply, a string, received to the start of `target`: its length; None for nil.
-
-        A string that is longer than `target` is none that was asked for: raises `Lost`. `Refused` for an error.
-        """
-        size = self._string()
-        if size is None:
-            return None
-        view = octets(target)
-        if size > len(view):
-            self._lost(f"a string of {size} bytes came where at most {len(view)} were due")
-        if size:
-            self._fill(view[:size], 0, b"")
-        self._line_end()
-        self._due -= 1
-        return size
 
     def values(self, count: int, buffers: Buffers, expected: Expected | None = None) -> list[Bytes | None]:
         """The next reply, an array of `count` strings: each in memory of `buffers`, at a multiple of 64.
@@ -210,14 +197,40 @@ class Wire(Link):
             expected: what the strings should be.
         """
         step = max(1, _REQUEST // max(1, typical))
-        values = _Values(self, len(keys), buffers, expected)
-        self.send(command(b"MGET", *keys[:step]))
-        for start in range(0, len(keys), step):
-            ahead = keys[start + step : start + 2 * step]
-            if ahead:
-                self.send(command(b"MGET", *ahead))
+
+        def ask(start: int) -> tuple[list[Piece], int]:
+            return command(b"MGET", *keys[start : start + step]), 1
+
+        return self.in_turn(len(keys), step, ask, buffers, expected)
+
+    def in_turn(
+        self,
+        count: int,
+        step: int,
+        ask: Callable[[int], tuple[list[Piece], int]],
+        buffers: Buffers,
+        expected: Expected | None = None,
+    ) -> list[Bytes | None]:
+        """Ask for `count` strings, `step` at a time, and give them as `values` does.
+
+        The next question is sent when the reply to the one before it begins to be read.
+
+        Args:
+            count: 1 or more.
+            step: strings in the reply to each question, but for the last.
+            ask: makes the question for the strings from a number on: commands, of which the first is answered by an
+                array of the strings, and how many they are. The replies to others are left to be read, after the last
+                array.
+            buffers: where they are received.
+            expected: what the strings should be.
+        """
+        values = _Values(self, count, buffers, expected)
+        self.send(*ask(0))
+        for start in range(0, count, step):
+            if start + step < count:
+                self.send(*ask(start + step))
             try:
-                values.read(len(keys[start : start + step]))
+                values.read(min(step, count - start))
             except Refused:
                 while self._due:
                     self.skip()
@@ -259,17 +272,6 @@ class Wire(Link):
                 self._line_end()
         self._due -= 1
         return answer
-
-    def _string(self) -> int | None:
-        """The head of a string; nil is done with."""
-        line = self._line()
-        if line[:1] == b"-":
-            raise self._refused(line)
-        size = self._length(line, b"$", LARGEST)
-        if size < 0:
-            self._due -= 1
-            return None
-        return size
 
     def _refused(self, line: bytes) -> Refused:
         self._due -= 1
@@ -377,7 +379,8 @@ class _Values:
             else:
                 line = wire._line()
                 if line[:1] == b"-":
-                    refused = refused or wire._refused(line)
+                    error = wire._refused(line)
+                    refused = refused or error
                     out.append(None)
                     continue
                 self._set_size(wire._length(line, b"$", LARGEST), line)
