@@ -40,6 +40,7 @@ def test_every_error_is_a_stallfree_error() -> None:
         ("WaitError", TimeoutError),
         ("MissingExtraError", ImportError),
         ("MissingServerError", OSError),
+        ("ProducerError", Exception),
     ],
 )
 def test_the_builtin_that_fits_catches_it(name: str, builtin: type[Exception]) -> None:

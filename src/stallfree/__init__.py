@@ -4,6 +4,7 @@ from importlib.metadata import version as _version
 
 from stallfree import clara, testing
 from stallfree.analysis import Prediction, Replay, Report, analyze, replay
+from stallfree.device import DevicePrefetcher
 from stallfree.errors import (
     CapacityError,
     CodecError,
@@ -11,6 +12,7 @@ from stallfree.errors import (
     InputError,
     MissingExtraError,
     MissingServerError,
+    ProducerError,
     SampleError,
     StallfreeError,
     StorageError,
@@ -47,6 +49,7 @@ __all__ = [
     "Compose",
     "DataLoader",
     "DecodeImage",
+    "DevicePrefetcher",
     "FileDataset",
     "FingerprintError",
     "Hook",
@@ -61,6 +64,7 @@ __all__ = [
     "MissingServerError",
     "OnItem",
     "Prediction",
+    "ProducerError",
     "PrometheusCollector",
     "PrometheusServer",
     "RedisStore",

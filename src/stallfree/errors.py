@@ -10,6 +10,7 @@ StallfreeError
 ├── WorkerError                        worker processes died on the same batch; `.ids`
 ├── WaitError (TimeoutError)           a wait reached its limit; the message says for what
 ├── MissingServerError (OSError)       no server for a store is installed, or it cannot be started
+├── ProducerError                      the process that loads for a `ProcessPrefetcher` ended
 └── MissingExtraError (ImportError)    an optional package is not installed; the message names the extra
 """
 
@@ -86,6 +87,10 @@ class WaitError(StallfreeError, TimeoutError):
 
 class MissingServerError(StallfreeError, OSError):
     """No server for a store across hosts is installed, or the one that is there cannot be kept running."""
+
+
+class ProducerError(StallfreeError):
+    """The process that loads for a `ProcessPrefetcher` ended, or was ended. Make a new one."""
 
 
 class MissingExtraError(StallfreeError, ImportError):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from stallfree.device import DevicePrefetcher
 from stallfree.errors import InputError
 from stallfree.loader.arguments import (
     WAIT_SECONDS,
@@ -84,6 +85,9 @@ class DataLoader:
             the first ones are reported in the log. After an error, `next` goes on with the batch that follows.
         staging: bytes for the ring of ready batches, as an int or such as "256MiB". None: as many batches as are under
             way, and three that may be kept. A batch that does not fit is handed over as a copy.
+        device: such as "cuda": yield batches that are there, copied while the model works with those before them (see
+            `DevicePrefetcher`, with its defaults). The ring is pinned for that, once with `persistent_workers`;
+            `pin_memory` is not needed. None: yield batches of the host.
         event_log: file that gets a line per event, for `stallfree simulate` to draw (see `stallfree.events`): who
             fetched, prepared or gathered which batch when, and when the training loop had it. It is made anew here, and
             complete whenever no iteration is under way.
@@ -116,6 +120,7 @@ class DataLoader:
         with_ids: bool = False,
         on_error: str = "raise",
         staging: int | str | None = None,
+        device: torch.device | str | int | None = None,
         event_log: str | os.PathLike[str] | None = None,
     ) -> None:
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, persistent_workers)
@@ -174,6 +179,8 @@ class DataLoader:
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
         self._progress: Progress | None = None
+        self._prefetcher = None if device is None else DevicePrefetcher(HostLoader(self), device)
+        self.device = None if self._prefetcher is None else self._prefetcher.device
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
@@ -196,6 +203,10 @@ class DataLoader:
             self._windowed.take_resume()
 
     def __iter__(self) -> Iterator[Any]:
+        return self.iterate() if self._prefetcher is None else iter(self._prefetcher)
+
+    def iterate(self) -> Iterator[Any]:
+        """Batches of the host, with or without a `device`."""
         resume, self._resume = self._resume, None
         if self._windowed is not None:
             after = self._windowed.take_resume()
@@ -225,6 +236,8 @@ class DataLoader:
             # torch draws this number too, so that the same samplers give the same order here and there.
             base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
             crew = Crew(self._options, base_seed, self._counts)
+            if self._prefetcher is not None:
+                crew.ring.slots.pin = self._prefetcher.pin
             self._crews = [*map(weakref.ref, self._living()), weakref.ref(crew)]
             self._crew = crew if self.persistent_workers else None
         self._progress = Progress(batches, epoch, first)
@@ -243,15 +256,24 @@ class DataLoader:
         whose place is then decided for the rest of the epoch. Take the state in the process that iterates,
         between two batches. It is fit for JSON.
         """
+        return self.state_at(self.position) if self._prefetcher is None else self._prefetcher.state_dict()
+
+    @property
+    def position(self) -> tuple[Progress, int] | None:
+        """Where the iteration is, for `state_at`; batches that are copied ahead count. None between two."""
+        return None if self._progress is None else (self._progress, self._progress.handed_out)
+
+    def state_at(self, position: tuple[Progress, int] | None) -> dict[str, Any]:
+        """The state as it was when the iteration was at `position`, at most 64 batches ago."""
         state = {"version": _STATE_VERSION, "epoch": self._epoch, "seed": self.seed, "order": self._order.describe()}
         if self._windowed is not None:
             state["window"] = self._windowed.state_dict()
-        progress = self._progress
-        if progress is None:
+        if position is None:
             state |= self._resume or {"batches": 0, "rest": None}
         else:
-            rest = None if self._order.own else progress.rest()
-            state |= {"epoch": progress.number, "batches": progress.handed_out, "rest": rest}
+            progress, batches = position
+            rest = None if self._order.own else progress.rest(batches)
+            state |= {"epoch": progress.number, "batches": batches, "rest": rest}
         if self._importance is not None:
             state["importance"] = self._importance.sampler.state_dict()
         return state
@@ -309,6 +331,8 @@ class DataLoader:
 
     def close(self) -> None:
         """End all iterations and their workers. The loader may be iterated again."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         for crew in self._living():
             crew.close()
         self._crew = None
@@ -342,7 +366,7 @@ class _Iteration:
         self._progress = progress
         self._with_ids = loader.with_ids
         self._served = served
-        self._pin = loader.pin_memory and torch.cuda.is_available()
+        self._pin = loader.pin_memory and loader.device is None and torch.cuda.is_available()
         self._through = False
         self._log = loader._log
         self._handed_over: float | None = None
@@ -401,6 +425,32 @@ class _Iteration:
     def __del__(self) -> None:
         if hasattr(self, "_epoch"):
             self.close()
+
+
+class HostLoader:
+    """A loader as its prefetcher sees it: its batches of the host."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = weakref.proxy(loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loader.iterate()  # type: ignore[no-any-return]
+
+    @property
+    def position(self) -> Any:
+        """See `DataLoader`."""
+        return self._loader.position
+
+    def state_at(self, position: Any) -> dict[str, Any]:
+        """See `DataLoader`."""
+        return self._loader.state_at(position)  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state now, batches that are copied ahead counted."""
+        return self.state_at(self.position)
 
 
 def reader_of(dataset: Any) -> Reader:

@@ -21,6 +21,9 @@ from stallfree.units import format_size
 
 _REPORTED_SKIPS = 5
 
+RECENT = 64
+"""Batches handed out of which an epoch still knows the ids: whoever takes them ahead may ask for a state of before."""
+
 log = logging.getLogger("stallfree")
 
 
@@ -43,6 +46,7 @@ class Progress:
         self._problem: Exception | None = None  # what the sampler raised, which ends the epoch
         self._ready: deque[Ids] = deque()  # out of the sampler, not started
         self._started: dict[int, Ids] = {}
+        self._recent: deque[Ids] = deque(maxlen=RECENT)  # handed out
 
     def peek(self) -> Ids | None:
         """The ids of the next batch to start, None at the end."""
@@ -71,15 +75,16 @@ class Progress:
 
     def hand_out(self) -> None:
         """The first of the batches under way is out."""
-        del self._started[self.handed_out]
+        self._recent.append(self._started.pop(self.handed_out))
         self.handed_out += 1
 
-    def rest(self) -> list[list[int]]:
-        """The ids of all batches that have not been handed out. Reads the rest of the sampler."""
+    def rest(self, position: int) -> list[list[int]]:
+        """The ids of all batches from number `position` on, the last handed out or later. Reads the sampler's rest."""
         self._draw(None)
         if self._problem is not None:
             raise StallfreeError(f"there is no state to take: the sampler raised {self._problem!r}")
-        return [ids.tolist() for ids in (*self._started.values(), *self._ready)]
+        recent = list(self._recent)[len(self._recent) - (self.handed_out - position) :]
+        return [ids.tolist() for ids in (*recent, *self._started.values(), *self._ready)]
 
 
 class Epoch:

@@ -13,6 +13,7 @@ import os
 import secrets
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ class Slots:
         self.folder = folder
         self.limit = limit
         """Bytes that one slot may have, or None."""
+        self.pin: Callable[[Bytes], Callable[[], object]] | None = None
+        """Makes memory known to a device, in the process that iterates; gives what takes that back."""
+        self._pinned: dict[int, Callable[[], object]] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self.kept: dict[int, Any] = {}
         """What others made for the memory of a slot; gone when it is mapped anew."""
@@ -82,17 +86,26 @@ class Slots:
     def _map(self, slot: int) -> mmap.mmap:
         fd = os.open(self._file(slot), os.O_RDWR | os.O_CLOEXEC)
         try:
+            self._unpin(slot)
             there = self._maps[slot] = mmap.mmap(fd, 0)
             self.kept.pop(slot, None)
         finally:
             os.close(fd)
+        if self.pin is not None:
+            self._pinned[slot] = self.pin(np.frombuffer(there, np.uint8))
         return there
+
+    def _unpin(self, slot: int) -> None:
+        unpin = self._pinned.pop(slot, None)
+        if unpin is not None:
+            unpin()
 
     def _file(self, slot: int) -> Path:
         return self.folder / f"slot-{slot}"
 
     def remove(self, slot: int) -> None:
         """The file of `slot` is not needed any more. Who has it mapped keeps that memory until it lets go."""
+        self._unpin(slot)
         self._maps.pop(slot, None)
         self.kept.pop(slot, None)
         with contextlib.suppress(OSError):
@@ -100,11 +113,13 @@ class Slots:
 
     def close(self) -> None:
         """Let go of the memory. What batches are kept in stays until they are freed."""
+        for slot in list(self._pinned):
+            self._unpin(slot)
         self._maps.clear()
         self.kept.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "limit": self.limit, "_maps": {}, "kept": {}}
+        return {"folder": self.folder, "limit": self.limit, "pin": None, "_pinned": {}, "_maps": {}, "kept": {}}
 
 
 class Ring:

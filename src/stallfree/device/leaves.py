@@ -1,0 +1,114 @@
+"""Take the tensors out of a batch, whatever it is made of, and put others in their places."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+Rebuild = Callable[[list[Any]], Any]
+"""Makes the batch anew with other values for what was taken out, in the same order."""
+
+
+def take_apart(batch: Any) -> tuple[list[Any], Rebuild]:
+    """The tensors in `batch`, and everything else in it that has a `.to()`, in order; and what puts the batch together.
+
+    Looks into dicts and other mappings, lists, tuples, named tuples, dataclasses, classes of attrs, and packed
+    sequences (whose lengths stay on the host). All else stays as it is, in the new batch too. Nothing of `batch` is
+    changed.
+    """
+    leaves: list[Any] = []
+    build = _walk(batch, leaves)
+    return leaves, build
+
+
+def _walk(value: Any, leaves: list[Any]) -> Rebuild:
+    kind = type(value)
+    if kind is torch.Tensor:
+        return _leaf(value, leaves)
+    if kind is dict:
+        keys = list(value)
+        return _group(value.values(), leaves, lambda parts: dict(zip(keys, parts, strict=True)))
+    if kind is list:
+        return _group(value, leaves, list)
+    if kind is tuple:
+        return _group(value, leaves, tuple)
+    if kind in _PLAIN:
+        return lambda _: value
+    if isinstance(value, PackedSequence):
+        parts = (value.data, value.sorted_indices, value.unsorted_indices)
+        return _group(parts, leaves, lambda new: PackedSequence(new[0], value.batch_sizes, *new[1:]))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _group(value, leaves, kind._make)
+    if isinstance(value, list):
+        return _group(value, leaves, lambda parts: _list(value, parts))
+    if isinstance(value, tuple):
+        return _group(value, leaves, kind)
+    if isinstance(value, type):
+        return lambda _: value
+    if hasattr(value, "to") and hasattr(value, "record_stream"):  # tensors, and what is made like one
+        return _leaf(value, leaves)
+    if isinstance(value, Mapping):
+        return _group(value.values(), leaves, lambda parts: _mapping(value, parts))
+    names = _fields(value)
+    if names:
+        return _group([getattr(value, name) for name in names], leaves, lambda parts: _changed(value, names, parts))
+    if hasattr(value, "to"):
+        return _leaf(value, leaves)
+    return lambda _: value
+
+
+_PLAIN = {str, bytes, int, float, bool, type(None)}
+
+
+def _leaf(value: Any, leaves: list[Any]) -> Rebuild:
+    at = len(leaves)
+    leaves.append(value)
+    return lambda new: new[at]
+
+
+def _group(values: Any, leaves: list[Any], make: Callable[[list[Any]], Any]) -> Rebuild:
+    parts = [_walk(value, leaves) for value in values]
+    return lambda new: make([part(new) for part in parts])
+
+
+def _list(value: Any, parts: list[Any]) -> Any:
+    made = copy.copy(value)
+    made[:] = parts
+    return made
+
+
+def _mapping(value: Any, parts: list[Any]) -> Any:
+    try:
+        made = copy.copy(value)
+        if not isinstance(value, dict | UserDict):  # the copy may have the same container in it
+            for name, inner in vars(made).items():
+                if isinstance(inner, dict | list):
+                    setattr(made, name, copy.copy(inner))
+        for key, part in zip(list(value), parts, strict=True):
+            made[key] = part
+    except TypeError:  # it cannot be changed, or not be copied
+        return type(value)(dict(zip(value, parts, strict=True)))
+    return made
+
+
+def _fields(value: Any) -> list[str]:
+    """The fields of an object of a dataclass or of attrs that it has."""
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+    else:
+        names = [field.name for field in getattr(type(value), "__attrs_attrs__", ())]
+    return [name for name in names if hasattr(value, name)]
+
+
+def _changed(value: Any, names: list[str], parts: list[Any]) -> Any:
+    """A copy of `value` with other values in its fields, without a call of its class: frozen ones are no exception."""
+    made = copy.copy(value)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(made, name, part)
+    return made

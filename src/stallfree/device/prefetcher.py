@@ -1,0 +1,286 @@
+"""`DevicePrefetcher`: copies the next batches to the device while the model works with this one."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stallfree.device.backend import Backend, Cuda, Stream
+from stallfree.device.feeder import Feeder, Item, Snapshot, Transform
+from stallfree.device.leaves import take_apart
+from stallfree.device.staging import Place, Stager, send_itself
+from stallfree.errors import InputError, StallfreeError
+
+_POISON = 0xFF
+
+
+class DevicePrefetcher:
+    """Batches of a loader on the device, copied there while the model works with those before them.
+
+        for images, labels in sf.DevicePrefetcher(loader, "cuda"):
+            ...
+
+    A thread takes batches from the loader, and copies them in a stream of its own, out of pinned memory that stands.
+    The stream that is current when a batch is asked for waits for its copies; the host does not. A batch may be made of
+    dicts and other mappings, lists, tuples, named tuples, dataclasses, classes of attrs, packed sequences, and what has
+    a `.to()`; all else in it stays as it is. Tensors of the host that are below 256 KiB go in one copy and share memory
+    on the device; strides without gaps are kept. Tensors that cannot be pinned, such as sparse ones, are sent by their
+    own `.to()`, with one warning for each type.
+
+    On a CPU, batches pass as they are, without a thread. Where there are no streams ("mps" and others) they are sent
+    when they are asked for.
+
+    Args:
+        loader: any iterable. Each iteration begins it anew, when the one before is over.
+        device: such as "cuda", "cuda:1" or "cpu".
+        depth: batches that are ready or on their way, beside the one in use. The host is never further ahead of the
+            device than that.
+        keep: "fresh": a batch is memory of its own, for as long as it is referred to. "ring": the memory of the device
+            stands, for `depth` + 1 batches, and a batch is valid until the next one is asked for. What streams other
+            than the current one do with it has to be done by then.
+        transform_on_device: called with each batch, on the device and in the copy stream; what it returns is given. To
+            make floats and to normalise belong here: then bytes travel, and not floats.
+        debug: with keep="ring", fill the memory of a batch with bytes of 0xFF (NaN, -1) when the next one is asked for:
+            whoever uses it too long sees that.
+
+    An exception of the loader comes in its place in the order; after it, `next` goes on if the loader does. Raises
+    `InputError` for arguments that cannot be used, and for a device that is not there.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: torch.device | str | int,
+        depth: int = 2,
+        keep: str = "fresh",
+        *,
+        transform_on_device: Transform | None = None,
+        debug: bool = False,
+    ) -> None:
+        _check(loader, depth, keep, transform_on_device, debug)
+        self.loader, self.depth, self.keep, self.debug = loader, depth, keep, debug
+        self.transform_on_device = transform_on_device
+        self.device = _device(device)
+        self._backend = find_backend(self.device)
+        if self._backend is not None:
+            self.device = self._backend.device
+        self._places: list[Place] = []
+        self._stream: Stream | None = None
+        self._stager: Stager | None = None
+        self._feeder: Feeder | None = None  # the last one
+        self._iteration: weakref.ref[_Iteration] | None = None
+        self._consumed: Snapshot | None = None  # the state of the loader after the last batch that was given
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch, as the loader says."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.close()
+        self._consumed = None
+        if self._backend is None:
+            return self._pass_on()
+        backend = self._backend
+        if self._stager is None:
+            self._stream = backend.new_stream()
+            self._stager = Stager(backend, standing=self.keep == "ring")
+            self._places = [Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)]
+        snapshot = _snapshots(self.loader)
+        self._consumed = None if snapshot is None else snapshot()
+        self._feeder = Feeder(
+            iter(self.loader),
+            snapshot,
+            backend,
+            self._stream,
+            self._stager,
+            self._places,
+            self.transform_on_device,
+        )
+        iteration = _Iteration(self, backend, self._feeder)
+        self._iteration = weakref.ref(iteration)
+        return iteration
+
+    def _pass_on(self) -> Iterator[Any]:
+        for batch in self.loader:
+            if self.device.type != "cpu":
+                leaves, rebuild = take_apart(batch)
+                batch = rebuild([send_itself(leaf, self.device) for leaf in leaves])
+            yield batch if self.transform_on_device is None else self.transform_on_device(batch)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> Any:
+        """The state of the loader as if it had given only the batches that were given here.
+
+        Raises `InputError` if the loader has none.
+        """
+        if not hasattr(self.loader, "state_dict"):
+            raise InputError(f"the loader, a {type(self.loader).__name__}, has no state_dict(): there is none to take")
+        return self.loader.state_dict() if self._consumed is None else self._told(self._consumed)
+
+    def _snapshot(self) -> Snapshot:
+        """The state now, to be told later."""
+        consumed = self._consumed
+        return _made(self.state_dict()) if consumed is None else partial(self._told, consumed)
+
+    def _told(self, consumed: Snapshot) -> Any:
+        with contextlib.nullcontext() if self._feeder is None else self._feeder.lock:
+            return consumed()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Have the loader go on there, with the next iteration. Raises `InputError` if it cannot."""
+        if not hasattr(self.loader, "load_state_dict"):
+            raise InputError(f"the loader, a {type(self.loader).__name__}, has no load_state_dict()")
+        self.close()
+        self._consumed = None
+        self.loader.load_state_dict(state)
+
+    def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
+        """Make memory of the host known to the device, so that it copies out of it by itself; what takes that back."""
+        return _do_nothing if self._backend is None else self._backend.pin(memory)
+
+    def close(self) -> None:
+        """End the iteration that is under way, and wait for its thread. It may be iterated again."""
+        iteration = None if self._iteration is None else self._iteration()
+        if iteration is not None:
+            iteration.close()
+        if self._feeder is not None:
+            self._feeder.stop()
+            self._feeder.join()
+            self._feeder = None
+
+
+class _Iteration:
+    """One pass. Ends the thread when it is through, closed, or no longer referred to."""
+
+    def __init__(self, prefetcher: DevicePrefetcher, backend: Backend, feeder: Feeder) -> None:
+        self._prefetcher, self._backend, self._feeder = prefetcher, backend, feeder
+        self._through = False
+        self._out: tuple[Place, Stream] | None = None  # of the batch that was given, with the stream that waited for it
+
+    def __iter__(self) -> _Iteration:
+        return self
+
+    def __next__(self) -> Any:
+        if self._through:
+            raise StopIteration
+        self._take_back()
+        item = self._feeder.ready.get()
+        place = item.place
+        if item.snapshot is not None:
+            self._prefetcher._consumed = item.snapshot
+        if item.error is not None:
+            if place is not None:
+                self._feeder.give_back(place)
+            try:
+                if isinstance(item.error, StopIteration):  # would end the loop as if all were well
+                    raise StallfreeError("a batch could not be copied: StopIteration was raised") from item.error
+                raise item.error
+            finally:
+                del item  # or the traceback, which refers to this frame, would be referred to by it
+        if place is None:
+            self._prefetcher._consumed = None
+            self._through = True
+            raise StopIteration
+        return self._give(item, place)
+
+    def _give(self, item: Item, place: Place) -> Any:
+        backend = self._backend
+        self._out = place, backend.current_stream()
+        backend.wait(place.copied)
+        for memory in item.memory:
+            backend.keep(memory)
+        for at in item.late:
+            item.leaves[at] = send_itself(item.leaves[at], backend.device)
+        assert item.rebuild is not None
+        batch = item.rebuild(item.leaves)
+        if item.late and self._prefetcher.transform_on_device is not None:
+            batch = self._prefetcher.transform_on_device(batch)
+        return batch
+
+    def _take_back(self) -> None:
+        """The batch that was given last is not used any more by what is asked of the device from now on."""
+        if self._out is None:
+            return
+        (place, stream), self._out = self._out, None
+        backend = self._backend
+        if stream != backend.current_stream():  # it may still be used there
+            with backend.using(stream):
+                backend.record(place.used)
+            backend.wait(place.used)
+        if self._prefetcher.debug and place.memory is not None:
+            backend.keep(place.memory)
+            backend.fill(place.memory, _POISON)
+        backend.record(place.used)
+        self._feeder.give_back(place)
+
+    def close(self) -> None:
+        """End this pass. May be called twice."""
+        self._through = True
+        self._take_back()
+        self._feeder.stop()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def find_backend(device: torch.device) -> Backend | None:
+    """What works a device that has streams; None for others. Raises `InputError` if there is no such device."""
+    return Cuda(device) if device.type == "cuda" else None
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _snapshots(loader: Any) -> Callable[[], Snapshot] | None:
+    """What takes the state of a loader after a batch; None if it has none.
+
+    A loader that can tell a state of before (`state_at`, with the `position` of then) need not make one for each batch.
+    """
+    if isinstance(loader, DevicePrefetcher):
+        return None if _snapshots(loader.loader) is None else loader._snapshot
+    if hasattr(loader, "state_at"):
+        return lambda: _at(loader, loader.position)
+    if hasattr(loader, "state_dict"):
+        return lambda: _made(loader.state_dict())
+    return None
+
+
+def _at(loader: Any, position: Any) -> Snapshot:
+    return lambda: loader.state_at(position)
+
+
+def _made(state: Any) -> Snapshot:
+    return lambda: state
+
+
+def _check(loader: Any, depth: Any, keep: Any, transform: Any, debug: bool) -> None:
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise InputError(f"depth={depth!r}: give the number of batches to copy ahead, 1 or more")
+    if keep not in ("fresh", "ring"):
+        raise InputError(f"keep={keep!r}: give 'fresh' for batches that may be kept, or 'ring'")
+    if debug and keep != "ring":
+        raise InputError(f"debug=True with keep={keep!r}: only batches of keep='ring' become invalid")
+    if transform is not None and not callable(transform):
+        raise InputError(f"transform_on_device={transform!r:.80}: give what can be called with a batch, or None")
+    if not hasattr(loader, "__iter__"):
+        raise InputError(f"the loader is a {type(loader).__name__}, which cannot be iterated: give a data loader")
+    if isinstance(loader, DevicePrefetcher) and loader.keep == "ring":
+        raise InputError(
+            "the loader is a DevicePrefetcher with keep='ring', whose batches are overwritten too soon: give it 'fresh'"
+        )
+
+
+def _device(device: torch.device | str | int) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error

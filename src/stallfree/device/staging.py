@@ -1,0 +1,263 @@
+"""How the tensors of a batch get to the device: few copies, out of pinned memory, into few pieces of device memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stallfree.device.backend import Backend, Event
+
+SMALL = 256 << 10
+"""Bytes below which tensors share one piece of memory and one copy. A larger one has its own: whoever keeps the labels
+of a batch does not keep its pictures."""
+
+_ALIGN = 256
+_PACKED = (torch.channels_last, torch.channels_last_3d)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How small tensors lie in a piece of memory.
+
+    Attributes:
+        key: what it was made for: data type, shape and strides of each.
+        slots: where each lies: its first byte, and the strides that it has there.
+        size: bytes, a multiple of 256.
+    """
+
+    key: list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]
+    slots: list[tuple[int, tuple[int, ...]]]
+    size: int
+
+
+@dataclass
+class Place:
+    """Standing memory for one batch on its way.
+
+    Attributes:
+        copied: reached when the copies out of `pinned`, and those out of what `held` holds, are done.
+        used: reached when the batch that was in it is not needed any more.
+        pinned: memory of the host, for what does not lie in pinned memory.
+        layout, views: of the small tensors of the last batch, and where they lay in `pinned`.
+        memory: of the device, if that stands, too.
+        held: what copies may still read.
+    """
+
+    copied: Event
+    used: Event
+    pinned: torch.Tensor | None = None
+    layout: Layout | None = None
+    views: list[torch.Tensor] = field(default_factory=list)
+    memory: torch.Tensor | None = None
+    held: Any = None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What became of the leaves of a batch.
+
+    Attributes:
+        leaves: in their order. Those in `late` are still where they were.
+        memory: of the device, that has to be kept for whoever uses the leaves: tensors, or what is made like one.
+        late: positions of leaves that whoever uses them has to send, by their own `.to()`.
+    """
+
+    leaves: list[Any]
+    memory: list[Any]
+    late: list[int]
+
+
+class Stager:
+    """Sends the leaves of batches to a device. For one thread, with its copy stream as the current one.
+
+    Args:
+        backend: of the device.
+        standing: keep device memory in each place and use it again, where else each batch has fresh memory.
+    """
+
+    def __init__(self, backend: Backend, standing: bool) -> None:
+        self._backend, self._standing = backend, standing
+        self._warned: set[type] = set()
+
+    def send(self, place: Place, leaves: Sequence[Any]) -> Sent:
+        """Give the copies of `leaves` to the current stream, and what else has to be done there before they are used.
+
+        Waits until the memory of `place` may be used again; with fresh memory, until the batch before it in this place
+        is not needed any more: else a training loop that is ahead of the device would have that take more and more. A
+        tensor of the host goes through the pinned memory there, unless it lies in pinned memory itself; then it must
+        not change until `place.copied` is reached.
+        """
+        backend = self._backend
+        backend.finish(place.copied)
+        if self._standing:
+            backend.wait(place.used)
+        else:
+            backend.finish(place.used)
+        place.held = leaves
+        sent = Sent(list(leaves), [], [])
+        small: list[tuple[int, torch.Tensor]] = []
+        large: list[tuple[int, torch.Tensor]] = []
+        for at, leaf in enumerate(leaves):
+            if is_plain(leaf):
+                if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
+                    leaf = leaf.detach().resolve_conj().resolve_neg()
+                (small if leaf.nbytes < SMALL else large).append((at, leaf))
+            else:
+                self._send_itself(at, leaf, sent)
+        self._copy(place, small, large, sent)
+        return sent
+
+    def _copy(
+        self,
+        place: Place,
+        small: list[tuple[int, torch.Tensor]],
+        large: list[tuple[int, torch.Tensor]],
+        sent: Sent,
+    ) -> None:
+        """Copy tensors of the host: small ones together, large ones each for itself."""
+        backend = self._backend
+        direct = [backend.is_pinned(leaf) and _stride(leaf) == leaf.stride() for _, leaf in large]
+        rooms = [_room(leaf) for _, leaf in large]
+        shared = self._lay_out(place, [leaf for _, leaf in small])
+        through = shared + sum(room for room, pinned in zip(rooms, direct, strict=True) if not pinned)
+        if place.pinned is None or place.pinned.numel() < through:
+            place.pinned, place.views = backend.empty_pinned(through + through // 8), []
+        pieces = self._pieces(place, [shared, *rooms], sent)
+        if shared:
+            self._copy_small(place, small, *pieces[0], sent)
+        filled = shared
+        for (at, leaf), room, pinned, (memory, start) in zip(large, rooms, direct, pieces[1:], strict=True):
+            source, stride = leaf, _stride(leaf)
+            if not pinned:
+                source = _view(place.pinned, filled, leaf, stride)
+                backend.stage(source, leaf)
+                filled += room
+            target = sent.leaves[at] = _view(memory, start, leaf, stride)
+            backend.copy(_flat(target), _flat(source))
+
+    def _lay_out(self, place: Place, small: list[torch.Tensor]) -> int:
+        """Find out how the small tensors are to lie, unless that is as it was: bytes for them."""
+        key = [(leaf.dtype, leaf.shape, leaf.stride()) for leaf in small]
+        if place.layout is None or place.layout.key != key:
+            slots, size = [], 0
+            for leaf in small:
+                slots.append((size, _stride(leaf)))
+                size += _room(leaf)
+            place.layout, place.views = Layout(key, slots, size), []
+        return place.layout.size
+
+    def _copy_small(
+        self, place: Place, small: list[tuple[int, torch.Tensor]], memory: torch.Tensor, start: int, sent: Sent
+    ) -> None:
+        layout, pinned = place.layout, place.pinned
+        assert layout is not None
+        assert pinned is not None
+        backend = self._backend
+        if not place.views:
+            each = zip(small, layout.slots, strict=True)
+            place.views = [_view(pinned, begin, leaf, stride) for (_, leaf), (begin, stride) in each]
+        for (at, leaf), view, (begin, stride) in zip(small, place.views, layout.slots, strict=True):
+            backend.stage(view, leaf)
+            sent.leaves[at] = _view(memory, start + begin, leaf, stride)
+        backend.copy(memory[start : start + layout.size], pinned[: layout.size])
+
+    def _pieces(self, place: Place, sizes: list[int], sent: Sent) -> list[tuple[torch.Tensor, int]]:
+        """Memory of the device for each of `sizes` (multiples of 256): where, and from which byte on."""
+        backend = self._backend
+        if not self._standing:
+            pieces = [(backend.empty(size), 0) for size in sizes]
+            sent.memory.extend(piece for (piece, _), size in zip(pieces, sizes, strict=True) if size)
+            return pieces
+        total = sum(sizes)
+        if place.memory is None or place.memory.numel() < total:
+            place.memory = backend.empty(total + total // 8)
+        # It may be let go of, here, while whoever had the batch before still works with it.
+        sent.memory.append(place.memory)
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        return [(place.memory, start) for start in starts]
+
+    def _send_itself(self, at: int, leaf: Any, sent: Sent) -> None:
+        """A leaf that is no plain tensor of the host."""
+        device = self._backend.device
+        if isinstance(leaf, torch.Tensor) and leaf.device == device:
+            sent.memory.append(leaf)
+            return
+        if type(leaf) not in self._warned:
+            self._warned.add(type(leaf))
+            warnings.warn(
+                f"a {type(leaf).__name__} is sent to {device} by its own .to(), without pinned memory: that is slower, "
+                "and may wait for the device. Plain tensors of the host in the batch are not",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        if hasattr(leaf, "record_stream"):
+            sent.leaves[at] = send_itself(leaf, device)
+            sent.memory.extend(memory_of(sent.leaves[at]))
+        else:
+            sent.late.append(at)
+
+
+def send_itself(leaf: Any, device: torch.device) -> Any:
+    """`leaf.to(device)`, not waiting for it where `leaf` can do so."""
+    try:
+        return leaf.to(device, non_blocking=True)
+    except TypeError:
+        return leaf.to(device)
+
+
+def memory_of(leaf: Any) -> list[Any]:
+    """What has to be kept for whoever uses a leaf that is on the device."""
+    layout = getattr(leaf, "layout", torch.strided)
+    if layout is torch.sparse_coo:
+        return [leaf._indices(), leaf._values()]
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
+    return [leaf] if hasattr(leaf, "record_stream") else []
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf is a tensor of the host that can be copied as bytes."""
+    return (
+        type(leaf) is torch.Tensor
+        and leaf.is_cpu
+        and leaf.layout is torch.strided
+        and not leaf.is_quantized
+        and not leaf.is_nested
+    )
+
+
+def _room(leaf: torch.Tensor) -> int:
+    return max(1, -(-leaf.nbytes // _ALIGN)) * _ALIGN
+
+
+def _stride(leaf: torch.Tensor) -> tuple[int, ...]:
+    """The strides that a copy without gaps has: those of `leaf` if it has none, or those of its memory format."""
+    if leaf.is_contiguous():
+        return leaf.stride()
+    for form in _PACKED:
+        if leaf.dim() == (4 if form is torch.channels_last else 5) and leaf.is_contiguous(memory_format=form):
+            return leaf.stride()
+    return torch.empty(leaf.shape, device="meta").stride()
+
+
+def _view(memory: torch.Tensor, start: int, like: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A tensor like `like` over the bytes of `memory`, which begins its storage, from `start` on, a multiple of 256."""
+    dtype = like.dtype
+    empty: Any = torch.empty(0, dtype=dtype, device=memory.device)
+    view: torch.Tensor = empty.set_(memory.untyped_storage(), start // dtype.itemsize, like.shape, stride)
+    return view
+
+
+def _flat(leaf: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor without gaps."""
+    empty: Any = torch.empty(0, dtype=torch.uint8, device=leaf.device)
+    view: torch.Tensor = empty.set_(
+        leaf.untyped_storage(), leaf.storage_offset() * leaf.dtype.itemsize, (leaf.nbytes,), (1,)
+    )
+    return view
