@@ -33,7 +33,7 @@ def as_process(number: int, meet: Meet, ranks: int) -> None:
     ready = time.perf_counter()
     node = store._node
     assert node is not None
-    with redis.Redis(unix_socket_path=node.unix.path, password=node.unix.password) as client:
+    with redis.Redis(unix_socket_path=node.unix.server.path, password=node.unix.server.password) as client:
         server = client.info("server")["process_id"]
     found = {"begun": begun, "ready": ready, "server": server, "started": node.started, "folder": str(node.folder)}
     (node_root(number // ranks) / f"found-{number}.json").write_text(json.dumps(found))

@@ -78,9 +78,9 @@ class Backend(ABC):
     def empty_pinned(self, size: int) -> torch.Tensor:
         """`size` bytes of the host's memory, out of which the device copies by itself."""
 
-    def stage(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy within the host's memory, now: `target` is pinned."""
-        target.copy_(source)
+    def stage(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy within the host's memory, now: into `targets`, which are pinned."""
+        torch._foreach_copy_(targets, sources)  # one call: each gives the interpreter's lock away and takes it back
 
     @abstractmethod
     def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:

@@ -114,30 +114,34 @@ class Feeder:
         self.ready.put(Item())
 
     def _next(self, source: Iterator[Any], place: Place) -> Item:
-        try:
-            with self.lock:
-                batch = next(source)
-        except StopIteration:
-            return Item()
-        except BaseException as error:
-            item = Item(place, error=error)
-        else:
-            try:
-                item = self._send(batch, place)
-            except BaseException as error:
-                item = Item(place, error=error)
-        try:
-            if self._snapshot is not None:
-                with self.lock:
-                    item.snapshot = self._snapshot()
-        except BaseException as error:
-            item = Item(place, error=error)
-        return item
-
-    def _send(self, batch: Any, place: Place) -> Item:
         for other in self._places:
             if other.held is not None and self._backend.reached(other.copied):
                 other.held = None
+        item = batch = None
+        try:
+            try:
+                with self.lock:
+                    batch = next(source)
+            except StopIteration:
+                return Item()
+            except BaseException as error:
+                item = Item(place, error=error)
+            else:
+                try:
+                    item = self._send(batch, place)
+                except BaseException as error:
+                    item = Item(place, error=error)
+            try:
+                if self._snapshot is not None:
+                    with self.lock:
+                        item.snapshot = self._snapshot()
+            except BaseException as error:
+                item = Item(place, error=error)
+            return item
+        finally:
+            del item, batch
+
+    def _send(self, batch: Any, place: Place) -> Item:
         leaves, rebuild = take_apart(batch)
         try:
             sent = self._stager.send(place, leaves)

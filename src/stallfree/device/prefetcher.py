@@ -92,10 +92,11 @@ class DevicePrefetcher:
             self._stream = backend.new_stream()
             self._stager = Stager(backend, standing=self.keep == "ring")
             self._places = [Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)]
+        source = iter(self.loader)
         snapshot = _snapshots(self.loader)
         self._consumed = None if snapshot is None else snapshot()
         self._feeder = Feeder(
-            iter(self.loader),
+            source,
             snapshot,
             backend,
             self._stream,
@@ -144,7 +145,17 @@ class DevicePrefetcher:
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
         """Make memory of the host known to the device, so that it copies out of it by itself; what takes that back."""
-        return _do_nothing if self._backend is None else self._backend.pin(memory)
+        backend = self._backend
+        if backend is None:
+            return _do_nothing
+        undo = backend.pin(memory)
+
+        def finish_and_undo() -> None:
+            for place in self._places:
+                backend.finish(place.copied)
+            undo()
+
+        return finish_and_undo
 
     def close(self) -> None:
         """End the iteration that is under way, and wait for its thread. It may be iterated again."""

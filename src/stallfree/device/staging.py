@@ -134,7 +134,7 @@ class Stager:
             source, stride = leaf, _stride(leaf)
             if not pinned:
                 source = _view(place.pinned, filled, leaf, stride)
-                backend.stage(source, leaf)
+                backend.stage([source], [leaf])
                 filled += room
             target = sent.leaves[at] = _view(memory, start, leaf, stride)
             backend.copy(_flat(target), _flat(source))
@@ -160,8 +160,8 @@ class Stager:
         if not place.views:
             each = zip(small, layout.slots, strict=True)
             place.views = [_view(pinned, begin, leaf, stride) for (_, leaf), (begin, stride) in each]
-        for (at, leaf), view, (begin, stride) in zip(small, place.views, layout.slots, strict=True):
-            backend.stage(view, leaf)
+        backend.stage(place.views, [leaf for _, leaf in small])
+        for (at, leaf), (begin, stride) in zip(small, layout.slots, strict=True):
             sent.leaves[at] = _view(memory, start + begin, leaf, stride)
         backend.copy(memory[start : start + layout.size], pinned[: layout.size])
 

@@ -278,10 +278,11 @@ class PartitionedCache:
         return bool(self.put_many([id], [value])[0])
 
     def _hand_in(self, place: int, ids: Array, values: Sequence[Any], until: float) -> bool:
-        if time.monotonic() < self._pauses[place]:
+        office = self._offices[place]
+        if office.lost or time.monotonic() < self._pauses[place]:
             return False
         records = [encode(value, allow_pickle=self.allow_pickle) for value in values]
-        answer = self._offices[place].hand_in(self.key, ids.tolist(), records, until)
+        answer = office.hand_in(self.key, ids.tolist(), records, until)
         if answer is BUSY:
             self._pauses[place] = time.monotonic() + _BACK_OFF
             if not self._warned:
