@@ -1,0 +1,377 @@
+"""What a batch may be made of, and what becomes of it on the way to the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import warnings
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from fakes import World
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from stallfree.device import DevicePrefetcher
+
+attrs = pytest.importorskip("attrs")
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+class Encoding(UserDict[str, Any]):
+    """As some tokenizers give: a mapping with attributes, and with a `.to()` of its own."""
+
+    def __init__(self, data: dict[str, Any], tokens: list[str]) -> None:
+        super().__init__(data)
+        self.tokens = tokens
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: torch.device) -> Encoding:
+        raise AssertionError("it is looked into instead")
+
+
+class Output(OrderedDict[str, Any]):
+    """As some models give: a mapping whose entries are attributes as well."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+class Wrapped(MutableMapping[str, Any]):
+    """A mapping around a dict, which a shallow copy of it would share."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content = content
+
+    def __getitem__(self, key: str) -> Any:
+        return self.content[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.content[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+
+class Named(list[Any]):
+    """A list with a name."""
+
+    name = ""
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: Any
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Graph:
+    nodes: torch.Tensor
+    name: str
+    edges: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    count: int = 3
+
+    def __post_init__(self) -> None:
+        if type(self.x) is not torch.Tensor:
+            raise AssertionError("made anew with something else")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slim:
+    x: torch.Tensor
+    note: str
+
+
+@attrs.define
+class Defined:
+    x: torch.Tensor
+    note: str
+
+
+@attrs.frozen
+class Solid:
+    x: torch.Tensor
+    note: str
+
+
+class Box:
+    """No container that is known: it goes by its own `.to()`, and cannot wait for it."""
+
+    def __init__(self, content: torch.Tensor, device: str = "here") -> None:
+        self.content, self.device = content, device
+
+    def to(self, device: torch.device) -> Box:
+        return Box(self.content.clone(), str(device))
+
+
+class Dictionary:
+    """As `TensorDict`: it has a `.to()` that need not wait, and its memory can be kept."""
+
+    def __init__(
+        self, content: dict[str, torch.Tensor], device: str = "here", streams: list[Any] | None = None
+    ) -> None:
+        self.content, self.device, self.streams = content, device, [] if streams is None else streams
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Dictionary:
+        assert non_blocking
+        return Dictionary({key: value.clone() for key, value in self.content.items()}, str(device), self.streams)
+
+    def record_stream(self, stream: Any) -> None:
+        self.streams.append(stream)
+
+
+def defaults() -> defaultdict[str, Any]:
+    made: defaultdict[str, Any] = defaultdict(list)
+    made["x"] = numbers(4)
+    return made
+
+
+def named() -> Named:
+    made = Named([numbers(3), 1])
+    made.name = "its name"
+    return made
+
+
+CONTAINERS: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: numbers(4, 3),
+    "dict": lambda: {"images": numbers(4, 3), 7: numbers(4), "names": ["a", "b"], "none": None},
+    "nested": lambda: [{"a": (numbers(2), [numbers(3)])}, (), {}, [numbers(1), 5, "text", b"bytes", 1.5, True]],
+    "ordered": lambda: OrderedDict(b=numbers(2), a=numbers(3)),
+    "default": defaults,
+    "counter": lambda: Counter(a=2, b=1),
+    "user's dict": lambda: UserDict({"x": numbers(3)}),
+    "encoding": lambda: Encoding({"ids": numbers(2, 3), "mask": numbers(2, 3)}, ["a", "b"]),
+    "output": lambda: Output(logits=numbers(2, 3), loss=numbers(1)),
+    "wrapped": lambda: Wrapped({"x": numbers(3), "y": {"z": numbers(2)}}),
+    "read-only": lambda: types.MappingProxyType({"x": numbers(3)}),
+    "list of its own": named,
+    "named tuple": lambda: Point(numbers(3), Pair(numbers(2), "right")),
+    "size": lambda: torch.Size([2, 3]),
+    "what sort gives": lambda: torch.sort(numbers(5)),
+    "dataclass": lambda: Graph(numbers(3), "its name", {"a": numbers(2, 2)}),
+    "frozen dataclass": lambda: Frozen(numbers(3)),
+    "slim dataclass": lambda: Slim(numbers(3), "a note"),
+    "attrs": lambda: Defined(numbers(3), "a note"),
+    "frozen attrs": lambda: Solid(numbers(3), "a note"),
+    "packed": lambda: pack_sequence([numbers(2, 3), numbers(4, 3), numbers(1, 3)], enforce_sorted=False),
+    "a class": lambda: {"kind": Graph, "x": numbers(1)},
+}
+
+
+def parts(value: Any) -> dict[Any, Any] | None:
+    """What a container holds, attributes included; None if it is none."""
+    if isinstance(value, torch.Tensor | type | str):
+        return None
+    found: dict[Any, Any] = {}
+    if isinstance(value, Mapping):
+        found |= {("key", key): value[key] for key in value}
+    elif isinstance(value, list | tuple):
+        found |= dict(enumerate(value))
+    if not isinstance(value, Mapping) or isinstance(value, Encoding | Output):
+        names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
+        found |= {name: getattr(value, name) for name in names if not name.startswith("__")}
+    return found or None
+
+
+def same(found: Any, given: Any) -> None:
+    """Fails unless both are of the same types throughout, and of the same values."""
+    assert type(found) is type(given)
+    if isinstance(given, torch.Tensor):
+        assert (found.dtype, found.shape) == (given.dtype, given.shape)
+        assert torch.equal(found, given)
+        return
+    inner = parts(given)
+    if inner is None:
+        assert found == given
+        return
+    others = parts(found)
+    assert others is not None
+    assert list(others) == list(inner)
+    for key, value in inner.items():
+        same(others[key], value)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in (parts(value) or {}).values() for tensor in tensors(part)]
+
+
+def send(batch: Any, world: World | None = None, **options: Any) -> Any:
+    """A batch, as it comes out of a prefetcher."""
+    world = world or World()
+    with world.installed():
+        prefetcher = DevicePrefetcher([batch], "cuda", **options)
+        (found,) = prefetcher
+        world.synchronize()
+        prefetcher.close()
+    world.check()
+    return found
+
+
+# -- containers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", ["fresh", "ring"])
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_container_arrives_as_it_was_with_its_tensors_on_the_device(kind: str, keep: str) -> None:
+    world, batch = World(), CONTAINERS[kind]()
+    before = [(id(tensor), tensor.clone()) for tensor in tensors(batch)]
+    found = send(batch, world, keep=keep)
+    same(found, batch)
+    for tensor in tensors(found):
+        stays = isinstance(batch, PackedSequence) and tensor is found.batch_sizes
+        assert world.on_device(tensor) is not stays
+    assert [id(tensor) for tensor in tensors(batch)] == [number for number, _ in before]
+    assert all(torch.equal(tensor, old) for tensor, (_, old) in zip(tensors(batch), before, strict=True))
+
+
+def test_attributes_that_show_an_entry_show_the_new_one() -> None:
+    output = send(Output(logits=numbers(3)))
+    assert output.logits is output["logits"]
+    encoding = send(Encoding({"ids": numbers(3)}, []))
+    assert encoding.ids is encoding["ids"]
+
+
+def test_what_holds_no_tensor_passes() -> None:
+    for batch in ([], {}, None, 3, "text", (), {"a": [1, 2]}):
+        assert send(batch) == batch
+
+
+def test_the_same_tensor_twice_arrives_twice() -> None:
+    one = numbers(5)
+    found = send({"a": one, "b": [one, one[1:3]]})
+    same(found, {"a": one, "b": [one, one[1:3]]})
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+PICTURES = numbers(2, 3, 5, 4)
+TENSORS = {
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 3),
+    "bool": numbers(9) > 4,
+    "half": numbers(9, dtype=torch.bfloat16),
+    "complex": torch.complex(numbers(4), -numbers(4)),
+    "conjugate": torch.complex(numbers(4), -numbers(4)).conj(),
+    "negative": torch.complex(numbers(4), -numbers(4)).conj().imag,
+    "channels last": PICTURES.to(memory_format=torch.channels_last),
+    "channels last, 3d": numbers(1, 2, 3, 4, 5).to(memory_format=torch.channels_last_3d),
+    "transposed": numbers(30, 20).t(),
+    "expanded": numbers(4, 1).expand(4, 300),
+    "with gaps": numbers(40, 40)[::2, 5:30],
+    "from the middle": numbers(3000)[100:900],
+    "large": numbers(100, 100),
+    "large channels last": numbers(2, 3, 50, 40).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_tensor_arrives_with_its_values_and_with_its_strides_if_it_has_no_gaps(kind: str) -> None:
+    given = TENSORS[kind]
+    found = send([numbers(3), given, numbers(5)])[1]
+    assert torch.equal(found, given)
+    assert (found.dtype, found.shape) == (given.dtype, given.shape)
+    assert not found.is_conj()
+    assert not found.is_neg()
+    assert found.stride() == (given.stride() if "channels" in kind else given.contiguous().stride())
+
+
+def test_small_tensors_go_in_one_copy() -> None:
+    world = World()
+    send({"a": numbers(3), "b": [numbers(5), torch.tensor(1)], "large": numbers(100, 100)}, world)
+    assert len(world.copies) == 2
+
+
+def test_tensors_of_a_batch_share_nothing_that_autograd_knows() -> None:
+    """Labels may be changed in place when the pictures are saved for a backward pass."""
+    labels, weights = send([numbers(3), numbers(5)])
+    version = weights._version
+    labels.add_(1)
+    assert weights._version == version
+    assert torch.equal(weights, numbers(5))
+
+
+def test_pinned_tensors_go_without_being_staged() -> None:
+    world, given = World(), numbers(100, 100)
+    with world.installed() as patch:
+        patch.setattr(world.backend, "stage", None)
+        prefetcher = DevicePrefetcher([world.lend(given)], "cuda")
+        (found,) = prefetcher
+        world.synchronize()
+        prefetcher.close()
+    assert torch.equal(found, given)
+
+
+def test_gradients_are_not_asked_for_on_the_device() -> None:
+    found = send(numbers(5).requires_grad_())
+    assert torch.equal(found, numbers(5))
+    assert not found.requires_grad
+
+
+# -- what goes by itself ----------------------------------------------------------------------------------------------
+
+
+class Marked(torch.Tensor):
+    """A kind of tensor."""
+
+
+SELF_SENT: dict[str, Callable[[], Any]] = {
+    "sparse": lambda: numbers(4, 4).to_sparse(),
+    "sparse rows": lambda: numbers(4, 4).to_sparse_csr(),
+    "marked": lambda: numbers(4).as_subclass(Marked),
+    "box": lambda: Box(numbers(4)),
+    "dictionary": lambda: Dictionary({"x": numbers(4)}),
+    "nested": lambda: torch.nested.nested_tensor([numbers(2), numbers(3)]),
+}
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: batch], ids=["", "transform"])
+@pytest.mark.parametrize("kind", SELF_SENT)
+def test_what_cannot_be_pinned_goes_by_itself_with_one_warning(kind: str, transform: Any) -> None:
+    world = World()
+    world.backend.device = torch.device("cpu", 0)  # which tensors of the host are not on
+    with world.installed(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batches = [{"odd": SELF_SENT[kind](), "x": numbers(3) + number} for number in range(4)]
+        prefetcher = DevicePrefetcher(batches, "cuda", transform_on_device=transform)
+        found = list(prefetcher) + list(prefetcher)
+        world.synchronize()
+        prefetcher.close()
+    world.check()
+    mine = [str(warning.message) for warning in caught if "by its own .to()" in str(warning.message)]
+    assert len(mine) == 1
+    assert f"a {type(batches[0]['odd']).__name__} is sent to cpu:0" in mine[0]
+    for number, batch in enumerate(found):
+        assert torch.equal(batch["x"], numbers(3) + number % 4)
+        odd = batch["odd"]
+        assert type(odd) is type(batches[0]["odd"])
+        if isinstance(odd, Box | Dictionary):
+            assert odd.device == "cpu:0"
+        if isinstance(odd, Dictionary):
+            assert world.main in odd.streams

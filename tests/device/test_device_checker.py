@@ -1,0 +1,271 @@
+"""A prefetcher orders all that touches the same memory: a model with vector clocks sees it, and so do the batches."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from device_cases import Loader, Loop, Order
+from fakes import World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stallfree.device import DevicePrefetcher, feeder
+from stallfree.device.staging import Place, Sent, Stager
+
+pytestmark = pytest.mark.filterwarnings("ignore:a (Parcel|Crate) is sent:RuntimeWarning")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A world, and what happens in it.
+
+    Attributes:
+        epochs: the orders of the loader, and after how many batches the loop breaks off, for each epoch.
+        keep, depth, debug: of the prefetcher.
+        transform: whether batches are transformed on the device.
+        nested: whether the loader is a prefetcher, too.
+        habits: of the training loop.
+        copy, step: seconds that they take.
+        seed: for how late streams are.
+    """
+
+    epochs: list[tuple[list[Order], int | None]] = field(default_factory=list)
+    keep: str = "fresh"
+    depth: int = 2
+    debug: bool = False
+    transform: bool = False
+    nested: bool = False
+    habits: tuple[str, ...] = ("",)
+    copy: float = 0.01
+    step: float = 0.02
+    seed: int = 0
+
+    def play(self, change: Callable[[pytest.MonkeyPatch, World], object] | None = None) -> World:
+        """Run it, with something changed. What it did wrong is in the world's `faults`."""
+        world = World(self.seed, self.copy)
+        with world.installed() as patch:
+            if change is not None:
+                change(patch, world)
+            loader = Loader(world, [])
+            patch.setattr(world.backend, "empty", loader.empty)
+            inner = DevicePrefetcher(loader, "cuda", 1) if self.nested else loader
+            transform = loader.transform if self.transform else None
+            prefetcher = DevicePrefetcher(
+                inner, "cuda", self.depth, self.keep, transform_on_device=transform, debug=self.debug
+            )
+            loop = Loop(world, loader, self.habits, self.transform, self.step)
+            for orders, end in self.epochs:
+                loader.orders = orders
+                loop.run(prefetcher, end)
+                self.compare(loop.seen, orders, end)
+            prefetcher.close()
+            if isinstance(inner, DevicePrefetcher):
+                inner.close()
+            del prefetcher, inner, transform
+            loop.end()
+            patch.undo()
+            del loader, loop
+        if any(world.in_use(kind) for kind in ("device", "pinned", "lent")):
+            gc.collect()  # exceptions with their tracebacks
+        return world
+
+    def compare(self, seen: list[int | tuple[str, int]], orders: list[Order], end: int | None) -> None:
+        """Every batch or its error, in order."""
+        assert len(seen) == min(len(orders), len(orders) if end is None else end)
+        for number, (found, order) in enumerate(zip(seen, orders, strict=False)):
+            if order.trouble in ("loader", "transform"):
+                assert found == ("error", number)
+            elif order.trouble == "memory":  # it need not be asked for
+                assert found in (number, ("error", number))
+            else:
+                assert found == number
+
+
+# -- ours is right ----------------------------------------------------------------------------------------------------
+
+LEAVES = st.tuples(
+    st.sampled_from(["plain", "plain", "lent", "lent", "scalar", "strided", "bytes", "parcel", "crate"]),
+    st.sampled_from([1, 3, 60, 300, 1000]),
+) | st.just(("plain", 0))
+STRUCTURES = st.recursive(
+    LEAVES,
+    lambda part: (
+        st.lists(part, max_size=3) | st.lists(part, max_size=3).map(tuple) | st.dictionaries(st.integers(0, 9), part)
+    ),
+    max_leaves=5,
+)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    transform = draw(st.booleans())
+    troubles = ["", "", "", "", "", "loader", "memory", *(["transform"] if transform else [])]
+    orders = st.builds(
+        Order, draw(st.just(STRUCTURES)), scale=st.sampled_from([1, 1, 2, 5]), trouble=st.sampled_from(troubles)
+    )
+    keep = draw(st.sampled_from(["fresh", "ring"]))
+    habits = ["", "", "wait", "move", *(["hold"] if keep == "fresh" else [])]
+    return Scene(
+        draw(st.lists(st.tuples(st.lists(orders, max_size=7), st.none() | st.integers(0, 5)), min_size=1, max_size=3)),
+        keep,
+        draw(st.integers(1, 3)),
+        keep == "ring" and draw(st.booleans()),
+        transform,
+        draw(st.booleans()),
+        tuple(draw(st.lists(st.sampled_from(habits), min_size=1, max_size=4))),
+        draw(st.sampled_from([0.0, 0.01])),
+        draw(st.sampled_from([0.0, 0.03])),
+        draw(st.integers(0, 1 << 30)),
+    )
+
+
+def holds(scene: Scene) -> None:
+    world = scene.play()
+    world.check()
+    assert [world.in_use(kind) for kind in ("device", "pinned", "lent")] == [0, 0, 0]
+
+
+@given(scenes())
+@settings(max_examples=60, deadline=None)
+def test_all_that_touches_the_same_memory_is_ordered_and_every_batch_is_exact(scene: Scene) -> None:
+    holds(scene)
+
+
+@pytest.mark.slow
+@given(scenes())
+@settings(max_examples=2000, deadline=None)
+def test_thousands_of_scenes(scene: Scene) -> None:
+    holds(scene)
+
+
+# -- and each guard is needed -----------------------------------------------------------------------------------------
+
+PLAIN = [([Order({"images": ("plain", 900), "labels": ("plain", 8)})] * 8, None)]
+LENT = [([Order([("lent", 900)])] * 8, None)]
+GROWING = [([Order([("plain", 900)], scale) for scale in (1, 2, 4, 8)], None)]
+FAILING = [([Order([("plain", 900)], trouble="transform" if number == 3 else "") for number in range(8)], None)]
+
+
+def without(name: str, caller: str) -> Callable[[pytest.MonkeyPatch, World], None]:
+    """Leaves out what the function `caller` asks of the backend by `name`."""
+
+    def change(patch: pytest.MonkeyPatch, world: World) -> None:
+        plain = getattr(world.backend, name)
+
+        def skip(*arguments: Any) -> Any:
+            if sys._getframe(1).f_code.co_name != caller:
+                return plain(*arguments)
+            return nullcontext()
+
+        patch.setattr(world.backend, name, skip)
+
+    return change
+
+
+def hold_nothing(patch: pytest.MonkeyPatch, world: World) -> None:
+    """The leaves of the loader are let go of when their copies were asked for."""
+    patch.setattr(Place, "held", property(lambda place: None, lambda place, leaves: None))
+
+
+def forget_copies_of_failures(patch: pytest.MonkeyPatch, world: World) -> None:
+    """`copied` is not recorded when something has failed meanwhile."""
+    plain = world.backend.record
+    patch.setattr(world.backend, "record", lambda event: None if sys.exc_info()[0] else plain(event))
+
+
+def transform_after_the_record(patch: pytest.MonkeyPatch, world: World) -> None:
+    """`copied` is recorded when the copies were asked for, and not behind what is made of them."""
+    plain, record = Stager.send, world.backend.record
+
+    def send(stager: Stager, place: Place, leaves: Sequence[Any]) -> Sent:
+        sent = plain(stager, place, leaves)
+        record(place.copied)
+        return sent
+
+    patch.setattr(Stager, "send", send)
+    without("record", "_send")(patch, world)
+
+
+def forget_what_was_transformed(patch: pytest.MonkeyPatch, world: World) -> None:
+    """Only what was copied is kept for whoever uses the batch, not what was made of it."""
+    patch.setattr(feeder, "memory_of", lambda leaf: [])
+
+
+RING = {"keep": "ring"}
+STAGED_TWICE = r"nothing orders the read .* \(a copy\) and the write .* \(staging\)"
+COPIED_TWICE = r"nothing orders the read .* \(a step\) and the write .* \(a copy\)"
+READ_TOO_SOON = r"nothing orders the write .* \(a copy\) and the read .* \(a step\)"
+POISONED_TOO_SOON = r"nothing orders the read .* \(a step\) and the write .* \(filling\)"
+DEVICE_FREED = r"^device memory .* is freed too early: nothing orders the read .* \(a step\)"
+LENT_FREED = r"^lent memory .* is freed too early: nothing orders the read .* \(a copy\)"
+GUARDS: dict[str, tuple[Scene, Callable[[pytest.MonkeyPatch, World], None], str]] = {
+    "the host waits for the copies before it fills pinned memory": (
+        Scene(PLAIN), without("finish", "send"), STAGED_TWICE,
+    ),
+    "the same, with device memory that stands": (
+        Scene(PLAIN, **RING), without("finish", "send"), STAGED_TWICE,
+    ),
+    "the copy stream waits until the batch before is used": (
+        Scene(PLAIN, **RING), without("wait", "send"), COPIED_TWICE,
+    ),
+    "use is marked": (
+        Scene(PLAIN, **RING), without("record", "_take_back"), COPIED_TWICE,
+    ),
+    "and in the stream where it was asked for, if that is another": (
+        Scene(PLAIN, habits=("leave",), **RING), without("using", "_take_back"), COPIED_TWICE,
+    ),
+    "which is waited for, not to be forgotten by the second mark": (
+        Scene(PLAIN, habits=("leave",), **RING), without("wait", "_take_back"), COPIED_TWICE,
+    ),
+    "memory is poisoned behind that": (
+        Scene(PLAIN, habits=("leave",), debug=True, **RING), without("wait", "_take_back"), POISONED_TOO_SOON,
+    ),
+    "the training waits for the copies": (
+        Scene(PLAIN), without("wait", "_give"), READ_TOO_SOON,
+    ),
+    "the same, with device memory that stands ": (
+        Scene(PLAIN, **RING), without("wait", "_give"), READ_TOO_SOON,
+    ),
+    "a batch is kept for the training": (
+        Scene(PLAIN), without("keep", "_give"), DEVICE_FREED,
+    ),
+    "memory that stood, and was too small, is kept for the training": (
+        Scene(GROWING, depth=1, **RING), without("keep", "_give"), DEVICE_FREED,
+    ),
+    "what the loader gave stays until it is copied": (
+        Scene(LENT), hold_nothing, LENT_FREED,
+    ),
+    "and at the end, too": (
+        Scene(LENT, step=0.0), without("finish", "_run"), LENT_FREED,
+    ),
+    "copies are marked when the rest has failed": (
+        Scene(FAILING, transform=True, step=0.0), forget_copies_of_failures, STAGED_TWICE,
+    ),
+    "a transform is part of what the training waits for": (
+        Scene(PLAIN, transform=True), transform_after_the_record, r"nothing orders the write .* \(a transform\)",
+    ),
+    "what a transform made is kept for the training": (
+        Scene(PLAIN, transform=True), forget_what_was_transformed, DEVICE_FREED,
+    ),
+    "the thread is bound to the device": (
+        Scene(PLAIN), without("bind", "_run"), "is not bound",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("guard", GUARDS)
+def test_each_guard_is_missed(guard: str, seed: int) -> None:
+    scene, change, fault = GUARDS[guard]
+    scene = replace(scene, seed=seed)
+    scene.play().check()
+    with pytest.raises(AssertionError) as caught:
+        scene.play(change).check()
+    assert re.search(fault, str(caught.value), re.MULTILINE), caught.value

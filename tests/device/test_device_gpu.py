@@ -1,0 +1,179 @@
+"""The prefetcher on a GPU: `python -m pytest -m gpu tests/device`. Nothing here runs without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import stallfree as sf
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+LARGE = 300_000
+"""Bytes of the leaf that has a copy of its own."""
+
+MILLISECOND = 1_000_000
+"""Cycles of `torch.cuda._sleep`, about."""
+
+
+class Stamps:
+    """`count` batches made of their number, in memory that is used again as soon as it may be."""
+
+    def __init__(self, count: int, *, pinned: bool = False) -> None:
+        self.count = count
+        self._large = [torch.empty(LARGE, dtype=torch.uint8, pin_memory=pinned) for _ in range(1 if not pinned else 8)]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.count):
+            large = self._large[number % len(self._large)]
+            large.fill_(number % 251)
+            yield {
+                "number": torch.full((64,), number),
+                "pair": (torch.full((16, 8), float(number)), torch.tensor(number % 7, dtype=torch.int8)),
+                "large": large,
+            }
+
+
+def wrong(batch: Any, number: int) -> torch.Tensor:
+    """How many values of a batch on the device are not what they should be; stays there."""
+    return (
+        (batch["number"] != number).sum()
+        + (batch["pair"][0] != float(number)).sum()
+        + (batch["pair"][1] != number % 7).sum()
+        + (batch["large"] != number % 251).sum()
+    )
+
+
+@pytest.mark.parametrize("keep", ["fresh", "ring"])
+def test_a_hundred_thousand_batches_under_jitter(keep: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    naps = torch.randint(0, 200_000, (997,), generator=rng).tolist()
+
+    def jitter(batch: Any) -> Any:
+        torch.cuda._sleep(naps[int(len(naps) * torch.rand((), generator=rng))] // 8)
+        return batch
+
+    prefetcher = sf.DevicePrefetcher(Stamps(50_000), "cuda", keep=keep, transform_on_device=jitter)
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    kept: list[tuple[int, Any]] = []
+    count = 0
+    for number, batch in enumerate(prefetcher):
+        torch.cuda._sleep(naps[number % len(naps)] // 4)
+        bad += wrong(batch, number)
+        if keep == "fresh" and number % 100 == 0:
+            kept.append((number, batch))
+            kept = kept[-20:]
+        count += 1
+    for number, batch in kept:
+        bad += wrong(batch, number)
+    assert count == 50_000
+    assert bad.item() == 0
+
+
+def test_a_stream_of_ones_own() -> None:
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    iteration = iter(sf.DevicePrefetcher(Stamps(3000), "cuda", keep="ring"))
+    for number in range(3000):
+        stream = streams[number % 3]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            batch = next(iteration)
+            torch.cuda._sleep(20_000)
+            bad += wrong(batch, number)
+        torch.cuda.current_stream().wait_stream(stream)
+    assert bad.item() == 0
+
+
+def test_pinned_leaves_of_the_loader_are_read_in_place() -> None:
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    for number, batch in enumerate(sf.DevicePrefetcher(Stamps(2000, pinned=True), "cuda")):
+        bad += wrong(batch, number)
+    assert bad.item() == 0
+
+
+def test_a_loaders_slots_are_pinned_and_copied_from() -> None:
+    data = [(torch.full((3, 64, 64), id, dtype=torch.int32), id) for id in range(256)]
+    with sf.DataLoader(data, batch_size=32, num_workers=2, device="cuda", persistent_workers=True) as loader:
+        for _ in range(3):
+            seen = 0
+            for pictures, ids in loader:
+                assert pictures.is_cuda
+                assert (pictures == ids.view(-1, 1, 1, 1)).all()
+                seen += len(ids)
+            assert seen == 256
+        assert loader._crew is not None
+        slots = loader._crew.ring.slots
+        assert slots._pinned
+        view = torch.from_numpy(slots.view(next(iter(slots._pinned)), 1))
+        assert view.is_pinned()
+
+
+@pytest.mark.parametrize("keep", ["fresh", "ring"])
+def test_reserved_memory_is_flat_over_fifty_epochs(keep: str) -> None:
+    prefetcher = sf.DevicePrefetcher(Stamps(200), "cuda", keep=keep)
+    reserved = []
+    for _ in range(50):
+        for _ in prefetcher:
+            torch.cuda._sleep(10_000)
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(set(reserved[2:])) == 1
+
+
+def test_a_batch_that_is_used_too_long_is_poison() -> None:
+    iteration = iter(sf.DevicePrefetcher(Stamps(10), "cuda", keep="ring", debug=True))
+    first = next(iteration)
+    assert wrong(first, 0).item() == 0
+    next(iteration)
+    assert torch.isnan(first["pair"][0]).all()
+    assert (first["number"] == -1).all()
+
+
+def test_the_sanitizer_finds_nothing() -> None:
+    program = """
+    import torch, stallfree as sf
+    batches = [{"x": torch.full((300_000,), i % 100, dtype=torch.uint8), "y": torch.full((64,), i)} for i in range(200)]
+    for keep in ("fresh", "ring"):
+        total = 0
+        for batch in sf.DevicePrefetcher(batches, "cuda", keep=keep, transform_on_device=lambda b: b | {"z": b["x"].float()}):
+            total += batch["x"].sum() + batch["y"].sum() + batch["z"].sum()
+        print(int(total))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "data race" not in done.stderr.lower() + done.stdout.lower()
+    assert len(set(done.stdout.split())) == 1
+
+
+def test_copies_and_steps_overlap_in_a_trace() -> None:
+    batches = [torch.full((8 << 20,), number % 100, dtype=torch.uint8) for number in range(20)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in sf.DevicePrefetcher(batches, "cuda"):
+            torch.cuda._sleep(5 * MILLISECOND)
+        torch.cuda.synchronize()
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in profile.events() or []:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans["HtoD" in event.name].append((event.time_range.start, event.time_range.end))
+    copies, steps = spans[True], [span for span in spans[False] if span[1] - span[0] > 1000]
+    assert len(copies) >= 20
+    beside = sum(any(start < end_ and start_ < end for start_, end_ in steps) for start, end in copies)
+    assert beside >= 15

@@ -1,0 +1,140 @@
+"""The law of overlap, in virtual time: what a step costs with a prefetcher, and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from fakes import World
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from stallfree.device import DevicePrefetcher
+
+SECONDS = st.integers(1, 100).map(lambda number: number / 1000)
+ARTICLE = {"workers": 3, "load": 0.080, "copy": 0.015, "step": 0.030}
+
+
+class Loaders:
+    """So many loaders, each `load` seconds for a batch, that are `ahead` batches ahead of who takes them, each."""
+
+    def __init__(self, world: World, workers: int, load: float, batches: int, ahead: int = 2) -> None:
+        self.world, self.workers, self.load, self.batches, self.ahead = world, workers, load, batches, ahead
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        world, room = self.world, self.workers * self.ahead
+        done = [world.here.time] * self.workers
+        taken: list[float] = []
+        for number in range(self.batches):
+            at = number % self.workers
+            begin = max(done[at], taken[number - room] if number >= room else 0.0)
+            done[at] = begin + self.load
+            world.sleep_until(done[at])
+            taken.append(world.here.time)
+            yield torch.tensor(float(number))
+
+
+def train(world: World, batches: Iterator[torch.Tensor], step: float) -> list[float]:
+    """Steps that are waited for, as by `loss.item()`: when each was over."""
+    times = []
+    for number, batch in enumerate(batches):
+        world.use(batch, torch.tensor(float(number)), step)
+        world.synchronize()
+        times.append(world.here.time)
+    return times
+
+
+def without_prefetch(world: World, loader: Loaders) -> Iterator[torch.Tensor]:
+    """The usual loop: copy to the device, in the stream of the training, and wait."""
+    for batch in loader:
+        pinned, sent = world.backend.empty_pinned(4).view(torch.float32), world.backend.empty(4).view(torch.float32)
+        world.backend.stage([pinned[0]], [batch])
+        world.backend.copy(sent, pinned)
+        world.synchronize()
+        yield sent[0]
+
+
+def rate(times: list[float], workers: int) -> float:
+    """Batches per second in the second half, over whole rounds of the loaders."""
+    count = len(times) // (2 * workers) * workers
+    return count / (times[-1] - times[-1 - count])
+
+
+def rates(
+    workers: int, load: float, copy: float, step: float, depth: int = 2, keep: str = "fresh", rounds: int = 12
+) -> tuple[float, float]:
+    """With a prefetcher, and without."""
+    found = []
+    for prefetch in (True, False):
+        world = World(copy_seconds=copy)
+        loader = Loaders(world, workers, load, workers * rounds)
+        with world.installed():
+            if prefetch:
+                prefetcher = DevicePrefetcher(loader, "cuda", depth, keep)
+                times = train(world, iter(prefetcher), step)
+                prefetcher.close()
+                assert world.main.name not in world.copies
+            else:
+                times = train(world, without_prefetch(world, loader), step)
+        world.check()
+        found.append(rate(times, workers))
+    return found[0], found[1]
+
+
+@given(st.integers(1, 6), SECONDS, SECONDS, SECONDS, st.sampled_from([1, 2, 4]), st.sampled_from(["fresh", "ring"]))
+@example(*ARTICLE.values(), 2, "fresh")
+@example(*ARTICLE.values(), 2, "ring")
+@settings(max_examples=40, deadline=None)
+def test_the_slowest_of_loading_copying_and_training_sets_the_pace(
+    workers: int, load: float, copy: float, step: float, depth: int, keep: str
+) -> None:
+    ours, without = rates(workers, load, copy, step, depth, keep)
+    assert ours == pytest.approx(min(workers / load, 1 / max(copy, step)), rel=0.02)
+    assert without == pytest.approx(min(workers / load, 1 / (copy + step)), rel=0.02)
+
+
+@pytest.mark.parametrize("keep", ["fresh", "ring"])
+def test_the_case_of_the_article(keep: str) -> None:
+    """Three loaders of 80 ms, copies of 15 ms, steps of 30 ms: the steps set the pace, and not the sum."""
+    ours, without = rates(**ARTICLE, keep=keep, rounds=40)
+    assert ours == pytest.approx(1 / 0.030)
+    assert without == pytest.approx(1 / 0.045)
+    assert ours / without == pytest.approx(1.5)
+
+
+def test_copies_in_the_stream_of_the_training_would_overlap_nothing() -> None:
+    """What the stream of the thread is for."""
+    world = World(copy_seconds=0.015)
+    with world.installed() as patch:
+        patch.setattr(world.backend, "using", lambda stream: nullcontext())
+        prefetcher = DevicePrefetcher(Loaders(world, 3, 0.080, 120), "cuda")
+        times = train(world, iter(prefetcher), 0.030)
+        prefetcher.close()
+    world.check()
+    assert set(world.copies) == {world.main.name}
+    assert rate(times, 3) == pytest.approx(1 / 0.045, rel=0.02)
+
+
+@pytest.mark.parametrize("keep", ["fresh", "ring"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_memory_of_the_device_is_that_of_few_batches_whether_or_not_the_loop_waits_for_it(
+    keep: str, waits: bool
+) -> None:
+    """Steps of thrice the time of copies: a host that is not held up would be ahead by more and more batches."""
+    world, depth = World(copy_seconds=0.01), 2
+    reserved = []
+    with world.installed():
+        prefetcher = DevicePrefetcher([torch.full((256,), float(number)) for number in range(40)], "cuda", depth, keep)
+        for _ in range(20):
+            for number, batch in enumerate(prefetcher):
+                world.use(batch, torch.full((256,), float(number)), 0.03)
+                if waits:
+                    world.synchronize()
+            reserved.append(world.reserved)
+        prefetcher.close()
+    world.check()
+    assert set(reserved) == {reserved[0]}
+    room = 1024 + 1024 // 8 if keep == "ring" else 1024
+    assert reserved[0] <= (depth + 2) * room

@@ -1,0 +1,194 @@
+"""`sf.DataLoader(..., device=...)`: from a worker to the device with one copy, out of slots that are pinned."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import World
+from torch.utils.data import SequentialSampler
+
+import stallfree as sf
+from stallfree.loader.ring import Ring
+
+SAMPLES, BATCH = 40, 4
+SIDE = 40
+
+
+class Pictures:
+    """Pictures that are full of their number, and their labels."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, id: int) -> tuple[torch.Tensor, int]:
+        return torch.full((SIDE, SIDE), id, dtype=torch.uint8), id
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """A device that is slow, and sees when a slot may be filled again."""
+    made = World(copy_seconds=0.01)
+    lease = Ring.lease
+
+    def watch(ring: Ring, slot: int, memory: Any) -> None:
+        address = memory.ctypes.data
+        lease(ring, slot, memory)
+        weakref.finalize(memory, made.refill, address).atexit = False
+
+    with made.installed() as patch:
+        patch.setattr(Ring, "lease", watch)
+        yield made
+    for thread in threading.enumerate():
+        if thread.name == "stallfree-prefetch":  # of a loader that nobody closed
+            thread.join()
+    gc.collect()
+    made.check()
+    assert made.in_use("device") == 0
+    assert sum(made.registrations) == 0
+
+
+def loader_of(dataset: Any = None, **options: Any) -> Any:
+    options = {"batch_size": BATCH, "seed": 3, "device": "cuda", "shuffle": True, "num_workers": 1} | options
+    return sf.DataLoader(dataset or Pictures(), **options)
+
+
+def labels(world: World, batches: Iterator[Any], end: int | None = None, step: float = 0.02) -> list[list[int]]:
+    """What is trained with: pictures that are what their labels say."""
+    found: list[list[int]] = []
+    for pictures, label in batches:
+        world.use(pictures, seconds=step)
+        world.synchronize()
+        assert world.on_device(pictures)
+        assert torch.equal(pictures, label[:, None, None].to(torch.uint8).expand(-1, SIDE, SIDE))
+        found.append(label.tolist())
+        if len(found) == end:
+            break
+    return found
+
+
+def staged(world: World, patch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of what is staged from now on."""
+    sizes: list[int] = []
+    plain = world.backend.stage
+
+    def stage(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        sizes.extend(source.nbytes for source in sources)
+        plain(targets, sources)
+
+    patch.setattr(world.backend, "stage", stage)
+    return sizes
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slots(
+    world: World, monkeypatch: pytest.MonkeyPatch, workers: int, persistent: bool
+) -> None:
+    sizes = staged(world, monkeypatch)
+    host = loader_of(device=None, num_workers=0)
+    with loader_of(num_workers=workers, persistent_workers=persistent) as loader:
+        pinned = []
+        for _ in range(3):
+            assert labels(world, iter(loader)) == [label.tolist() for _, label in host]
+            pinned.append(world.registrations.count(1))
+        assert loader.device == torch.device("cpu")
+    if workers:
+        assert set(sizes) == {BATCH * 8}
+        assert pinned[0] > 0
+        assert (pinned[2] == pinned[0]) is persistent
+
+
+def test_batches_on_the_device_may_be_kept(world: World) -> None:
+    with loader_of(shuffle=False) as loader:
+        kept = list(loader)
+        world.synchronize()
+        assert [label.tolist() for _, label in kept] == [list(range(at, at + BATCH)) for at in range(0, SAMPLES, BATCH)]
+        for pictures, label in kept:
+            assert torch.equal(pictures[:, 0, 0], label.to(torch.uint8))
+        assert loader.stats() is not None
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_epoch_that_is_broken_off_is_followed_by_another(world: World, persistent: bool) -> None:
+    with loader_of(persistent_workers=persistent, shuffle=False) as loader:
+        every = [list(range(at, at + BATCH)) for at in range(0, SAMPLES, BATCH)]
+        for end in (1, 3, None):
+            assert labels(world, iter(loader), end) == every[:end]
+
+
+def test_a_loader_that_nobody_refers_to_goes_on_and_ends(world: World) -> None:
+    for pictures, label in loader_of(shuffle=False):
+        world.synchronize()
+        assert torch.equal(pictures[:, 0, 0], label.to(torch.uint8))
+        if int(label[0]) >= 12:
+            break
+    del pictures, label
+
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "own": {},
+    "sampler": {"shuffle": False, "sampler": SequentialSampler(range(SAMPLES))},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("given", [0, 1, 4, 10])
+def test_a_state_leaves_exactly_the_samples_that_were_not_given(world: World, order: str, given: int) -> None:
+    with loader_of(**ORDERS[order]) as loader:
+        iterator = iter(loader)
+        before = labels(world, iterator, given) if given else []
+        state = loader.state_dict()
+        after = labels(world, iterator)
+    with loader_of(**ORDERS[order]) as other:
+        other.load_state_dict(state)
+        assert labels(world, iter(other)) == after
+        second = labels(world, iter(other))
+    assert sorted(np.concatenate(before + after)) == list(range(SAMPLES))
+    assert sorted(np.concatenate(second)) == list(range(SAMPLES))
+
+
+def test_a_state_of_a_window_leaves_exactly_the_samples_that_were_not_given(world: World) -> None:
+    def make() -> Any:
+        return sf.SmartCacheDataset(Pictures(), None, cache_num=20, replace_rate=0.5, seed=1)
+
+    dataset = make()
+    with loader_of(dataset, num_workers=0) as loader:
+        labels(world, iter(loader))
+        iterator = iter(loader)
+        before = labels(world, iterator, 2)
+        state = loader.state_dict()
+        after = labels(world, iterator)
+    dataset.close()
+    dataset = make()
+    with loader_of(dataset, num_workers=0) as other:
+        other.load_state_dict(state)
+        assert labels(world, iter(other)) == after
+        assert len(labels(world, iter(other))) == 5
+    dataset.close()
+    assert len(before) + len(after) == 5
+
+
+class Broken(Pictures):
+    """One of them cannot be read."""
+
+    def __getitem__(self, id: int) -> tuple[torch.Tensor, int]:
+        if id == 13:
+            raise OSError("unreadable")
+        return super().__getitem__(id)
+
+
+def test_an_error_of_a_sample_arrives_with_its_number_and_the_epoch_goes_on(world: World) -> None:
+    with loader_of(Broken(), shuffle=False) as loader:
+        iterator = iter(loader)
+        assert labels(world, iterator, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        with pytest.raises(sf.SampleError) as caught:
+            next(iterator)
+        assert caught.value.id == 13
+        assert labels(world, iterator)[0] == [16, 17, 18, 19]
+        del caught
