@@ -61,7 +61,7 @@ demo: $(VENV)/.all
 	$(BIN)/stallfree demo $(ARGS)
 
 test: $(VENV)/.test server
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(VENV)/.test server
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -46,6 +46,7 @@ NAMES = (
     "store_costly_prep",
     "store_faults",
     "store_start",
+    "device_law",
     "predicted",
     "stall_shares",
     "model_rates",

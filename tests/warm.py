@@ -74,7 +74,7 @@ def serve(folder: Path) -> tuple[Any, dict[str, Any]] | None:
             os.environ["TMPDIR"] = str(own)
             sys.argv[:] = [file, *arguments]
             sys.path[0] = str(Path(file).absolute().parent)
-            names = {"__name__": "__main__", "__file__": file, "__builtins__": __builtins__}
+            names = {"__name__": "__main__", "__file__": file, "__spec__": None, "__builtins__": __builtins__}
             return compile(text, file, "exec", dont_inherit=True), names
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print(json.dumps([code, out.read_text(), err.read_text(), sorted(os.listdir(own))]), flush=True)

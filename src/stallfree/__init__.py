@@ -4,7 +4,7 @@ from importlib.metadata import version as _version
 
 from stallfree import clara, testing
 from stallfree.analysis import Prediction, Replay, Report, analyze, replay
-from stallfree.device import DevicePrefetcher
+from stallfree.device import DevicePrefetcher, ProcessPrefetcher
 from stallfree.errors import (
     CapacityError,
     CodecError,
@@ -64,6 +64,7 @@ __all__ = [
     "MissingServerError",
     "OnItem",
     "Prediction",
+    "ProcessPrefetcher",
     "ProducerError",
     "PrometheusCollector",
     "PrometheusServer",

@@ -148,7 +148,8 @@ def test_the_sanitizer_finds_nothing() -> None:
     batches = [{"x": torch.full((300_000,), i % 100, dtype=torch.uint8), "y": torch.full((64,), i)} for i in range(200)]
     for keep in ("fresh", "ring"):
         total = 0
-        for batch in sf.DevicePrefetcher(batches, "cuda", keep=keep, transform_on_device=lambda b: b | {"z": b["x"].float()}):
+        floats = lambda b: b | {"z": b["x"].float()}
+        for batch in sf.DevicePrefetcher(batches, "cuda", keep=keep, transform_on_device=floats):
             total += batch["x"].sum() + batch["y"].sum() + batch["z"].sum()
         print(int(total))
     """

@@ -1,5 +1,7 @@
 """Batches on the device before they are needed."""
 
+from stallfree.device.consumer import Consumer
 from stallfree.device.prefetcher import DevicePrefetcher
+from stallfree.device.process import ProcessPrefetcher
 
-__all__ = ["DevicePrefetcher"]
+__all__ = ["Consumer", "DevicePrefetcher", "ProcessPrefetcher"]

@@ -246,11 +246,20 @@ def _stride(leaf: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(leaf.shape, device="meta").stride()
 
 
+_empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
 def _view(memory: torch.Tensor, start: int, like: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """A tensor like `like` over the bytes of `memory`, which begins its storage, from `start` on, a multiple of 256."""
-    dtype = like.dtype
-    empty: Any = torch.empty(0, dtype=dtype, device=memory.device)
-    view: torch.Tensor = empty.set_(memory.untyped_storage(), start // dtype.itemsize, like.shape, stride)
+    """A tensor like `like` over the bytes of `memory`, which begins its storage, from `start` on, a multiple of 256.
+
+    It is no view for autograd: what is done to another tensor over the same memory means nothing to it.
+    """
+    dtype, device = like.dtype, memory.device
+    empty: Any = _empties.get((dtype, device))
+    if empty is None:
+        empty = _empties[dtype, device] = torch.empty(0, dtype=dtype, device=device)
+    # `.data` is another tensor, with a version of its own, for less than `torch.empty` takes
+    view: torch.Tensor = empty.data.set_(memory.untyped_storage(), start // dtype.itemsize, like.shape, stride)
     return view
 
 

@@ -1,0 +1,232 @@
+"""The process of a `ProcessPrefetcher`: loads, copies to the slots, and tells the consumers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stallfree.device.crossing import Layout, attach, pack_error, sketch
+from stallfree.device.door import Door, Told
+from stallfree.device.slots import memory_of, poison
+from stallfree.device.staging import Place, Stager
+from stallfree.errors import StorageError
+
+_LAYOUTS = 512
+"""Layouts that are remembered."""
+
+_LOOK_SECONDS = 0.00005
+
+_SWITCH_SECONDS = 0.001
+"""How long a loader in pure Python may keep the door waiting; Python's default is 5 ms."""
+
+
+class Making:
+    """A function that is unpickled only when it is called: what that raises is then told like what the call raises."""
+
+    def __init__(self, make_loader: Callable[[], Iterable[Any]]) -> None:
+        self._make_loader = make_loader
+        self._pickled = b""
+
+    def __call__(self) -> Iterable[Any]:
+        """What the function makes."""
+        make: Callable[[], Iterable[Any]] = pickle.loads(self._pickled)
+        return make()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_pickled": bytes(ForkingPickler.dumps(self._make_loader))}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the process is started with.
+
+    Attributes:
+        make_loader: makes the loader.
+        device: to which batches go.
+        depth: batches that are ready, beside the one in use.
+        consumers: how many there will be.
+        folder: with the socket, and with the slots of a CPU.
+    """
+
+    make_loader: Making
+    device: torch.device
+    depth: int
+    consumers: int
+    folder: Path
+
+
+def produce(lifeline: socket.socket, listener: socket.socket, setup: Setup) -> None:
+    """The life of the process.
+
+    Args:
+        lifeline: ends with the process that started this one.
+        listener: to which the consumers come.
+        setup: what to do.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the consumers decide when to stop
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    with contextlib.suppress(OSError):
+        os.setsid()
+    try:
+        folder = attach(setup.folder)
+    except StorageError:
+        return  # nobody waits for this process any more
+    door = Door(lifeline, listener, setup.consumers, setup.depth + 1)
+    try:
+        Producer(door, setup).run()
+    finally:
+        door.close()
+        folder.close()
+
+
+class Producer:
+    """Runs the loader, epoch by epoch."""
+
+    def __init__(self, door: Door, setup: Setup) -> None:
+        self._door, self._setup = door, setup
+        self._memory = memory_of(setup.device, setup.folder)
+        self._memory.bind()
+        self._stream = self._memory.new_stream()
+        self._stager = Stager(self._memory, standing=True)
+        self._used = [[self._memory.new_event() for _ in range(setup.consumers)] for _ in door.free]
+        # For the event of one consumer the stream waits, for those of several this process does.
+        alone = setup.consumers == 1
+        self._places = [
+            Place(self._memory.new_event(), used[0] if alone else self._memory.new_event()) for used in self._used
+        ]
+        self._layouts: OrderedDict[Layout, tuple[int, bytes]] = OrderedDict()
+        self._serial = 0
+
+    def run(self) -> None:
+        """Until nobody wants more."""
+        loader: Any
+        try:
+            loader = self._setup.make_loader()
+        except BaseException as error:
+            loader = _Broken(error)
+        self._door.tell_length(_length(loader))
+        with self._memory.using(self._stream):
+            while self._door.begin() is not None:
+                self._run_epoch(loader)
+                self._door.tell_length(_length(loader))
+            self._poison()
+        with contextlib.suppress(Exception):
+            loader.close()
+
+    def _run_epoch(self, loader: Iterable[Any]) -> None:
+        door, batches = self._door, None
+        slot = door.take()
+        while slot is not None:
+            try:
+                if batches is None:
+                    batches = iter(loader)
+                batch = next(batches)
+            except StopIteration:
+                break
+            except BaseException as error:
+                door.fail(slot, error)
+                if batches is None:
+                    slot = None
+                    break
+            else:
+                self._send(slot, batch)
+                del batch
+            slot = door.take()
+        door.end(slot)
+
+    def _send(self, slot: int, batch: Any) -> None:
+        try:
+            self._door.announce(slot, self._copy(slot, batch))
+        except BaseException as error:
+            self._door.fail(slot, error)
+
+    def _copy(self, slot: int, batch: Any) -> Told:
+        tensors: list[torch.Tensor] = []
+        others: list[Any] = []
+        form = sketch(batch, tensors, others)
+        body = pickle.dumps(others, pickle.HIGHEST_PROTOCOL) if others else b""
+        memory, place = self._memory, self._places[slot]
+        self._await_consumers(slot)
+        before = place.memory
+        try:
+            sent = self._stager.send(place, tensors)
+        finally:
+            memory.record(place.copied)
+        for other in self._places:
+            if other.held is not None and memory.reached(other.copied):
+                other.held = None
+        there = place.memory
+        assert there is not None
+        if before is not None and before is not there:
+            memory.discard(before)
+        where = tuple([(leaf.dtype, leaf.shape, leaf.stride(), leaf.storage_offset()) for leaf in sent.leaves])
+        serial, layout = self._number_layout(Layout(form, where))
+        oldest = next(iter(self._layouts.values()))[0]
+        return Told(there, lambda consumer: self._share(slot, consumer), serial, layout, oldest, body)
+
+    def _await_consumers(self, slot: int) -> None:
+        """Have the copies into a slot begin when nobody works with it any more."""
+        for consumer, event in enumerate(self._used[slot] if self._setup.consumers > 1 else ()):
+            # That of a process that is killed may never be reached.
+            while not self._memory.reached(event) and self._door.lives(consumer):
+                time.sleep(_LOOK_SECONDS)
+
+    def _number_layout(self, layout: Layout) -> tuple[int, bytes]:
+        known = self._layouts.get(layout)
+        if known is None:
+            self._serial += 1
+            known = self._layouts[layout] = self._serial, pickle.dumps(layout, pickle.HIGHEST_PROTOCOL)
+            if len(self._layouts) > _LAYOUTS:
+                self._layouts.popitem(last=False)
+        return known
+
+    def _share(self, slot: int, consumer: int) -> bytes:
+        memory, place = self._memory, self._places[slot]
+        assert place.memory is not None
+        events = memory.share_event(place.copied), memory.share_event(self._used[slot][consumer])
+        return pickle.dumps((memory.share(place.memory), events))
+
+    def _poison(self) -> None:
+        for slot in self._door.free:
+            place = self._places[slot]
+            if place.memory is not None:
+                self._await_consumers(slot)
+                self._memory.wait(place.used)
+                poison(self._memory, place.memory)
+                self._memory.record(place.copied)
+                self._memory.finish(place.copied)
+
+
+class _Broken:
+    """A loader that could not be made."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self._error
+
+    __len__: Any = __iter__
+
+
+def _length(loader: Any) -> bytes:
+    """Of the loader, or the error if it has none."""
+    try:
+        return pickle.dumps(len(loader))
+    except BaseException as error:
+        return pack_error(error)

@@ -1,0 +1,163 @@
+"""Who does what after what: vector clocks of threads, streams, events and the queues between threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from fakes import World
+
+Clock = dict[int, int]
+Stamp = tuple[Clock, float]
+"""What an agent knew at some moment, and when that was."""
+
+
+class Agent:
+    """A thread, or a stream.
+
+    Attributes:
+        name: in messages.
+        number: its place in clocks.
+        clock: of each agent, the last thing that it did that came before now.
+        time: now, in seconds.
+    """
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.number, self.time = name, number, 0.0
+        self.clock: Clock = {number: 0}
+
+    def tick(self) -> None:
+        self.clock[self.number] += 1
+
+    def stamp(self) -> Stamp:
+        return dict(self.clock), self.time
+
+    def meet(self, stamp: Stamp) -> None:
+        """Go on after what the stamp says."""
+        clock, time = stamp
+        for number, tick in clock.items():
+            if tick > self.clock.get(number, 0):
+                self.clock[number] = tick
+        self.time = max(self.time, time)
+
+
+class Stream(Agent):
+    """Does what it is given in order, some time.
+
+    Attributes:
+        work: given and not done.
+        given, done: how many of it.
+    """
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(name, number)
+        self.work: deque[Callable[[], object]] = deque()
+        self.given = self.done = 0
+
+
+class Event:
+    """A mark in a stream; without a stamp it was never recorded."""
+
+    def __init__(self) -> None:
+        self.stamp: Stamp | None = None
+        self.behind: tuple[Stream, int] | None = None
+
+
+@dataclass
+class Access:
+    """Of the bytes from `begin` to `end`, as number `tick` of what the agent did."""
+
+    agent: Agent
+    tick: int
+    begin: int
+    end: int
+    write: bool
+    what: str
+
+    def __str__(self) -> str:
+        return f"the {'write' if self.write else 'read'} of {self.begin}..{self.end} by {self.agent.name} ({self.what})"
+
+
+@dataclass
+class Piece:
+    """Memory that was handed out.
+
+    Attributes:
+        name: in messages.
+        kind: "device", "pinned", "lent" (pinned memory of a loader), or "registered" (pinned where it was).
+        block: what it lies in.
+        owner: the stream for which it was made, of the device only.
+        keepers: streams that were named to `keep`.
+        accesses: to it, but those that a later write has covered.
+    """
+
+    name: str
+    kind: str
+    block: torch.Tensor
+    owner: Stream | None
+    keepers: list[Stream] = field(default_factory=list)
+    accesses: list[Access] = field(default_factory=list)
+
+
+class ClockedQueue:
+    """A queue between threads: who gets comes after who put."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._items: queue.SimpleQueue[tuple[Any, Stamp]] = queue.SimpleQueue()
+
+    def put(self, item: Any) -> None:
+        self._items.put((item, self._world.stamp()))
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        item, stamp = self._items.get(block, timeout)
+        self._world.meet(stamp)
+        return item
+
+    def get_nowait(self) -> Any:
+        return self.get(False)
+
+    def empty(self) -> bool:
+        return self._items.empty()
+
+
+class ClockedThread(threading.Thread):
+    """A thread that comes after who started it, and before who joined it."""
+
+    def __init__(self, world: World, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._world = world
+
+    def start(self) -> None:
+        self._began = self._world.stamp()
+        super().start()
+
+    def run(self) -> None:
+        self._world.enter(self.name, self._began)
+        try:
+            super().run()
+        finally:
+            self._ended = self._world.stamp()
+
+    def join(self, timeout: float | None = None) -> None:
+        super().join(timeout)
+        if not self.is_alive():
+            self._world.meet(self._ended)
+
+
+class ClockedThreading:
+    """The module `threading` with other threads."""
+
+    def __init__(self, world: World) -> None:
+        self.Thread = partial(ClockedThread, world)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)

@@ -1,0 +1,186 @@
+"""Loaders that stamp what they give, for the tests of `ProcessPrefetcher`, and processes that consume it.
+
+What a loader does in its next epoch is written to a file, the `Script`, so that one process serves many tests. The file
+also counts what the loader was asked for and what consumers gave back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+PATIENCE = 60.0  # seconds until what does not happen is taken for hung
+_COUNTS = struct.Struct("<8q")
+ASKED, EPOCHS, BACK = 0, 1, 2
+"""Numbers in the file of counts: batches that the loader was asked for, epochs that it began, and from BACK on how many
+batches each consumer has given back."""
+
+
+def stamp(epoch: int, number: int) -> int:
+    """What all values of a batch are."""
+    return epoch * 1000 + number + 1
+
+
+def stamped(epoch: int, number: int, rows: int = 4) -> dict[str, torch.Tensor]:
+    """A batch, with a small tensor and one that goes by a copy of its own."""
+    value = stamp(epoch, number)
+    return {"where": torch.tensor([epoch, number]), "pixels": torch.full((rows, 20_000), value, dtype=torch.int32)}
+
+
+def read_stamp(batch: dict[str, torch.Tensor], rows: int = 4) -> tuple[int, int]:
+    """(epoch, number) of a batch, which must be whole."""
+    epoch, number = batch["where"].tolist()
+    assert batch["pixels"].shape == (rows, 20_000)
+    pixels = batch["pixels"].numpy()  # threads of torch would not be there in a forked process
+    whole = (pixels == stamp(epoch, number)).all()
+    assert whole, f"batch {number} of epoch {epoch} has {np.unique(pixels).tolist()}"
+    return epoch, number
+
+
+class Script:
+    """What the loader does from its next epoch on, and the counts. Picklable."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.counts = folder / "script", folder / "counts"
+        self.counts.write_bytes(bytes(_COUNTS.size))
+        self.write()
+
+    def write(self, **values: Any) -> None:
+        """`batches`, `rows` (of the last batch too, if `last` does not say else), `errors` (numbers in whose place an
+        error is), `ends` (whether such an error ends the epoch), `hang` (the number before which it waits until
+        `release`), `depth` and `consumers` (to check that no slot was used too early)."""
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(values))
+        new.replace(self.file)
+
+    def read(self) -> dict[str, Any]:
+        """What was written."""
+        values: dict[str, Any] = json.loads(self.file.read_text())
+        return values
+
+    def release(self) -> None:
+        """Let the loader go on."""
+        self.file.with_suffix(".go").touch()
+
+    def map(self) -> memoryview:
+        """The counts."""
+        with self.counts.open("r+b") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+
+    def make(self) -> Callable[[], Scripted]:
+        """What a `ProcessPrefetcher` is given."""
+        return partial(Scripted, self)
+
+
+class Scripted:
+    """A loader that does what its script says."""
+
+    def __init__(self, script: Script) -> None:
+        self.script, self.epoch, self.counts = script, -1, script.map()
+
+    def __len__(self) -> int:
+        return int(self.script.read().get("batches", 5))
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        self.counts[EPOCHS] += 1
+        return Epoch(self.script, self.epoch, self.counts)
+
+
+class Epoch:
+    """An iterator that may go on after an error."""
+
+    def __init__(self, script: Script, epoch: int, counts: memoryview) -> None:
+        self.script, self.epoch, self.counts, self.number = script, epoch, counts, -1
+        self.told = script.read()
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        self.number += 1
+        told, number = self.told, self.number
+        if number >= told.get("batches", 5):
+            raise StopIteration
+        if "depth" in told:  # the batch that was in the slot has been given back by all
+            back = [self.counts[BACK + consumer] for consumer in range(told["consumers"])]
+            assert min(back) >= number - told["depth"], f"batch {number} is loaded, but only {back} were given back"
+        self.counts[ASKED] += 1
+        if number == told.get("hang", -1):
+            while not self.script.file.with_suffix(".go").exists():
+                time.sleep(0.001)
+        if number in told.get("errors", ()):
+            if told.get("ends"):
+                self.number = 10**9
+            raise FileNotFoundError(2, f"no picture for batch {number}")
+        last = number == told.get("batches", 5) - 1
+        return stamped(self.epoch, number, told["last"] if last and "last" in told else told.get("rows", 4))
+
+
+def wait_for(what: Callable[[], bool], name: str) -> None:
+    """Wait until something is true; fails the test if that takes too long."""
+    deadline = time.monotonic() + PATIENCE
+    while not what():
+        if time.monotonic() > deadline:
+            pytest.fail(f"{name}: not after {PATIENCE:.0f} s")
+        time.sleep(0.001)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def started() -> set[int]:
+    """The processes that were started for the tests as programs of their own, and their forks: orphans, too."""
+    mark = f"STALLFREE_ROOT={os.environ['STALLFREE_ROOT']}".encode()
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.add(int(process.name))
+    return found
+
+
+def consume(consumer: Any, book: Path, epochs: int, script: Script | None = None, stop: int = -1) -> None:
+    """Iterate, and write (epoch, number) of each batch to `book`; break off the first epoch after batch `stop`."""
+    counts = None if script is None else script.map()
+    with book.open("w") as file:
+        for epoch in range(epochs):
+            for batch in consumer:
+                where = read_stamp(batch)
+                print(*where, file=file, flush=True)
+                if epoch == 0 and where[1] == stop:
+                    break
+                if counts is not None:
+                    counts[BACK + consumer.number] += 1
+    consumer.close()
+
+
+def entries(book: Path) -> list[tuple[int, int]]:
+    """What `consume` wrote."""
+    return [(int(epoch), int(number)) for epoch, number in map(str.split, book.read_text().splitlines())]
+
+
+def die(consumer: Any, batches: int) -> None:
+    """Take some batches, and be killed."""
+    taken = iter(consumer)
+    for _ in range(batches):
+        read_stamp(next(taken))
+    os.kill(os.getpid(), 9)

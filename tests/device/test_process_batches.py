@@ -1,0 +1,436 @@
+"""`ProcessPrefetcher` with one consumer: what it gives is what the loader gave."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+import warnings
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_tools import ASKED, BACK, PATIENCE, Script, read_stamp, wait_for
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+import stallfree as sf
+from children import Child
+from stallfree.device import process
+from stallfree.device.crossing import MARK, Builder, sketch
+from stallfree.device.process import ProcessPrefetcher
+
+Pair = namedtuple("Pair", "left right")
+
+
+@pytest.fixture(autouse=True)
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As "spawn" starts it, but for the imports, which are there already."""
+    monkeypatch.setattr(process, "_START_METHOD", "forkserver")
+
+
+@dataclass
+class Served:
+    """A prefetcher over a scripted loader."""
+
+    script: Script
+    prefetcher: ProcessPrefetcher
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """For all tests of this module that need no other."""
+    script = Script(tmp_path_factory.mktemp("served"))
+    with ProcessPrefetcher(script.make(), "cpu", depth=2, timeout=PATIENCE) as prefetcher:  # by "spawn"
+        script.write(batches=9, rows=40)
+        for batch in prefetcher:  # now it is connected, and knows all slots
+            read_stamp(batch, 40)
+        del batch
+        yield Served(script, prefetcher)
+
+
+def test_epochs_are_whole(served: Served) -> None:
+    served.script.write(batches=20)
+    first = read_stamp(next(iter(served.prefetcher)))[0] + 1
+    for epoch in range(first, first + 5):
+        assert [read_stamp(batch) for batch in served.prefetcher] == [(epoch, number) for number in range(20)]
+    assert len(served.prefetcher) == 20
+
+
+def test_sizes_change(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    with ProcessPrefetcher(script.make(), "cpu", timeout=PATIENCE) as prefetcher:
+        for epoch, rows in enumerate((4, 60, 1)):
+            script.write(batches=7, rows=rows, last=2)
+            got = [read_stamp(batch, 2 if number == 6 else rows) for number, batch in enumerate(prefetcher)]
+            assert got == [(epoch, number) for number in range(7)]
+            assert len(list(prefetcher.consumer(0)._folder.glob("slot-*"))) == 3  # what was too small is gone
+
+
+def test_an_empty_epoch(served: Served) -> None:
+    served.script.write(batches=0)
+    assert list(served.prefetcher) == []
+    assert len(served.prefetcher) == 0
+
+
+def test_a_broken_off_epoch_leaves_nothing_behind(served: Served) -> None:
+    served.script.write(batches=9)
+    epochs = []
+    for take in (3, 1, 9, 5, 0, 9):
+        got = []
+        iteration = iter(served.prefetcher)
+        for _ in range(take):
+            got.append(read_stamp(next(iteration)))
+        assert [number for _, number in got] == list(range(take))
+        epochs += [epoch for epoch, _ in got[:1]]
+    assert sorted(set(epochs)) == epochs  # never a batch of an epoch before
+    assert list(iteration) == []
+    with pytest.raises(StopIteration):
+        next(iteration)
+
+
+def test_an_iteration_ends_when_another_begins(served: Served) -> None:
+    served.script.write(batches=4)
+    first = iter(served.prefetcher)
+    epoch, _ = read_stamp(next(first))
+    second = iter(served.prefetcher)
+    assert list(first) == []
+    assert [read_stamp(batch)[1] for batch in second] == [0, 1, 2, 3]
+    assert read_stamp(next(iter(served.prefetcher)))[0] == epoch + 2
+
+
+def test_no_slot_is_filled_before_it_is_given_back(served: Served) -> None:
+    """The loader itself looks, when it is asked for a batch, how many were given back."""
+    counts = served.script.map()
+    counts[BACK] = counts[ASKED] = 0
+    served.script.write(batches=120, depth=2, consumers=1)
+    held = None
+    addresses = set()
+    for number, batch in enumerate(served.prefetcher):
+        if number % 50 == 0:  # slow: the loader is as far ahead as it may be
+            wait_for(lambda: counts[ASKED] == min(120, number + 3), "the loader to fill the ring")  # noqa: B023
+        assert read_stamp(batch)[1] == number
+        addresses.add(batch["pixels"].data_ptr())
+        held = batch
+        counts[BACK] += 1
+    assert number == 119
+    assert len(addresses) == 3
+    assert held is not None
+
+
+def test_what_is_done_to_a_batch_is_not_done_to_the_next(served: Served) -> None:
+    served.script.write(batches=12)
+    with torch.inference_mode():  # what is kept for later batches is made in the first epoch
+        for batch in served.prefetcher:
+            batch["pixels"].add_(1)
+    for batch in served.prefetcher:
+        read_stamp(batch)
+        assert not batch["pixels"].is_inference()
+        batch["pixels"].resize_(1)
+        del batch["where"]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_errors_of_the_loader_come_in_their_place(served: Served, ends: bool) -> None:
+    served.script.write(batches=8, errors=[0, 3, 4], ends=ends)
+    iteration = iter(served.prefetcher)
+    for number in [0] if ends else range(8):
+        if number in (0, 3, 4):
+            with pytest.raises(FileNotFoundError, match=f"no picture for batch {number}") as caught:
+                next(iteration)
+            assert caught.value.errno == 2
+            assert "in __next__" in str(caught.value.__cause__)
+        else:
+            assert read_stamp(next(iteration))[1] == number
+    assert list(iteration) == []
+
+
+def test_it_waits_no_longer_than_it_may(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.write(batches=6, hang=2)
+    with ProcessPrefetcher(script.make(), "cpu", timeout=PATIENCE) as prefetcher:
+        iteration = iter(prefetcher)
+        assert [read_stamp(next(iteration))[1] for _ in range(2)] == [0, 1]
+        prefetcher._own.timeout = 0.05
+        for _ in range(2):
+            with pytest.raises(sf.WaitError, match=r"0.05 s for a batch: the loader works at batch 2 of epoch 0"):
+                next(iteration)
+        prefetcher._own.timeout = PATIENCE
+        script.release()
+        assert [read_stamp(batch)[1] for batch in iteration] == [2, 3, 4, 5]
+
+
+# -- what a batch may be ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """A container that is no dict, list or tuple."""
+
+    image: torch.Tensor
+    name: str
+
+
+class Labelled(torch.Tensor):
+    """A tensor that is not plain."""
+
+
+def many_kinds() -> list[Any]:
+    """A loader with a batch of everything."""
+    base = torch.arange(24.0).reshape(2, 3, 4)
+    return [
+        torch.arange(5),
+        [torch.tensor(3.5), torch.zeros(0, 7), torch.tensor([True, False])],
+        (base.transpose(0, 2), base[:, ::2], base[:1].expand(4, 3, 4)),
+        torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last),
+        Pair(torch.ones(3, dtype=torch.bfloat16), {"path": "a.png", 7: None}),
+        torch.tensor([1 + 2j]).conj(),
+        torch.ones(2, requires_grad=True),
+        OrderedDict(z=torch.ones(1), a=Pair(torch.zeros(2), "x")),
+        Record(torch.full((300, 300), 2.0), "b.png"),
+        pack_sequence([torch.arange(3), torch.arange(2)]),
+        ["only", "strings"],
+        {"sparse": torch.eye(3).to_sparse(), "again": torch.eye(2).to_sparse()},
+        {"label": torch.ones(2).as_subclass(Labelled)},
+        {"nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
+        {},
+        None,
+    ]  # fmt: skip
+
+
+def same(got: Any, wanted: Any) -> bool:
+    """Whether two values are alike, types and all."""
+    if isinstance(wanted, torch.Tensor):
+        if type(got) is not type(wanted) or got.dtype != wanted.dtype or got.layout != wanted.layout:
+            return False
+        if wanted.is_nested:
+            return all(same(*pair) for pair in zip(got.unbind(), wanted.unbind(), strict=True))
+        dense = [value.detach().to_dense() if value.is_sparse else value.detach() for value in (got, wanted)]
+        return got.shape == wanted.shape and bool(dense[0].eq(dense[1]).all())
+    if type(got) is not type(wanted):
+        return False
+    if isinstance(wanted, PackedSequence):
+        return all(same(left, right) for left, right in zip(got, wanted, strict=True))
+    if isinstance(wanted, dict):
+        return list(got) == list(wanted) and all(same(got[key], wanted[key]) for key in wanted)
+    if isinstance(wanted, list | tuple):
+        return len(got) == len(wanted) and all(same(*pair) for pair in zip(got, wanted, strict=True))
+    if isinstance(wanted, Record):
+        return same(got.image, wanted.image) and got.name == wanted.name
+    return bool(got == wanted)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_batches_of_all_kinds() -> None:
+    torch.manual_seed(1)
+    wanted = many_kinds()
+    with ProcessPrefetcher(seeded_kinds, "cpu", timeout=PATIENCE) as prefetcher:
+        for epoch in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for number, batch in enumerate(prefetcher):
+                    assert same(batch, wanted[number]), (number, batch)
+            assert number == len(wanted) - 1
+            told = sorted(str(warning.message).split(" in a batch")[0] for warning in caught)
+            odd = ["a Labelled", "a Tensor of torch.sparse_coo", "a Tensor of torch.strided"]
+            assert told == (odd if epoch == 0 else [])
+
+
+def seeded_kinds() -> list[Any]:
+    """The same in each process."""
+    torch.manual_seed(1)
+    return many_kinds()
+
+
+def test_a_form_tells_what_is_alike() -> None:
+    """Batches of one form are told apart by nothing but their tensors and values."""
+
+    def form(batch: Any) -> tuple[Any, int, list[Any]]:
+        tensors: list[torch.Tensor] = []
+        others: list[Any] = []
+        return sketch(batch, tensors, others), len(tensors), others
+
+    one, two = torch.ones(1), torch.zeros(2)
+    assert form({"a": one, "b": [1, "x"]}) == (form({"a": two, "b": [2, "y"]})[0], 1, [1, "x"])
+    alike = [
+        {"a": one},
+        {"b": one},
+        [one],
+        (one,),
+        Pair(one, one),
+        Pair(one, 1),
+        {"a": [one]},
+        one,
+        1,
+        OrderedDict(a=one),
+    ]
+    forms = [form(batch)[0] for batch in alike]
+    assert len(set(forms)) == len(alike)
+    for batch, made in zip(alike, forms, strict=True):
+        tensors: list[torch.Tensor] = []
+        others: list[Any] = []
+        sketch(batch, tensors, others)
+        assert same(Builder(pickle.loads(pickle.dumps(made))).build(tensors, pickle.loads(pickle.dumps(others))), batch)
+    assert pickle.loads(pickle.dumps(MARK)) is MARK
+
+
+def of_many_lengths() -> Iterator[torch.Tensor]:
+    """More layouts than are remembered, and the first ones again."""
+    return (torch.full((number % 700 + 1,), number) for number in range(1500))
+
+
+def test_more_layouts_than_are_remembered() -> None:
+    with ProcessPrefetcher(partial(Anew, of_many_lengths), "cpu", timeout=PATIENCE) as prefetcher:
+        for number, batch in enumerate(prefetcher):
+            assert batch.shape == (number % 700 + 1,)
+            assert bool((batch == number).all())
+        assert number == 1499
+        assert len(prefetcher._own._layouts) <= 512
+
+
+class Anew:
+    """A loader without a length."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Any:
+        return iter(self.make())
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+class Unsendable(Exception):
+    """An error that cannot be brought over."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__("with a lock")
+        self.lock = lock
+
+
+def raising(kind: str) -> Any:
+    """A function that makes no loader."""
+    if kind == "unsendable":
+        raise Unsendable(threading.Lock())
+    if kind == "exit":
+        raise SystemExit(3)
+    return 5
+
+
+def with_a_lock() -> Iterator[Any]:
+    yield torch.ones(1)
+    yield {"lock": threading.Lock()}
+    yield torch.ones(2)
+
+
+class FailsToLoad:
+    """Can be pickled, and not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return raising, ("unsendable",)
+
+    def __call__(self) -> Any:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (partial(raising, "unsendable"), sf.StallfreeError, "raised Unsendable: with a lock"),
+        (partial(raising, "exit"), sf.StallfreeError, "raised SystemExit: 3"),
+        (partial(raising, "number"), TypeError, "'int' object is not iterable"),
+        (FailsToLoad(), sf.StallfreeError, "raised Unsendable: with a lock"),
+    ],
+)
+def test_what_makes_the_loader_fails(make: Any, kind: type[Exception], text: str) -> None:
+    with ProcessPrefetcher(make, "cpu", timeout=PATIENCE) as prefetcher:
+        for _ in range(2):
+            iteration = iter(prefetcher)
+            with pytest.raises(kind, match=text) as caught:
+                next(iteration)
+            assert "Traceback" in str(caught.value.__cause__)
+            assert list(iteration) == []
+        with pytest.raises((kind, TypeError)):
+            len(prefetcher)
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_in_its_place() -> None:
+    with ProcessPrefetcher(partial(Anew, with_a_lock), "cpu", timeout=PATIENCE) as prefetcher:
+        iteration = iter(prefetcher)
+        assert next(iteration).shape == (1,)
+        with pytest.raises(TypeError, match="lock"):
+            next(iteration)
+        assert next(iteration).shape == (2,)
+        assert list(iteration) == []
+        with pytest.raises(TypeError, match="len"):
+            len(prefetcher)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"make_loader": [1]}, "make_loader=.*function without arguments"),
+        ({"make_loader": lambda: [1]}, "top level of a module"),
+        ({"depth": 0}, "depth=0: give a whole number"),
+        ({"depth": True}, "depth=True"),
+        ({"consumers": 0}, "consumers=0: give a whole number"),
+        ({"timeout": 0}, "timeout=0: give the seconds"),
+        ({"timeout": "5"}, "timeout='5'"),
+        ({"device": "cpuu"}, "device='cpuu' is no device"),
+        ({"device": "meta"}, "device='meta': processes share memory"),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(sf.InputError, match=text):
+        ProcessPrefetcher(**({"make_loader": seeded_kinds, "device": "cpu"} | arguments))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(sf.InputError, match="PyTorch sees no GPU"):
+        ProcessPrefetcher(seeded_kinds, "cuda")
+
+
+def test_its_ends(served: Served) -> None:
+    with pytest.raises(sf.InputError, match=r"consumer\(1\): give a number from 0 to 0"):
+        served.prefetcher.consumer(1)
+    with pytest.raises(sf.InputError, match="belongs to the process that made it"):
+        pickle.dumps(served.prefetcher)
+    prefetcher = ProcessPrefetcher(seeded_kinds, "cpu", timeout=PATIENCE)
+    iteration = iter(prefetcher)
+    next(iteration)
+    prefetcher.close()
+    prefetcher.close()
+    assert list(iteration) == []
+    for late in (iter, len):
+        with pytest.raises(sf.ProducerError, match="has ended, or was closed"):
+            late(prefetcher)
+    ProcessPrefetcher(seeded_kinds, "cpu").close()  # before it has begun
+
+
+def test_it_lives_as_long_as_it_is_iterated() -> None:
+    iteration = iter(ProcessPrefetcher(seeded_kinds, "cpu", timeout=PATIENCE))
+    gc.collect()
+    assert next(iteration).tolist() == [0, 1, 2, 3, 4]
+    del iteration  # and no longer: the fixture of all tests sees what is left
+
+
+def test_a_forked_child_cannot_go_on_with_it(served: Served) -> None:
+    served.script.write(batches=3)
+    iteration = iter(served.prefetcher)
+    read_stamp(next(iteration))
+
+    def use() -> None:
+        with pytest.raises(sf.InputError, match=r"is iterated by process \d+, and not by this one"):
+            next(iteration)
+        with pytest.raises(sf.InputError, match=r"belongs to process \d+ already"):
+            iter(served.prefetcher)
+        served.prefetcher.close()
+
+    assert Child(use).wait() == 0
+    assert [read_stamp(batch)[1] for batch in iteration] == [1, 2]
