@@ -55,17 +55,21 @@ NAMES = (
 )
 
 
+ON_GPU = ("device_gpu",)
+"""Those that run only when they are named: see gpu.py."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES + ON_GPU)}")
     parser.add_argument("--data", type=Path, help="a folder of JPEG photographs and of volumes; made-up ones without")
     parser.add_argument("--quick", action="store_true", help="short runs, results printed only")
     parser.add_argument("--page", action="store_true", help="measure nothing, render the results that are there")
     given = parser.parse_args()
-    if unknown := sorted(set(given.names) - set(NAMES)):
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    if unknown := sorted(set(given.names) - {*NAMES, *ON_GPU}):
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(NAMES + ON_GPU)}")
     if given.page:
-        harness.write_page(NAMES)
+        harness.write_page(NAMES + ON_GPU)
         return 0
     options = harness.Options(data=given.data, quick=given.quick)
     failed = []
@@ -81,7 +85,7 @@ def main() -> int:
         path = harness.save(case, report, options)
         print(f"## {name}\n\n{harness.section(json.loads(path.read_text()))}\n", flush=True)
         if not options.quick:
-            harness.write_page(NAMES)
+            harness.write_page(NAMES + ON_GPU)
     if failed:
         harness.say(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

@@ -123,7 +123,6 @@ class Producer:
         with self._memory.using(self._stream):
             while self._door.begin() is not None:
                 self._run_epoch(loader)
-                self._door.tell_length(_length(loader))
             self._poison()
         with contextlib.suppress(Exception):
             loader.close()
@@ -147,6 +146,7 @@ class Producer:
                 self._send(slot, batch)
                 del batch
             slot = door.take()
+        door.tell_length(_length(loader))  # whoever hears of the end may ask for it
         door.end(slot)
 
     def _send(self, slot: int, batch: Any) -> None:
