@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from fakes import World
 from torch.utils.data import SequentialSampler
 
 import stallfree as sf
+from stallfree.events import read_events
+from stallfree.loader.dataloader import HostLoader
 from stallfree.loader.ring import Ring
 
 SAMPLES, BATCH = 40, 4
@@ -192,3 +195,19 @@ def test_an_error_of_a_sample_arrives_with_its_number_and_the_epoch_goes_on(worl
         assert caught.value.id == 13
         assert labels(world, iterator)[0] == [16, 17, 18, 19]
         del caught
+
+
+def test_the_wait_that_counts_is_that_of_the_training_loop(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the prefetcher's thread waits for workers is none; and its calls of `next` are no steps."""
+    waits: list[float] = []
+    monkeypatch.setattr(HostLoader, "count_wait", lambda _, seconds: waits.append(seconds))
+    with loader_of(event_log=tmp_path / "log") as loader:
+        for _ in loader:
+            pass
+        assert len(waits) == SAMPLES // BATCH + 1
+        assert all(seconds >= 0 for seconds in waits)
+        assert loader.stats().wait_seconds == 0
+    steps = [event for event in read_events(tmp_path / "log") if event.what == "compute"]
+    assert steps == []

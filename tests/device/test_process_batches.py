@@ -279,8 +279,8 @@ def test_a_form_tells_what_is_alike() -> None:
 
 
 def length(number: int) -> int:
-    """Of a batch: each length is there twice, 400 lengths apart, and then again, 700 apart."""
-    return (number // 2 - 400 * (number % 2)) % 700 + 1
+    """Of a batch: a new length each other time, and between them those of 400 new ones ago."""
+    return (number // 2 if number % 2 == 0 else max(0, number // 2 - 400)) + 1
 
 
 def of_many_lengths() -> Iterator[torch.Tensor]:

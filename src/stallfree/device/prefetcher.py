@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -174,6 +175,7 @@ class _Iteration:
     def __init__(self, prefetcher: DevicePrefetcher, backend: Backend, feeder: Feeder) -> None:
         self._prefetcher, self._backend, self._feeder = prefetcher, backend, feeder
         self._through = False
+        self._count_wait: Callable[[float], None] = getattr(prefetcher.loader, "count_wait", _do_nothing)
         self._out: tuple[Place, Stream] | None = None  # of the batch that was given, with the stream that waited for it
 
     def __iter__(self) -> _Iteration:
@@ -183,7 +185,9 @@ class _Iteration:
         if self._through:
             raise StopIteration
         self._take_back()
+        begun = time.monotonic()
         item = self._feeder.ready.get()
+        self._count_wait(time.monotonic() - begun)
         place = item.place
         if item.snapshot is not None:
             self._prefetcher._consumed = item.snapshot
@@ -247,7 +251,7 @@ def find_backend(device: torch.device) -> Backend | None:
     return Cuda(device) if device.type == "cuda" else None
 
 
-def _do_nothing() -> None:
+def _do_nothing(*_: object) -> None:
     pass
 
 

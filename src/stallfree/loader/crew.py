@@ -88,6 +88,8 @@ class Crew:
         self.seconds = options.seconds
         self.counts = counts
         self.warned_of_size = False
+        self.counts_waits = True
+        """Whether it is the training loop that waits when a batch is not there; else somebody waits in its place."""
         self.token = 0
         # A copy, whose threads are this crew's own: closing them must not disturb another loader of the same data set.
         reader = copy.copy(options.reader)

@@ -90,7 +90,7 @@ class DataLoader:
             `pin_memory` is not needed. None: yield batches of the host.
         event_log: file that gets a line per event, for `stallfree simulate` to draw (see `stallfree.events`): who
             fetched, prepared or gathered which batch when, and when the training loop had it. It is made anew here, and
-            complete whenever no iteration is under way.
+            complete whenever no iteration is under way. With a `device`, steps are not in it.
 
     A batch is memory of its own for as long as one of its tensors is alive: kept batches are never overwritten. Raises
     `InputError` for arguments that cannot be used; while iterating `SampleError`, `WorkerError` and `WaitError`.
@@ -238,6 +238,7 @@ class DataLoader:
             crew = Crew(self._options, base_seed, self._counts)
             if self._prefetcher is not None:
                 crew.ring.slots.pin = self._prefetcher.pin
+                crew.counts_waits = False
             self._crews = [*map(weakref.ref, self._living()), weakref.ref(crew)]
             self._crew = crew if self.persistent_workers else None
         self._progress = Progress(batches, epoch, first)
@@ -369,6 +370,7 @@ class _Iteration:
         self._pin = loader.pin_memory and loader.device is None and torch.cuda.is_available()
         self._through = False
         self._log = loader._log
+        self._sees_steps = self._log is not None and loader.device is None
         self._handed_over: float | None = None
         self._own = None if crew is loader._crew else crew
         try:
@@ -386,7 +388,7 @@ class _Iteration:
     def __next__(self) -> Any:
         if self._through:
             raise StopIteration
-        if self._log is not None:
+        if self._sees_steps:
             self.end_step()
         try:
             data, ids = next(self._epoch)
@@ -401,7 +403,7 @@ class _Iteration:
             data = Batch(data, torch.from_numpy(ids.copy()), None)
         if self._pin:
             data = pinned(data)
-        if self._log is not None:
+        if self._sees_steps:
             self._handed_over = time.monotonic()
         return data
 
@@ -438,6 +440,10 @@ class HostLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return self._loader.iterate()  # type: ignore[no-any-return]
+
+    def count_wait(self, seconds: float) -> None:
+        """The training loop has waited for a batch."""
+        self._loader._counts["wait_seconds"] += seconds
 
     @property
     def position(self) -> Any:

@@ -148,7 +148,8 @@ class Epoch:
             while number not in self._results:
                 self._wait(started, self._tasks[number])
             self._now = time.monotonic()
-            self.crew.counts["wait_seconds"] += self._now - started
+            if self.crew.counts_waits:
+                self.crew.counts["wait_seconds"] += self._now - started
             self._start_more(handing_out=1)  # now, and not after the training step that follows
             return self._results.pop(number)
         except WaitError:
