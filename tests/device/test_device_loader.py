@@ -211,3 +211,17 @@ def test_the_wait_that_counts_is_that_of_the_training_loop(
         assert loader.stats().wait_seconds == 0
     steps = [event for event in read_events(tmp_path / "log") if event.what == "compute"]
     assert steps == []
+
+
+def test_a_prefetcher_around_a_loader_does_what_the_loader_does_by_itself(world: World) -> None:
+    """Slots are pinned, and waits are those of the training loop."""
+    with loader_of(device=None, persistent_workers=True) as loader:
+        prefetcher = sf.DevicePrefetcher(loader, "cuda")
+        for _ in range(2):
+            assert sorted(id for _, labels in prefetcher for id in labels.tolist()) == list(range(SAMPLES))
+        assert loader._crew is not None
+        assert loader._crew.ring.slots._pinned
+        assert not loader._crew.counts_waits
+        prefetcher.close()
+        assert sorted(id for _, labels in loader for id in labels.tolist()) == list(range(SAMPLES))
+        assert loader._crew.counts_waits

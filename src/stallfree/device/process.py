@@ -218,6 +218,8 @@ def _start(lifeline: socket.socket, listener: socket.socket, setup: Setup) -> Ba
     )
     try:
         process.start()
+    except OSError:
+        raise  # no process can be started here
     except Exception as error:
         raise InputError(
             f"make_loader cannot be sent to a new process: {error}. Define it at the top level of a module (no lambda, "

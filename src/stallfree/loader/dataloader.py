@@ -90,7 +90,7 @@ class DataLoader:
             `pin_memory` is not needed. None: yield batches of the host.
         event_log: file that gets a line per event, for `stallfree simulate` to draw (see `stallfree.events`): who
             fetched, prepared or gathered which batch when, and when the training loop had it. It is made anew here, and
-            complete whenever no iteration is under way. With a `device`, steps are not in it.
+            complete whenever no iteration is under way. Steps are not in it with a `device`.
 
     A batch is memory of its own for as long as one of its tensors is alive: kept batches are never overwritten. Raises
     `InputError` for arguments that cannot be used; while iterating `SampleError`, `WorkerError` and `WaitError`.
@@ -205,8 +205,8 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         return self.iterate() if self._prefetcher is None else iter(self._prefetcher)
 
-    def iterate(self) -> Iterator[Any]:
-        """Batches of the host, with or without a `device`."""
+    def iterate(self, prefetcher: DevicePrefetcher | None = None) -> Iterator[Any]:
+        """Batches of the host. A `prefetcher` that takes them ahead pins the slots, and counts the waits."""
         resume, self._resume = self._resume, None
         if self._windowed is not None:
             after = self._windowed.take_resume()
@@ -236,14 +236,14 @@ class DataLoader:
             # torch draws this number too, so that the same samplers give the same order here and there.
             base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
             crew = Crew(self._options, base_seed, self._counts)
-            if self._prefetcher is not None:
-                crew.ring.slots.pin = self._prefetcher.pin
-                crew.counts_waits = False
             self._crews = [*map(weakref.ref, self._living()), weakref.ref(crew)]
             self._crew = crew if self.persistent_workers else None
+        crew.counts_waits = prefetcher is None
+        if prefetcher is not None:
+            crew.ring.slots.pin = prefetcher.pin
         self._progress = Progress(batches, epoch, first)
         self._epoch = epoch + 1
-        iteration = _Iteration(self, crew, self._progress, served)
+        iteration = _Iteration(self, crew, self._progress, served, sees_steps=prefetcher is None)
         self._iteration = weakref.ref(iteration)
         return iteration
 
@@ -310,6 +310,10 @@ class DataLoader:
         self._resume = {"batches": state["batches"], "rest": state["rest"]}
         self._progress = None
 
+    def count_wait(self, seconds: float) -> None:
+        """A prefetcher's training loop has waited for a batch."""
+        self._counts["wait_seconds"] += seconds
+
     def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
         """Tell the `ImportanceSampler` the losses of a batch: `Batch.ids`, and one loss for each of them.
 
@@ -362,7 +366,9 @@ class DataLoader:
 class _Iteration:
     """One pass over a loader. Ends its workers when it is through, closed, or no longer referred to."""
 
-    def __init__(self, loader: DataLoader, crew: Crew, progress: Progress, served: Served | None) -> None:
+    def __init__(
+        self, loader: DataLoader, crew: Crew, progress: Progress, served: Served | None, *, sees_steps: bool
+    ) -> None:
         self._loader = loader
         self._progress = progress
         self._with_ids = loader.with_ids
@@ -370,7 +376,7 @@ class _Iteration:
         self._pin = loader.pin_memory and loader.device is None and torch.cuda.is_available()
         self._through = False
         self._log = loader._log
-        self._sees_steps = self._log is not None and loader.device is None
+        self._sees_steps = sees_steps and self._log is not None
         self._handed_over: float | None = None
         self._own = None if crew is loader._crew else crew
         try:
@@ -441,9 +447,13 @@ class HostLoader:
     def __iter__(self) -> Iterator[Any]:
         return self._loader.iterate()  # type: ignore[no-any-return]
 
+    def iterate(self, prefetcher: DevicePrefetcher) -> Iterator[Any]:
+        """See `DataLoader`."""
+        return self._loader.iterate(prefetcher)  # type: ignore[no-any-return]
+
     def count_wait(self, seconds: float) -> None:
-        """The training loop has waited for a batch."""
-        self._loader._counts["wait_seconds"] += seconds
+        """See `DataLoader`."""
+        self._loader.count_wait(seconds)
 
     @property
     def position(self) -> Any:
