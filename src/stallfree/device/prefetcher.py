@@ -93,7 +93,8 @@ class DevicePrefetcher:
             self._stream = backend.new_stream()
             self._stager = Stager(backend, standing=self.keep == "ring")
             self._places = [Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)]
-        source = self.loader.iterate(self) if hasattr(self.loader, "iterate") else iter(self.loader)
+        loader: Any = self.loader
+        source = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
         snapshot = _snapshots(self.loader)
         self._consumed = None if snapshot is None else snapshot()
         self._feeder = Feeder(

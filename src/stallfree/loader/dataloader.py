@@ -203,10 +203,13 @@ class DataLoader:
             self._windowed.take_resume()
 
     def __iter__(self) -> Iterator[Any]:
-        return self.iterate() if self._prefetcher is None else iter(self._prefetcher)
+        return self._iterate(None) if self._prefetcher is None else iter(self._prefetcher)
 
-    def iterate(self, prefetcher: DevicePrefetcher | None = None) -> Iterator[Any]:
-        """Batches of the host. A `prefetcher` that takes them ahead pins the slots, and counts the waits."""
+    def prefetched_by(self, prefetcher: DevicePrefetcher) -> Iterator[Any]:
+        """Batches of the host for a prefetcher, which pins the slots, and says what the training loop waits for."""
+        return self._iterate(prefetcher)
+
+    def _iterate(self, prefetcher: DevicePrefetcher | None) -> Iterator[Any]:
         resume, self._resume = self._resume, None
         if self._windowed is not None:
             after = self._windowed.take_resume()
@@ -445,11 +448,11 @@ class HostLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._loader.iterate()  # type: ignore[no-any-return]
+        return self._loader._iterate(None)  # type: ignore[no-any-return]
 
-    def iterate(self, prefetcher: DevicePrefetcher) -> Iterator[Any]:
+    def prefetched_by(self, prefetcher: DevicePrefetcher) -> Iterator[Any]:
         """See `DataLoader`."""
-        return self._loader.iterate(prefetcher)  # type: ignore[no-any-return]
+        return self._loader.prefetched_by(prefetcher)  # type: ignore[no-any-return]
 
     def count_wait(self, seconds: float) -> None:
         """See `DataLoader`."""
