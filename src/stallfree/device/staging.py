@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ class Layout:
 
     Attributes:
         key: what it was made for: data type, shape and strides of each.
-        slots: where each lies: its first byte, and the strides that it has there.
+        slots: where each lies: its first byte, the bytes of an element, shape and strides; and an empty tensor of its
+            type on the device.
         size: bytes, a multiple of 256.
     """
 
     key: list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]
-    slots: list[tuple[int, tuple[int, ...]]]
+    slots: list[tuple[int, int, torch.Size, tuple[int, ...], Any]]
     size: int
 
 
@@ -145,7 +147,9 @@ class Stager:
         if place.layout is None or place.layout.key != key:
             slots, size = [], 0
             for leaf in small:
-                slots.append((size, _stride(leaf)))
+                dtype = leaf.dtype
+                empty = _empty(dtype, self._backend.device)
+                slots.append((size, dtype.itemsize, leaf.shape, _stride(leaf), empty))
                 size += _room(leaf)
             place.layout, place.views = Layout(key, slots, size), []
         return place.layout.size
@@ -159,10 +163,11 @@ class Stager:
         backend = self._backend
         if not place.views:
             each = zip(small, layout.slots, strict=True)
-            place.views = [_view(pinned, begin, leaf, stride) for (_, leaf), (begin, stride) in each]
+            place.views = [_view(pinned, begin, leaf, stride) for (_, leaf), (begin, _, _, stride, _) in each]
         backend.stage(place.views, [leaf for _, leaf in small])
-        for (at, leaf), (begin, stride) in zip(small, layout.slots, strict=True):
-            sent.leaves[at] = _view(memory, start + begin, leaf, stride)
+        leaves, storage = sent.leaves, memory.untyped_storage()
+        for (at, _), (begin, itemsize, shape, stride, empty) in zip(small, layout.slots, strict=True):
+            leaves[at] = empty.data.set_(storage, (start + begin) // itemsize, shape, stride)  # see `_view`
         backend.copy(memory[start : start + layout.size], pinned[: layout.size])
 
     def _pieces(self, place: Place, sizes: list[int], sent: Sent) -> list[tuple[torch.Tensor, int]]:
@@ -246,7 +251,9 @@ def _stride(leaf: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(leaf.shape, device="meta").stride()
 
 
-_empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+@lru_cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Any:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _view(memory: torch.Tensor, start: int, like: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -254,12 +261,9 @@ def _view(memory: torch.Tensor, start: int, like: torch.Tensor, stride: tuple[in
 
     It is no view for autograd: what is done to another tensor over the same memory means nothing to it.
     """
-    dtype, device = like.dtype, memory.device
-    empty: Any = _empties.get((dtype, device))
-    if empty is None:
-        empty = _empties[dtype, device] = torch.empty(0, dtype=dtype, device=device)
     # `.data` is another tensor, with a version of its own, for less than `torch.empty` takes
-    view: torch.Tensor = empty.data.set_(memory.untyped_storage(), start // dtype.itemsize, like.shape, stride)
+    empty = _empty(like.dtype, memory.device)
+    view: torch.Tensor = empty.data.set_(memory.untyped_storage(), start // like.dtype.itemsize, like.shape, stride)
     return view
 
 
