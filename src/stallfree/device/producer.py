@@ -23,11 +23,15 @@ from stallfree.device.door import Door, Told
 from stallfree.device.slots import memory_of, poison
 from stallfree.device.staging import Place, Stager
 from stallfree.errors import StorageError
+from stallfree.folders import remove_unused
 
 _LAYOUTS = 512
 """Layouts that are remembered."""
 
 _LOOK_SECONDS = 0.00005
+
+_REMOVE_SECONDS = 0.2
+"""For the kernel to take away what a killed process held."""
 
 _SWITCH_SECONDS = 0.001
 """How long a loader in pure Python may keep the door waiting; Python's default is 5 ms."""
@@ -92,6 +96,18 @@ def produce(lifeline: socket.socket, listener: socket.socket, setup: Setup) -> N
     finally:
         door.close()
         folder.close()
+        _remove(setup.folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder if nobody has it any more.
+
+    Of a process that was killed the kernel may end the connections before it takes its lock on the folder: then all
+    who hear of that find the folder held, and leave it there.
+    """
+    deadline = time.monotonic() + _REMOVE_SECONDS
+    while folder.exists() and not remove_unused(folder) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 class Producer:
