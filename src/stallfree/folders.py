@@ -21,7 +21,8 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
@@ -275,6 +276,16 @@ def in_use(path: Path) -> bool:
         return False
     try:
         return not _lock(fd, fcntl.LOCK_EX)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def short_path(folder: Path) -> Iterator[str]:
+    """Another path of `folder`: the address of a socket has room for 107 bytes."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}"
     finally:
         os.close(fd)
 

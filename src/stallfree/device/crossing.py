@@ -15,8 +15,7 @@ import struct
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from stallfree.device.leaves import take_apart
 from stallfree.device.staging import is_plain
 from stallfree.errors import StallfreeError, StorageError
-from stallfree.folders import SharedFolder
+from stallfree.folders import SharedFolder, short_path
 
 HELLO, BEGIN, BACK, BREAK, ASK_LENGTH, ASK_STATE = range(1, 7)
 """Of a consumer: its number and process; it wants the next epoch; a batch is given back; it leaves the epoch."""
@@ -201,7 +200,7 @@ def listen(folder: Path) -> socket.socket:
     """A listening socket in `folder`, which is its user's alone."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        with _short(folder) as short:
+        with short_path(folder) as short:
             listener.bind(f"{short}/{_SOCKET}")
         listener.listen(128)
     except BaseException:
@@ -215,22 +214,12 @@ def connect(folder: Path) -> Line:
     """A connection to who listens there. Raises `OSError` if nobody does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        with _short(folder) as short:
+        with short_path(folder) as short:
             connection.connect(f"{short}/{_SOCKET}")
     except BaseException:
         connection.close()
         raise
     return Line(connection)
-
-
-@contextmanager
-def _short(folder: Path) -> Iterator[str]:
-    """Another path of `folder`: the address of a socket has room for 107 bytes."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
 
 
 def pack_error(error: BaseException) -> bytes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from stallfree.folders import short_path
 
 _NAME = "socket"
 
@@ -17,7 +17,7 @@ def listen(folder: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         making = f"{_NAME}-{os.getpid()}"
-        with _short(folder) as short:
+        with short_path(folder) as short:
             mask = os.umask(0o177)
             try:
                 listener.bind(f"{short}/{making}")
@@ -36,7 +36,7 @@ def connect(folder: Path) -> socket.socket | None:
     """A connection to whoever listens there; None if nobody does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        with _short(folder) as short:
+        with short_path(folder) as short:
             connection.connect(f"{short}/{_NAME}")
     except (FileNotFoundError, ConnectionRefusedError):
         connection.close()
@@ -45,16 +45,6 @@ def connect(folder: Path) -> socket.socket | None:
         connection.close()
         raise
     return connection
-
-
-@contextmanager
-def _short(folder: Path) -> Iterator[str]:
-    """Another path of `folder`: the address of a socket has room for 107 bytes."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
 
 
 def process_of(connection: socket.socket) -> int:

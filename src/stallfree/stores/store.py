@@ -74,11 +74,11 @@ class RedisStore:
         store = RedisStore(capacity_per_node="64GiB")
         dataset = CachedDataset(ds, capacity="64GiB", store=store, name="imagenet-train")
 
-    Every node keeps the samples that it owns in its own shared memory, from which its processes read directly. Samples
-    of other nodes travel through the servers of these nodes: one of Valkey or Redis per node, which the first process
-    of a node starts, and which ends with the last. A server holds only what is on its way, 256 MiB at most. Who owns a
-    sample follows from its id and the names of the nodes. Samples of more than 64 MiB do not travel: other nodes fetch
-    them from the source.
+    Every node keeps the samples that it owns in its own shared memory, from which its processes read directly. Other
+    nodes get them from a process beside it, and leave what they have fetched for this node in its server: one of Valkey
+    or Redis per node, which the first process of a node starts, with that process, and which ends with the last. A
+    server holds only what is on its way, 256 MiB at most. Both listen: let `port` and the next one through a firewall.
+    Who owns a sample follows from its id and the names of the nodes. Samples of more than 64 MiB are not handed in.
 
     The nodes of a job find each other through the variables that torchrun sets, and the store that it keeps at
     MASTER_ADDR:MASTER_PORT (or the one of `torch.distributed.init_process_group`).
