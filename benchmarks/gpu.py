@@ -1,7 +1,8 @@
 """Everything that needs a GPU, with one command: `python benchmarks/gpu.py [FOLDER]`.
 
 The tests with the marker `gpu`, then the benchmark `device_gpu`; what they say goes to FOLDER too. Needs torch with
-CUDA, and stallfree and pytest installed. A machine without a network can be given a folder of wheels:
+CUDA, stallfree, pytest, pytest-timeout and psutil installed, and 8 GiB free in /dev/shm (in a container: --shm-size).
+A machine without a network can be given a folder of wheels:
 
     pip wheel --no-deps -w wheels .                      # where there is one
     pip download -d wheels fsspec numpy pillow rich typer xxhash psutil pytest pytest-timeout

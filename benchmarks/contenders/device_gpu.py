@@ -219,7 +219,7 @@ def training(given: Json) -> Json:
 def main() -> None:
     given = json.loads(sys.argv[1])
     found = {part.__name__: part(given) for part in (steps, bandwidth, host_time, training)}
-    emit({"found": found, "device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__}})
+    emit({"found": found, "device": torch.cuda.get_device_name()}, torch=torch.__version__)
 
 
 if __name__ == "__main__":

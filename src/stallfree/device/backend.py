@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +71,8 @@ class Backend(ABC):
 
     @abstractmethod
     def keep(self, tensor: torch.Tensor) -> None:
-        """The current stream uses the memory of `tensor`, too: it is not given away before that work is done."""
+        """The current stream uses the memory of `tensor`, too: it is not given away before that work is done. Memory
+        that is not of this device is left alone."""
 
     @abstractmethod
     def empty_pinned(self, size: int) -> torch.Tensor:
@@ -115,7 +115,6 @@ class Cuda(Backend):
         if number >= torch.cuda.device_count():
             raise InputError(f"device={str(device)!r}: there are {torch.cuda.device_count()} GPUs, counted from 0")
         self.device = torch.device("cuda", number)
-        self._owner = os.getpid()
 
     def bind(self) -> None:
         torch.cuda.set_device(self.device)
@@ -130,7 +129,7 @@ class Cuda(Backend):
         return torch.cuda.stream(stream)
 
     def new_event(self) -> Event:
-        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
 
     def record(self, event: Event) -> None:
         event.record(self.current_stream())
@@ -148,7 +147,8 @@ class Cuda(Backend):
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(self.current_stream())
+        if not isinstance(tensor, torch.Tensor) or tensor.device == self.device:
+            tensor.record_stream(self.current_stream())
 
     def empty_pinned(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -156,17 +156,21 @@ class Cuda(Backend):
     def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = memory.ctypes.data
-        done = self._is_mine() and int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE)) == 0
+        done = self._succeeds(runtime.cudaHostRegister, address, memory.nbytes, _PORTABLE)
+        return lambda: done and self._succeeds(runtime.cudaHostUnregister, address)
 
-        def undo() -> None:
-            if done and self._is_mine():
-                runtime.cudaHostUnregister(address)
+    def _succeeds(self, function: Callable[..., Any], *arguments: int) -> bool:
+        """Call a function of CUDA, whose result torch does not look at.
 
-        return undo
-
-    def _is_mine(self) -> bool:
-        """Whether this process has the device: a forked child has the memory only."""
-        return os.getpid() == self._owner
+        In a thread that has chosen no device it would begin to use the first one. And an error stays with the thread,
+        where the check of the next kernel finds it, and forgets it: that is a kernel here, and none of the user's.
+        """
+        with torch.cuda.device(self.device):
+            done = int(function(*arguments)) == 0
+            if not done:
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device=self.device)
+        return done
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()

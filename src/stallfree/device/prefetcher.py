@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ import torch
 from stallfree.device.backend import Backend, Cuda, Stream
 from stallfree.device.feeder import Feeder, Item, Snapshot, Transform
 from stallfree.device.leaves import take_apart
-from stallfree.device.staging import Place, Stager, send_itself
+from stallfree.device.staging import Place, Stager, pin, send_itself
 from stallfree.errors import InputError, StallfreeError
 
 _POISON = 0xFF
@@ -72,6 +73,7 @@ class DevicePrefetcher:
         self._backend = find_backend(self.device)
         if self._backend is not None:
             self.device = self._backend.device
+        self._owner = os.getpid()
         self._places: list[Place] = []
         self._stream: Stream | None = None
         self._stager: Stager | None = None
@@ -146,18 +148,11 @@ class DevicePrefetcher:
         self.loader.load_state_dict(state)
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
-        """Make memory of the host known to the device, so that it copies out of it by itself; what takes that back."""
-        backend = self._backend
-        if backend is None:
-            return _do_nothing
-        undo = backend.pin(memory)
+        """Make memory of the host known to the device, so that it copies out of it by itself; what takes that back.
 
-        def finish_and_undo() -> None:
-            for place in self._places:
-                backend.finish(place.copied)
-            undo()
-
-        return finish_and_undo
+        In a forked child, which has no device, neither does anything.
+        """
+        return _do_nothing if self._backend is None else pin(self._backend, self._places, self._owner, memory)
 
     def close(self) -> None:
         """End the iteration that is under way, and wait for its thread. It may be iterated again."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stallfree.device.backend import Backend, Event
@@ -204,6 +207,23 @@ class Stager:
             sent.memory.extend(memory_of(sent.leaves[at]))
         else:
             sent.late.append(at)
+
+
+def pin(backend: Backend, places: Sequence[Place], owner: int, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
+    """Pin memory of a loader; what undoes it, when the copies of `places` are done.
+
+    A loader's forked workers have its memory, and what was to be done with it. They have no device: in no other process
+    than `owner` does this do anything.
+    """
+    undo = backend.pin(memory) if os.getpid() == owner else None
+
+    def finish_and_undo() -> None:
+        if undo is not None and os.getpid() == owner:
+            for place in places:
+                backend.finish(place.copied)
+            undo()
+
+    return finish_and_undo
 
 
 def send_itself(leaf: Any, device: torch.device) -> Any:
