@@ -41,7 +41,8 @@ def warm_forkserver() -> None:
     those of "fork". Its processes are given all by pickle, as those of "spawn" are, of which each takes two seconds:
     that is tried every day by few tests and by the slow ones in all places.
     """
-    multiprocessing.set_forkserver_preload(["stallfree"])
+    packages = ("analysis", "clara", "observe", "shared")  # which import all the others
+    multiprocessing.set_forkserver_preload([f"stallfree.{package}" for package in packages])
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ class Interpreter:
 
 def serve(folder: Path) -> tuple[Any, dict[str, Any]] | None:
     """Fork for each program, and tell what came of it. Comes back in each fork with its code and its namespace."""
-    import stallfree  # noqa: F401  # which takes longer than most programs
+    import stallfree.analysis, stallfree.clara, stallfree.observe, stallfree.shared  # noqa: E401, F401, I001  # take long
 
     gc.collect()
     gc.freeze()  # or each program would look at all of it again at its end

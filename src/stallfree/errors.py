@@ -10,6 +10,7 @@ StallfreeError
 ├── WorkerError                        worker processes died on the same batch; `.ids`
 ├── WaitError (TimeoutError)           a wait reached its limit; the message says for what
 ├── MissingServerError (OSError)       no server for a store is installed, or it cannot be started
+├── PlatformError (NotImplementedError) this operating system lacks what is needed; the message says what to use
 ├── ProducerError                      the process that loads for a `ProcessPrefetcher` ended
 └── MissingExtraError (ImportError)    an optional package is not installed; the message names the extra
 """
@@ -87,6 +88,10 @@ class WaitError(StallfreeError, TimeoutError):
 
 class MissingServerError(StallfreeError, OSError):
     """No server for a store across hosts is installed, or the one that is there cannot be kept running."""
+
+
+class PlatformError(StallfreeError, NotImplementedError):
+    """The operating system lacks what this part needs. The message says what to use in its place."""
 
 
 class ProducerError(StallfreeError):

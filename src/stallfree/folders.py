@@ -7,25 +7,33 @@ what killed processes left behind is removed by the next `sweep`.
 
 A folder is made under another name and renamed when it is whole: nobody ever sees half of one. Folders that lack the
 file `attached` are not ours and are never touched.
+
+Where processes share no memory (see `platform`) the root is this process's own, and so are the folders in it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
-import fcntl
+import multiprocessing
 import os
 import re
 import secrets
 import shutil
 import stat
 import tempfile
+import threading
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
+from stallfree.platform import OPEN, fcntl, need_linux, shares_memory, user_id
 
 ATTACH_SECONDS = 10.0
 """Longest wait for a folder that another process is just making or removing."""
@@ -35,13 +43,20 @@ _ATTACHED = "attached"
 _PERSIST = "persist"
 _MAKING = ".new-"
 _REMOVING = ".del-"
+_IN_MEMORY = {"tmpfs", "ramfs"}
+
+_users: Counter[Path] = Counter()  # of folders, where they are this process's own
+_users_lock = threading.RLock()
 
 
 def default_root() -> Path:
     """The folder of this user's shared memory: `$STALLFREE_ROOT`, else one in `/dev/shm`, else a temporary one.
 
-    Where others may write too, it is the folder `stallfree-UID` in there.
+    Where others may write too, it is the folder `stallfree-UID` in there. A temporary one that is on a disk comes with
+    one warning. Raises `StorageError` when no folder can be written to.
     """
+    if not shares_memory():
+        return _own_root()
     if given := os.environ.get("STALLFREE_ROOT"):
         base = Path(given).absolute()
         if not _open_to_others(base):
@@ -49,8 +64,46 @@ def default_root() -> Path:
     else:
         base = Path("/dev/shm")
         if not os.access(base, os.W_OK):
-            base = Path(tempfile.gettempdir())
-    return base / f"stallfree-{os.getuid()}"
+            base = _temporary()
+    return base / f"stallfree-{user_id()}"
+
+
+@lru_cache(maxsize=1)
+def _temporary() -> Path:
+    try:
+        base = Path(tempfile.gettempdir())
+    except OSError as error:
+        raise StorageError(
+            f"there is no folder for shared data: /dev/shm cannot be written to, and {error}. Make one of them "
+            "writable, or set STALLFREE_ROOT to a folder that is, best one in memory"
+        ) from error
+    if multiprocessing.parent_process() is None and _file_system(base) not in _IN_MEMORY:
+        warnings.warn(
+            f"/dev/shm cannot be written to, so shared data lies in {base}, which is on a disk and may be slower. Make "
+            "/dev/shm writable, or set STALLFREE_ROOT to a folder in memory",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return base
+
+
+def _file_system(path: Path) -> str:
+    """Type of the file system that `path` is on, such as "tmpfs"; empty where that is not known."""
+    best, kind = -1, ""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, place, here, *_ = line.split(" ")
+            if len(place) >= best and path.resolve().is_relative_to(place):
+                best, kind = len(place), here
+    return kind
+
+
+@lru_cache(maxsize=1)
+def _own_root() -> Path:
+    """A temporary folder of this process."""
+    root = Path(tempfile.mkdtemp(prefix="stallfree-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
 
 
 def _open_to_others(path: Path) -> bool:
@@ -61,8 +114,9 @@ def _open_to_others(path: Path) -> bool:
 
 
 def user_root(store: str | Path) -> Path:
-    """The folder of this user's caches below the folder `store` on a disk."""
-    return Path(store).expanduser().absolute() / f"stallfree-{os.getuid()}"
+    """The folder of this user's caches below the folder `store` on a disk. Raises `PlatformError` but on Linux."""
+    need_linux(f"a cache on a disk (store={str(store)!r})", "use store='memory'")
+    return Path(store).expanduser().absolute() / f"stallfree-{user_id()}"
 
 
 def prepare_root(root: Path) -> None:
@@ -72,9 +126,11 @@ def prepare_root(root: Path) -> None:
         found = os.lstat(root)
     except OSError as error:
         raise StorageError(f"the folder {root} for shared data cannot be made: {error}. Give another folder") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not shares_memory():
+        return
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user_id():
         raise FingerprintError(
-            f"{root} belongs to user {found.st_uid} or is no folder, and you are user {os.getuid()}: "
+            f"{root} belongs to user {found.st_uid} or is no folder, and you are user {user_id()}: "
             "a cache is read by its own user only. Give another folder"
         )
     if found.st_mode & 0o022:
@@ -122,7 +178,21 @@ class SharedFolder:
         self.created = False
         self._owner = os.getpid()
         prepare_root(self.root)
-        self._fd = self._attach_or_create(initialize)
+        self._fd = self._attach_or_create(initialize) if shares_memory() else self._take(initialize)
+
+    def _take(self, initialize: Callable[[Path], None]) -> int:
+        """Attach to a folder of this process, or make it. A number that stands for the attachment."""
+        with _users_lock:
+            if not self.path.exists():
+                try:
+                    self.path.mkdir(mode=0o700)
+                    initialize(self.path)
+                except BaseException:
+                    shutil.rmtree(self.path, ignore_errors=True)
+                    raise
+                self.created = True
+            _users[self.path] += 1
+        return 0
 
     def _attach_or_create(self, initialize: Callable[[Path], None]) -> int:
         deadline = time.monotonic() + ATTACH_SECONDS
@@ -144,7 +214,7 @@ class SharedFolder:
     def _attach(self) -> int | None:
         file = self.path / _ATTACHED
         try:
-            fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(file, os.O_RDWR | OPEN)
         except OSError:
             return None
         if _lock(fd, fcntl.LOCK_SH) and _same_file(fd, file):
@@ -177,7 +247,7 @@ class SharedFolder:
         fd = -1
         try:
             making.mkdir(mode=0o700)
-            fd = os.open(making / _ATTACHED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(making / _ATTACHED, os.O_RDWR | os.O_CREAT | OPEN, 0o600)
             _lock(fd, fcntl.LOCK_SH)
             if self.persist:
                 _keep(making)
@@ -196,6 +266,11 @@ class SharedFolder:
         """Leave the folder; the last one out removes it unless it persists. May be called twice."""
         fd, self._fd = self._fd, -1
         if fd < 0:
+            return
+        if not shares_memory():
+            with _users_lock:
+                _users[self.path] -= 1
+                remove_unused(self.path)
             return
         try:
             if os.getpid() == self._owner and _lock(fd, fcntl.LOCK_EX) and not is_persistent(self.path):
@@ -248,6 +323,8 @@ def _discard(fd: int, making: Path) -> None:
 def sweep(root: Path) -> list[str]:
     """Remove the folders below `root` that no process is attached to and that need not persist; their names."""
     removed: list[str] = []
+    if not shares_memory():
+        return removed
     with contextlib.suppress(OSError):
         for entry in list(root.iterdir()):
             if entry.is_symlink() or not entry.is_dir():
@@ -270,8 +347,10 @@ def is_persistent(path: Path) -> bool:
 
 def in_use(path: Path) -> bool:
     """Whether any process is attached to the folder `path`."""
+    if not shares_memory():
+        return _users[path] > 0
     try:
-        fd = os.open(path / _ATTACHED, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path / _ATTACHED, os.O_RDWR | OPEN)
     except OSError:
         return False
     try:
@@ -292,8 +371,14 @@ def short_path(folder: Path) -> Iterator[str]:
 
 def remove_unused(path: Path) -> bool:
     """Remove the folder `path` if no process is attached to it; whether it was removed."""
+    if not shares_memory():
+        with _users_lock:
+            if not _users[path]:
+                del _users[path]
+                shutil.rmtree(path, ignore_errors=True)
+            return path not in _users
     try:
-        fd = os.open(path / _ATTACHED, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path / _ATTACHED, os.O_RDWR | OPEN)
     except OSError:
         return False
     try:

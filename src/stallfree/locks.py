@@ -9,7 +9,6 @@ threads of the process.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import struct
 import threading
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stallfree.errors import WaitError
+from stallfree.platform import OPEN, at_fork, fcntl, shares_memory
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
@@ -48,7 +48,7 @@ def _after_fork() -> None:
         entry.claims.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork(after_in_child=_after_fork)
 
 
 class FileLock:
@@ -67,13 +67,13 @@ class FileLock:
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(self.path)
         if found is None:
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | OPEN, 0o600))
             found = os.stat(self.path)
         self._key = (found.st_dev, found.st_ino)
         while True:
             entry = _open_files.get(self._key)
             if entry is None:
-                entry = _open_files[self._key] = _Open(os.open(self.path, os.O_RDWR | os.O_CLOEXEC))
+                entry = _open_files[self._key] = _Open(os.open(self.path, os.O_RDWR | OPEN))
             entry.users += 1
             if _open_files.get(self._key) is entry:  # else a finalizer has just closed it in this very thread
                 return entry
@@ -97,7 +97,7 @@ class FileLock:
             try:
                 yield
             finally:
-                fcntl.lockf(entry.fd, fcntl.LOCK_UN, 1, 0)
+                _free(entry.fd, 0)
         finally:
             entry.thread_lock.release()
 
@@ -121,7 +121,7 @@ class FileLock:
             with _registry_lock:  # or another thread could claim it in between, and lose it
                 self._claims.discard(byte)
                 self._entry.claims.discard(byte)
-                fcntl.lockf(self._entry.fd, fcntl.LOCK_UN, 1, byte)
+                _free(self._entry.fd, byte)
 
     def claim_any(self) -> int:
         """Claim the lowest byte that is free; its number. Raises `WaitError` when all of them are claimed."""
@@ -139,7 +139,7 @@ class FileLock:
         return sum(self._asked(byte, 1) for byte in range(1, CLAIMS + 1))
 
     def _asked(self, start: int, length: int) -> bool:
-        if self._entry is None:
+        if self._entry is None or not shares_memory():
             return False
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
         kind, *_ = _FLOCK.unpack(fcntl.fcntl(self._entry.fd, fcntl.F_GETLK, asked))
@@ -161,8 +161,15 @@ class FileLock:
 
 
 def _try(fd: int, byte: int) -> bool:
+    if not shares_memory():
+        return True  # there are only the threads of this process
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
     except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+def _free(fd: int, byte: int) -> None:
+    if shares_memory():
+        fcntl.lockf(fd, fcntl.LOCK_UN, 1, byte)

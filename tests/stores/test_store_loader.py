@@ -80,7 +80,7 @@ def train(
     with CachedDataset(source, capacity=capacity, store=here.store, name=name) as dataset:
         sampler: Any = DistributedSampler(dataset, here.count, here.number, seed=1)  # type: ignore[arg-type]
         if options.get("multiprocessing_context") == "forkserver":
-            multiprocessing.set_forkserver_preload(["stallfree"])
+            multiprocessing.set_forkserver_preload(["stallfree.shared"])
         library = torch.utils.data if torch_loader else stallfree
         loader: Any = library.DataLoader(dataset, batch_size=16, sampler=sampler, **options)
         for epoch in range(epochs):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from stallfree.analysis.prediction import Prediction, Setting, best_share, expla
 from stallfree.analysis.stopwatch import Rate
 from stallfree.cache.limits import free_memory
 from stallfree.errors import InputError
+from stallfree.platform import cpu_count
 from stallfree.report.page import report_page
 from stallfree.report.terminal import render_report
 from stallfree.units import format_size, parse_rate, parse_size
@@ -199,7 +199,7 @@ def make_report(
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "machine": {"cpus": len(os.sched_getaffinity(0)), "memory_bytes": free_memory(), "device": str(job.device)},
+        "machine": {"cpus": cpu_count(), "memory_bytes": free_memory(), "device": str(job.device)},
         "job": {
             "dataset": type(job.dataset).__name__,
             "samples": len(job.source),

@@ -8,14 +8,16 @@ import mmap
 import os
 from collections.abc import Iterable, Sequence
 
-_libc = ctypes.CDLL(None, use_errno=True)
+from stallfree.platform import OPEN, shares_memory
 
 
 def resident_share(paths: Iterable[str]) -> float | None:
     """The share of the bytes of these files that the operating system holds in memory (`mincore`), by pages.
 
-    None if no file has bytes or none can be looked at.
+    None if no file has bytes or none can be looked at, as nowhere but on Linux.
     """
+    if not shares_memory():
+        return None
     there = pages = 0
     for path in paths:
         with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
@@ -34,7 +36,9 @@ def _pages(fd: int, size: int) -> tuple[int, int]:
     with mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as memory:
         start = ctypes.c_char.from_buffer(memory)
         try:
-            failed = _libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), vector)
+            failed = ctypes.CDLL(None, use_errno=True).mincore(
+                ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), vector
+            )
         finally:
             del start
     if failed:
@@ -46,11 +50,13 @@ def put_out(paths: Sequence[str]) -> None:
     """Ask the operating system to forget what it holds of these files (`posix_fadvise`, DONTNEED).
 
     Pages that are not written back yet are, first. It is a wish: see `resident_share`, before and after. Files that
-    cannot be opened are left out.
+    cannot be opened are left out, and so are all where there is no such call.
     """
+    if not hasattr(os, "posix_fadvise"):
+        return
     for path in paths:
         with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | OPEN)
             try:
                 with contextlib.suppress(OSError):
                     os.fdatasync(fd)

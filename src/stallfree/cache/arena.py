@@ -23,6 +23,7 @@ import torch
 
 from stallfree.cache.index import DamagedError
 from stallfree.cache.serial import one_thread
+from stallfree.platform import OPEN, allocate, shares_memory
 
 Array = npt.NDArray[Any]
 
@@ -41,14 +42,14 @@ class Arena(ABC):
         self.block = block
         self.num_blocks = num_blocks
         try:
-            self._fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+            self._fd = os.open(file, os.O_RDWR | OPEN)
         except OSError as error:
             raise DamagedError(f"the file {file} of a cache cannot be opened: {error}") from error
 
     @staticmethod
     def create(file: Path, block: int, num_blocks: int) -> None:
         """Make the sparse file; it takes no memory yet."""
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN, 0o600)
         try:
             os.ftruncate(fd, block * num_blocks)
         finally:
@@ -61,6 +62,8 @@ class Arena(ABC):
         """
         if self._back(start, count):
             return count
+        if not shares_memory():
+            return 0
         found = os.fstatvfs(self._fd)
         space = found.f_bavail * found.f_frsize
         fewer = min(count - 1, (space - space // 16) // self.block)
@@ -68,7 +71,7 @@ class Arena(ABC):
 
     def _back(self, start: int, count: int) -> bool:
         try:
-            os.posix_fallocate(self._fd, start * self.block, count * self.block)
+            allocate(self._fd, start * self.block, count * self.block)
         except OSError:
             return False
         return True
@@ -180,7 +183,11 @@ class MemoryArena(Arena):
     def populate(self, blocks: int) -> None:
         """Map the first `blocks` blocks in the background, so that reading them does not fault page by page."""
         size = blocks * self.block // mmap.PAGESIZE * mmap.PAGESIZE
-        if size <= self._populated or (self._populating is not None and self._populating.is_alive()):
+        if (
+            not shares_memory()
+            or size <= self._populated
+            or (self._populating is not None and self._populating.is_alive())
+        ):
             return
         start, self._populated = self._populated, size
         self._populating = threading.Thread(

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.errors import StorageError
+from stallfree.platform import OPEN, allocate
 
 Array = npt.NDArray[Any]
 
@@ -126,7 +127,7 @@ class Index:
     def __init__(self, file: Path, num_ids: int, num_blocks: int, *, scored: bool, checked: bool) -> None:
         size = index_bytes(num_ids, num_blocks, scored=scored, checked=checked)
         try:
-            fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(file, os.O_RDWR | OPEN)
         except OSError as error:
             raise DamagedError(f"the index {file} of a cache cannot be opened: {error}") from error
         try:
@@ -153,9 +154,9 @@ class Index:
     def create(file: Path, num_ids: int, num_blocks: int, block: int, *, scored: bool, checked: bool) -> None:
         """Make the file of an empty index. Raises `StorageError` if the file system has no room for it."""
         size = index_bytes(num_ids, num_blocks, scored=scored, checked=checked)
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN, 0o600)
         try:
-            os.posix_fallocate(fd, 0, size)
+            allocate(fd, 0, size)
         except OSError as error:
             raise StorageError(
                 f"no room for the {size:,} bytes of the cache's index in {file.parent}: {error}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import sys
 import warnings
 from pathlib import Path
 
@@ -18,8 +21,7 @@ def free_memory() -> int:
 
 def free_space(folder: Path) -> int:
     """Bytes that a user may still write to the file system of `folder`."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    return shutil.disk_usage(folder).free
 
 
 def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
@@ -47,10 +49,14 @@ def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
 
 
 def _available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return sys.maxsize  # not known
 
 
 def _cgroup_limits() -> list[int]:

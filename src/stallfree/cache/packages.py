@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import fcntl
 import logging
 import os
 import re
@@ -41,6 +40,7 @@ from stallfree.cache.limits import free_space
 from stallfree.errors import InputError, StorageError
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.pipeline.structure import Structure
+from stallfree.platform import fcntl
 from stallfree.units import format_size
 
 log = logging.getLogger("stallfree")

@@ -33,6 +33,7 @@ from stallfree.folders import SharedFolder, Unheld, default_root, prepare_root, 
 from stallfree.locks import FileLock
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.structure import Structure
+from stallfree.platform import at_fork, need_linux
 from stallfree.stats import CacheStats
 from stallfree.units import parse_size
 
@@ -461,6 +462,7 @@ class SampleCache:
             self._index = self._arena = self._counters = self._records = self._writer = gone
 
     def __reduce__(self) -> tuple[Any, ...]:
+        need_linux("a cache that other processes use", "use num_workers=0")
         return _attach, (self._root, self.name, self.policy, self._allow_pickle)
 
     def __enter__(self) -> SampleCache:
@@ -471,7 +473,7 @@ class SampleCache:
 
 
 _after_fork = threading.RLock()
-os.register_at_fork(before=_after_fork.acquire, after_in_parent=_after_fork.release, after_in_child=_after_fork.release)
+at_fork(before=_after_fork.acquire, after_in_parent=_after_fork.release, after_in_child=_after_fork.release)
 
 
 def visit(root: Path, name: str, policy: Policy, allow_pickle: bool) -> SampleCache:

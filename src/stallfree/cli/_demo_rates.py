@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from stallfree.cli._demo_train import CROP, Trainer
 from stallfree.errors import WaitError, WorkerError
 from stallfree.pipeline import split
 from stallfree.pipeline.protocol import Source
+from stallfree.platform import cpu_count
 from stallfree.sources import ThrottledSource
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def prep_rate(prepare: Callable[[Any], object], records: Sequence[Any], workers:
 
 def cores_available() -> int:
     """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return cpu_count()
 
 
 def _prepare(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stallfree.errors import InputError
+from stallfree.platform import cpu_count
 from stallfree.units import format_size, parse_rate, parse_size
 
 if TYPE_CHECKING:
@@ -183,5 +183,5 @@ def _folder(settings: Settings, console: Console) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="stallfree-demo-") as name:
         folder = Path(name)
         with _Progress(console) as progress, progress.task("making pictures", settings.pictures) as advance:
-            make_pictures(folder, settings.pictures, processes=len(os.sched_getaffinity(0)), progress=advance)
+            make_pictures(folder, settings.pictures, processes=cpu_count(), progress=advance)
         yield folder

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stallfree.errors import InputError
 from stallfree.loader.messages import GATHERER, Result
+from stallfree.platform import OPEN
 
 _LINES = 4096
 """Lines that are kept before they are written."""
@@ -68,7 +69,7 @@ class EventLog:
         if not lines or os.getpid() != self._owner:
             return
         try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | OPEN, 0o666)
             try:
                 rest = memoryview("".join(lines).encode())
                 while len(rest):

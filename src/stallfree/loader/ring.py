@@ -23,6 +23,7 @@ import numpy.typing as npt
 from stallfree.errors import StorageError
 from stallfree.folders import SharedFolder, default_root, sweep
 from stallfree.loader.messages import NO_SLOT
+from stallfree.platform import OPEN, allocate, shares_memory
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,7 +50,7 @@ class Slots:
         if there is None or len(there) < size:
             if self.limit is not None and size > self.limit:
                 return None
-            there = self._grow(slot, size)
+            there = self._grow(slot, size) if shares_memory() else self._keep(slot, mmap.mmap(-1, _pages(size)))
             if there is None:
                 return None
         return np.frombuffer(there, np.uint8)
@@ -66,7 +67,7 @@ class Slots:
         return np.frombuffer(there, np.uint8)
 
     def _grow(self, slot: int, size: int) -> mmap.mmap | None:
-        fd = os.open(self._file(slot), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._file(slot), os.O_RDWR | os.O_CREAT | OPEN, 0o600)
         try:
             have = os.fstat(fd).st_size
             if have < size:
@@ -74,7 +75,7 @@ class Slots:
                 if self.limit is not None:
                     wanted = min(wanted, max(_pages(size), self.limit))
                 try:
-                    os.posix_fallocate(fd, 0, wanted)
+                    allocate(fd, 0, wanted)
                 except OSError:
                     with contextlib.suppress(OSError):
                         os.ftruncate(fd, have)
@@ -84,13 +85,17 @@ class Slots:
         return self._map(slot)
 
     def _map(self, slot: int) -> mmap.mmap:
-        fd = os.open(self._file(slot), os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(self._file(slot), os.O_RDWR | OPEN)
         try:
-            self._unpin(slot)
-            there = self._maps[slot] = mmap.mmap(fd, 0)
-            self.kept.pop(slot, None)
+            there = mmap.mmap(fd, 0)
         finally:
             os.close(fd)
+        return self._keep(slot, there)
+
+    def _keep(self, slot: int, there: mmap.mmap) -> mmap.mmap:
+        self._unpin(slot)
+        self._maps[slot] = there
+        self.kept.pop(slot, None)
         if self.pin is not None:
             self._pinned[slot] = self.pin(np.frombuffer(there, np.uint8))
         return there
@@ -110,6 +115,11 @@ class Slots:
         self.kept.pop(slot, None)
         with contextlib.suppress(OSError):
             self._file(slot).unlink()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are mapped here."""
+        return sum(map(len, self._maps.values()))
 
     def close(self) -> None:
         """Let go of the memory. What batches are kept in stays until they are freed."""
@@ -199,6 +209,8 @@ class Ring:
     @property
     def bytes(self) -> int:
         """Bytes of all slots."""
+        if not shares_memory():
+            return self.slots.bytes
         with contextlib.suppress(OSError):
             return sum(
                 entry.stat().st_size for entry in os.scandir(self._folder.path) if entry.name.startswith("slot-")

@@ -32,6 +32,7 @@ from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source
 from stallfree.plans.window import WindowPlan, replace_count
+from stallfree.platform import need_linux
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import SmartCacheStats
@@ -115,6 +116,7 @@ class SmartCacheDataset:
         name: str | None = None,
         multiprocessing_context: str | BaseContext | None = None,
     ) -> None:
+        need_linux("SmartCacheDataset", "use CachedDataset")
         _check(cache_num, capacity, replace_rate, num_fill_workers, on_late, on_error)
         context = context_of(multiprocessing_context)
         self.source: Source = as_source(data)

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from stallfree.folders import in_use
+from stallfree.platform import OPEN, allocate, at_fork, shares_memory
+from stallfree.sources.apart import ApartSource
 from stallfree.sources.mapped import MapSource
 from stallfree.stats import LoaderStats
 
@@ -55,7 +57,7 @@ class Status:
         self._begun = begun
         self._map: mmap.mmap | None = None
         with contextlib.suppress(OSError, ValueError):
-            self._map = _make(folder / FILE)
+            self._map = _make(folder / FILE) if shares_memory() else None
         if self._map is not None:
             script = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
             _TEXT.pack_into(self._map, _AT_TEXT, _text(script or "python"), _text(name_of(dataset)))
@@ -82,9 +84,9 @@ class Status:
 
 
 def _make(path: Path) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | OPEN, 0o600)
     try:
-        os.posix_fallocate(fd, 0, _SIZE)  # so that a full file system is an error here, and no signal later
+        allocate(fd, 0, _SIZE)  # so that a full file system is an error here, and no signal later
         return mmap.mmap(fd, _SIZE)
     finally:
         os.close(fd)
@@ -97,7 +99,7 @@ def _text(text: str) -> bytes:
 def name_of(dataset: Any) -> str:
     """Name of a data set's class, and of the one that it wraps."""
     inner = getattr(dataset, "source", None)
-    inner = inner.dataset if isinstance(inner, MapSource) else inner
+    inner = inner.dataset if isinstance(inner, (MapSource, ApartSource)) else inner
     return type(dataset).__name__ + ("" if inner is None else f"({type(inner).__name__})")
 
 
@@ -106,7 +108,7 @@ def _forget() -> None:
         status.close()
 
 
-os.register_at_fork(after_in_child=_forget)  # the loaders are the parent's
+at_fork(after_in_child=_forget)  # the loaders are the parent's
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def running_loaders(root: Path) -> list[LoaderStatus]:
 
 def _read(folder: Path) -> LoaderStatus | None:
     try:
-        fd = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(folder / FILE, os.O_RDONLY | OPEN)
     except OSError:
         return None
     try:

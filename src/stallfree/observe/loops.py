@@ -26,7 +26,7 @@ SMALL_SHARE = 0.05
 
 _WATCHED = {
     "torch.utils.data.dataloader": "_BaseDataLoaderIter",
-    "stallfree.loader.dataloader": "_Iteration",
+    "stallfree.loader.dataloader": "Iteration",
 }
 """Module of a class `DataLoader`, and the class of what it gives when it is iterated."""
 
@@ -177,7 +177,8 @@ class Watch:
         self._threads: dict[int, Thread] = {}
         self._undo: list[tuple[Any, str, Any]] = []
         sys.meta_path.insert(0, self)
-        os.register_at_fork(after_in_child=self._stop)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._stop)
 
     @property
     def found_nothing(self) -> bool:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from stallfree.errors import InputError
 from stallfree.locks import FileLock
+from stallfree.platform import OPEN
 
 Array = npt.NDArray[Any]
 
@@ -177,7 +178,7 @@ class _Place:
             with self._held():
                 number = self._join()
             new = self._folder / f"new-{number}"
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN, 0o600), "wb") as file:
                 for part in parts:
                     file.write(part)
             os.replace(new, self._folder / f"job-{number}")

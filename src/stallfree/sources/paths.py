@@ -16,10 +16,12 @@ import numpy as np
 import xxhash
 
 from stallfree.errors import InputError, missing_extra
+from stallfree.platform import OPEN
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _LOCAL_URL = re.compile(r"(file|local)://")
 _STATTED = 256
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for its writer
 
 
 def is_url(path: str) -> bool:
@@ -151,7 +153,7 @@ def read_file(path: str) -> bytes:
     if is_url(path):
         filesystem, inner = open_url(path)
         return bytes(filesystem.cat_file(inner))
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # non-blocking: a pipe would wait for its writer
+    fd = os.open(path, os.O_RDONLY | OPEN | _NO_WAIT)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

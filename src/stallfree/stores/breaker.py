@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from stallfree.platform import at_fork
+
 LONGEST = 8.0
 """Seconds between two pings, at most: a wait of 250 ms in that time is 3% of it."""
 
@@ -225,4 +227,4 @@ class _Rejoin:
 
 
 _rejoin = _Rejoin()
-os.register_at_fork(after_in_child=_rejoin.start_anew)
+at_fork(after_in_child=_rejoin.start_anew)

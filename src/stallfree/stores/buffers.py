@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import threading
 import weakref
 from collections import deque
 
 import numpy as np
 import numpy.typing as npt
+
+from stallfree.platform import at_fork
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -127,4 +128,4 @@ def _forget_in_child() -> None:
         buffers._forget()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+at_fork(after_in_child=_forget_in_child)

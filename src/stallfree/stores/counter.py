@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import io
-import resource
 import socket
 import struct
 import threading
@@ -32,6 +31,7 @@ import numpy as np
 
 from stallfree.cache import SampleCache
 from stallfree.errors import StallfreeError
+from stallfree.platform import resource
 from stallfree.stores.values import HEAD_SIZE, DataKey, pack_head
 
 ROOM, ASK, COUNT, CLEAR, SETTLE = b"ROOM", b"ASK", b"COUNT", b"CLEAR", b"SETTLE"

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import os
 import re
@@ -34,6 +33,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nobody starts it
+    fcntl = None  # type: ignore[assignment]
 
 VERSION = 1
 NODE, SERVER, FAILED, LOG = "node.json", "server.json", "failed.json", "log"
@@ -52,7 +56,7 @@ _CLERK_SECONDS = 0.5  # that the clerk has to end by itself
 _LOG_BYTES = 1 << 20
 _BACKLOG = 1024  # askers that wait to be let in
 _PR_SET_PDEATHSIG = 1
-_SIGNALS = {signal.SIGCHLD, signal.SIGIO}  # a child has ended; a file of the folder was deleted
+_SIGNALS = {getattr(signal, name, 0) for name in ("SIGCHLD", "SIGIO")}  # a child has ended; a file was deleted
 _PROCESS_ID = re.compile(rb"process_id:(\d+)\r\n")
 
 

@@ -28,6 +28,7 @@ from stallfree.cache.counters import Count
 from stallfree.cache.policies import make_policy
 from stallfree.errors import CapacityError, CodecError, InputError
 from stallfree.pipeline.codec import encode, read_record
+from stallfree.platform import at_fork
 from stallfree.stats import CacheStats
 from stallfree.stores.buffers import Buffers
 from stallfree.stores.cluster import Spot, find_spots, forget_tags
@@ -330,7 +331,7 @@ class ServerCache:
 
 
 _after_fork = threading.RLock()
-os.register_at_fork(before=_after_fork.acquire, after_in_parent=_after_fork.release, after_in_child=_after_fork.release)
+at_fork(before=_after_fork.acquire, after_in_parent=_after_fork.release, after_in_child=_after_fork.release)
 
 
 def _leave(shelves: list[Shelf], here: SharedOnHost) -> None:

@@ -10,7 +10,6 @@ a server that was started again has the same.
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import json
 import os
@@ -30,6 +29,7 @@ from typing import Any
 from stallfree.errors import InputError, MissingServerError, StorageError, WaitError
 from stallfree.folders import SharedFolder, check_name, default_root, sweep
 from stallfree.locks import FileLock
+from stallfree.platform import OPEN, fcntl
 from stallfree.stores import keeper
 from stallfree.stores.endpoint import Address
 from stallfree.units import format_size, parse_size
@@ -49,7 +49,7 @@ _QUIET_SECONDS = 1.0  # of a server that runs and does not answer, until a proce
 _END_SECONDS = 5.0
 _LONGEST_PATH = 107  # of a socket, in bytes
 _SIOCGIFADDR = 0x8915
-_FRESH = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+_FRESH = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | OPEN
 
 
 def find_server() -> str:

@@ -1,0 +1,75 @@
+"""Where operating systems differ.
+
+On Linux the processes of a host share memory, and everything works. Elsewhere (macOS, Windows) there is a portable
+fallback within one process: `DataLoader` prepares in the training process, and a cache in memory is that process's own.
+What cannot be had there raises `PlatformError`, which names what to use in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from stallfree.errors import PlatformError
+
+try:
+    import fcntl as fcntl
+    import resource as resource
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+    resource = None  # type: ignore[assignment]
+
+OPEN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+"""Flags for every `os.open`: bytes as they are, and not for processes started later."""
+
+_ZEROS = 1 << 20
+
+
+def shares_memory() -> bool:
+    """Whether processes of this host can share caches and batches, which takes Linux."""
+    return sys.platform.startswith("linux")
+
+
+def need_linux(what: str, instead: str) -> None:
+    """Raise `PlatformError` where processes share no memory: `what` needs it, `instead` says what to do."""
+    if not shares_memory():
+        raise PlatformError(f"{what} needs Linux, and this is {sys.platform}: {instead}")
+
+
+def at_fork(
+    *,
+    before: Callable[[], object] | None = None,
+    after_in_parent: Callable[[], object] | None = None,
+    after_in_child: Callable[[], object] | None = None,
+) -> None:
+    """`os.register_at_fork`; nothing where there is no fork."""
+    if hasattr(os, "register_at_fork"):
+        hooks = {"before": before, "after_in_parent": after_in_parent, "after_in_child": after_in_child}
+        os.register_at_fork(**{name: hook for name, hook in hooks.items() if hook is not None})
+
+
+def cpu_count() -> int:
+    """Number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def user_id() -> int:
+    """Number of this user; 0 where users have none."""
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def allocate(fd: int, start: int, size: int) -> None:
+    """Get space for `size` bytes from `start` on in the file `fd`, so that touching them mapped cannot fail.
+
+    What was there may be zero afterwards. Raises `OSError` when there is no room.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, start, size)
+        return
+    os.lseek(fd, start, os.SEEK_SET)
+    zeros = bytes(min(size, _ZEROS))
+    while size > 0:
+        size -= os.write(fd, zeros[:size])

@@ -1,0 +1,422 @@
+"""What an installation needs: a light import, a folder to write to, and what is left on other systems than Linux."""
+
+from __future__ import annotations
+
+import ast
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stallfree as sf
+from children import Child
+from stallfree import folders
+from stallfree.errors import PlatformError, StorageError
+from stallfree.loader import shared_counts
+from stallfree.loader.shared_counts import SharedCounts
+
+ROOT = Path(__file__).parents[1]
+
+started = pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+"""Given all by pickle: forkserver as spawn, which imports all anew each time."""
+
+DATA = """
+import json, os, sys, warnings
+import torch
+
+class Data:
+    def __len__(self): return 24
+    def __getitem__(self, id): return torch.full((3, 5), id, dtype=torch.uint8), id
+
+def ids(loader):
+    found = [(picture[:, 0, 0].tolist(), labels.tolist()) for picture, labels in loader]
+    assert all(left == right for left, right in found)
+    return [id for labels, _ in found for id in labels]
+"""
+
+
+def run(program: str, *arguments: str, prefix: tuple[str, ...] = (), **environment: str) -> Any:
+    """What `program` prints as JSON in a fresh interpreter. Without a variable that names a root, unless given."""
+    others = {name: value for name, value in os.environ.items() if name != "STALLFREE_ROOT"}
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", program, *arguments],
+        capture_output=True, text=True, cwd=Path(__file__).parent, env=others | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# -- import ------------------------------------------------------------------------------------------------------------
+
+
+def test_importing_stallfree_imports_nothing_but_its_errors() -> None:
+    program = (
+        "import json, sys; import importlib.metadata, typing; before = set(sys.modules); import stallfree; "
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    new = run(program)
+    assert [name for name in new if name.startswith("stallfree")] == ["stallfree", "stallfree.errors"]
+    heavy = {"torch", "numpy", "PIL", "fsspec", "rich", "typer", "xxhash", "multiprocessing", "asyncio", "socket"}
+    assert not heavy & {name.partition(".")[0] for name in new}
+
+
+def test_the_loader_does_not_import_what_only_others_need() -> None:
+    program = """
+import json, sys, torch
+before = set(sys.modules)
+import stallfree as sf
+sf.DataLoader, sf.CachedDataset, sf.ImageFolder, sf.ImportanceSampler
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+    new = {".".join(name.split(".")[:2]) for name in run(program)}
+    others = ("analysis", "clara", "cli", "integrations", "observe", "report", "shared")
+    assert not new & {f"stallfree.{package}" for package in others}
+    assert not {name.partition(".")[0] for name in new} & {"PIL", "fsspec", "rich", "typer", "redis", "plotly", "simpy"}
+
+
+def test_type_checkers_and_users_see_the_same_names() -> None:
+    tree = ast.parse(Path(sf.__file__).read_text())
+    imports = (
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "stallfree" in (node.module or "")
+    )
+    static = {alias.asname or alias.name for node in imports for alias in node.names}
+    assert static == set(sf.__all__)
+    assert len(sf.__all__) == len(set(sf.__all__))
+    everything: dict[str, Any] = {}
+    exec("from stallfree import *", everything)
+    for name in sf.__all__:
+        assert everything[name] is getattr(sf, name)
+        assert name in dir(sf)
+    assert sf.__version__
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'stallfree' has no attribute 'DataLoadr'"):
+        sf.DataLoadr  # type: ignore[attr-defined]  # noqa: B018
+
+
+# -- no /dev/shm -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`/dev/shm` cannot be written to, and nobody has looked for another folder yet."""
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/dev/shm" and real(path, mode))
+    monkeypatch.delenv("STALLFREE_ROOT")
+    folders._temporary.cache_clear()
+    yield
+    folders._temporary.cache_clear()
+
+
+@pytest.mark.usefixtures("no_shared_memory")
+def test_without_shared_memory_a_temporary_folder_on_a_disk_is_taken_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(folders, "_file_system", lambda path: "ext4")
+    with pytest.warns(RuntimeWarning, match="is on a disk and may be slower") as warned:
+        assert [folders.default_root() for _ in range(2)] == [tmp_path / f"stallfree-{os.getuid()}"] * 2
+    assert len(warned) == 1
+
+
+@pytest.mark.usefixtures("no_shared_memory")
+def test_a_temporary_folder_in_memory_is_taken_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(folders, "_file_system", lambda path: "tmpfs")
+    assert folders.default_root().parent == tmp_path
+
+
+@pytest.mark.usefixtures("no_shared_memory")
+def test_nowhere_to_write_is_one_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    with pytest.raises(StorageError, match="set STALLFREE_ROOT"):
+        sf.CachedDataset(range(10), capacity="1MiB")
+    with pytest.raises(StorageError, match="set STALLFREE_ROOT"):
+        list(sf.DataLoader(range(10)))
+
+
+def test_the_file_system_of_a_folder_is_that_of_the_mount_it_is_in() -> None:
+    with open("/proc/self/mounts") as file:
+        mounts = {place: kind for _, place, kind, *_ in (line.split(" ") for line in file)}
+    assert folders._file_system(Path("/proc/self")) == mounts["/proc"]
+    assert folders._file_system(Path("/")) == mounts["/"]
+
+
+def _mounts(*commands: str) -> tuple[str, ...]:
+    """A prefix that runs a command where these mounts are made, or a skip where that is not allowed."""
+    unshare = shutil.which("unshare")
+    script = " && ".join(commands)
+    if unshare is None or subprocess.run([unshare, "-m", "sh", "-c", script], capture_output=True).returncode:
+        pytest.skip("mounts cannot be changed here")
+    return unshare, "-m", "sh", "-c", f'{script} && exec "$@"', "sh"
+
+
+EPOCHS = (
+    DATA
+    + """
+import stallfree as sf
+found = {}
+try:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with sf.CachedDataset(Data(), capacity="1MiB", transform=sf.mark_random(lambda sample: sample)) as dataset:
+            for name, data in (("plain", Data()), ("cached", dataset)):
+                with sf.DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="fork") as loader:
+                    found[name] = [ids(loader) for _ in range(2)]
+            found["hits"] = dataset.stats().hits
+            found["folder"] = str(dataset.cache.path.parent)
+    found["warned"] = [str(warning.message) for warning in warned]
+    found["read-only"] = [folder for folder in ("/", "/dev/shm") if not os.access(folder, os.W_OK)]
+except sf.StallfreeError as error:
+    found = {"error": f"{type(error).__name__}: {error}"}
+print(json.dumps(found))
+"""
+)
+READ_ONLY = "mount -t tmpfs -o ro,size=4k none /dev/shm"
+READ_ONLY_ROOT = "mount -o remount,ro,bind /"
+
+
+def test_everything_runs_with_a_read_only_root_and_only_a_temporary_folder(tmp_path: Path) -> None:
+    prefix = _mounts(READ_ONLY, f"mount -t tmpfs none {tmp_path}", READ_ONLY_ROOT)
+    found = run(EPOCHS, prefix=prefix, TMPDIR=str(tmp_path), HOME="/nowhere")
+    assert found["plain"] == found["cached"] == [list(range(24))] * 2
+    assert found["hits"] >= 24
+    assert found["folder"] == str(tmp_path / f"stallfree-{os.getuid()}")
+    assert found["warned"] == []
+    assert found["read-only"] == ["/", "/dev/shm"]
+
+
+def test_nothing_but_read_only_folders_is_one_error() -> None:
+    separate = [folder for folder in ("/tmp", "/var/tmp") if Path(folder).is_dir()]
+    bound = [f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}" for folder in separate]
+    found = run(EPOCHS, prefix=_mounts(READ_ONLY, READ_ONLY_ROOT, *bound), TMPDIR="/tmp")
+    assert "StorageError" in found["error"]
+    assert "set STALLFREE_ROOT" in found["error"]
+
+
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+def _count_up(counts: SharedCounts) -> None:
+    counts.array[2] += 5
+
+
+def test_a_forked_process_shares_counts() -> None:
+    counts = SharedCounts(4)
+    assert Child(_count_up, counts).wait() == 0
+    assert counts.array.tolist() == [0, 0, 5, 0]
+
+
+@started
+def test_a_process_that_is_sent_counts_when_it_starts_shares_them(method: str) -> None:
+    counts = SharedCounts(4)
+    process = multiprocessing.get_context(method).Process(target=_count_up, args=(counts,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert counts.array.tolist() == [0, 0, 5, 0]
+
+
+def test_any_other_pickle_of_counts_is_a_copy() -> None:
+    counts = SharedCounts(4)
+    counts.array[1] = 3
+    copy = pickle.loads(pickle.dumps(counts))
+    copy.array[0] = 1
+    assert (copy.array.tolist(), counts.array.tolist()) == ([1, 3, 0, 0], [0, 3, 0, 0])
+
+
+def test_no_room_for_counts_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shared_counts, "allocate", full)
+    with pytest.raises(StorageError, match=r"16 bytes .*No space left.*a larger /dev/shm helps"):
+        SharedCounts(4)
+
+
+# -- start methods -----------------------------------------------------------------------------------------------------
+
+
+@started
+def test_a_group_is_prepared_for_whichever_way_its_processes_start(method: str) -> None:
+    with sf.SharedLoader(
+        _Data(), group=f"started-{method}", batch_size=4, num_workers=1, multiprocessing_context=method
+    ) as loader:
+        epochs = [[int(id) for _, labels in loader for id in labels] for _ in range(2)]
+    assert epochs == [list(range(24))] * 2
+
+
+def _served(workers: int, method: str) -> list[list[int]]:
+    with sf.CachedDataset(_Data(), capacity="1MiB", policy="importance") as dataset:
+        sampler = sf.ImportanceSampler(24, cache=dataset.cache, seed=5)
+        with sf.DataLoader(
+            dataset, batch_size=4, sampler=sampler, num_workers=workers, multiprocessing_context=method
+        ) as loader:
+            epochs = []
+            for _ in range(2):
+                epochs.append([])
+                for (_, labels), ids, _ in loader:
+                    assert ids.tolist() == labels.tolist()
+                    loader.update(ids, labels.float())
+                    epochs[-1] += ids.tolist()
+    return epochs
+
+
+@started
+def test_an_importance_sampler_is_served_alike_whichever_way_workers_start(method: str) -> None:
+    assert _served(1, method) == _served(0, method)
+
+
+# -- other systems -----------------------------------------------------------------------------------------------------
+
+ELSEWHERE = (
+    DATA
+    + """
+import asyncio, concurrent.futures.thread, http.server, importlib.metadata, multiprocessing.popen_spawn_posix
+import numpy, torch.distributed, torch.utils.data, typer
+import PIL.Image, fsspec, pickle, rich.console, tempfile, xxhash
+import other_system
+
+other_system.pretend(sys.argv[1])
+import stallfree as sf
+import stallfree.cli
+
+def refused(make):
+    try:
+        make()
+    except sf.PlatformError as error:
+        return str(error)
+
+found = {"names": [name for name in sf.__all__ if not hasattr(sf, name)]}
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    with sf.DataLoader(Data(), batch_size=4, shuffle=True, seed=3, num_workers=2) as loader:
+        found["plain"] = [ids(loader) for _ in range(2)]
+        kept = list(loader)
+        found["kept"] = sorted(ids(kept))
+    with sf.DataLoader(Data(), num_workers=1): pass
+found["warned"] = [str(warning.message) for warning in warned]
+with sf.CachedDataset(Data(), capacity="1MiB") as dataset:
+    with sf.DataLoader(dataset, batch_size=4, shuffle=True, seed=3) as loader:
+        found["cached"] = [ids(loader) for _ in range(2)]
+    with sf.CachedDataset(Data(), capacity="1MiB") as same:
+        found["misses"] = same.stats().storage_reads - 24
+        same[3]
+        found["storage_reads"] = same.stats().storage_reads
+    found["refused"] = [
+        refused(make) for make in (
+            lambda: pickle.dumps(dataset),
+            lambda: sf.CachedDataset(Data(), capacity="1MiB", store=tempfile.gettempdir()),
+            lambda: sf.SharedLoader(Data(), group="any"),
+            lambda: sf.RedisStore(capacity_per_node="1MiB"),
+            lambda: sf.SmartCacheDataset(Data(), cache_num=8),
+            lambda: sf.ProcessPrefetcher(Data, "cpu"),
+        )
+    ]
+with sf.CachedDataset(Data(), capacity="1MiB", policy="importance") as dataset:
+    sampler = sf.ImportanceSampler(24, cache=dataset.cache)
+    with sf.DataLoader(dataset, batch_size=4, sampler=sampler) as loader:
+        for batch in loader:
+            loader.update(batch.ids, batch.data[1].float())
+        found["known losses"] = len(sampler.state_dict()) > 0
+prefetcher = sf.DevicePrefetcher(sf.DataLoader(Data(), batch_size=4), "cpu")
+found["device"] = ids(prefetcher)
+prefetcher.close()
+print(json.dumps(found))
+"""
+)
+
+
+@pytest.mark.parametrize("system", [pytest.param("darwin", marks=pytest.mark.slow), "win32"])
+def test_on_other_systems_one_process_does_all(system: str, tmp_path: Path) -> None:
+    found = run(ELSEWHERE, system, TMPDIR=str(tmp_path))
+    with sf.DataLoader(_Data(), batch_size=4, shuffle=True, seed=3) as loader:
+        here = [[int(id) for _, labels in loader for id in labels] for _ in range(2)]
+    assert found["names"] == []
+    assert found["plain"] == found["cached"] == here
+    assert found["kept"] == list(range(24))
+    assert len(found["warned"]) == 1
+    assert "num_workers=2: worker processes need Linux" in found["warned"][0]
+    assert found["storage_reads"] == found["misses"] + 24
+    for message, instead in zip(
+        found["refused"],
+        ["use num_workers=0", "store='memory'", "DataLoader", "store='memory'", "CachedDataset", "DevicePrefetcher"],
+        strict=True,
+    ):
+        assert f"needs Linux, and this is {system}" in message
+        assert instead in message.partition(": ")[2]
+    assert found["known losses"]
+    assert found["device"] == list(range(24))
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Data:
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, id: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3, 5), id, dtype=torch.uint8), id
+
+
+def test_what_needs_linux_says_so_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(PlatformError, match="SharedLoader needs Linux, and this is win32: use DataLoader"):
+        sf.SharedLoader(_Data(), group="any")
+
+
+# -- wheel and sdist ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> None:
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    built = tmp_path / "built"
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(source)]
+    subprocess.run(build, check=True, capture_output=True)
+    packages = sorted(built.iterdir())
+    assert [package.name.endswith(".whl") for package in packages] == [True, False]
+    for number, package in enumerate(packages):
+        place = tmp_path / f"environment-{number}"
+        venv.create(place, with_pip=True, system_site_packages=False)
+        python, here = str(place / "bin/python"), Path(torch.__file__).parents[1]
+        (next(place.glob("lib/python*/site-packages")) / "others.pth").write_text(str(here))
+        install = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--no-deps",
+            "--no-index",
+            "--no-build-isolation",
+            "--ignore-installed",
+        ]
+        subprocess.run([*install, str(package)], check=True, capture_output=True, cwd=tmp_path)
+        where = subprocess.run(
+            [python, "-c", "import stallfree; print(stallfree.__file__)"],
+            check=True, capture_output=True, text=True, cwd=tmp_path,
+        )  # fmt: skip
+        assert where.stdout.startswith(str(place))
+        for command in ([str(place / "bin/stallfree")], [python, "-m", "stallfree"]):
+            shown = subprocess.run([*command, "--help"], check=True, capture_output=True, text=True, cwd=tmp_path)
+            assert "demo" in shown.stdout
