@@ -89,11 +89,12 @@ def test_the_slowest_sets_the_pace_by_the_ring(tmp_path: Path) -> None:
     script.write(batches=8)
     with shared(script, 2) as prefetcher:
         fast, slow = prefetcher.consumer(0), prefetcher.consumer(1)
-        fast.timeout = slow.timeout = 0.1
+        going = iter(fast)
+        fast.timeout = 0.1
         with pytest.raises(sf.WaitError, match=r"which consumer 1 \(which has not come\) did not"):
-            next(iter(fast))
+            next(going)
+        fast.timeout = PATIENCE
         going, held = iter(fast), iter(slow)
-        fast.timeout = slow.timeout = PATIENCE
         assert take(held, 1) == [0]
         assert take(going, 3) == [0, 1, 2]
         fast.timeout = 0.1

@@ -22,11 +22,12 @@ from process_tools import PATIENCE, read_stamp, stamped
 
 from children import Child
 from stallfree.device import consumer as consumer_module
-from stallfree.device import crossing, producer
+from stallfree.device import producer
 from stallfree.device.consumer import Consumer
 from stallfree.device.producer import Producer, Setup, produce
-from stallfree.device.slots import SharedHost
+from stallfree.device.slots import OpenSlots, SharedHost
 from stallfree.folders import SharedFolder
+from stallfree.sockets import listen
 
 BATCHES = 40
 COPY_SECONDS, STEP_SECONDS = 0.0005, 0.002
@@ -108,8 +109,7 @@ def served(consumers: int) -> Iterator[Path]:
     shared = SharedFolder(f"prefetch-guards-{os.getpid()}", initialize=lambda _: None)
     (shared.path / "events").write_bytes(bytes(4096))
     ours, theirs = socket.socketpair()
-    listener = crossing.listen(shared.path)
-    crossing._kept.discard(listener)
+    listener = listen(shared.path)
 
     def run() -> None:
         ours.close()
@@ -135,15 +135,21 @@ def train(consumers: int) -> list[str]:
         passes = [iter(each) for each in all_of_them]
         for number, got in enumerate(zip(*passes, strict=True)):
             for consumer, batch in zip(all_of_them, got, strict=True):
-                assert isinstance(consumer._memory, LateMemory)
-                consumer._memory.work.put(lambda batch=batch, number=number: step(batch, number, wrong))  # type: ignore[misc]
+                memory_of(consumer).work.put(lambda batch=batch, number=number: step(batch, number, wrong))  # type: ignore[misc]
         for consumer in all_of_them:
-            memory = consumer._memory
+            memory = memory_of(consumer)
             consumer.close()
-            assert isinstance(memory, LateMemory)
             memory.end()
         assert number == BATCHES - 1
     return wrong
+
+
+def memory_of(consumer: Consumer) -> LateMemory:
+    """The device, as a consumer sees it."""
+    assert consumer._link is not None
+    memory = consumer._link.slots.memory
+    assert isinstance(memory, LateMemory)
+    return memory
 
 
 def step(batch: Any, number: int, wrong: list[str]) -> None:
@@ -182,8 +188,8 @@ def test_no_step_sees_a_batch_too_early_or_too_late(consumers: int) -> None:
     ("consumers", "kind", "guard"),
     [
         (1, LateMemory, "wait"),  # of the copies for the steps
-        (1, Consumer, "release"),  # where the steps with a batch end
-        (2, Consumer, "release"),
+        (1, OpenSlots, "release"),  # where the steps with a batch end
+        (2, OpenSlots, "release"),
         (2, Producer, "_await_consumers"),  # for the steps of all
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),

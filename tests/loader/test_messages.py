@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.loader.channel import Channel, receive_message, send_message
+from stallfree.channel import Channel, receive_message, send_message
 from stallfree.loader.messages import (
     FORGET,
     PRIVATE,

@@ -19,35 +19,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stallfree.device.crossing import (
-    ASK_LENGTH,
-    ASK_STATE,
-    BACK,
-    BATCH,
-    BEGIN,
-    BREAK,
-    END,
-    ERROR,
-    HELLO,
-    LAYOUT,
-    LENGTH,
-    REFUSED,
-    SLOT,
-    START,
-    STATE,
-    WELCOME,
-    Line,
-    Message,
-    keep_from_children,
-    pack,
-    pack_error,
-)  # fmt: skip
+from stallfree.device.crossing import Kind, Line, Message, keep_from_children, pack_error
 
 END_SECONDS = 5
 """For the loader to finish what it does when the process shall end; then the kernel ends it."""
-
-_ASKING = -2
-"""The number of who wants to know the length, and no batches."""
 
 
 @dataclass(eq=False)
@@ -58,54 +33,43 @@ class _Peer:
         line: to it.
         number: of the consumer, or -1.
         process: of the consumer.
+        curious: whether it wants to know the length, and no batches.
         asked: whether it wants the next epoch.
         token: that it gave with that.
         inside: whether it takes part in the one that is under way.
         slots: of which slot it knows which memory.
-        layouts: serial numbers of those that it knows.
     """
 
     line: Line
     number: int = -1
     process: int = 0
+    curious: bool = False
     asked: bool = False
     token: int = 0
     inside: bool = False
     slots: dict[int, torch.Tensor] = field(default_factory=dict)
-    layouts: set[int] = field(default_factory=set)
 
     def __str__(self) -> str:
         return f"consumer {self.number} (process {self.process})"
 
 
-@dataclass(frozen=True)
-class Told:
-    """What consumers are told of a batch.
-
-    Attributes:
-        memory: of the slot.
-        share: gives its handles to a consumer.
-        serial, layout: of the layout, with what it is.
-        oldest: layouts before this one are not used any more.
-        body: values that are no tensors.
-    """
-
-    memory: torch.Tensor
-    share: Callable[[int], bytes]
-    serial: int
-    layout: bytes
-    oldest: int
-    body: bytes
-
-
 class Door:
-    """Who the consumers are, where they are, and which slots they hold."""
+    """Who the consumers are, where they are, and which slots they hold.
+
+    Args:
+        lifeline: ends with the process that started this one.
+        listener: to which the consumers come.
+        consumers: how many there will be.
+        slots: how many there are.
+    """
 
     def __init__(self, lifeline: socket.socket, listener: socket.socket, consumers: int, slots: int) -> None:
         self._changed = threading.Condition()
         self._lifeline, self._listener = lifeline, listener
-        keep_from_children(lifeline)
-        keep_from_children(listener)
+        self._poller = select.epoll()  # what one thread changes holds for the other, which waits, at once
+        for end in (lifeline, listener):
+            keep_from_children(end)
+            self._poller.register(end, select.EPOLLIN)
         listener.setblocking(False)
         self._peers: dict[int, _Peer] = {}  # by descriptor
         self._places: list[_Peer | None] = [None] * consumers
@@ -119,29 +83,25 @@ class Door:
         self._full = False  # and no slot is free
         self._stopped = False
         self._length: bytes | None = None
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = select.poll()
-        for fd in (lifeline.fileno(), listener.fileno(), self._wake):
-            self._poller.register(fd, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="stallfree-door", daemon=True)
         self._thread.start()
 
-    # What the main thread asks for.
+    # -- what the main thread asks for --------------------------------------------------------------------------------
 
-    def begin(self) -> int | None:
-        """Wait until an epoch begins, and give its number; None at the end."""
+    def begin(self) -> bool:
+        """Wait until an epoch begins; False at the end."""
         with self._changed:
             while not (self._stopped or self._ready()):
                 self._changed.wait()
             if self._stopped:
-                return None
+                return False
             self._epoch += 1
             self._number = -1
             self._running = True
             for peer in self._members():
                 peer.asked, peer.inside = False, True
-                peer.line.send(pack(START, self._epoch, peer.token))
-            return self._epoch
+                self._tell(peer, Kind.START, peer.token)
+            return True
 
     def take(self) -> int | None:
         """Wait for a free slot; None when nobody wants the epoch any more."""
@@ -153,28 +113,22 @@ class Door:
             self._full = False
             return self.free.popleft() if self._inside() else None
 
-    def announce(self, slot: int, told: Told) -> None:
-        """Tell all who take part that a batch is there."""
+    def announce(self, slot: int, memory: torch.Tensor, share: Callable[[int], bytes], body: bytes) -> None:
+        """Tell all who take part that a batch is in a slot, which is `memory`; `share` gives a consumer its handles."""
         with self._changed:
-            new = {peer: told.share(peer.number) for peer in self._inside() if peer.slots.get(slot) is not told.memory}
+            new = {peer: share(peer.number) for peer in self._inside() if peer.slots.get(slot) is not memory}
             for peer in self._hand_out(slot):
-                data = b""
                 if peer in new:
-                    peer.slots[slot] = told.memory
-                    data = pack(SLOT, slot=slot, body=new[peer])
-                if told.serial not in peer.layouts:
-                    peer.layouts = {serial for serial in peer.layouts if serial >= told.oldest} | {told.serial}
-                    data += pack(LAYOUT, number=told.oldest, layout=told.serial, body=told.layout)
-                peer.line.send(data + pack(BATCH, self._epoch, self._number, slot, told.serial, told.body))
-            self._look_for_pending()
+                    peer.slots[slot] = memory
+                    self._tell(peer, Kind.SLOT, slot=slot, body=new[peer])
+                self._tell(peer, Kind.BATCH, self._number, slot, body)
 
     def fail(self, slot: int, error: BaseException) -> None:
         """Tell all who take part of an error in the place of a batch."""
-        message = pack(ERROR, self._epoch, self._number, slot, body=pack_error(error))
+        body = pack_error(error)
         with self._changed:
             for peer in self._hand_out(slot):
-                peer.line.send(message)
-            self._look_for_pending()
+                self._tell(peer, Kind.ERROR, self._number, slot, body)
 
     def end(self, slot: int | None) -> None:
         """The epoch is over; `slot` was not needed."""
@@ -184,17 +138,15 @@ class Door:
             self._running = False
             for peer in self._inside():
                 peer.inside = False
-                peer.line.send(pack(END, self._epoch))
-            self._look_for_pending()
+                self._tell(peer, Kind.END)
 
     def tell_length(self, length: bytes) -> None:
         """What consumers are told who ask for it."""
         with self._changed:
             first, self._length = self._length is None, length
-            if first:
-                for peer in self._peers.values():
-                    if peer.number == _ASKING:
-                        peer.line.send(pack(LENGTH, body=length))
+            for peer in self._peers.values() if first else ():
+                if peer.curious:
+                    self._tell(peer, Kind.LENGTH, body=length)
 
     def lives(self, consumer: int) -> bool:
         """Whether a consumer is there."""
@@ -204,11 +156,12 @@ class Door:
         """End all connections."""
         with self._changed:
             self._stop()
+        with contextlib.suppress(OSError):
+            self._lifeline.shutdown(socket.SHUT_RDWR)  # the thread hears of that
         self._thread.join()
         self._lifeline.close()
-        os.close(self._wake)
 
-    # What the door's own thread does.
+    # -- what the door's own thread does ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -224,72 +177,67 @@ class Door:
                 self._changed.notify_all()
                 for peer in self._peers.values():
                     peer.line.close()
+                self._poller.close()
             self._listener.close()  # whoever comes now hears at once that it is too late
 
     def _stop(self) -> None:
         if not self._stopped:
             self._stopped = True
             signal.alarm(END_SECONDS)
-            os.eventfd_write(self._wake, 1)
 
     def _hear(self, fd: int, events: int) -> None:
         if fd == self._lifeline.fileno():
             self._stop()
-        elif fd == self._wake:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(fd)
-            for peer in self._peers.values():
-                self._look_at(peer)
         elif fd == self._listener.fileno():
             with contextlib.suppress(OSError):
                 connection, _ = self._listener.accept()
-                line = Line(connection)
-                self._peers[line.fileno()] = peer = _Peer(line)
-                self._look_at(peer)
+                self._peers[connection.fileno()] = _Peer(Line(connection))
+                self._poller.register(connection, select.EPOLLIN)
         else:
             self._hear_peer(fd, events)
 
     def _hear_peer(self, fd: int, events: int) -> None:
         peer = self._peers[fd]
-        if events & select.POLLOUT:
+        if events & select.EPOLLOUT:
             peer.line.flush()
-            self._look_at(peer)
+            if not peer.line.writing:
+                self._poller.modify(fd, select.EPOLLIN)
         try:
-            while (message := peer.line.receive()) is not None:
+            while (message := peer.line.hear()) is not None:
                 self._answer(peer, message)
         except EOFError:
             self._leave(fd)
 
     def _answer(self, peer: _Peer, message: Message) -> None:
         kind = message.kind
-        if kind == BACK:
+        if kind == Kind.BACK:
             if message.number == self._numbers[message.slot] and message.epoch == self._epoch:
                 self._give(message.slot, peer)
-        elif kind in (BREAK, BEGIN):
-            peer.inside, peer.asked = False, kind == BEGIN
+        elif kind in (Kind.BREAK, Kind.BEGIN):
+            peer.inside, peer.asked = False, kind == Kind.BEGIN
             peer.token = message.number
             self._give_all(peer)
-        elif kind == HELLO:
+        elif kind == Kind.HELLO:
             self._welcome(peer, message)
-        elif kind == ASK_STATE:
-            peer.line.send(pack(STATE, body=self._state(self._places[message.number]).encode()))
-        elif kind == ASK_LENGTH:
-            peer.number = _ASKING
+        elif kind == Kind.ASK_STATE:
+            self._tell(peer, Kind.STATE, body=self._state(self._places[message.number]).encode())
+        elif kind == Kind.ASK_LENGTH:
+            peer.curious = True
             if self._length is not None:
-                peer.line.send(pack(LENGTH, body=self._length))
+                self._tell(peer, Kind.LENGTH, body=self._length)
 
     def _welcome(self, peer: _Peer, message: Message) -> None:
         if message.number not in self._awaited:
             there = self._places[message.number]
-            why = (
-                "has left, and none can come twice" if there is None else f"belongs to process {there.process} already"
-            )
-            peer.line.send(pack(REFUSED, body=why.encode()))
+            why = "has left, and none can come twice"
+            if there is not None:
+                why = f"belongs to process {there.process} already"
+            self._tell(peer, Kind.REFUSED, body=why.encode())
             return
         peer.number, peer.process = message.number, message.epoch
         self._places[peer.number] = peer
         self._awaited.discard(peer.number)
-        peer.line.send(pack(WELCOME, os.getpid()))
+        self._tell(peer, Kind.WELCOME, os.getpid())
 
     def _leave(self, fd: int) -> None:
         """A connection has ended."""
@@ -303,16 +251,13 @@ class Door:
             if not self._awaited and not self._members():
                 self._stop()
 
-    def _look_for_pending(self) -> None:
-        """Have the thread send what could not be sent."""
-        if any(peer.line.writing for peer in self._members()):
-            os.eventfd_write(self._wake, 1)
+    # -- both, with the lock held -------------------------------------------------------------------------------------
 
-    def _look_at(self, peer: _Peer) -> None:
-        """Wait for what a peer says, and until it can be told what there is to tell."""
-        self._poller.register(peer.line, select.POLLIN | (select.POLLOUT if peer.line.writing else 0))
-
-    # Both, with the lock held.
+    def _tell(self, peer: _Peer, kind: Kind, number: int = 0, slot: int = 0, body: bytes = b"") -> None:
+        """Send a message; what cannot be sent now, the thread sends later."""
+        peer.line.tell(kind, self._epoch, number, slot, body)
+        if peer.line.writing:
+            self._poller.modify(peer.line, select.EPOLLIN | select.EPOLLOUT)
 
     def _members(self) -> list[_Peer]:
         return [peer for peer in self._places if peer is not None]

@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import socket
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -17,12 +16,14 @@ from typing import Any
 import torch
 
 from stallfree.device.consumer import Consumer
-from stallfree.device.crossing import keep_from_children, listen
+from stallfree.device.crossing import keep_from_children
 from stallfree.device.door import END_SECONDS
 from stallfree.device.producer import Making, Setup, produce
 from stallfree.device.slots import SharedCuda
 from stallfree.errors import InputError
 from stallfree.folders import SharedFolder, default_root, sweep
+from stallfree.platform import need_linux
+from stallfree.sockets import listen
 
 _START_METHOD = "spawn"  # a fork would bring along the threads' locks, and a device that cannot be used
 _ANSWER_SECONDS = 1.0
@@ -46,10 +47,9 @@ class ProcessPrefetcher:
     `DevicePrefetcher`, loading and staging do not take turns with the training loop in one interpreter.
 
     A batch is valid until the next one is asked for: then its slot is given back, when the work that was given to the
-    current stream until then is done. What other streams do with it has to be done by then. Batches are made of dicts,
-    lists, tuples and named tuples; other containers, and values that are no tensors, are pickled for each batch, which
-    takes longer. Tensors that are not plain (sparse ones, subclasses, those on a device) are pickled too, with one
-    warning for each type.
+    current stream until then is done. What other streams do with it has to be done by then. A batch may be made of what
+    `DevicePrefetcher` takes; all but its tensors is pickled for each batch. Tensors that are not plain (sparse ones,
+    subclasses, those on a device) are pickled too, with one warning for each type.
 
     On a CPU the slots are shared memory of the host, and all else is the same.
 
@@ -57,7 +57,8 @@ class ProcessPrefetcher:
     once, in order. Give `prefetcher.consumer(k)` to the process that is consumer k, which iterates it. An epoch begins
     when all have asked for it, and a slot is free when all have given it back, so the slowest sets the pace by `depth`
     batches. Who breaks off an epoch takes part again in the next; who is closed, is no longer referred to or dies is
-    not waited for any more. Batches are the same memory for all: do not change them in place.
+    not waited for any more. Batches are the same memory for all: do not change them in place. All processes have to see
+    the GPU under the same number.
 
     **Ends.** The process ends with `close`, with the process that made it, or when all consumers have come and gone;
     consumers then get `ProducerError`. It hears of a death by the end of a connection, at once. A loader that does not
@@ -74,7 +75,7 @@ class ProcessPrefetcher:
 
     An exception of the loader comes in its place in the order, with the traceback in the other process as its cause;
     after it, `next` goes on if the loader does. One of `make_loader` comes in each epoch. Raises `InputError` for
-    arguments that cannot be used, and for a device that is not there.
+    arguments that cannot be used, and for a device that is not there; `PlatformError` where there is no Linux.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ProcessPrefetcher:
         consumers: int = 1,
         timeout: float = 300.0,
     ) -> None:
+        need_linux("ProcessPrefetcher", "use DevicePrefetcher")
         where = _check(make_loader, device, depth, consumers, timeout)
         self.depth, self.consumers, self.timeout = depth, consumers, timeout
         sweep(default_root())  # what killed processes left
@@ -93,7 +95,8 @@ class ProcessPrefetcher:
         self.device = where
         self._own = self.consumer(0)
         self._own.describe_end = self._child.describe_end
-        self._end = weakref.finalize(self, self._child.end)
+        # In this process only, and at its end before multiprocessing waits for its children.
+        self._end = Finalize(self, self._child.end, exitpriority=100)
 
     def __iter__(self) -> Iterator[Any]:
         started = iter(self._own)
@@ -163,7 +166,6 @@ class _Child:
     """The process that loads, and its folder. Refers to no prefetcher."""
 
     def __init__(self, make_loader: Callable[[], Iterable[Any]], device: torch.device, depth: int, many: int) -> None:
-        self._owner = os.getpid()
         self._shared = SharedFolder(f"prefetch-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
         keep_from_children(self._shared)
         self.folder = self._shared.path
@@ -171,13 +173,13 @@ class _Child:
         keep_from_children(self._lifeline)
         try:
             with theirs, listen(self.folder) as listener:
+                keep_from_children(listener)
                 self._process = _start(theirs, listener, Setup(Making(make_loader), device, depth, many, self.folder))
         except BaseException:
             self._lifeline.close()
             self._shared.close()
             raise
         self.pid = self._process.pid or 0
-        _alive.append(self)
 
     def describe_end(self) -> str:
         """How the process ended, as far as this one knows."""
@@ -189,10 +191,7 @@ class _Child:
         return ""
 
     def end(self) -> None:
-        """End the process, and wait until it has ended. In a forked child, nothing happens."""
-        if os.getpid() != self._owner or self not in _alive:
-            return
-        _alive.remove(self)
+        """End the process, and wait until it has ended."""
         self._lifeline.close()
         self._process.join(END_SECONDS + _ANSWER_SECONDS)
         if self._process.is_alive():
@@ -206,10 +205,6 @@ class _Child:
 
 def _start(lifeline: socket.socket, listener: socket.socket, setup: Setup) -> BaseProcess:
     """Start the process. Raises `InputError` if what it needs cannot be sent to it."""
-    global _ended_by
-    if _ended_by != os.getpid():
-        Finalize(None, _end_all, exitpriority=100)  # before multiprocessing waits for its children to end
-        _ended_by = os.getpid()
     process: BaseProcess = get_context(_START_METHOD).Process(  # type: ignore[attr-defined]
         target=produce,
         args=(lifeline, listener, setup),
@@ -226,15 +221,3 @@ def _start(lifeline: socket.socket, listener: socket.socket, setup: Setup) -> Ba
             "no function within a function), and give what it needs by functools.partial"
         ) from error
     return process
-
-
-_ended_by = 0  # the process whose end will end them
-_alive: list[_Child] = []
-
-
-def _end_all() -> None:
-    for child in list(_alive):
-        child.end()
-
-
-os.register_at_fork(after_in_child=_alive.clear)

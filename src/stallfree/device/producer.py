@@ -9,26 +9,23 @@ import signal
 import socket
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from stallfree.device.crossing import Layout, attach, pack_error, sketch
-from stallfree.device.door import Door, Told
+from stallfree.device.crossing import attach, pack_error
+from stallfree.device.door import Door
+from stallfree.device.forms import pack_layout, split
 from stallfree.device.slots import memory_of, poison
-from stallfree.device.staging import Place, Stager
+from stallfree.device.staging import Place, Stager, pin
 from stallfree.errors import StorageError
 from stallfree.folders import remove_unused
-
-_LAYOUTS = 512
-"""Layouts that are remembered."""
-
-_LOOK_SECONDS = 0.00005
 
 _REMOVE_SECONDS = 0.2
 """For the kernel to take away what a killed process held."""
@@ -114,7 +111,7 @@ class Producer:
     """Runs the loader, epoch by epoch."""
 
     def __init__(self, door: Door, setup: Setup) -> None:
-        self._door, self._setup = door, setup
+        self._door, self._setup, self._owner = door, setup, os.getpid()
         self._memory = memory_of(setup.device, setup.folder)
         self._memory.bind()
         self._stream = self._memory.new_stream()
@@ -125,8 +122,6 @@ class Producer:
         self._places = [
             Place(self._memory.new_event(), used[0] if alone else self._memory.new_event()) for used in self._used
         ]
-        self._layouts: OrderedDict[Layout, tuple[int, bytes]] = OrderedDict()
-        self._serial = 0
 
     def run(self) -> None:
         """Until nobody wants more."""
@@ -137,20 +132,24 @@ class Producer:
             loader = _Broken(error)
         self._door.tell_length(_length(loader))
         with self._memory.using(self._stream):
-            while self._door.begin() is not None:
+            while self._door.begin():
                 self._run_epoch(loader)
             self._poison()
         with contextlib.suppress(Exception):
             loader.close()
 
-    def _run_epoch(self, loader: Iterable[Any]) -> None:
+    def _run_epoch(self, loader: Any) -> None:
         door, batches = self._door, None
+        count_wait = getattr(loader, "count_wait", lambda _: None)
         slot = door.take()
         while slot is not None:
+            self._let_go()
             try:
                 if batches is None:
-                    batches = iter(loader)
+                    batches = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
+                begun = time.monotonic()
                 batch = next(batches)
+                count_wait(time.monotonic() - begun)
             except StopIteration:
                 break
             except BaseException as error:
@@ -165,57 +164,49 @@ class Producer:
         door.tell_length(_length(loader))  # whoever hears of the end may ask for it
         door.end(slot)
 
+    def _let_go(self) -> None:
+        """Of batches of the loader whose copies are done."""
+        for place in self._places:
+            if place.held is not None and self._memory.reached(place.copied):
+                place.held = None
+
     def _send(self, slot: int, batch: Any) -> None:
         try:
-            self._door.announce(slot, self._copy(slot, batch))
+            body = self._copy(slot, batch)
+            memory = self._places[slot].memory
+            assert memory is not None
+            self._door.announce(slot, memory, lambda consumer: self._share(slot, consumer), body)
         except BaseException as error:
             self._door.fail(slot, error)
 
-    def _copy(self, slot: int, batch: Any) -> Told:
-        tensors: list[torch.Tensor] = []
-        others: list[Any] = []
-        form = sketch(batch, tensors, others)
-        body = pickle.dumps(others, pickle.HIGHEST_PROTOCOL) if others else b""
+    def _copy(self, slot: int, batch: Any) -> bytes:
+        """Copy a batch into a slot; what else there is to tell of it."""
         memory, place = self._memory, self._places[slot]
+        tensors, rest = split(batch)
         self._await_consumers(slot)
         before = place.memory
         try:
             sent = self._stager.send(place, tensors)
         finally:
             memory.record(place.copied)
-        for other in self._places:
-            if other.held is not None and memory.reached(other.copied):
-                other.held = None
-        there = place.memory
-        assert there is not None
-        if before is not None and before is not there:
+        if before is not None and before is not place.memory:
             memory.discard(before)
-        where = tuple([(leaf.dtype, leaf.shape, leaf.stride(), leaf.storage_offset()) for leaf in sent.leaves])
-        serial, layout = self._number_layout(Layout(form, where))
-        oldest = next(iter(self._layouts.values()))[0]
-        return Told(there, lambda consumer: self._share(slot, consumer), serial, layout, oldest, body)
+        return pickle.dumps((pack_layout(sent.leaves), rest), pickle.HIGHEST_PROTOCOL)
 
     def _await_consumers(self, slot: int) -> None:
         """Have the copies into a slot begin when nobody works with it any more."""
         for consumer, event in enumerate(self._used[slot] if self._setup.consumers > 1 else ()):
-            # That of a process that is killed may never be reached.
-            while not self._memory.reached(event) and self._door.lives(consumer):
-                time.sleep(_LOOK_SECONDS)
-
-    def _number_layout(self, layout: Layout) -> tuple[int, bytes]:
-        known = self._layouts.get(layout)
-        if known is None:
-            self._serial += 1
-            known = self._layouts[layout] = self._serial, pickle.dumps(layout, pickle.HIGHEST_PROTOCOL)
-            if len(self._layouts) > _LAYOUTS:
-                self._layouts.popitem(last=False)
-        return known
+            self._memory.finish_while(event, lambda consumer=consumer: self._door.lives(consumer))  # type: ignore[misc]
 
     def _share(self, slot: int, consumer: int) -> bytes:
         memory, place = self._memory, self._places[slot]
         assert place.memory is not None
         events = memory.share_event(place.copied), memory.share_event(self._used[slot][consumer])
         return pickle.dumps((memory.share(place.memory), events))
+
+    def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
+        """Asked for by a loader of ours for its ring: see `staging.pin`."""
+        return pin(self._memory, self._places, self._owner, memory)
 
     def _poison(self) -> None:
         for slot in self._door.free:

@@ -1,11 +1,18 @@
-"""The slots of a `ProcessPrefetcher`: memory of a device that several processes have."""
+"""The slots of a `ProcessPrefetcher`: memory of a device that several processes have.
+
+`Memory` is the device, as each of the processes sees it; `OpenSlots` are the slots, as a consumer sees them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import os
+import pickle
+import time
+from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +22,29 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from stallfree.device.backend import Backend, Cuda, Event, Stream
+from stallfree.device.forms import lay_out
 from stallfree.errors import StorageError
 
 _POISON = 0xFF
+_LOOK_SECONDS = 0.00005
 
 
 class Memory(Backend):
-    """A device whose memory and events other processes can have, too."""
+    """A device whose memory and events other processes can have, too.
 
+    Attributes:
+        ends_with_owner: whether the memory is gone with the process that made it.
+    """
+
+    ends_with_owner = False
+
+    @abstractmethod
     def share(self, memory: torch.Tensor) -> Any:
         """What another process needs to have the same memory: picklable, for one process and for one use."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open(self, handle: Any) -> torch.Tensor:
         """The memory that another process shared."""
-        raise NotImplementedError
 
     def discard(self, memory: torch.Tensor) -> None:
         """What was shared is not opened any more by who has not done so."""
@@ -40,12 +55,32 @@ class Memory(Backend):
     def open_event(self, handle: Any) -> Event:
         """As `open`."""
 
+    def follow(self, stream: Stream) -> None:
+        """What is given to the current stream from now on begins when all that was given to `stream` is done."""
+
+    def finish_while(self, event: Event, alive: Callable[[], bool]) -> bool:
+        """Wait for an event of a process that may be killed, and then may never reach it; whether it is reached."""
+        while not (there := self.reached(event)) and alive():
+            time.sleep(_LOOK_SECONDS)
+        return there
+
 
 class SharedCuda(Cuda, Memory):
     """A GPU: memory by CUDA IPC. Its events let a thread sleep that waits for them."""
 
+    ends_with_owner = True
+
+    def bind(self) -> None:
+        # Memory of expandable segments can be shared with nobody, or not with every process, as versions of torch go.
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
+        change("expandable_segments:False")
+        super().bind()
+
     def new_event(self) -> Event:
         return torch.cuda.Event(blocking=True, interprocess=True)  # type: ignore[no-untyped-call]
+
+    def follow(self, stream: Stream) -> None:
+        self.current_stream().wait_stream(stream)
 
     def share(self, memory: torch.Tensor) -> Any:
         return reduce_tensor(memory)  # type: ignore[no-untyped-call]
@@ -105,7 +140,7 @@ class SharedHost(Memory):
         fd = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size)
-            memory = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+            memory = _mapped(fd)
         except OSError as error:
             (self._folder / name).unlink()
             raise StorageError(f"there is no room in {self._folder} for a batch of {size} bytes: {error}") from error
@@ -138,12 +173,16 @@ class SharedHost(Memory):
     def open(self, handle: str) -> torch.Tensor:
         fd = os.open(self._folder / handle, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
+            return _mapped(fd)
         finally:
             os.close(fd)
 
     def discard(self, memory: torch.Tensor) -> None:
         (self._folder / self._names.pop(memory.data_ptr())).unlink()
+
+
+def _mapped(fd: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
 
 
 def memory_of(device: torch.device, folder: Path) -> Memory:
@@ -154,3 +193,89 @@ def memory_of(device: torch.device, folder: Path) -> Memory:
 def poison(memory: Memory, tensor: torch.Tensor) -> None:
     """Fill it with what is NaN or -1."""
     memory.fill(tensor, _POISON)
+
+
+# -- the slots as a consumer has them ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _Slot:
+    """A slot, opened.
+
+    Attributes:
+        memory: of it.
+        copied: reached when the batch in it is there.
+        used: to be recorded when the batch is not needed any more.
+        layout, tensors: of the last batch in it.
+    """
+
+    memory: torch.Tensor
+    copied: Event
+    used: Event
+    layout: bytes = b""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+
+class OpenSlots:
+    """The slots as a consumer has them.
+
+    Args:
+        memory: the device, as its process sees it.
+        alive: whether the process that loads lives. When it has ended, its events are not to be used any more.
+    """
+
+    def __init__(self, memory: Memory, alive: Callable[[], bool]) -> None:
+        self.memory = memory
+        self._alive = alive
+        self._slots: dict[int, _Slot] = {}
+
+    def learn(self, number: int, handles: bytes) -> None:
+        """Open the memory in which a slot lies from now on: what is shared and not opened is never free again."""
+        handle, events = pickle.loads(handles)
+        before = self._slots.get(number)
+        try:
+            with torch.inference_mode(False):
+                memory = self.memory.open(handle)
+            copied, used = map(self.memory.open_event, events) if before is None else (before.copied, before.used)
+        except FileNotFoundError:
+            return  # the slot lies elsewhere by now, and that is told next
+        except RuntimeError:
+            if self._alive():
+                raise
+            return  # whoever takes the batch hears of it
+        self._slots[number] = _Slot(memory, copied, used)
+
+    def take(self, number: int, layout: bytes) -> list[torch.Tensor]:
+        """The tensors in a slot, for the current stream. Raises `EOFError` if they will never be there.
+
+        They are new ones: what is done to one of them, such as `requires_grad_()`, is not done to the next batch.
+        """
+        memory = self.memory
+        if memory.ends_with_owner and not self._alive():
+            raise EOFError
+        slot = self._slots[number]
+        if slot.layout != layout:
+            slot.layout, slot.tensors = layout, lay_out(slot.memory, layout)
+        if not memory.finish_while(slot.copied, self._alive):
+            raise EOFError
+        memory.wait(slot.copied)
+        return [tensor.detach() for tensor in slot.tensors]
+
+    def release(self, number: int, stream: Stream) -> None:
+        """What was given to the current stream, and to `stream`, until now is the last that is done with a slot."""
+        if number in self._slots and self._alive():
+            if stream != self.memory.current_stream():
+                self.memory.follow(stream)
+            self.memory.record(self._slots[number].used)
+
+    def close(self) -> None:
+        """Wait until nothing is done with any slot: nobody waits for a consumer that has left. Then let go of them."""
+        if self._alive():
+            for slot in self._slots.values():
+                self.memory.finish(slot.used)
+        self._slots.clear()
+
+    def poison(self) -> None:
+        """Have who still uses a batch see that it is not valid any more."""
+        for slot in self._slots.values():
+            poison(self.memory, slot.memory)

@@ -21,8 +21,8 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 
 from stallfree.cache import stay_alone
+from stallfree.channel import Channel
 from stallfree.errors import InputError, WorkerError
-from stallfree.loader.channel import Channel
 from stallfree.loader.fill import Filler, failure
 from stallfree.loader.messages import (
     GATHERER,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from stallfree.cache import PackageStats
 from stallfree.cache.packages import prepare_folder
+from stallfree.channel import Channel
 from stallfree.errors import InputError
 from stallfree.loader.board import PACK, READ, Board
-from stallfree.loader.channel import Channel
 from stallfree.loader.packing import LAST, STOP, WAKE, HelperSetup, helper_main
 from stallfree.loader.reader import Reader
 from stallfree.units import parse_size

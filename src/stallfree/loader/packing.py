@@ -22,9 +22,9 @@ import torch
 
 from stallfree.cache import Packages
 from stallfree.cache.packages import Record
+from stallfree.channel import receive_message
 from stallfree.errors import StallfreeError
 from stallfree.loader.board import LOW, MISSED, PACK, PENDING, READ, Board, Field
-from stallfree.loader.channel import receive_message
 from stallfree.loader.reader import IO_THREADS, Reader, private
 from stallfree.loader.worker import orphaned
 from stallfree.pipeline.codec import encode, record_size

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from stallfree.loader.channel import receive_message, send_message
+from stallfree.channel import receive_message, send_message
 from stallfree.loader.fill import Filler, failure
 from stallfree.loader.messages import FORGET, STOP, UNDONE, Result, Task, unpack_task
 from stallfree.loader.reader import Pending

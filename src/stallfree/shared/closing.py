@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from stallfree.platform import at_fork
+
 _guarded: set[int] = set()
 
 
@@ -28,4 +30,4 @@ def _replace() -> None:
     _guarded.clear()
 
 
-os.register_at_fork(after_in_child=_replace)
+at_fork(after_in_child=_replace)

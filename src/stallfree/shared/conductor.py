@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
+from stallfree.channel import Channel
 from stallfree.errors import StorageError
 from stallfree.folders import SharedFolder
-from stallfree.loader.channel import Channel
 from stallfree.loader.crew import Crew, Options, new_counts
 from stallfree.loader.fill import unpack_error
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
@@ -31,7 +31,7 @@ from stallfree.locks import FileLock
 from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.protocol import Hello, Kind, answer, kind_of, pack_error, unpack_hello, unpack_request
 from stallfree.shared.schedule import Alone, Answer, Grant, Schedule
-from stallfree.shared.sockets import listen, process_of
+from stallfree.sockets import listen, process_of
 
 SLOTS_PER_MEMBER = 4
 """Slots for each member beyond those under way: batches that it may hold, and one on its way to it."""

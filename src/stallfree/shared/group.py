@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import select
 import socket
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from typing import Any
 from stallfree.errors import InputError, StorageError
 from stallfree.folders import SharedFolder, check_name, sweep
 from stallfree.locks import FileLock
+from stallfree.platform import at_fork
 from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.conductor import Setup, conduct
 from stallfree.shared.protocol import unpack_note
-from stallfree.shared.sockets import connect
+from stallfree.sockets import connect
 
 _META_VERSION = 1
 _START_SECONDS = 120.0
@@ -238,7 +238,7 @@ def _forget_in_child() -> None:
     _started.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+at_fork(after_in_child=_forget_in_child)
 
 
 def difference_of_sizes(group: str, chunk: int, batch_size: int, ranks: int) -> str:

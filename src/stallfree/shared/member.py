@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stallfree.channel import Channel
 from stallfree.errors import StallfreeError, WaitError, WorkerError
-from stallfree.loader.channel import Channel
 from stallfree.loader.epoch import RemoteTraceback
 from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, Result
 from stallfree.pipeline.codec import read_record
@@ -25,8 +25,8 @@ from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.conductor import Setup
 from stallfree.shared.group import Gone, Group, reap
 from stallfree.shared.protocol import NOWHERE, Hello, Kind, body_of, request, result_of, unpack_answer, unpack_note
-from stallfree.shared.sockets import process_of
 from stallfree.shared.views import Views
+from stallfree.sockets import process_of
 
 Bytes = npt.NDArray[np.uint8]
 

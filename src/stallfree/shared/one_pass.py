@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from stallfree.loader.crew import Counts, Crew, Options, new_counts
-from stallfree.loader.dataloader import Batch, pinned
 from stallfree.loader.epoch import Epoch, Progress
+from stallfree.loader.iteration import Batch, pinned
 from stallfree.loader.messages import NOTHING, Ids
 from stallfree.loader.order import Order
 from stallfree.pipeline.randomness import Randomness

@@ -30,6 +30,7 @@ from stallfree.loader.order import Order
 from stallfree.loader.ranks import find_ranks, job_name
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.platform import need_linux
 from stallfree.shared.conductor import Setup
 from stallfree.shared.group import Group, Terms, difference_of_sizes
 from stallfree.shared.member import Member
@@ -139,6 +140,7 @@ class SharedLoader:
         on_lag: str = "wait",
         job_transform: Callable[[Any], Any] | None = None,
     ) -> None:
+        need_linux("SharedLoader", "use DataLoader, one in each job")
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, False)
         check_functions(collate_fn, worker_init_fn, on_error)
         _check(dataset, num_workers, batch_size, chunk_size, join, on_lag, job_transform)

@@ -1,7 +1,8 @@
-"""Messages between the iterating process and a worker.
+"""Messages between processes, of which one must not wait for the other.
 
-The iterating process never waits for a worker that does not read, or that was stopped in the middle of a message: its
-end neither blocks nor counts on whole messages. A worker's end blocks; it is read in a thread of its own.
+The end of a process that serves others, or trains, is a `Channel`: it never waits for a process that does not read, or
+that was stopped in the middle of a message; it neither blocks nor counts on whole messages. The other end may block: it
+is for a process, or a thread, that does nothing else meanwhile.
 
 On the wire a message is its length (8 bytes) and its bytes.
 """
@@ -27,7 +28,7 @@ class Endpoint(Protocol):
 
 
 class Channel:
-    """The end of the iterating process."""
+    """The end that does not block."""
 
     def __init__(self, connection: Endpoint) -> None:
         self._connection = connection
@@ -58,7 +59,7 @@ class Channel:
         while self._out:
             part = self._out[0]
             try:
-                sent = os.write(self._fd, part)
+                sent = self._write(part)
             except BlockingIOError:
                 return
             except OSError:
@@ -68,6 +69,9 @@ class Channel:
                 self._out[0] = part[sent:]
             else:
                 self._out.popleft()
+
+    def _write(self, part: memoryview) -> int:
+        return os.write(self._fd, part)
 
     def receive(self) -> bytearray | None:
         """The next message, or None if it is not there yet. Raises `EOFError` at the end."""
@@ -98,7 +102,7 @@ class Channel:
 
 
 def send_message(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
-    """A worker's end: send a message that consists of `pieces`. Raises `OSError` when the other end is gone."""
+    """The end that blocks: send a message that consists of `pieces`. Raises `OSError` when the other end is gone."""
     size = sum(map(len, pieces))
     head = _HEAD.pack(size)
     for part in [b"".join((head, *pieces))] if size < _SMALL else (head, *pieces):
@@ -108,7 +112,7 @@ def send_message(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
 
 
 def receive_message(fd: int) -> bytearray:
-    """A worker's end: wait for the next message. Raises `EOFError` or `OSError` when the other end is gone."""
+    """The end that blocks: wait for the next message. Raises `EOFError` or `OSError` when the other end is gone."""
     return _read(fd, _HEAD.unpack(_read(fd, _HEAD.size))[0])
 
 

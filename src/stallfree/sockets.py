@@ -1,4 +1,4 @@
-"""The Unix socket in a group's folder, which only its user can reach: mode 0600 in a folder of mode 0700."""
+"""The Unix socket in a folder of several processes, which only its user can reach: the folder has mode 0700."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from stallfree.folders import short_path
 
 _NAME = "socket"
+_MODE = 0o600
 
 
 def listen(folder: Path) -> socket.socket:
@@ -18,11 +19,8 @@ def listen(folder: Path) -> socket.socket:
     try:
         making = f"{_NAME}-{os.getpid()}"
         with short_path(folder) as short:
-            mask = os.umask(0o177)
-            try:
-                listener.bind(f"{short}/{making}")
-            finally:
-                os.umask(mask)
+            listener.bind(f"{short}/{making}")
+        os.chmod(folder / making, _MODE)
         listener.listen(128)
         os.rename(folder / making, folder / _NAME)
         listener.setblocking(False)
