@@ -58,6 +58,26 @@ class StoreStats(CacheStats):
 
 
 @dataclass(frozen=True)
+class TierStats(CacheStats):
+    """What a cache in memory over a local disk has done, summed over all processes.
+
+    Hits, misses and `damaged` are those of both tiers. What is resident, evicted or rejected, capacity and bytes are
+    those of memory: what memory rejects goes to the disk while there is room.
+
+    Attributes:
+        disk_hits: those of the hits that were read from the disk.
+        disk_items: records on the disk now.
+        disk_bytes: their bytes.
+        disk_capacity_bytes: the bytes that the disk may take, index included.
+    """
+
+    disk_hits: int
+    disk_items: int
+    disk_bytes: int
+    disk_capacity_bytes: int
+
+
+@dataclass(frozen=True)
 class SmartCacheStats(CacheStats):
     """What a Smart Cache has done: the counts of its cache, and of its window, over all processes.
 

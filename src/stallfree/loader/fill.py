@@ -19,7 +19,8 @@ from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHO
 from stallfree.loader.reader import Pending, Reader, Samples
 from stallfree.loader.ring import Slots
 from stallfree.pipeline.randomness import Randomness
-from stallfree.stores import PartitionedCache, ServerCache
+from stallfree.platform import shares_memory
+from stallfree.stores import PartitionedCache, ServerCache, TieredCache
 
 _LENGTH = struct.Struct("<Q")
 
@@ -52,7 +53,8 @@ class Filler:
         """Whether the batch is nothing but a gather out of the cache at this moment."""
         cache = self.reader.cache
         return (
-            self.collate is None
+            shares_memory()
+            and self.collate is None
             and not self.single
             and cache is not None
             and self.reader.plain
@@ -87,7 +89,7 @@ class Filler:
             started=started,
         )
 
-    def _room(self, cache: SampleCache | PartitionedCache, count: int, place: _Place) -> _Room | None:
+    def _room(self, cache: SampleCache | PartitionedCache | TieredCache, count: int, place: _Place) -> _Room | None:
         """Where `count` samples go: in a slot that took as many before, what was made for it then."""
         kept = self.slots.kept
         room: _Room | None = kept.get(place.slot)
@@ -118,7 +120,7 @@ class Filler:
             pending: its fetches.
             here: whether the result stays in this process, so that objects may be handed over as they are.
         """
-        if not pending.fetches and self.can_gather(task.ids):
+        if not pending.fetches and not pending.asked and self.can_gather(task.ids):
             done = self.gather(task)
             if done.status != UNDONE:
                 return done

@@ -1,4 +1,4 @@
-"""The cache of a data set over several hosts, on servers of Redis or Valkey."""
+"""The cache of a data set over several hosts, on servers of Redis or Valkey, or in memory over a local disk."""
 
 from typing import Union
 
@@ -6,11 +6,22 @@ from stallfree.cache import SampleCache
 from stallfree.stores.partition import PartitionedCache
 from stallfree.stores.servers import ServerCache
 from stallfree.stores.store import RedisStore, open_cache, wished_store
+from stallfree.stores.tiers import DiskTier, TieredCache
 
-AnyCache = Union[SampleCache, PartitionedCache, ServerCache]  # noqa: UP007 - it is read at run time
-"""The cache of a data set: of one host, of the nodes of a job, or in servers."""
+AnyCache = Union[SampleCache, PartitionedCache, ServerCache, TieredCache]  # noqa: UP007 - it is read at run time
+"""The cache of a data set: of one host, of the nodes of a job, in servers, or in memory over a disk."""
 
-SpreadCache = (PartitionedCache, ServerCache)
-"""Those of several hosts, of which some are asked for samples."""
+SpreadCache = (PartitionedCache, ServerCache, TieredCache)
+"""Those with samples that are asked for ahead: of other hosts, or on a disk."""
 
-__all__ = ["AnyCache", "PartitionedCache", "RedisStore", "ServerCache", "SpreadCache", "open_cache", "wished_store"]
+__all__ = [
+    "AnyCache",
+    "DiskTier",
+    "PartitionedCache",
+    "RedisStore",
+    "ServerCache",
+    "SpreadCache",
+    "TieredCache",
+    "open_cache",
+    "wished_store",
+]

@@ -42,7 +42,7 @@ def owners(num_ids: int, nodes: Sequence[str]) -> Array:
         ids = np.arange(start, min(start + _STEP, num_ids), dtype=np.uint64)
         best = np.zeros(len(ids), np.uint64)
         for place, seed in enumerate(seeds):
-            score = _mixed(ids, seed)
+            score = mixed(ids, seed)
             higher = score > best
             best[higher] = score[higher]
             found[start : start + len(ids)][higher] = place
@@ -59,7 +59,7 @@ def _level(found: Array, nodes: Sequence[str], seeds: Sequence[int]) -> None:
         while room[giver] < 0:
             takers = np.flatnonzero(room > 0)
             takers = takers[np.argsort([nodes[place] for place in takers.tolist()])]
-            scores = np.stack([_mixed(ids.astype(np.uint64), seeds[place]) for place in takers.tolist()])
+            scores = np.stack([mixed(ids.astype(np.uint64), seeds[place]) for place in takers.tolist()])
             wanted, by = scores.max(axis=0), takers[scores.argmax(axis=0)]
             for at in np.argsort(wanted)[::-1].tolist():
                 taker = by[at]
@@ -75,7 +75,7 @@ def _seeds(nodes: Sequence[str]) -> list[int]:
     return [xxhash.xxh3_64_intdigest(node.encode()) for node in nodes]
 
 
-def _mixed(ids: Array, seed: int) -> Array:
+def mixed(ids: Array, seed: int) -> Array:
     """A hash of each id with the seed: the finaliser of SplitMix64, which lets every bit decide on every other."""
     mixed = ids * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

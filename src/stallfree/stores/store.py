@@ -11,6 +11,7 @@ from stallfree.cache import MISS, Policy, SampleCache
 from stallfree.cache.policies import make_policy
 from stallfree.errors import CapacityError, InputError, MissingExtraError, MissingServerError, StorageError
 from stallfree.folders import check_name, default_root, in_use
+from stallfree.platform import need_linux, shares_memory
 from stallfree.stores.endpoint import Address
 from stallfree.stores.keeper import LOG
 from stallfree.stores.meet import Peer, find_interface, find_place, meet
@@ -19,6 +20,7 @@ from stallfree.stores.post import PostOffice
 from stallfree.stores.registry import register, registered_bytes
 from stallfree.stores.servers import ServerCache
 from stallfree.stores.spawn import Node
+from stallfree.stores.tiers import DiskTier, TieredCache
 from stallfree.stores.values import data_key
 from stallfree.units import format_size, parse_size
 
@@ -28,7 +30,7 @@ _CLERK = "stallfree.stores.clerk"
 
 
 def open_cache(
-    store: str | Path | RedisStore,
+    store: str | Path | RedisStore | DiskTier,
     num_ids: int,
     *,
     capacity: int,
@@ -37,13 +39,23 @@ def open_cache(
     name: str,
     persist: bool,
     example: Any,
-) -> SampleCache | PartitionedCache | ServerCache:
-    """The cache of a data set in any store: "memory", a folder on a disk, or a `RedisStore`. See `SampleCache`."""
+) -> SampleCache | PartitionedCache | ServerCache | TieredCache:
+    """The cache of a data set in any store: "memory", a folder on a disk, a `RedisStore` or a `DiskTier`."""
     if isinstance(store, RedisStore):
         if persist:
             raise InputError("persist=True with a RedisStore: its caches end with the job. Leave persist out")
         return store.attach(
             num_ids, capacity=capacity, fingerprint=fingerprint, policy=policy, name=name, example=example
+        )
+    if isinstance(store, DiskTier):
+        return store.attach(
+            num_ids,
+            capacity=capacity,
+            fingerprint=fingerprint,
+            policy=policy,
+            name=name,
+            persist=persist,
+            example=example,
         )
     return SampleCache(
         num_ids,
@@ -59,7 +71,7 @@ def open_cache(
 
 def wished_store() -> RedisStore | None:
     """A store over the nodes of the job; None if there is only this one, or with a warning if it cannot be made."""
-    if find_place().count == 1:
+    if not shares_memory() or find_place().count == 1:
         return None
     try:
         return RedisStore(capacity_per_node=_NO_LIMIT, name="auto")
@@ -119,6 +131,7 @@ class RedisStore:
         timeout: float = 0.25,
         allow_pickle: bool = False,
     ) -> None:
+        need_linux("RedisStore", "use store='memory'")
         self.capacity = parse_size(capacity_per_node, "capacity_per_node")
         if timeout <= 0:
             raise InputError(f"timeout={timeout}: give seconds above 0")

@@ -1,0 +1,393 @@
+"""What is on its way to the disk of a tier, processes that die over it, and disks that fail: that costs hits only."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tier_tools import (
+    COUNT,
+    Samples,
+    all_of,
+    dataset_of,
+    held,
+    is_right,
+    open_tiers,
+    put,
+    room,
+    sample,
+    sound,
+)
+
+import stallfree as sf
+from children import Child
+from stallfree.cache import MISS, SampleCache
+from stallfree.cache.arena import DiskArena
+from stallfree.stores import mover
+from stallfree.stores.mover import FAILURES, MOST, PAUSE, Health
+from stallfree.testing import ThrottledSource
+
+
+@pytest.fixture
+def source() -> Iterator[ThrottledSource]:
+    """The samples, with counters that all processes share."""
+    with_counters = ThrottledSource(Samples())
+    yield with_counters
+    with_counters.close()
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def test_processes_share_both_tiers(tmp_path: Path) -> None:
+    with open_tiers(tmp_path, 12, COUNT) as cache:
+        put(cache, range(40))
+
+        def other() -> None:
+            with open_tiers(tmp_path, 12, COUNT) as mine:
+                found = mine.get_many(range(40))
+                assert all(is_right(id, value) for id, value in enumerate(found))
+                put(mine, range(40, 80))
+
+        assert Child(other).wait() == 0
+        before = cache.stats()
+        assert before.disk_hits == 40 - before.resident_items
+        assert all(is_right(id, value) for id, value in enumerate(cache.get_many(range(80))))
+        assert cache.stats().misses == 0
+        sound(cache)
+
+
+def test_a_cache_can_be_pickled(tmp_path: Path) -> None:
+    with open_tiers(tmp_path, 12, COUNT, keep=True) as cache:
+        put(cache, range(20))
+        with pickle.loads(pickle.dumps(cache)) as copy:
+            assert held(copy.disk) == set(range(20))
+            put(copy, range(20, 30))
+        assert held(cache.disk) == set(range(30))
+        path = cache.disk.path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def held_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[SampleCache], tuple[threading.Event, threading.Event]]]:
+    """Makes the thread that writes to a disk wait: events that say that it does, and let it go on."""
+    gates = []
+
+    def hold(disk: SampleCache) -> tuple[threading.Event, threading.Event]:
+        waits, go = threading.Event(), threading.Event()
+        gates.append(go)
+        write = disk.put_records
+
+        def put_records(ids: Any, records: Any) -> Any:
+            waits.set()
+            assert go.wait(60)
+            return write(ids, records)
+
+        monkeypatch.setattr(disk, "put_records", put_records)
+        return waits, go
+
+    yield hold
+    for gate in gates:
+        gate.set()
+
+
+def test_a_forked_child_has_a_thread_of_its_own(tmp_path: Path, held_up: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on its way when it is forked is written once, by the parent; the child writes what comes to it."""
+    with open_tiers(tmp_path, 2, COUNT) as cache:
+        put(cache, range(4))
+        waits, go = held_up(cache.disk)
+        cache.put_many(range(10, 20), [sample(id) for id in range(10, 20)])
+        assert waits.wait(60)
+
+        def child() -> None:
+            monkeypatch.undo()
+            put(cache, range(20, 30))
+            assert set(range(20, 30)) <= held(cache.disk)
+            assert not set(range(10, 20)) & held(cache.disk)
+            cache.close()
+
+        assert Child(child).wait() == 0
+        go.set()
+        cache.flush()
+        assert set(range(10, 30)) <= held(cache.disk)
+        sound(cache)
+
+
+def test_a_sample_on_its_way_is_waited_for_by_others(tmp_path: Path, held_up: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(mover, "WAIT_SECONDS", 60.0)
+    with open_tiers(tmp_path, 2, COUNT) as cache:
+        put(cache, range(4))
+        waits, go = held_up(cache.disk)
+        cache.put_many([10], [sample(10)])
+        assert waits.wait(60)
+        threading.Timer(0.05, go.set).start()
+        assert is_right(10, cache.get(10))
+
+
+def test_what_a_killed_process_had_on_its_way_is_a_miss(tmp_path: Path, held_up: Any) -> None:
+    with open_tiers(tmp_path, 2, COUNT) as cache:
+        put(cache, range(4))
+
+        def die() -> None:
+            waits, _ = held_up(cache.disk)
+            cache.put_many([10, 11], [sample(10), sample(11)])
+            assert waits.wait(60)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        assert Child(die).wait() == -signal.SIGKILL
+        assert cache.get_many([10, 11]) == [MISS, MISS]
+        assert put(cache, [10, 11]).all()
+        assert all(is_right(id, cache.get(id)) for id in (10, 11))
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_a_process_killed_while_it_writes(tmp_path: Path, moment: int) -> None:
+    check_killed(tmp_path, moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", range(40))
+def test_a_process_killed_at_many_moments(tmp_path: Path, moment: int) -> None:
+    check_killed(tmp_path, moment)
+
+
+def check_killed(tmp_path: Path, moment: int) -> None:
+    """At the system call that writes a record, in the midst of what that has to leave in order."""
+    with open_tiers(tmp_path, 12, COUNT, policy="lru") as cache:
+        put(cache, range(30))
+
+        def die() -> None:
+            write, left = DiskArena.write, [moment]
+
+            def write_or_die(arena: DiskArena, blocks: Any, data: Any) -> None:
+                if not left[0]:
+                    write(arena, blocks[: len(blocks) // 2], data[: len(blocks) // 2])
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+                write(arena, blocks, data)
+
+            DiskArena.write = write_or_die  # type: ignore[method-assign]
+            for round_ in range(moment + 1):
+                put(cache, range(30 + round_, 34 + round_))
+                cache.drop([31 + round_])
+
+        assert Child(die).wait() == -signal.SIGKILL
+        assert put(cache, range(COUNT)).all()
+        assert all(is_right(id, value) for id, value in enumerate(cache.get_many(range(COUNT))))
+        sound(cache)
+
+
+# --- on the way to the disk -------------------------------------------------------------------------------------------
+
+
+def test_a_sample_may_be_changed_when_it_was_handed_over(tmp_path: Path, held_up: Any) -> None:
+    with open_tiers(tmp_path, 2, COUNT) as cache:
+        put(cache, range(4))
+        waits, go = held_up(cache.disk)
+        values = [sample(id) for id in range(10, 20)]
+        cache.put_many(range(10, 20), values)
+        assert waits.wait(60)
+        for body, _ in values:
+            body[:] = 0
+        go.set()
+        cache.flush()
+        assert all(is_right(id, cache.get(id)) for id in range(10, 20))
+
+
+def test_closing_waits_for_what_is_on_its_way(tmp_path: Path, held_up: Any) -> None:
+    cache = open_tiers(tmp_path, 12, COUNT, keep=True)
+    waits, go = held_up(cache.disk)
+    cache.put_many(range(40), [sample(id) for id in range(40)])
+    assert waits.wait(60)
+    threading.Timer(0.05, go.set).start()
+    cache.close()
+    with open_tiers(tmp_path, 12, COUNT, keep=True) as again:
+        assert held(again.disk) == set(range(40))
+    shutil.rmtree(again.disk.path)
+
+
+def test_no_more_than_so_much_is_on_its_way(tmp_path: Path, held_up: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover, "MOST", 20 * 4096)
+    with open_tiers(tmp_path, 2, COUNT) as cache:
+        put(cache, range(4))
+        waits, go = held_up(cache.disk)
+        assert cache.put_many([10], [sample(10)]).all()
+        assert waits.wait(60)
+        with pytest.warns(RuntimeWarning, match="samples come faster than the disk .* takes them") as caught:
+            taken = [cache.put_many(ids, [sample(id) for id in ids]).sum() for ids in (range(20, 36), range(40, 56))]
+        assert len(caught) == 1
+        assert taken == [16, 3]  # each takes 4,096 bytes, with its id
+        go.set()
+        cache.flush()
+        assert put(cache, range(40, 56)).all()  # they come again
+        assert set(range(40, 56)) <= held(cache.disk)
+
+
+def test_a_batch_may_be_larger_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover, "MOST", 4096)
+    with open_tiers(tmp_path, 2, COUNT) as cache, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert put(cache, range(30)).all()
+    assert MOST == 32 << 20
+
+
+def test_the_interpreter_ends_when_all_is_written(tmp_path: Path, interpreter: Any) -> None:
+    done = interpreter.run(
+        f"""
+import numpy as np, time
+import stallfree as sf
+from stallfree.cache import SampleCache
+slow = SampleCache.put_records
+def put_records(self, ids, records):
+    if self.meta.on_disk:
+        time.sleep(0.3)
+    return slow(self, ids, records)
+SampleCache.put_records = put_records
+tier = sf.DiskTier({str(tmp_path)!r}, capacity="4MB", persist=True)
+cache = tier.attach(50, capacity=60000, fingerprint="data", policy="minio", name="tiers", example=bytes(4000))
+cache.put_many(range(50), [bytes([id]) * 4000 for id in range(50)])
+"""
+    )
+    assert done.code == 0, done.err
+    with SampleCache(50, capacity="4MB", fingerprint="data", store=tmp_path, name="tiers") as disk:
+        assert disk.get_many(range(50)) == [bytes([id]) * 4000 for id in range(50)]
+    shutil.rmtree(disk.path)
+
+
+# --- a disk that fails ------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_record_comes_from_the_source(tmp_path: Path, source: ThrottledSource) -> None:
+    with dataset_of(source, tmp_path, 20, COUNT) as dataset:
+        loader = sf.DataLoader(dataset, 8)
+        all_of(loader)
+        with open(dataset.cache.disk.path / "data", "r+b") as file:
+            file.write(bytes(10_000))  # two records and a part of a third
+        all_of(loader)
+        assert dataset.stats().damaged == 3
+        assert source.requests == COUNT + 3
+        all_of(loader)  # they have been stored again
+        assert source.requests == COUNT + 3
+        sound(dataset.cache)
+
+
+def test_a_disk_that_loses_all_is_left_alone(tmp_path: Path, source: ThrottledSource) -> None:
+    with dataset_of(source, tmp_path, 20, COUNT) as dataset:
+        loader = sf.DataLoader(dataset, 8)
+        all_of(loader)
+        os.truncate(dataset.cache.disk.path / "data", 0)
+        with pytest.warns(RuntimeWarning, match="did not give samples 3 times in a row: it is left alone") as caught:
+            all_of(loader)
+        assert len(caught) == 1
+        left = dataset.cache.disk.stats().resident_items
+        assert 0 < left < COUNT
+        asked = dataset.cache.disk.stats().misses
+        all_of(loader)
+        assert dataset.cache.disk.stats().misses == asked
+
+
+def test_a_disk_that_raises(tmp_path: Path, source: ThrottledSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    with dataset_of(source, tmp_path, 20, COUNT) as dataset:
+        loader = sf.DataLoader(dataset, 8)
+        all_of(loader)
+        calls = []
+
+        def fail(ids: Any) -> Any:
+            calls.append(len(ids))
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(dataset.cache.disk, "get_many", fail)
+        with pytest.warns(RuntimeWarning, match="did not give samples"):
+            all_of(loader)
+        assert FAILURES <= len(calls) < COUNT // 2
+        assert source.requests == 2 * COUNT - dataset.stats().resident_items
+
+
+def test_a_disk_that_does_not_write(tmp_path: Path, source: ThrottledSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(DiskArena, "write", fail)
+    with dataset_of(source, tmp_path, 20, COUNT) as dataset, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = sf.DataLoader(dataset, 8)
+        for _ in range(2):
+            all_of(loader)
+            dataset.cache.flush()
+        stats = dataset.stats()
+        assert [str(one.message).count("did not take samples 3 times") for one in caught] == [1]
+        assert stats.disk_items == 0
+        assert source.requests == 2 * COUNT - stats.resident_items
+        assert dataset.cache.disk.stats().rejected < COUNT - stats.resident_items  # it was not asked any more
+
+
+def test_a_failing_disk_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(mover.time, "monotonic", lambda: now[0])
+    health = Health(Path("/disk"), "did nothing")
+    for _ in range(FAILURES - 1):
+        health.failed()
+    assert health.good
+    health.succeeded()
+    for _ in range(FAILURES - 1):
+        health.failed()
+    assert health.good
+    with pytest.warns(RuntimeWarning, match="the disk of /disk did nothing 3 times in a row"):
+        health.failed()
+    assert not health.good
+    now[0] += PAUSE
+    assert health.good
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        health.failed()  # warned of once
+    assert not health.good
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", str(folder)]
+    if not mount or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a tmpfs here: that takes root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_others_fill(small_disk: Path, source: ThrottledSource) -> None:
+    with dataset_of(source, small_disk, 20, COUNT) as dataset:
+        with open(small_disk / "other", "wb") as file:
+            free = os.statvfs(small_disk)
+            file.write(bytes(free.f_bavail * free.f_frsize - 100_000))
+        loader = sf.DataLoader(dataset, 8)
+        with pytest.warns(RuntimeWarning, match="the file system of .* is full: the cache stays at"):
+            all_of(loader)
+        dataset.cache.flush()
+        stats = dataset.stats()
+        assert 0 < stats.disk_items < 30
+        for epoch in (1, 2):
+            all_of(loader)
+            assert source.requests == COUNT + epoch * (COUNT - stats.resident_items - stats.disk_items)
+        sound(dataset.cache)
+
+
+def test_both_keep_to_their_capacity(tmp_path: Path, source: ThrottledSource) -> None:
+    with dataset_of(source, tmp_path, 20, 30) as dataset:
+        all_of(sf.DataLoader(dataset, 8))
+        for tier, wanted in ((dataset.cache.memory, room(20)), (dataset.cache.disk, room(30))):
+            stats = tier.stats()
+            assert stats.used_bytes <= stats.capacity_bytes == wanted
+            assert (tier.path / "data").stat().st_blocks * 512 <= wanted

@@ -1,0 +1,472 @@
+"""Memory over a local disk over the source: who is read from where, now and in the next job."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tier_tools import (
+    COUNT,
+    SIZE,
+    Samples,
+    all_of,
+    dataset_of,
+    held,
+    ids_of,
+    is_right,
+    open_tiers,
+    put,
+    room_of,
+    sample,
+    sound,
+)
+
+import stallfree as sf
+from stallfree.cache import MISS
+from stallfree.errors import CapacityError, FingerprintError, InputError, StorageError
+from stallfree.loader.reader import Reader
+from stallfree.observe.jobs import Jobs
+from stallfree.stores import DiskTier, TieredCache
+from stallfree.testing import ThrottledSource
+
+# --- who is read from where, against a model --------------------------------------------------------------------------
+
+
+class Model:
+    """What lies where: a memory that never evicts, or that of least recent use, over a disk that never evicts."""
+
+    def __init__(self, memory: int, disk: int, *, lru: bool) -> None:
+        self.room, self.disk_room, self.lru = memory, disk, lru
+        self.memory: OrderedDict[int, None] = OrderedDict()
+        self.disk: set[int] = set()
+        self.counts = [0, 0, 0]  # hits of memory, hits of the disk, misses
+
+    def put(self, ids: Sequence[int]) -> None:
+        self._up(ids)
+        for id in ids:
+            if (self.lru or id not in self.memory) and len(self.disk) < self.disk_room:
+                self.disk.add(id)
+
+    def get(self, ids: Sequence[int]) -> list[bool]:
+        there = [id for id in ids if id in self.memory]
+        below = [id for id in ids if id in self.disk and id not in self.memory]
+        for id in there:
+            self.memory.move_to_end(id)
+        for place, number in enumerate((len(there), len(below), len(ids) - len(there) - len(below))):
+            self.counts[place] += number
+        if self.lru:
+            self._up(below)
+        else:
+            self.disk -= set(self._up(below))
+        return [id in there or id in below for id in ids]
+
+    def drop(self, ids: Sequence[int]) -> None:
+        for id in ids:
+            self.memory.pop(id, None)
+        self.disk -= set(ids)
+
+    def lose_memory(self) -> None:
+        self.memory.clear()
+
+    def _up(self, ids: Sequence[int]) -> list[int]:
+        new = [id for id in ids if id not in self.memory]
+        if not self.lru:
+            new = new[: self.room - len(self.memory)]
+        for _ in range(len(self.memory) + len(new) - self.room):
+            self.memory.popitem(last=False)
+        self.memory.update(dict.fromkeys(new))
+        return new
+
+
+batches = st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=8, unique=True)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), batches),
+        st.tuples(st.just("get"), batches),
+        st.tuples(st.just("drop"), batches),
+        st.tuples(st.just("lose_memory"), st.just([0])),
+    ),
+    max_size=25,
+)
+everyday, at_length = (
+    settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck)) for examples in (12, 400)
+)
+PASSES = [(step, list(range(at, at + 8))) for _ in range(2) for step in ("put", "get") for at in range(0, COUNT, 8)]
+
+
+@pytest.fixture(params=["minio", "lru"])
+def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredCache]:
+    with open_tiers(tmp_path, 12, 20, policy=request.param) as cache:
+        yield cache
+
+
+@everyday
+@given(steps=steps)
+@example(steps=PASSES)
+def test_each_sample_comes_from_where_the_model_says(tiers: TieredCache, steps: list[tuple[str, list[int]]]) -> None:
+    check_against_model(tiers, steps)
+
+
+@pytest.mark.slow
+@at_length
+@given(steps=steps)
+def test_each_of_many_samples_comes_from_where_the_model_says(
+    tiers: TieredCache, steps: list[tuple[str, list[int]]]
+) -> None:
+    check_against_model(tiers, steps)
+
+
+def check_against_model(tiers: TieredCache, steps: list[tuple[str, list[int]]]) -> None:
+    rooms = [room_of(tier) for tier in (tiers.memory, tiers.disk)]
+    tiers.clear()
+    model = Model(*rooms, lru=tiers.policy.evicts)
+    before = tiers.stats()
+    for step, ids in steps:
+        if step == "put":
+            put(tiers, ids)
+            model.put(ids)
+        elif step == "get":
+            found, expected = tiers.get_many(ids), model.get(ids)
+            assert [value is not MISS for value in found] == expected
+            assert all(is_right(id, value) for id, value in zip(ids, found, strict=True) if value is not MISS)
+        elif step == "drop":
+            tiers.drop(ids)
+            model.drop(ids)
+        else:
+            tiers.memory.clear()
+            model.lose_memory()
+        assert held(tiers.memory) == set(model.memory)
+        assert held(tiers.disk) == model.disk
+    now = tiers.stats()
+    from_disk = now.disk_hits - before.disk_hits
+    assert [now.hits - before.hits - from_disk, from_disk, now.misses - before.misses] == model.counts
+
+
+@given(steps=steps)
+@everyday
+@example(steps=PASSES)
+def test_with_persist_copies_on_the_disk_give_way(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, list[int]]]
+) -> None:
+    """All that is put is held while there is room in either tier, and the disk has copies while it has room."""
+    folder = tmp_path_factory.mktemp("persist")
+    with open_tiers(folder, 12, 20, keep=True) as cache:
+        rooms = [room_of(tier) for tier in (cache.memory, cache.disk)]
+        for step, ids in steps:
+            if step == "put":
+                put(cache, ids)
+                lost = set(ids) - held(cache.memory) - held(cache.disk)
+                full = len(held(cache.memory)) == rooms[0] and len(held(cache.disk)) == rooms[1]
+                assert not lost or (full and not held(cache.memory) & held(cache.disk))
+                if len(held(cache.disk)) < rooms[1]:
+                    assert set(ids) <= held(cache.disk)
+            elif step == "get":
+                both = held(cache.memory) | held(cache.disk)
+                found = cache.get_many(ids)
+                assert [value is not MISS for value in found] == [id in both for id in ids]
+                assert held(cache.memory) | held(cache.disk) == both
+            elif step == "drop":
+                cache.drop(ids)
+            else:
+                cache.memory.clear()
+        sound(cache)
+    shutil.rmtree(folder)
+
+
+# --- under loaders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source() -> Iterator[ThrottledSource]:
+    """The samples, with counters that all processes share."""
+    with_counters = ThrottledSource(Samples())
+    yield with_counters
+    with_counters.close()
+
+
+@pytest.mark.parametrize(
+    ("workers", "context", "disk"),
+    [
+        (0, None, 30),
+        (0, None, COUNT),
+        (2, "fork", 30),
+        (2, "fork", COUNT),
+        (1, "forkserver", COUNT),
+        pytest.param(2, "forkserver", 30, marks=pytest.mark.slow),
+        pytest.param(2, "spawn", 30, marks=pytest.mark.slow),
+    ],
+)
+def test_epochs_read_from_the_source_what_neither_tier_holds(
+    tmp_path: Path, source: ThrottledSource, workers: int, context: str | None, disk: int
+) -> None:
+    options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": context, "shuffle": True}
+    options["persistent_workers"] = context in ("forkserver", "spawn")  # whose start takes long
+    with (
+        dataset_of(source, tmp_path, 20, disk) as dataset,
+        sf.DataLoader(dataset, 8, **options) as loader,
+    ):
+        all_of(loader)
+        dataset.cache.settle(np.arange(COUNT))  # what workers that live on have on its way
+        stats = dataset.stats()
+        absent = COUNT - stats.resident_items - stats.disk_items
+        assert 15 < stats.resident_items < 25
+        assert (absent == 0) == (disk == COUNT)
+        assert stats.storage_reads == source.requests == COUNT
+        for epoch in (1, 2):
+            all_of(loader)
+            now = dataset.stats()
+            assert source.requests == COUNT + epoch * absent
+            assert now.disk_hits == epoch * stats.disk_items
+            assert now.resident_items == stats.resident_items
+        assert loader.stats().hits == now.hits
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "random"])
+def test_where_memory_evicts_the_disk_has_all(tmp_path: Path, source: ThrottledSource, policy: str) -> None:
+    with dataset_of(source, tmp_path, 20, COUNT, policy=policy) as dataset:
+        with sf.DataLoader(dataset, 8, shuffle=True, num_workers=2, persistent_workers=True) as loader:
+            for _ in range(3):
+                all_of(loader)
+        stats = dataset.stats()
+    assert source.requests == COUNT
+    assert stats.disk_items == COUNT
+    assert stats.evictions > COUNT
+    assert stats.hits + stats.misses == 3 * COUNT
+
+
+def test_scores_decide_who_is_in_memory(tmp_path: Path, source: ThrottledSource) -> None:
+    with dataset_of(source, tmp_path, 20, COUNT, policy="importance") as dataset, sf.DataLoader(dataset, 8) as loader:
+        all_of(loader)
+        dataset.cache.set_scores(np.arange(COUNT), np.arange(COUNT))
+        all_of(loader)
+        resident = np.flatnonzero(dataset.cache.resident(np.arange(COUNT)))
+        assert resident.tolist() == list(range(COUNT - len(resident), COUNT))
+        assert source.requests == COUNT
+
+
+def test_the_loader_of_torch(tmp_path: Path, source: ThrottledSource) -> None:
+    """Its workers end with the epoch, and lose nothing that they had on its way to the disk."""
+    with dataset_of(source, tmp_path, 20, COUNT) as dataset:
+        loader = torch.utils.data.DataLoader(dataset, 8, shuffle=True, num_workers=2)
+        for _ in range(3):
+            all_of(loader)
+        assert source.requests == COUNT
+
+
+def test_a_batch_is_gathered_without_workers_if_all_of_it_is_in_memory(tmp_path: Path, source: ThrottledSource) -> None:
+    with dataset_of(source, tmp_path, 20, COUNT) as dataset:
+        all_of(sf.DataLoader(dataset, 8))
+        there = dataset.cache.resident(np.arange(COUNT))
+        above, below = np.flatnonzero(there).tolist()[:16], np.flatnonzero(~there).tolist()[:8]
+        for ids, workers in ((above, 0), (above[:15] + below[:1], 1)):
+            with sf.DataLoader(dataset, 8, sampler=ids, num_workers=1, persistent_workers=True) as loader:
+                assert ids_of(loader) == sorted(ids)
+                assert len(multiprocessing.active_children()) == workers
+
+
+def test_the_disk_is_read_when_a_batch_is_started(tmp_path: Path, source: ThrottledSource) -> None:
+    """That is batches ahead of its use: then the disk is not needed any more, nor the source."""
+    with dataset_of(source, tmp_path, 20, COUNT) as dataset:
+        all_of(sf.DataLoader(dataset, 8))
+        below = np.flatnonzero(~dataset.cache.resident(np.arange(COUNT)))
+        reader: Reader = dataset.reader
+        pending = reader.start(below)
+        assert sorted(id for ids, _ in pending.asked for id in ids.tolist()) == below.tolist()
+        for _, answer in pending.asked:
+            answer.result()
+        os.truncate(dataset.cache.disk.path / "data", 0)
+        samples = reader.finish(pending, 0, 0, skip=False)
+        assert all(is_right(id, value) for id, value in zip(below.tolist(), samples.values, strict=True))
+        assert (samples.hits, samples.misses, source.requests) == (len(below), 0, COUNT)
+        reader.close()
+
+
+def test_samples_of_uneven_size(tmp_path: Path) -> None:
+    with closing(ThrottledSource(Samples(varied=True))) as source:
+        with dataset_of(source, tmp_path, 10, COUNT, keep=True) as dataset:
+            loader = sf.DataLoader(dataset, 1, shuffle=True)
+            for _ in range(3):
+                for bodies, (id,) in loader:
+                    assert np.array_equal(bodies[0], Samples(varied=True)[int(id)][0])
+            stats = dataset.stats()
+        assert source.requests == COUNT
+        assert stats.used_bytes <= stats.capacity_bytes
+
+
+def test_the_whole_room_decides_on_the_form(tmp_path: Path) -> None:
+    """Prepared samples are four times as large: they fit into both tiers together, and into neither alone."""
+
+    def widen(value: Any) -> Any:
+        return value[0].astype(np.float32), value[1]
+
+    sf.mark_deterministic(widen)
+    given: dict[str, Any] = {"transform": widen, "capacity": COUNT * 4 * SIZE * 3 // 5}
+    with sf.CachedDataset(Samples(), **given) as dataset:
+        assert dataset.form == "fetched"
+    with sf.CachedDataset(Samples(), store=DiskTier(tmp_path, capacity=given["capacity"]), **given) as dataset:
+        assert dataset.form == "prepared"
+
+
+# --- the next job -----------------------------------------------------------------------------------------------------
+
+
+def test_the_next_job_begins_with_what_lies_on_the_disk(tmp_path: Path, source: ThrottledSource) -> None:
+    with dataset_of(source, tmp_path, 20, COUNT, keep=True) as dataset:
+        all_of(sf.DataLoader(dataset, 8, shuffle=True))
+        assert dataset.stats().disk_items == COUNT
+    source.reset()
+    with dataset_of(source, tmp_path, 40, COUNT, keep=True) as dataset:  # more memory than before
+        made = source.requests
+        all_of(sf.DataLoader(dataset, 8, shuffle=True))
+        stats = dataset.stats()
+        assert source.requests == made <= 2  # what is read when a data set is made
+        assert 35 < stats.resident_items < 45  # they moved up as they were read
+        assert stats.disk_items == COUNT
+        all_of(sf.DataLoader(dataset, 8, shuffle=True))
+        assert dataset.stats().disk_hits == stats.disk_hits + COUNT - stats.resident_items
+    shutil.rmtree(dataset.cache.disk.path)
+
+
+def test_without_persist_the_disk_is_empty_when_the_last_one_has_left(tmp_path: Path, source: ThrottledSource) -> None:
+    with dataset_of(source, tmp_path, 20, COUNT) as dataset:
+        all_of(sf.DataLoader(dataset, 8))
+        assert len(list(dataset.cache.disk.path.parent.iterdir())) == 1
+    assert list(dataset.cache.disk.path.parent.iterdir()) == []
+
+
+def test_memory_that_has_room_again_takes_what_is_read_and_the_disk_lets_go_of_it(tmp_path: Path) -> None:
+    with open_tiers(tmp_path, 12, 40) as cache:
+        put(cache, range(40))
+        below, before = held(cache.disk), held(cache.memory)
+        cache.memory.drop(sorted(before)[:5])
+        ids = sorted(below)[:8]
+        assert all(is_right(id, value) for id, value in zip(ids, cache.get_many(ids), strict=True))
+        assert held(cache.memory) == (before - set(sorted(before)[:5])) | set(ids[:5])
+        assert held(cache.disk) == below - set(ids[:5])
+        sound(cache)
+
+
+def test_what_another_process_moves_up_meanwhile_comes_from_memory(tmp_path: Path) -> None:
+    with open_tiers(tmp_path, 12, 40) as cache:
+        put(cache, range(40))
+        ids = np.array(sorted(held(cache.disk))[:5])
+        cache.memory.drop(sorted(held(cache.memory))[:5])
+        pieces = cache.away(ids)
+        with pickle.loads(pickle.dumps(cache)) as other:
+            other.get_many(ids)
+        assert not cache.disk.resident(ids).any()
+        values = [value for piece in pieces for value in cache.ask(piece)]
+        assert all(is_right(id, value) for id, value in zip(ids.tolist(), values, strict=True))
+        assert cache.stats().misses == 0
+
+
+def test_a_data_set_that_is_freed_leaves_nothing(tmp_path: Path) -> None:
+    dataset = dataset_of(Samples(), tmp_path, 20, COUNT)
+    all_of(sf.DataLoader(dataset, 8))
+    folder = dataset.cache.disk.path.parent
+    del dataset
+    gc.collect()
+    assert list(folder.iterdir()) == []
+
+
+def test_two_data_sets_in_one_folder(tmp_path: Path) -> None:
+    with dataset_of(Samples(), tmp_path, 20, COUNT) as one, dataset_of(Samples(50), tmp_path, 20, COUNT) as other:
+        assert one.cache.disk.path.parent == other.cache.disk.path.parent
+        all_of(sf.DataLoader(one, 8))
+        assert ids_of(sf.DataLoader(other, 8)) == list(range(50))
+        assert (one.stats().disk_items > 70, other.stats().disk_items < 50) == (True, True)
+
+
+def test_a_name_belongs_to_one_data_set(tmp_path: Path) -> None:
+    with dataset_of(Samples(), tmp_path, 20, COUNT, name="photos", keep=True) as dataset:
+        path = dataset.cache.disk.path
+        assert path.name == "photos"
+    with pytest.raises(FingerprintError, match=r"the cache 'photos' in .* holds other data"):
+        dataset_of(Samples(50), tmp_path, 20, COUNT, name="photos")
+    shutil.rmtree(path)
+
+
+# --- what is given ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["memory", "", None, 3, sf.RedisStore])
+def test_a_folder_that_is_none(folder: Any) -> None:
+    with pytest.raises(InputError, match=r"DiskTier\(folder=.*give the path of a folder on a local disk"):
+        DiskTier(folder, capacity="1GiB")
+
+
+def test_a_capacity_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="capacity"):
+        DiskTier(tmp_path, capacity="much")
+    with pytest.raises(CapacityError, match=r"DiskTier\(.*holds no record.*Give .* or more"):
+        sf.CachedDataset(Samples(), capacity="1MiB", store=DiskTier(tmp_path, capacity=3000))
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be made"):
+        sf.CachedDataset(Samples(), capacity="1MiB", store=DiskTier(tmp_path / "file", capacity="1MiB"))
+
+
+def test_a_batch_of_another_length(tmp_path: Path) -> None:
+    with open_tiers(tmp_path, 2, 20) as cache:
+        with pytest.raises(InputError, match="put_many was given 2 ids and 1 values"):
+            cache.put_many([1, 2], [sample(1)])
+        with pytest.raises(InputError, match="outside of the data set"):
+            cache.get_many([COUNT])
+
+
+def test_a_closed_cache_says_so(tmp_path: Path) -> None:
+    cache = open_tiers(tmp_path, 2, 20)
+    put(cache, range(5))
+    cache.close()
+    cache.close()
+    assert cache.stats().disk_items > 0
+    with pytest.raises(InputError, match="closed"):
+        cache.get_many([1])
+    with pytest.raises(InputError, match="closed"):
+        cache.put(1, sample(1))
+
+
+# --- others that use caches -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["minio", "lru"])
+def test_values_by_key(tmp_path: Path, policy: str) -> None:
+    tier = DiskTier(tmp_path, capacity="2MiB")
+    with sf.CacheLoader(capacity="200KiB", store=tier, name="keys", policy=policy) as cache:
+        for _ in range(2):
+            for key in range(100):
+                assert np.array_equal(cache.get(key, sample)[0], sample(key)[0])
+        stats = cache.stats()
+        assert stats.storage_reads == 100
+        assert stats.disk_hits > 50
+
+
+def test_jobs_that_share_one_preparation(tmp_path: Path, source: ThrottledSource) -> None:
+    with dataset_of(source, tmp_path, 20, COUNT) as dataset:
+        with sf.SharedLoader(dataset, group=f"tiers-{os.getpid()}", batch_size=8, num_workers=1) as loader:
+            for _ in range(2):
+                all_of(loader)
+        assert source.requests == COUNT
+
+
+def test_top_shows_the_hits_of_both_tiers(tmp_path: Path, source: ThrottledSource) -> None:
+    with dataset_of(source, tmp_path, 20, COUNT, name="shown") as dataset:
+        for _ in range(2):
+            all_of(sf.DataLoader(dataset, 8))
+        (row,) = [row for row in Jobs().look().caches if row.name == "shown"]
+        assert (row.hits, row.misses) == (dataset.stats().hits, dataset.stats().misses)
