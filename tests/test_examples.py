@@ -17,18 +17,28 @@ import pytest
 from warm import Ended, Interpreter
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
-NEEDS = {"ray_tune": "ray", "optuna": "optuna"}
-"""What an example needs beyond stallfree; the extra has the same name."""
-LONG = {*NEEDS, "analyze"}
+SEARCHES = {"ray_tune": "ray", "optuna": "optuna"}
+"""What an example that searches needs beyond stallfree; the extra has the same name."""
+PEERS = {
+    "accelerate_loop": ("accelerate",),
+    "hf_datasets": ("datasets",),
+    "hf_trainer": ("transformers", "accelerate"),
+    "lightning_module": ("lightning.pytorch",),
+    "monai_dictionaries": ("monai",),
+    "torchvision_folder": ("torchvision",),
+}
+"""What an example for another library needs."""
+LONG = {*SEARCHES, *PEERS, "analyze", "ddp"}
 """Examples that take a while."""
 
 
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
-    """In which an example runs. Ray's sockets need a short path, and its token need not go to the user's home."""
+    """In which an example runs. Ray's sockets need a short path, and nothing need go to the user's home."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
         ray = {"RAY_TMPDIR": short, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        yield os.environ | {"PYTHONWARNINGS": "error::ResourceWarning"} | ray
+        hub = {"HF_HOME": f"{short}/hub", "HF_HUB_OFFLINE": "1"}
+        yield os.environ | {"PYTHONWARNINGS": "error::ResourceWarning"} | ray | hub
 
 
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem not in LONG], ids=lambda path: path.stem)
@@ -39,9 +49,10 @@ def test_example(path: Path, store_root: Path, interpreter: Interpreter) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_as_users_start_it(path: Path, tmp_path: Path, store_root: Path, environment: dict[str, str]) -> None:
-    package = NEEDS.get(path.stem)
+    package = SEARCHES.get(path.stem)
     if package and find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install 'stallfree[{package}]'")
+    require(*PEERS.get(path.stem, ()))
     done = subprocess.run(
         [sys.executable, str(path)],
         cwd=tmp_path,
@@ -55,6 +66,16 @@ def test_example_as_users_start_it(path: Path, tmp_path: Path, store_root: Path,
     check(path.stem, Ended(done.returncode, done.stdout, done.stderr, os.listdir(tmp_path)), store_root)
     if package:
         check_search(done.stdout)
+
+
+def require(*packages: str) -> None:
+    """Skip where one of `packages` cannot be imported: it is not there, or (torchvision) made for another torch."""
+    for package in packages:
+        command = [sys.executable, "-c", f"import {package}"]
+        tried = subprocess.run(command, capture_output=True, text=True, check=False)
+        if tried.returncode:
+            reason = tried.stderr.strip().splitlines()[-1]
+            pytest.skip(f"{package} is not there ({reason}): pip install {package.partition('.')[0]}")
 
 
 def check(name: str, ended: Ended, store_root: Path) -> None:

@@ -1,20 +1,24 @@
 """Sources of samples, with fetching apart from preparing."""
 
+from stallfree.sources.apart import ApartSource
 from stallfree.sources.base import BaseSource
 from stallfree.sources.decode import DecodeImage
 from stallfree.sources.files import FileDataset
 from stallfree.sources.image_folder import IMAGE_EXTENSIONS, ImageFolder
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
+from stallfree.sources.tar import TarDataset
 from stallfree.sources.throttle import ThrottledSource
 
 __all__ = [
     "IMAGE_EXTENSIONS",
+    "ApartSource",
     "BaseSource",
     "DecodeImage",
     "FileDataset",
     "ImageFolder",
     "MapSource",
     "SubsetSource",
+    "TarDataset",
     "ThrottledSource",
     "as_source",
 ]

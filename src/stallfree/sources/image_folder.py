@@ -10,6 +10,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from stallfree.errors import InputError, StallfreeError
+from stallfree.pipeline.compose import flatten
 from stallfree.sources.decode import DecodeImage
 from stallfree.sources.files import FileDataset
 from stallfree.sources.paths import PathList, canonical, is_url, open_url
@@ -21,7 +22,9 @@ class ImageFolder(FileDataset):
     """Pictures in `root/CLASS/.../name.jpg`, in the order and with the labels of torchvision's `ImageFolder`.
 
     A sample is `(transform(picture), label)`. The picture is a uint8 array of shape (H, W, 3), as fast as it can be
-    had; transforms that want a `PIL.Image`, such as those of torchvision v1, need `output="pil"`.
+    had; transforms that want a `PIL.Image`, such as those of torchvision v1, need `output="pil"`. When the first step
+    of `transform` takes the encoded bytes itself, as `DecodeRandomResizedCrop` does (its class has `takes_encoded`), it
+    gets them.
 
     Attributes:
         root: the folder, absolute, or its URL.
@@ -36,7 +39,8 @@ class ImageFolder(FileDataset):
         extensions: the files that count, by the end of their name in any case.
 
     Raises:
-        InputError: there is no such folder, it has no folders of classes, or a class has no picture.
+        InputError: there is no such folder, it has no folders of classes, or a class has no picture; `output` or `mode`
+            is given to no purpose, as `transform` decodes.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class ImageFolder(FileDataset):
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
         paths = [_join(self.root, f"{name}/{file}") for name, files in found.items() for file in _sorted(files)]
         labels = np.repeat(np.arange(len(found)), [len(files) for files in found.values()])
-        super().__init__(paths, labels.tolist(), transform, decode=DecodeImage(output, mode))
+        super().__init__(paths, labels.tolist(), transform, decode=_decoder(transform, output, mode))
 
     @property
     def samples(self) -> Samples:
@@ -87,6 +91,20 @@ class Samples(Sequence[tuple[str, int]]):
         if isinstance(index, slice):
             return list(zip(self._paths[index], self._labels[index].tolist(), strict=True))
         return self._paths[index], int(self._labels[index])
+
+
+def _decoder(
+    transform: Callable[[Any], Any] | None, output: Literal["numpy", "pil"], mode: Literal["RGB", "L"]
+) -> DecodeImage | None:
+    """The first step, unless `transform` begins with one that takes encoded bytes."""
+    steps = flatten(transform)
+    if not steps or not getattr(type(steps[0]), "takes_encoded", False):
+        return DecodeImage(output, mode)
+    if (output, mode) != ("numpy", "RGB"):
+        raise InputError(
+            f"output={output!r}, mode={mode!r} with {steps[0]!r}, which decodes the pictures itself: leave them out"
+        )
+    return None
 
 
 def _ends(file: str, endings: tuple[str, ...]) -> bool:

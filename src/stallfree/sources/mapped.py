@@ -13,6 +13,7 @@ from stallfree.errors import InputError, SampleError
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source, sample_error
+from stallfree.sources.apart import taken_apart
 from stallfree.sources.base import BaseSource, require_samples
 
 
@@ -90,10 +91,12 @@ class SubsetSource(BaseSource):
         return f"SubsetSource({self.source!r}, {len(self)} samples)"
 
 
-def as_source(dataset: Any) -> Source:
+def as_source(dataset: Any, *, apart: bool = True) -> Source:
     """`dataset` itself when it is a `Source` already, else in a `MapSource`.
 
-    A `torch.utils.data.Subset` of a `Source`, such as `random_split` gives, becomes a `SubsetSource`.
+    A `torch.utils.data.Subset` of a `Source`, such as `random_split` gives, becomes a `SubsetSource`. Data sets of
+    torchvision, and those of Hugging Face with a transform, become an `ApartSource`: what follows their own reading is
+    in `pipeline`. With `apart=False` they stay whole.
 
     Raises `InputError` for what is no map-style data set and for one of length 0.
     """
@@ -102,10 +105,11 @@ def as_source(dataset: Any) -> Source:
         return dataset
     torch_data = sys.modules.get("torch.utils.data")
     if torch_data is not None and type(dataset) is torch_data.Subset:
-        inner = as_source(dataset.dataset)
+        inner = as_source(dataset.dataset, apart=apart)
         if not isinstance(inner, MapSource):
             return SubsetSource(inner, dataset.indices)
-    return MapSource(dataset)
+    own = taken_apart(dataset, MapSource) if apart else None
+    return MapSource(dataset) if own is None else own
 
 
 def _require_map_style(dataset: Any) -> None:

@@ -1,0 +1,67 @@
+"""Train with Hugging Face's `Trainer` on stallfree's loader. Wants `pip install transformers accelerate`.
+
+One method is overridden. With several processes, give `sampler=DistributedSampler(...)` in place of `shuffle=True`:
+what a `Trainer` does to its own loader it does not do to this one.
+"""
+
+import tempfile
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import stallfree as sf
+
+
+class Points(torch.utils.data.Dataset):
+    """Points on either side of a line."""
+
+    def __len__(self):
+        return 128
+
+    def __getitem__(self, id):
+        point = torch.randn(2, generator=torch.Generator().manual_seed(id))
+        return {"x": point, "labels": (point.sum() > 0).float()}
+
+
+class Model(nn.Module):
+    """Gives its loss first, as a `Trainer` wants it."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+
+    def forward(self, x, labels):
+        logits = self.line(x).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels), logits
+
+
+class FastTrainer(Trainer):
+    """A `Trainer` on stallfree's loader."""
+
+    def get_train_dataloader(self):
+        size, workers = self.args.per_device_train_batch_size, self.args.dataloader_num_workers
+        return sf.DataLoader(self.train_dataset, batch_size=size, shuffle=True, num_workers=workers)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, sf.CachedDataset(Points(), capacity="4MiB") as data:
+        settings = TrainingArguments(
+            folder,
+            num_train_epochs=4,
+            per_device_train_batch_size=16,
+            dataloader_num_workers=2,
+            learning_rate=0.1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = FastTrainer(Model(), settings, train_dataset=data)
+        loss = trainer.train().training_loss
+        reads = data.stats().storage_reads
+        print(f"{trainer.state.global_step} steps, mean loss {loss:.2f}; {reads} samples were read")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Train with PyTorch Lightning on stallfree's loader, and see what each epoch waits for.
+
+Wants `pip install 'stallfree[lightning]'`. On several devices give `sampler=DistributedSampler(...)` in place of
+`shuffle=True`: Lightning deals out the samples of torch's loader only.
+"""
+
+import logging
+import tempfile
+import time
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import nn
+
+import stallfree as sf
+from stallfree.integrations.lightning import StallMonitor
+
+
+class SlowPoints(torch.utils.data.Dataset):
+    """Points on either side of a line, on storage that takes its time."""
+
+    def __len__(self):
+        return 128
+
+    def __getitem__(self, id):
+        time.sleep(0.002)
+        point = torch.randn(2, generator=torch.Generator().manual_seed(id))
+        return point, (point.sum() > 0).float()
+
+
+class Points(LightningDataModule):
+    """The loader and its cache, made and closed with the training."""
+
+    def setup(self, stage):
+        self.data = sf.CachedDataset(SlowPoints(), capacity="4MiB")
+
+    def train_dataloader(self):
+        return sf.DataLoader(self.data, batch_size=16, shuffle=True, num_workers=1, persistent_workers=True)
+
+    def teardown(self, stage):
+        self.trainer.train_dataloader.close()
+        self.data.close()
+
+
+class Line(LightningModule):
+    """Which side of the line a point is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        points, labels = batch
+        return nn.functional.binary_cross_entropy_with_logits(self.line(points).squeeze(1), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+def main() -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            max_epochs=3,
+            accelerator="cpu",
+            callbacks=[StallMonitor()],
+            default_root_dir=folder,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Line(), datamodule=Points())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""A callback of PyTorch Lightning that shows the stalls of each epoch.
+
+    from stallfree.integrations.lightning import StallMonitor
+
+    trainer = Trainer(callbacks=[StallMonitor()])
+
+Works with `lightning` and with `pytorch_lightning`, version 2.2 or later.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from stallfree.errors import InputError, missing_extra
+from stallfree.stats import LoaderStats
+
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+_SMALL_SHARE = 0.05
+"""Stalls below this share of the time are not worth much."""
+
+
+def _lightning() -> Any:
+    """The Lightning that the program has imported, else the one that is installed."""
+    for name in sorted(_NAMES, key=lambda name: name not in sys.modules):
+        try:
+            return import_module(name)
+        except ImportError as error:
+            problem = error
+    raise missing_extra("lightning", "lightning", "StallMonitor") from problem
+
+
+class StallMonitor(_lightning().Callback):  # type: ignore[misc]
+    """Logs per epoch the share of its time in which training waited for data, and prints a line that says why.
+
+    Logged are `stallfree/wait`, and its parts `stallfree/fetch_stall` and `stallfree/prep_stall` (see `LoaderStats`),
+    each a share of 0 to 1 of the epoch's time without validation, on this rank. The first rank prints. Loaders are
+    found in what `train_dataloader` returned, in lists and dicts too; those of other libraries do not count.
+
+    Raises `InputError` when training begins and none of its loaders is stallfree's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: list[tuple[Any, LoaderStats]] = []
+        self._begun = 0.0
+        self._validating = 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Look for loaders."""
+        given = trainer.train_dataloader
+        if next(_loaders(given), None) is None:
+            raise InputError(
+                f"StallMonitor found no loader of stallfree: train_dataloader gave {type(given).__name__}. Let it give "
+                "a stallfree.DataLoader, or leave out the callback"
+            )
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note what the loaders have done before."""
+        self._before = [(loader, loader.stats()) for loader in _loaders(trainer.train_dataloader)]
+        self._begun = time.monotonic()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validation is no part of the time."""
+        self._validating = time.monotonic()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Validation is no part of the time."""
+        self._begun += time.monotonic() - self._validating
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log and print what this epoch waited for."""
+        seconds = time.monotonic() - self._begun
+        done = [loader.stats() - before for loader, before in self._before]
+        fetch = sum(stats.stall_fetch_seconds for stats in done) / seconds
+        prep = sum(stats.stall_prep_seconds for stats in done) / seconds
+        names = ("wait", "fetch_stall", "prep_stall")
+        shares = zip(names, (fetch + prep, fetch, prep), strict=True)
+        pl_module.log_dict({f"stallfree/{name}": share for name, share in shares})
+        if trainer.is_global_zero:
+            print(_line(trainer.current_epoch, seconds, fetch, prep), flush=True)
+
+
+def _line(epoch: int, seconds: float, fetch: float, prep: float) -> str:
+    """The line for an epoch of `seconds`, of which `fetch` and `prep` are the shares of the two stalls."""
+    text = (
+        f"epoch {epoch}: waited for data {fetch + prep:.1%} of {seconds:.1f} s "
+        f"(fetch stall {fetch:.1%}, prep stall {prep:.1%})"
+    )
+    if fetch + prep < _SMALL_SHARE:
+        return text
+    if fetch >= prep:
+        return f"{text}: storage is too slow; a larger cache (CachedDataset) or faster storage helps"
+    return f"{text}: prep is too slow; more num_workers, or prepared samples in a cache (CachedDataset), help"
+
+
+def _loaders(given: Any) -> Iterator[Any]:
+    """What has the statistics of a loader in `given`: a loader, or lists, tuples and dicts of such."""
+    if isinstance(given, Mapping):
+        for value in given.values():
+            yield from _loaders(value)
+    elif isinstance(given, (list, tuple)):
+        for value in given:
+            yield from _loaders(value)
+    elif callable(getattr(given, "stats", None)) and isinstance(given.stats(), LoaderStats):
+        yield given

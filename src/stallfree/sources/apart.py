@@ -1,0 +1,241 @@
+"""Data sets of torchvision and Hugging Face, with their own transform taken apart.
+
+Both apply a transform that the user gave them to what they have read. Taken as they are, their samples are random where
+the transform is, so that nothing could be cached. Their classes are recognised by name and module, so neither library
+is imported here.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stallfree.errors import InputError
+from stallfree.pipeline._objects import comes_from
+from stallfree.pipeline.compose import Compose, OnItem, Transform, flatten
+from stallfree.pipeline.marks import mark_of
+from stallfree.pipeline.probe import same
+from stallfree.sources.base import BaseSource
+from stallfree.sources.decode import DecodeImage
+from stallfree.sources.files import FileDataset
+
+_VISION = ("transform", "target_transform", "transforms")
+_FORMAT = ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns")
+
+
+class ApartSource(BaseSource):
+    """A data set whose `fetch` leaves out its own transform, which is in `pipeline`. The samples are the same.
+
+    `fetch` raises `SampleError` when the transform of the data set has been replaced since: it would have no effect.
+
+    Attributes:
+        dataset: the data set as it was given.
+
+    Args:
+        dataset: the data set.
+        bare: the same without its transform.
+        steps: the transform, as steps.
+        watched: names of the attributes of `dataset` that say what its transform is.
+    """
+
+    def __init__(self, dataset: Any, bare: BaseSource, steps: Sequence[Transform], watched: tuple[str, ...]) -> None:
+        self.dataset = dataset
+        self.pipeline = Compose([*bare.pipeline, *steps])
+        self.threads = bare.threads
+        self._bare = bare
+        self._watched = {name: getattr(dataset, name, None) for name in watched}
+
+    def __len__(self) -> int:
+        return len(self._bare)
+
+    def _record(self, id: int) -> Any:
+        for name, value in self._watched.items():
+            if getattr(self.dataset, name, None) is not value:
+                raise InputError(
+                    f"the {name.removeprefix('_')} of {type(self.dataset).__name__} was changed after the data set was "
+                    "given away: make a new loader (and CachedDataset) with the data set as it is now"
+                )
+        return self._bare.fetch(id)
+
+    def _where(self, id: int) -> str:
+        return self._bare.where(id)
+
+    def fingerprint(self) -> str:
+        """The fingerprint of the data set without its transform."""
+        return f"ApartSource {self._bare.fingerprint()}"
+
+    def __repr__(self) -> str:
+        return f"ApartSource({type(self.dataset).__name__}, {len(self)} samples)"
+
+
+class Jointly:
+    """Calls `transform` with the parts of a sample as its arguments, as torchvision calls the `transforms` of pairs."""
+
+    def __init__(self, transform: Callable[..., Any]) -> None:
+        self.transform = transform
+
+    def __call__(self, sample: Sequence[Any]) -> Any:
+        return self.transform(*sample)
+
+    def __repr__(self) -> str:
+        return f"Jointly({self.transform!r})"
+
+
+class OnRow:
+    """Calls `transform` with a batch of one row, as `datasets` does for the transform of `with_transform`."""
+
+    def __init__(self, transform: Callable[[dict[str, Any]], Any]) -> None:
+        self.transform = transform
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {name: column[0] for name, column in self.transform({key: [row[key]] for key in row}).items()}
+
+    def __repr__(self) -> str:
+        return f"OnRow({self.transform!r})"
+
+
+def taken_apart(dataset: Any, plain: Callable[[Any], BaseSource]) -> ApartSource | None:
+    """`dataset` as a source of its own if it is one of torchvision or Hugging Face that can be taken apart, else None.
+
+    Reads a sample of torchvision's three times. Left whole are data sets that the user marked, and those that treat
+    their samples in a way of their own.
+
+    Args:
+        dataset: any map-style data set.
+        plain: makes a source of one that has no transform.
+    """
+    if mark_of(dataset) is not None:
+        return None
+    if any(_is(cls, "VisionDataset", "torchvision.datasets") for cls in type(dataset).__mro__):
+        return _vision(dataset, plain)
+    if _is(type(dataset), "Dataset", "datasets.arrow_dataset"):
+        return _hugging_face(dataset, plain)
+    return None
+
+
+def _is(cls: type, name: str, library: str) -> bool:
+    return cls.__name__ == name and comes_from(cls, library)
+
+
+# --- torchvision ----------------------------------------------------------------------------------------------------
+
+
+def _vision(dataset: Any, plain: Callable[[Any], BaseSource]) -> ApartSource | None:
+    if not _module_of_reading(dataset).startswith("torchvision.datasets") or not len(dataset):
+        return None  # a class of the user's, which may do anything with its transforms
+    bare = _without(dataset)
+    try:
+        sample = bare[0]
+        steps = _vision_steps(dataset, sample)
+    except Exception:  # a sample that cannot be read, or one that is computed from what a transform returns
+        return None
+    if steps is None:
+        return None
+    files = _image_files(dataset, sample)
+    return ApartSource(dataset, plain(bare) if files is None else files, steps, (*_VISION, "loader"))
+
+
+def _module_of_reading(dataset: Any) -> str:
+    return str(getattr(type(dataset).__getitem__, "__module__", ""))
+
+
+def _image_files(dataset: Any, sample: Any) -> FileDataset | None:
+    """The files of an `ImageFolder`, if Pillow makes its samples of them: then their bytes are the records."""
+    module = "torchvision.datasets.folder"
+    loader = getattr(dataset, "loader", None)
+    if (_module_of_reading(dataset), getattr(loader, "__module__", "")) != (module, module):
+        return None
+    backend = getattr(sys.modules.get("torchvision"), "get_image_backend", None)
+    if getattr(loader, "__name__", "") not in ("default_loader", "pil_loader") or (backend and backend() != "PIL"):
+        return None
+    paths, labels = ([pair[place] for pair in dataset.samples] for place in (0, 1))
+    files = FileDataset(paths, labels, decode=DecodeImage("pil"))
+    return files if same(files[0], sample) else None
+
+
+def _without(dataset: Any) -> Any:
+    """A copy of `dataset` without its transforms."""
+    bare = copy.copy(dataset)
+    for name in _VISION:
+        if hasattr(bare, name):
+            setattr(bare, name, None)
+    return bare
+
+
+class _Seen:
+    """Stands for a transform: notes what it is called with, and returns a mark for each."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.marks: list[object] = []
+
+    def __call__(self, *parts: Any) -> Any:
+        self.calls.append(parts)
+        self.marks += [object() for _ in parts]
+        return self.marks[0] if len(parts) == 1 else tuple(self.marks)
+
+
+def _vision_steps(dataset: Any, bare: Any) -> list[Transform] | None:
+    """The transforms of `dataset` as steps on its sample `bare`, number 0; None if it does not apply each once to that.
+
+    Found out with marks in the place of the transforms: torchvision's classes do this each in its own code.
+    """
+    tried = copy.copy(dataset)
+    seen = {name: _Seen() for name in _VISION if getattr(dataset, name, None) is not None}
+    for name, stand_in in seen.items():
+        setattr(tried, name, stand_in)
+    marked = tried[0]
+    used = {name: stand_in for name, stand_in in seen.items() if stand_in.calls}
+    if any(len(stand_in.calls) != 1 for stand_in in used.values()):
+        return None
+    if list(used) == ["transforms"]:
+        return _joint_steps(dataset.transforms, used["transforms"], marked, bare)
+    if used.keys() != seen.keys() - {"transforms"}:
+        return None
+    steps: list[Transform] = []
+    for name, stand_in in used.items():
+        step = _single_step(getattr(dataset, name), stand_in, marked, bare)
+        if step is None:
+            return None
+        steps += flatten(step)
+    return steps
+
+
+def _single_step(transform: Transform, seen: _Seen, marked: Any, bare: Any) -> Transform | None:
+    """`transform` as a step on the sample `bare`; None if that is not what it was called with."""
+    if marked is seen.marks[0]:
+        return transform if same(seen.calls[0], (bare,)) else None
+    if not isinstance(marked, tuple) or not isinstance(bare, tuple) or len(marked) != len(bare):
+        return None
+    for place, part in enumerate(marked):
+        if part is seen.marks[0]:
+            return OnItem(place, transform) if same(seen.calls[0], (bare[place],)) else None
+    return None
+
+
+def _joint_steps(transforms: Any, seen: _Seen, marked: Any, bare: Any) -> list[Transform] | None:
+    """The steps of `transforms`, which takes all parts of a sample at once."""
+    if not isinstance(marked, tuple) or list(marked) != seen.marks or not same(seen.calls[0], bare):
+        return None
+    if _is(type(transforms), "StandardTransform", "torchvision.datasets"):
+        parts = (transforms.transform, transforms.target_transform)
+        return [step for place, part in enumerate(parts) if part is not None for step in flatten(OnItem(place, part))]
+    return [step if _takes_samples(step) else Jointly(step) for step in flatten(transforms)]
+
+
+def _takes_samples(step: Any) -> bool:
+    """Whether `step` is of torchvision's transforms v2, which take a whole sample as one argument too."""
+    return any(_is(cls, "Transform", "torchvision.transforms.v2") for cls in type(step).__mro__)
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------------------------
+
+
+def _hugging_face(dataset: Any, plain: Callable[[Any], BaseSource]) -> ApartSource | None:
+    form = dataset.format
+    transform = form["format_kwargs"].get("transform")
+    if form["type"] != "custom" or transform is None or set(form["columns"]) != set(dataset.column_names):
+        return None
+    return ApartSource(dataset, plain(dataset.with_format(None)), [OnRow(transform)], _FORMAT)

@@ -1,0 +1,157 @@
+"""Data sets, transforms and writers of other libraries themselves, where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import stallfree as sf
+from stallfree.errors import InputError
+from stallfree.pipeline.probe import same
+from stallfree.sources import TarDataset, as_source
+from stallfree.sources.apart import ApartSource
+
+
+def library(name: str) -> Any:
+    """The library, or a skip that says why. torchvision for another build of torch raises `RuntimeError`."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        pytest.skip(f"{name} is not there ({error}): pip install {name.partition('.')[0]}")
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Eight pictures of two classes."""
+    for number in range(8):
+        path = tmp_path / "pictures" / ("ab"[number % 2]) / f"{number}.{'png' if number < 2 else 'jpg'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.default_rng(number).integers(0, 256, (20, 30, 3), np.uint8)).save(path)
+    return tmp_path / "pictures"
+
+
+def test_shards_of_webdataset(tmp_path: Path) -> None:
+    """What the peer writes and reads, sample by sample."""
+    webdataset = library("webdataset")
+    generator = np.random.default_rng(0)
+    with webdataset.ShardWriter(f"{tmp_path}/s-%03d.tar", maxcount=7, verbose=0) as writer:
+        for number in range(25):
+            sample = {
+                "jpg": generator.bytes(int(generator.integers(0, 3000))),
+                "cls": number,
+                "meta.json": {"n": number},
+            }
+            more = {"More.TXT": "text"} if number % 3 == 0 else {}
+            writer.write({"__key__": f"part/{number:06}", **sample, **more})
+    shards = sorted(map(str, tmp_path.glob("*.tar")))
+    theirs = list(webdataset.WebDataset(shards, shardshuffle=False))
+    ours = TarDataset(f"{tmp_path}/s-{{000..{len(shards) - 1:03}}}.tar", index=tmp_path)
+    assert len(shards) > 2
+    assert len(ours) == len(theirs) == 25
+    for mine, sample in zip(ours, theirs, strict=True):
+        assert mine == {key: value for key, value in sample.items() if key not in ("__url__", "__local_path__")}
+
+
+@pytest.mark.slow
+def test_torchvision(pictures: Path) -> None:
+    torchvision = library("torchvision")
+    v2, datasets = library("torchvision.transforms.v2"), library("torchvision.datasets")
+    assert torchvision.get_image_backend() == "PIL"
+    transform = v2.Compose([v2.Resize((8, 8)), v2.PILToTensor(), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32)])
+    dataset = datasets.ImageFolder(pictures, transform, target_transform=lambda label: label + 10)
+    source = as_source(dataset)
+    assert isinstance(source, ApartSource)
+    assert source.fetch(0) == (Path(dataset.samples[0][0]).read_bytes(), 0)
+    for id in range(8):
+        torch.manual_seed(id)
+        expected = dataset[id]
+        torch.manual_seed(id)
+        assert same(source[id], expected)
+    with sf.CachedDataset(dataset, capacity="4MiB", form="prepared") as cached:
+        split = sf.split(cached.steps, probe=source.fetch(0))
+        assert [verdict.random for verdict in split.verdicts[:5]] == [False, False, False, True, False]
+        assert len(split.deterministic) == 3
+        with sf.DataLoader(cached, batch_size=8) as loader:
+            epochs = [next(iter(loader))[0] for _ in range(3)]
+        assert cached.stats().storage_reads == 8
+    assert not all(torch.equal(epoch, epochs[0]) for epoch in epochs[1:])
+
+
+@pytest.mark.slow
+def test_datasets_of_hugging_face() -> None:
+    datasets = library("datasets")
+    rows = {"x": [[number, number + 1] for number in range(20)], "text": [f"row {number}" for number in range(20)]}
+    plain = datasets.Dataset.from_dict(rows)
+
+    def noisy(batch: dict[str, Any]) -> dict[str, Any]:
+        return {**batch, "x": [np.array(row) + np.random.normal() for row in batch["x"]]}
+
+    with sf.CachedDataset(plain, capacity="4MiB") as cached:
+        assert [cached[id] for id in range(20)] == list(plain)
+    dataset = plain.with_transform(noisy)
+    source = as_source(dataset)
+    assert source.fetch(4) == plain[4]
+    np.random.seed(1)
+    expected = dataset[4]
+    np.random.seed(1)
+    assert same(source[4], expected)
+    with sf.CachedDataset(dataset, capacity="4MiB") as cached, sf.DataLoader(cached, batch_size=20) as loader:
+        first, second = (next(iter(loader))["x"] for _ in range(2))
+        assert not torch.equal(first, second)
+        assert torch.allclose(first[:, 1] - first[:, 0], torch.ones(20, dtype=first.dtype))
+        assert cached.stats().storage_reads == 20
+
+
+@pytest.mark.slow
+def test_accelerate_leaves_the_loader_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its own way of dealing samples out does not take place, and a shuffled loader says so."""
+    accelerate = library("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    loader = sf.DataLoader(range(8), batch_size=2)
+    assert accelerator.prepare(loader) is loader
+    from stallfree.loader.same_order import check_same_order
+
+    check_same_order()
+    monkeypatch.setitem(accelerate.PartialState._shared_state, "num_processes", 2)
+    for variable, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(InputError, match=r"Accelerator\.prepare leaves"):
+        check_same_order()
+
+
+@pytest.mark.slow
+def test_dictionaries_of_monai(tmp_path: Path) -> None:
+    """Volumes are loaded once; flips are fresh in each epoch, of picture and label alike."""
+    transforms = library("monai.transforms")
+    samples = []
+    for number in range(6):
+        volume = np.random.default_rng(number).random((4, 5, 6), np.float32)
+        samples.append({name: str(tmp_path / f"{name}{number}.npy") for name in ("image", "label")})
+        for path in samples[-1].values():
+            np.save(path, volume)
+    keys = ["image", "label"]
+    chain = transforms.Compose(
+        [
+            transforms.LoadImaged(keys, reader="NumpyReader"),
+            transforms.EnsureChannelFirstd(keys, channel_dim="no_channel"),
+            transforms.RandFlipd(keys, prob=0.5, spatial_axis=0),
+        ]
+    )
+    with (
+        sf.CachedDataset(samples, capacity="4MiB", form="prepared", transform=chain) as cached,
+        sf.DataLoader(cached, batch_size=6) as loader,
+    ):
+        epochs = [next(iter(loader)) for _ in range(4)]
+        for path in tmp_path.glob("*.npy"):
+            path.unlink()  # all is in memory
+        epochs += list(loader)
+    for batch in epochs:
+        assert batch["image"].shape == (6, 1, 4, 5, 6)
+        assert torch.equal(torch.as_tensor(batch["image"]), torch.as_tensor(batch["label"]))
+    assert len({torch.as_tensor(batch["image"]).numpy().tobytes() for batch in epochs}) > 1

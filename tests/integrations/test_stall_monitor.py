@@ -1,0 +1,195 @@
+"""The callback for Lightning: what it logs and prints, with a stand-in for Lightning; and in training, where it is."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stallfree as sf
+from stallfree.errors import InputError, MissingExtraError
+
+NAME = "stallfree.integrations.lightning"
+LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The callback's module on a stand-in for Lightning, and a clock in `.now`."""
+    stand_in = ModuleType("pytorch_lightning")
+    stand_in.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
+    for name in LIGHTNINGS:
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    found: Any = importlib.import_module(NAME)
+    monkeypatch.delitem(sys.modules, NAME)
+    found.now = 100.0
+    monkeypatch.setattr(found, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
+
+
+class Loader:
+    """Has waited, in all, what it is told."""
+
+    def __init__(self, wait: float = 0.0, fetch: float = 0.0) -> None:
+        self.wait, self.fetch = wait, fetch
+
+    def __len__(self) -> int:
+        return 0
+
+    def stats(self) -> sf.LoaderStats:
+        names = dict.fromkeys(sf.LoaderStats.__dataclass_fields__, 0)
+        return sf.LoaderStats(**names | {"wait_seconds": self.wait, "fetch_seconds": 2 * self.fetch, "num_workers": 2})
+
+
+class Run:
+    """A trainer and its module, as far as the callback sees them."""
+
+    def __init__(self, loaders: Any) -> None:
+        self.train_dataloader = loaders
+        self.current_epoch = 0
+        self.is_global_zero = True
+        self.logged: list[dict[str, float]] = []
+        self.log_dict = self.logged.append
+
+
+def test_shares_of_each_epoch(module: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = Loader(wait=3.0, fetch=1.0), Loader()
+    run = Run({"a": a, "both": [b, "no loader"]})
+    monitor = module.StallMonitor()
+    monitor.on_train_start(run, run)
+    monitor.on_train_epoch_start(run, run)
+    a.wait, a.fetch, b.wait = 5.0, 2.5, 1.0  # a: 2 s more, of which 1.5 are fetch; b: 1 s of prep
+    module.now += 8
+    monitor.on_validation_start(run, run)
+    module.now += 100
+    monitor.on_validation_end(run, run)
+    module.now += 2
+    monitor.on_train_epoch_end(run, run)
+    run.current_epoch, run.is_global_zero = 1, False
+    monitor.on_train_epoch_start(run, run)
+    module.now += 4
+    b.wait, b.fetch = 1.1, 0.1
+    monitor.on_train_epoch_end(run, run)
+    names = ["stallfree/wait", "stallfree/fetch_stall", "stallfree/prep_stall"]
+    assert run.logged == [
+        pytest.approx(dict(zip(names, (0.3, 0.15, 0.15), strict=True))),
+        pytest.approx(dict(zip(names, (0.025, 0.025, 0.0), strict=True))),
+    ]
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch 0: waited for data 30.0% of 10.0 s (fetch stall 15.0%, prep stall 15.0%): storage is too slow; a larger "
+        "cache (CachedDataset) or faster storage helps"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wait", "fetch", "advice"),
+    [
+        (4.0, 0.4, ": prep is too slow; more num_workers, or prepared samples in a cache (CachedDataset), help"),
+        (4.0, 4.0, ": storage is too slow; a larger cache (CachedDataset) or faster storage helps"),
+        (0.4, 0.4, ""),
+    ],
+)
+def test_the_line_says_which_stall(
+    module: Any, capsys: pytest.CaptureFixture[str], wait: float, fetch: float, advice: str
+) -> None:
+    loader = Loader()
+    run = Run(loader)
+    monitor = module.StallMonitor()
+    monitor.on_train_epoch_start(run, run)
+    loader.wait, loader.fetch = wait, fetch
+    module.now += 10
+    monitor.on_train_epoch_end(run, run)
+    line = capsys.readouterr().out
+    assert line.startswith(f"epoch 0: waited for data {wait * 10:.1f}% of 10.0 s (fetch stall {fetch * 10:.1f}%, prep")
+    assert line.rstrip().endswith(f"%){advice}")
+
+
+@pytest.mark.parametrize("given", [None, torch.utils.data.DataLoader([1, 2]), ["x"], {}])  # type: ignore[arg-type]
+def test_no_loader_of_ours(module: Any, given: Any) -> None:
+    message = r"found no loader of stallfree: train_dataloader gave .*leave out the callback"
+    with pytest.raises(InputError, match=message):
+        module.StallMonitor().on_train_start(Run(given), None)
+
+
+def test_without_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lightning", *LIGHTNINGS):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    with pytest.raises(MissingExtraError, match=r"StallMonitor needs the package 'lightning'.*stallfree\[lightning\]"):
+        importlib.import_module(NAME)
+
+
+# --- with Lightning itself ------------------------------------------------------------------------------------------
+
+
+class Points(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, id: int) -> Any:
+        return torch.randn(2, generator=torch.Generator().manual_seed(id)), id
+
+
+@pytest.fixture(params=LIGHTNINGS)
+def lightning(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield pytest.importorskip(request.param, reason=f"{request.param} is not installed: pip install lightning")
+    sys.modules.pop(NAME, None)
+
+
+@pytest.mark.slow
+def test_in_training(lightning: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    sys.modules.pop(NAME, None)
+    monitor = importlib.import_module(NAME).StallMonitor()
+    seen: list[list[int]] = []
+    logged: list[dict[str, float]] = []
+
+    class Line(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(2, 1)
+
+        def on_train_epoch_start(self) -> None:
+            seen.append([])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen[-1] += batch[1].tolist()
+            return self.line(batch[0]).square().mean()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    class Ledger(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            logged.append(dict(trainer.callback_metrics))
+
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    with (
+        sf.CachedDataset(Points(), capacity="4MiB") as data,
+        sf.DataLoader(data, batch_size=8, shuffle=True, num_workers=1, persistent_workers=True) as train,
+        sf.DataLoader(data, batch_size=8) as validation,
+    ):
+        trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", callbacks=[monitor, Ledger()], **quiet)
+        trainer.fit(Line(), train, validation)
+        assert data.stats().storage_reads == 40
+    assert [sorted(epoch) for epoch in seen] == [list(range(40))] * 3
+    assert len({tuple(epoch) for epoch in seen}) == 3
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    for metrics in logged:
+        wait, fetch, prep = (float(metrics[f"stallfree/{name}"]) for name in ("wait", "fetch_stall", "prep_stall"))
+        assert 0 <= wait <= 1
+        assert wait == pytest.approx(fetch + prep)

@@ -1,0 +1,39 @@
+"""The example of distributed training under torchrun: each sample on one rank in each epoch."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples/ddp.py"
+
+
+@pytest.mark.slow
+def test_each_sample_on_one_rank(tmp_path: Path, store_root: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
+    done = subprocess.run(
+        [*command, str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    orders = set()
+    for epoch in range(3):
+        ranks = [[int(id) for id in (tmp_path / f"epoch-{epoch}-rank-{rank}").read_text().split()] for rank in range(2)]
+        assert [len(ids) for ids in ranks] == [48, 48]
+        assert sorted(ranks[0] + ranks[1]) == list(range(96))
+        orders.add(tuple(ranks[0]))
+    assert len(orders) == 3
+    reads = [int(count) for count in re.findall(r"48 of 96 samples on this rank, (\d+) read for all", done.stdout)]
+    assert 96 <= reads[0] <= 96 + 2  # each rank looks at a first sample
+    assert reads == reads[:1] * 3  # and the cache has all for both
+    assert not list(store_root.iterdir())

@@ -1,0 +1,364 @@
+"""Data sets of torchvision and Hugging Face: apart where that changes nothing, else whole."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from torch.utils.data import Subset
+
+import stallfree as sf
+from stallfree.errors import SampleError
+from stallfree.pipeline.probe import same
+from stallfree.sources import MapSource, as_source
+from stallfree.sources.apart import ApartSource, Jointly
+
+COUNT = 12
+
+
+def of(module: str) -> Callable[[Any], Any]:
+    """Makes a class, and the functions in it, say that they are from `module`."""
+
+    def claim(cls: Any) -> Any:
+        cls.__module__ = module
+        for member in vars(cls).values():
+            if callable(member):
+                member.__module__ = module
+        return cls
+
+    return claim
+
+
+@of("torchvision.datasets.vision")
+class StandardTransform:
+    def __init__(self, transform: Any, target_transform: Any) -> None:
+        self.transform, self.target_transform = transform, target_transform
+
+    def __call__(self, picture: Any, label: Any) -> Any:
+        picture = picture if self.transform is None else self.transform(picture)
+        return picture, label if self.target_transform is None else self.target_transform(label)
+
+
+@of("torchvision.datasets.vision")
+class VisionDataset:
+    def __init__(self, transform: Any = None, target_transform: Any = None, transforms: Any = None) -> None:
+        self.transform, self.target_transform = transform, target_transform
+        if transform is not None or target_transform is not None:
+            transforms = StandardTransform(transform, target_transform)
+        self.transforms = transforms
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def read(self, id: int) -> Any:
+        self.reads += 1
+        return np.full((2, 2), id, np.int64), id
+
+
+@of("torchvision.datasets.cifar")
+class Separate(VisionDataset):
+    """Most classes: a transform for each part."""
+
+    def __getitem__(self, id: int) -> Any:
+        picture, label = self.read(id)
+        if self.transform is not None:
+            picture = self.transform(picture)
+        if self.target_transform is not None:
+            label = self.target_transform(label)
+        return picture, label
+
+
+@of("torchvision.datasets.voc")
+class Joint(VisionDataset):
+    """Segmentation: both parts at once."""
+
+    def __getitem__(self, id: int) -> Any:
+        picture, label = self.read(id)
+        return (picture, label) if self.transforms is None else self.transforms(picture, label)
+
+
+@of("torchvision.datasets.kinetics")
+class Video(VisionDataset):
+    """The first of three parts."""
+
+    def __getitem__(self, id: int) -> Any:
+        picture, label = self.read(id)
+        return picture if self.transform is None else self.transform(picture), "sound", label
+
+
+@of("torchvision.datasets.moving_mnist")
+class Alone(VisionDataset):
+    """A sample is the picture alone."""
+
+    def __getitem__(self, id: int) -> Any:
+        picture, _ = self.read(id)
+        return picture if self.transform is None else self.transform(picture)
+
+
+@of("torchvision.datasets.lfw")
+class Twins(VisionDataset):
+    """One transform for two parts."""
+
+    def __getitem__(self, id: int) -> Any:
+        picture, label = self.read(id)
+        pair = (picture, picture + 1)
+        return (*(pair if self.transform is None else map(self.transform, pair)), label)
+
+
+@of("torchvision.datasets.fakedata")
+class Later(VisionDataset):
+    """Something is made of what the transform returned."""
+
+    def __getitem__(self, id: int) -> Any:
+        picture, label = self.read(id)
+        return (picture if self.transform is None else self.transform(picture)).sum(), label
+
+
+@of("torchvision.datasets.phototour")
+class Otherwise(VisionDataset):
+    """Without a transform, the sample is another one."""
+
+    def __getitem__(self, id: int) -> Any:
+        picture, label = self.read(id)
+        return picture / 255 if self.transform is None else self.transform(picture), label
+
+
+def noisy(picture: Any) -> Any:
+    return picture + random.random()
+
+
+def tripled(picture: Any) -> Any:
+    return picture * 3
+
+
+def negative(label: int) -> int:
+    return -label
+
+
+def both(picture: Any, label: int) -> Any:
+    return picture * 2 + random.random(), label + 100
+
+
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [
+        (lambda: Separate(tripled, negative), ["OnItem(0, tripled)", "OnItem(1, negative)"]),
+        (lambda: Separate(sf.Compose([tripled, noisy])), ["OnItem(0, tripled)", "OnItem(0, noisy)"]),
+        (lambda: Separate(), []),
+        (lambda: Joint(tripled, negative), ["OnItem(0, tripled)", "OnItem(1, negative)"]),
+        (lambda: Joint(transforms=both), ["Jointly"]),
+        (lambda: Joint(target_transform=negative), ["OnItem(1, negative)"]),
+        (lambda: Video(noisy), ["OnItem(0, noisy)"]),
+        (lambda: Alone(noisy), ["noisy"]),
+    ],
+)
+def test_apart(make: Callable[[], Any], steps: list[str]) -> None:
+    dataset = make()
+    source = as_source(dataset)
+    assert isinstance(source, ApartSource)
+    for step, name in zip(source.pipeline, steps, strict=True):
+        assert name.strip("()").split(", ")[-1] in repr(step) or type(step).__name__ == name
+        assert repr(step).startswith(name.split(",")[0]) or isinstance(step, Jointly) or step is noisy
+    bare = type(dataset)()
+    for id in (0, 7, COUNT - 1):
+        assert same(source.fetch(id), bare[id])
+        random.seed(id)
+        expected = dataset[id]
+        random.seed(id)
+        assert same(source[id], expected)
+
+
+@pytest.mark.parametrize("make", [lambda: Twins(noisy), lambda: Later(noisy), lambda: Otherwise(tripled)])
+def test_whole_where_apart_would_not_be_the_same(make: Callable[[], Any]) -> None:
+    assert isinstance(as_source(make()), MapSource)
+
+
+def test_classes_of_users_stay_whole() -> None:
+    class Crops(Separate):
+        def __getitem__(self, id: int) -> Any:
+            return [self.transform(self.read(id)[0]) for _ in range(2)]
+
+    class Named(Separate):
+        """Reads as the library does."""
+
+    assert isinstance(as_source(Crops(noisy)), MapSource)
+    assert isinstance(as_source(Named(noisy)), ApartSource)
+    assert isinstance(as_source(sf.mark_deterministic(Separate(tripled))), MapSource)
+
+
+def test_each_sample_is_read_once_and_augmented_anew() -> None:
+    dataset = Separate(sf.Compose([tripled, noisy]), negative)
+    with sf.CachedDataset(dataset, capacity="4MiB", form="prepared") as cached:
+        assert len(sf.split(cached.steps, probe=(np.zeros(2), 0)).deterministic) == 1
+        with sf.DataLoader(cached, batch_size=4, shuffle=True) as loader:
+            epochs = [{-int(n): p.numpy() for batch in loader for p, n in zip(*batch, strict=True)} for _ in range(3)]
+        assert cached.stats().storage_reads == COUNT
+    for pictures in zip(*([epoch[id] for id in range(COUNT)] for epoch in epochs), strict=True):
+        assert len({picture.tobytes() for picture in pictures}) == 3
+        assert len({tuple(np.floor(picture).ravel()) for picture in pictures}) == 1
+
+
+def test_whole_on_request() -> None:
+    for dataset in (Separate(noisy), Subset(Separate(noisy), [3, 5])):  # type: ignore[arg-type]
+        source = as_source(dataset, apart=False)
+        assert isinstance(source, MapSource)
+        assert source.dataset is dataset
+
+
+def test_a_subset_is_apart_too() -> None:
+    source = as_source(Subset(Separate(noisy), [3, 5]))  # type: ignore[arg-type]
+    assert not isinstance(source, MapSource)
+    assert source.fetch(1)[1] == 5
+    assert len(source.pipeline) == 1
+
+
+def test_a_transform_that_was_changed_is_not_passed_over() -> None:
+    dataset = Separate(noisy)
+    source = as_source(dataset)
+    dataset.transform = tripled
+    with pytest.raises(SampleError, match=r"the transform of Separate was changed .*: make a new loader"):
+        source.fetch(0)
+    dataset.transform = noisy
+    source.fetch(0)
+
+
+def test_a_copy_in_another_process_is_not_taken_for_changed() -> None:
+    there = copy.deepcopy(as_source(Video(noisy)))  # keeps what is one object one, as pickling does
+    assert there.fetch(2)[2] == 2
+
+
+def test_the_fingerprint_is_that_of_what_is_read() -> None:
+    plain = as_source(Separate()).fingerprint()
+    assert as_source(Separate(noisy)).fingerprint() == plain
+    other = Separate(noisy)
+    other.reads = 5  # any attribute of the data set
+    assert as_source(other).fingerprint() != plain
+
+
+def test_a_sample_that_cannot_be_read_leaves_it_whole() -> None:
+    class Broken(Separate):
+        def read(self, id: int) -> Any:
+            raise OSError("bad sector")
+
+    assert isinstance(as_source(Broken(noisy)), MapSource)
+
+
+# --- folders of pictures --------------------------------------------------------------------------------------------
+
+
+def default_loader(path: str) -> Any:
+    with open(path, "rb") as file:
+        return Image.open(file).convert("RGB")
+
+
+default_loader.__module__ = "torchvision.datasets.folder"
+
+
+@of("torchvision.datasets.folder")
+class Folder(VisionDataset):
+    def __init__(self, samples: list[tuple[str, int]], loader: Any = default_loader, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.samples, self.loader = samples, loader
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, id: int) -> Any:
+        path, label = self.samples[id]
+        picture = self.loader(path)
+        return picture if self.transform is None else self.transform(picture), label
+
+
+@pytest.fixture
+def samples(image_root: Path) -> list[tuple[str, int]]:
+    names = ["cat/1.JPG", "cat/2.jpg", "cat/more/0.png", "dog/a.jpg"]
+    return [(str(image_root / name), number) for number, name in enumerate(names)]
+
+
+def test_records_of_a_folder_are_its_files(samples: list[tuple[str, int]]) -> None:
+    dataset = Folder(samples, transform=np.asarray)
+    source = as_source(dataset)
+    assert source.fetch(1) == (Path(samples[1][0]).read_bytes(), 1)
+    assert source.where(2) == samples[2][0]
+    assert source.threads is True  # type: ignore[attr-defined]
+    assert all(same(source[id], dataset[id]) for id in range(4))
+    assert isinstance(source.pipeline.transforms[0].transform, sf.DecodeImage)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("backend", ["PIL", "accimage"])
+def test_folders_that_are_opened_otherwise(
+    samples: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(get_image_backend=lambda: backend))  # type: ignore[arg-type]
+    source = as_source(Folder(samples))
+    assert isinstance(source.fetch(0)[0], bytes) is (backend == "PIL")
+    own = as_source(Folder(samples, lambda path: np.asarray(Image.open(path)), transform=tripled))
+    assert type(own.fetch(0)[0]) is np.ndarray
+    assert len(own.pipeline) == 1
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------------------------
+
+
+@of("datasets.arrow_dataset")
+class Dataset:
+    """Rows with a format, as `datasets.Dataset` has it."""
+
+    def __init__(self, form: str | None = None, columns: tuple[str, ...] = ("x", "y"), **settings: Any) -> None:
+        self._format_type, self._format_columns, self._format_kwargs = form, columns, settings
+        self.column_names = ["x", "y"]
+
+    @property
+    def format(self) -> dict[str, Any]:
+        return {"type": self._format_type, "columns": self._format_columns, "format_kwargs": self._format_kwargs}
+
+    def with_format(self, form: str | None) -> Dataset:
+        return Dataset(form)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> Any:
+        row = {"x": [id, id + 1], "y": f"row {id}"}
+        if self._format_type != "custom":
+            return row
+        batch = self._format_kwargs["transform"]({name: [row[name]] for name in self._format_columns})
+        return {name: column[0] for name, column in batch.items()}
+
+
+def noisy_rows(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"z": [np.array(row) + random.random() for row in batch["x"]], "y": batch["y"]}
+
+
+def test_the_transform_of_rows_is_taken_apart() -> None:
+    dataset = Dataset("custom", transform=noisy_rows)
+    source = as_source(dataset)
+    assert isinstance(source, ApartSource)
+    assert source.fetch(3) == {"x": [3, 4], "y": "row 3"}
+    random.seed(1)
+    expected = dataset[3]
+    random.seed(1)
+    assert same(source[3], expected)
+    with sf.CachedDataset(dataset, capacity="1MiB") as cached:
+        first, second = cached[2]["z"], cached[2]["z"]
+        assert first[0] != second[0]
+        assert first.tolist() == [first[0], first[0] + 1]
+    dataset._format_kwargs = {"transform": print}
+    with pytest.raises(SampleError, match="the format_kwargs of Dataset was changed"):
+        source.fetch(3)
+
+
+@pytest.mark.parametrize(
+    "dataset", [Dataset(), Dataset("torch"), Dataset("custom", ("x",), transform=noisy_rows), Dataset("custom")]
+)
+def test_other_formats_stay_whole(dataset: Any) -> None:
+    assert isinstance(as_source(dataset), MapSource)

@@ -1,0 +1,372 @@
+"""Tar shards: what WebDataset makes of them, an index that is kept, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import pickle
+import tarfile
+import threading
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import stallfree as sf
+from stallfree.errors import InputError, SampleError
+from stallfree.pipeline import StallfreeWarning
+from stallfree.sources import TarDataset, tar, tar_index
+
+FILES = [
+    ("train/000.jpg", b"picture 0"),
+    ("train/000.cls", b"3"),
+    ("train/001.JPG", b"picture 1" * 1000),
+    ("train/001.cls", b"1"),
+    ("train/001.seg.png", b""),
+    ("train/.hidden", b"left out"),
+    ("README", b"left out"),
+    ("__meta__/info.json", b"left out"),
+    ("train/002.cls", b"2"),
+    ("train/002.jpg", b"picture 2"),
+]
+SAMPLES = [
+    {"__key__": "train/000", "jpg": b"picture 0", "cls": b"3"},
+    {"__key__": "train/001", "jpg": b"picture 1" * 1000, "cls": b"1", "seg.png": b""},
+    {"__key__": "train/002", "jpg": b"picture 2", "cls": b"2"},
+]
+
+
+def write(path: Path, files: list[tuple[str, bytes]] = FILES, form: int = tarfile.PAX_FORMAT) -> Path:
+    """A shard of these files, with a folder and a link between them."""
+    with tarfile.open(path, "w", format=form) as tar:
+        folder = tarfile.TarInfo("train")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for name, data in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+        link = tarfile.TarInfo("train/003.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "000.jpg"
+        tar.addfile(link)
+    return path
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., TarDataset]:
+    """Makes a data set whose indexes are kept in `tmp_path/index`."""
+    return lambda shards, *args, **settings: TarDataset(shards, *args, **{"index": tmp_path / "index", **settings})
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_samples(tmp_path: Path, make: Callable[..., TarDataset], form: int) -> None:
+    data = make(write(tmp_path / "a.tar", form=form))
+    assert list(data) == SAMPLES  # type: ignore[call-overload]
+    assert data[-1] == data.fetch(np.int64(2)) == SAMPLES[2]
+    assert data.where(1) == f"{tmp_path}/a.tar: train/001"
+    with pytest.raises(IndexError):
+        data[3]
+
+
+def test_long_names(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+    names = [f"{'d' * 90}/{'e' * 90}/{'f' * 90}{place}.ä" for place in range(3)]
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        data = make(write(tmp_path / f"{form}.tar", [(name, name.encode()) for name in names], form))
+        assert [sample["ä"].decode() for sample in data] == names
+
+
+@pytest.mark.parametrize(
+    ("keys", "samples"),
+    [
+        (("jpg", "cls"), [(sample["jpg"], sample["cls"]) for sample in SAMPLES]),
+        (("cls", "JPG"), [(sample["cls"], sample["jpg"]) for sample in SAMPLES]),
+        (["__key__"], [(sample["__key__"],) for sample in SAMPLES]),
+        (("seg.png;cls", "jpg"), [(b"3", b"picture 0"), (b"", b"picture 1" * 1000), (b"2", b"picture 2")]),
+        (("cls;seg.png", "cls"), [(b"3", b"3"), (b"1", b"1"), (b"2", b"2")]),
+    ],
+)
+def test_keys(tmp_path: Path, make: Callable[..., TarDataset], keys: Any, samples: list[Any]) -> None:
+    assert list(make(write(tmp_path / "a.tar"), keys=keys)) == samples
+
+
+def test_only_what_is_wanted_is_read(
+    tmp_path: Path, make: Callable[..., TarDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [("0.a", b"a" * 100), ("0.b", b"b" * 200_000), ("0.c", b"c" * 100), ("0.d", b"d" * 50)]
+    shard = write(tmp_path / "a.tar", files)
+    reads: list[int] = []
+
+    def read_at(fd: int, offset: int, size: int, read: Any = tar._read_at) -> bytes:
+        reads.append(size)
+        return read(fd, offset, size)
+
+    monkeypatch.setattr(tar, "_read_at", read_at)
+    assert make(shard, keys=("a", "c", "d"))[0] == (b"a" * 100, b"c" * 100, b"d" * 50)
+    assert reads == [100, 1024 + 50]  # c, and d behind its header
+    assert make(shard)[0]["b"] == b"b" * 200_000
+    assert len(reads) == 3
+
+
+def test_several_shards_with_the_same_names(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+    for shard in range(12):
+        write(tmp_path / f"s-{shard:03}.tar", [("0.x", b"%d" % shard), ("1.x", b"+")][: 1 + shard % 2])
+    data = make(f"{tmp_path}/s-{{000..011}}.tar")
+    assert [sample["x"] for sample in data if sample["x"] != b"+"] == [b"%d" % shard for shard in range(12)]
+    assert len(data) == 18
+    assert list(make([tmp_path / "s-001.tar", f"{tmp_path}/s-{{010..011}}.tar"], keys=("x",))) == [
+        *[(b"1",), (b"+",), (b"10",), (b"11",), (b"+",)]
+    ]
+
+
+def test_a_transform_is_taken_apart(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+    data = make(write(tmp_path / "a.tar"), sf.Compose([sf.OnItem(0, len), sf.OnItem(1, int)]), keys=("jpg", "cls"))
+    assert len(data.pipeline) == 2
+    assert list(data) == [(9, 3), (9000, 1), (9, 2)]  # type: ignore[call-overload]
+    assert data.fetch(0) == (b"picture 0", b"3")
+    with sf.CachedDataset(data, capacity="1MiB") as cached, sf.DataLoader(cached, batch_size=3) as loader:
+        assert [[part.tolist() for part in batch] for batch in loader] == [[[9, 9000, 9], [3, 1, 2]]]
+
+
+def test_urls(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+    content = write(tmp_path / "a.tar").read_bytes()
+    try:
+        MemoryFileSystem().pipe("/shards/a.tar", content)
+        data = make("memory://shards/a.tar")
+        assert list(data) == SAMPLES  # type: ignore[call-overload]
+        MemoryFileSystem().pipe("/shards/a.tar", content[:2048])
+        with pytest.raises(SampleError, match=r"0 bytes came for the .* the file has been changed"):
+            data[2]
+        with pytest.raises(InputError, match="damaged, cut off"):
+            make("memory://shards/a.tar")
+    finally:
+        MemoryFileSystem.store.clear()
+
+
+def test_threads_and_processes(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+    files = [(f"{number}.x", b"%d" % number * 500) for number in range(300)]
+    data = make([write(tmp_path / "a.tar", files[:150]), write(tmp_path / "b.tar", files[150:])], keys=("x",))
+    wrong: list[int] = []
+
+    def read(numbers: range) -> None:
+        wrong.extend(number for number in numbers if data.fetch(number) != (files[number][1],))
+
+    threads = [threading.Thread(target=read, args=(range(start, 300, 4),)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    with get_context("fork").Pool(2) as pool:
+        assert pool.map(data.fetch, range(300)) == [(content,) for _, content in files]
+        pool.close()
+        pool.join()
+    assert list(pickle.loads(pickle.dumps(data))) == list(data)  # type: ignore[call-overload]
+
+
+# --- the index ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The shards whose headers are read."""
+    found: list[str] = []
+
+    def read(shard: str, stamp: str, real: Any = tar_index._read) -> Any:
+        found.append(os.path.basename(shard))
+        return real(shard, stamp)
+
+    monkeypatch.setattr(tar_index, "_read", read)
+    return found
+
+
+def test_headers_are_read_once(tmp_path: Path, make: Callable[..., TarDataset], reads: list[str]) -> None:
+    shards = [write(tmp_path / name) for name in ("a.tar", "b.tar")]
+    first = make(shards)
+    again = make(shards)
+    assert sorted(reads) == ["a.tar", "b.tar"]
+    assert list(again) == list(first) == SAMPLES * 2  # type: ignore[call-overload]
+    assert again.fingerprint() == first.fingerprint()
+
+
+def test_a_changed_shard_is_read_anew(tmp_path: Path, make: Callable[..., TarDataset], reads: list[str]) -> None:
+    shard = write(tmp_path / "a.tar", [("0.x", b"old"), ("1.x", b"old")])
+    before = make(shard)
+    write(shard, [("1.x", b"new"), ("0.x", b"new")])
+    os.utime(shard, ns=(0, 123456789))  # of the same size
+    with pytest.raises(SampleError, match=r"sample 0 .*was changed after its index was read: make the TarDataset anew"):
+        before.fetch(0)
+    after = make(shard)
+    assert [sample["__key__"] for sample in after] == ["1", "0"]
+    assert after.fingerprint() != before.fingerprint()
+    assert len(reads) == 2
+
+
+def test_the_fingerprint_is_that_of_the_content(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+    shard = write(tmp_path / "a.tar")
+    prints = [make(shard).fingerprint(), make(shard, keys=("jpg",)).fingerprint()]
+    os.utime(shard, ns=(0, 1))  # as a copy on another host would have
+    assert make(shard).fingerprint() == prints[0]
+    with tarfile.open(shard, "w") as tar:  # the same names and sizes, written later
+        for name, data in FILES:
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(data), 1234
+            tar.addfile(member, io.BytesIO(data))
+    assert len({*prints, make(shard).fingerprint()}) == 3
+
+
+def damage(file: Path, way: str) -> None:
+    content = file.read_bytes()
+    if way == "empty":
+        file.write_bytes(b"")
+    elif way == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    elif way == "flipped":
+        for at in range(100, len(content), 97):
+            file.write_bytes(content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :])
+            assert_whole_or_none(file)
+    else:
+        with np.load(file) as kept:
+            arrays = dict(kept)
+        arrays[way] = arrays[way] + (1 << 40 if way != "extension" else 1000) if way != "size" else arrays[way][1:]
+        with open(file, "wb") as out:
+            np.savez(out, **arrays)
+
+
+def assert_whole_or_none(file: Path) -> None:
+    """Whatever byte is flipped, the index is the right one or none."""
+    shard = str(file.parent.parent / "a.tar")
+    index = tar_index._load(file, shard, tar_index.stamp_of(shard))
+    if index is not None:
+        right = tar_index._read(shard, tar_index.stamp_of(shard))
+        assert (index.keys, index.extensions, index.digest) == (right.keys, right.extensions, right.digest)
+        assert all(
+            np.array_equal(getattr(index, n), getattr(right, n)) for n in ("first", "extension", "offset", "size")
+        )
+
+
+@pytest.mark.parametrize("way", ["empty", "cut", "flipped", "offset", "size", "extension", "first"])
+def test_a_damaged_index_is_made_anew(
+    tmp_path: Path, make: Callable[..., TarDataset], reads: list[str], way: str
+) -> None:
+    shard = write(tmp_path / "a.tar")
+    make(shard)
+    [file] = (tmp_path / "index").iterdir()
+    damage(file, way)
+    assert list(make(shard)) == SAMPLES  # type: ignore[call-overload]
+    before = len(reads)
+    make(shard)
+    assert len(reads) == before  # it was kept again
+
+
+def test_several_processes_at_once(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+    shards = [write(tmp_path / f"{number}.tar") for number in range(6)]
+    with get_context("fork").Pool(4) as pool:
+        found = pool.starmap(_samples_of, [(shards, tmp_path / "index")] * 8, chunksize=1)
+        pool.close()
+        pool.join()
+    assert found == [SAMPLES * 6] * 8
+    names = sorted(os.listdir(tmp_path / "index"))
+    assert len(names) == 6
+    assert all(name.endswith(".index.npz") and not name.startswith(".") for name in names)
+
+
+def _samples_of(shards: list[Path], index: Path) -> list[Any]:
+    return list(TarDataset(shards, index=index))  # type: ignore[call-overload]
+
+
+def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    TarDataset(write(tmp_path / "a.tar"))
+    assert len(list((tmp_path / "cache/stallfree/tar").iterdir())) == 1
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    TarDataset(tmp_path / "a.tar")
+    assert len(list((tmp_path / "home/.cache/stallfree/tar").iterdir())) == 1
+
+
+def test_no_place_for_the_index(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.warns(StallfreeWarning, match="cannot be kept in .*file.*give another folder with index="):
+        data = make(write(tmp_path / "a.tar"), index=tmp_path / "file")
+    assert list(data) == SAMPLES  # type: ignore[call-overload]
+
+
+# --- shards that cannot be used -------------------------------------------------------------------------------------
+
+
+def test_compressed(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+    (tmp_path / "a.tar").write_bytes(gzip.compress(write(tmp_path / "b.tar").read_bytes()))
+    with pytest.raises(InputError, match=r"a\.tar' is compressed with gzip.*decompress it"):
+        make(tmp_path / "a.tar")
+
+
+def test_cut_off_anywhere(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+    content = write(tmp_path / "whole.tar").read_bytes()
+    end = len(content.rstrip(b"\0")) // 512 * 512 + 512  # of the last header, behind which all is zeros
+    shard = tmp_path / "a.tar"
+    for length in [*range(0, end + 1, 512), 100, 700, end + 100]:
+        shard.write_bytes(content[:length])
+        with pytest.raises(InputError, match=r"a\.tar' is damaged, cut off or no tar file"):
+            make(shard)
+    shard.write_bytes(content[: end + 512])  # one block of zeros is an end
+    assert list(make(shard)) == SAMPLES  # type: ignore[call-overload]
+
+
+def test_garbage(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+    content = write(tmp_path / "a.tar").read_bytes()
+    for at in (0, 512, 1536):  # a header, whose checksum is then wrong
+        (tmp_path / "a.tar").write_bytes(content[:at] + b"\xff" * 512 + content[at + 512 :])
+        with pytest.raises(InputError, match=r"a\.tar' is damaged, cut off or no tar file"):
+            make(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([("0.x", b""), ("0.X", b"")], "'0' in .*a.tar' has two files 'x'"),
+        ([("0.x", b""), ("1.x", b""), ("0.y", b"")], "sample '0' occurs twice in .*a.tar', with others between"),
+        ([("README", b"")], "has length 0"),
+    ],
+)
+def test_names_that_cannot_be_used(
+    tmp_path: Path, make: Callable[..., TarDataset], files: list[tuple[str, bytes]], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        make(write(tmp_path / "a.tar", files))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keys": "jpg"}, "keys='jpg': give a tuple"),
+        ({"keys": ()}, "give a tuple"),
+        ({"keys": (1,)}, "give a tuple"),
+        ({"keys": ("jpg", "txt")}, r"3 of 3 samples have no file 'txt'; the first is .*train/000, which has jpg, cls:"),
+        ({"keys": ("seg.png",)}, "2 of 3 samples have no file 'seg.png'; the first is .*train/000"),
+    ],
+)
+def test_keys_that_cannot_be_used(
+    tmp_path: Path, make: Callable[..., TarDataset], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        make(write(tmp_path / "a.tar"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([], "no shards"),
+        ("a-{3..1}.tar", "no number in it"),
+        ("missing.tar", r"missing\.tar' cannot be read"),
+        ("memory://missing.tar", "cannot be read"),
+        ([3], "is of type int"),
+    ],
+)
+def test_shards_that_cannot_be_used(make: Callable[..., TarDataset], shards: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make(shards)
