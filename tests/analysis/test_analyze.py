@@ -286,3 +286,9 @@ def test_nothing_is_left_to_run_after_an_interrupt(monkeypatch: pytest.MonkeyPat
 
     with pytest.raises(KeyboardInterrupt):
         quick(Records(), step)
+
+
+def test_the_report_says_what_the_loader_would_choose() -> None:
+    report = quick(sf.testing.ThrottledSource(Records(), bandwidth="2MB/s"), cache="1MiB", seconds=0.2)
+    (line,) = [note for note in report.data["notes"] if "cache='auto', capacity=1048576" in note]
+    assert "samples cached as fetched, 100% of them fit" in line

@@ -56,7 +56,7 @@ class Job:
     source: Any = None
     steps: Compose = field(default_factory=lambda: Compose([]))
     cached: bool = False
-    form: str = "fetched"
+    form: str | float = "fetched"
 
     @property
     def parted(self) -> bool:
@@ -141,7 +141,7 @@ def make_job(
         job.source, job.form, job.cached = dataset.source, dataset.form, True
         job.steps = Compose([dataset.reader.deterministic, dataset.reader.rest])
     else:
-        job.source = as_source(dataset)
+        job.source = as_source(dataset, apart=False)
         job.steps = job.source.pipeline
     if len(job.source) < batch_size:
         raise InputError(

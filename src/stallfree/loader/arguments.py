@@ -15,6 +15,7 @@ from stallfree.errors import InputError
 from stallfree.loader.reader import Reader
 from stallfree.plans import ImportanceSampler
 from stallfree.stores import AnyCache, PartitionedCache
+from stallfree.units import parse_size
 
 WAIT_SECONDS = 300.0
 """Longest wait for a batch unless `timeout` says otherwise."""
@@ -49,6 +50,22 @@ def check_sampling(
     for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
         if value is not None and not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
             raise InputError(f"{name}={value!r} cannot be iterated: give one that yields ids")
+
+
+def check_auto(cache: Any, capacity: Any, sampler: Any) -> int | None:
+    """The bytes for the cache of `cache="auto"`; None without it. Raises `InputError` for what cannot be used."""
+    if cache is None and capacity is None:
+        return None
+    if cache != "auto":
+        raise InputError(
+            f"cache={cache!r}, capacity={capacity!r}: give cache='auto' and a capacity, or leave both out and give a "
+            "CachedDataset"
+        )
+    if capacity is None:
+        raise InputError("cache='auto' without a capacity: say how much memory it may take, such as capacity='16GiB'")
+    if isinstance(sampler, ImportanceSampler):
+        raise InputError("an ImportanceSampler goes by what its cache holds: give it a CachedDataset, not cache='auto'")
+    return parse_size(capacity, "capacity")
 
 
 def check_importance(

@@ -18,7 +18,7 @@ from stallfree.cache.policies import Policy
 from stallfree.errors import CodecError, InputError, WaitError
 from stallfree.folders import check_name
 from stallfree.stats import CacheStats
-from stallfree.stores import AnyCache, RedisStore, SpreadCache, open_cache
+from stallfree.stores import AnyCache, DiskTier, RedisStore, SpreadCache, open_cache
 from stallfree.units import parse_size
 
 Places = npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ class CacheLoader:
     Args:
         capacity: bytes for values and index, as an int or such as "4GiB".
         store: "memory", a folder on a local disk, or a `RedisStore`: the memory of all nodes of a job, with `capacity`
-            on each of them, the same on all.
+            on each of them, the same on all; or a `DiskTier`, which takes what memory has no room for.
         name: of the cache; who gives the same name, capacity and policy shares it.
         policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle".
         persist: keep the cache when the last process has left.
@@ -56,7 +56,7 @@ class CacheLoader:
         self,
         *,
         capacity: int | str,
-        store: str | Path | RedisStore = "memory",
+        store: str | Path | RedisStore | DiskTier = "memory",
         name: str,
         policy: str | Policy = "minio",
         persist: bool = False,
@@ -65,7 +65,8 @@ class CacheLoader:
         size, name = parse_size(capacity, "capacity"), check_name(name)
         example = bytes(min(parse_size(typical, "typical"), _MOST_TYPICAL))
         nodes = store.num_nodes if isinstance(store, RedisStore) else 1
-        places = min(max(size * nodes // _BYTES_PER_PLACE, _WAYS), _MOST_PLACES)
+        room = size * nodes + (store.capacity if isinstance(store, DiskTier) else 0)
+        places = min(max(room // _BYTES_PER_PLACE, _WAYS), _MOST_PLACES)
         fingerprint = f"values by key, {places} places"
         self.cache: AnyCache
         self.cache = open_cache(

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.errors import InputError, StorageError
+from stallfree.errors import InputError
 from stallfree.folders import check_name, default_root, user_root
-from stallfree.loader.first_look import Sample, choose_form, look, look_again
-from stallfree.loader.reader import Reader
+from stallfree.loader.first_look import Sample, choose_form, example_of_both, look, look_again
+from stallfree.loader.reader import Reader, is_prepared
+from stallfree.loader.shared_counts import SharedCounts
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
-from stallfree.stores import AnyCache, RedisStore, SpreadCache, open_cache, wished_store
+from stallfree.stores import AnyCache, DiskTier, RedisStore, SpreadCache, open_cache, wished_store
 from stallfree.units import parse_size
 
 _FORMAT = "records-1"
@@ -54,9 +54,11 @@ class CachedDataset:
             with `.cache.set_scores(ids, scores)`.
         store: "memory" (shared memory of this host), a folder on a local disk, or a `RedisStore`: the memory of all
             nodes of a job, with `capacity` on each of them. "auto" is the memory of all nodes if the job has several
-            and a server is installed on this one, with a warning if not, else that of this host.
-        form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them, "auto"
-            (the default) the prepared form if all of it fits, else the smaller one.
+            and a server is installed on this one, with a warning if not, else that of this host. A `DiskTier` takes
+            what memory has no room for.
+        form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them, a
+            number between 0 and 1 that share of the samples prepared and the others as fetched. "auto" (the default) is
+            the prepared form if all of it fits, else the smaller one; `DataLoader(cache="auto")` measures and chooses.
         name: of the cache; processes that give the same name share it. By default it follows from what is cached, so
             that jobs with the same data, policy and capacity share one.
         persist: keep the cache when the last process has left. Not with a `RedisStore`.
@@ -65,8 +67,8 @@ class CachedDataset:
         seed: of the randomness.
 
     Attributes:
-        cache: the `SampleCache`, or with a `RedisStore` a cache with the same methods.
-        form: "fetched" or "prepared".
+        cache: the `SampleCache`, or with a `RedisStore` or a `DiskTier` a cache with the same methods.
+        form: "fetched", "prepared", or the share of the samples that is cached prepared.
         steps: all that is applied to a record, the source's own pipeline and `transform`.
         decision: one line that says why. It goes to the log `stallfree` too, as information.
 
@@ -80,23 +82,20 @@ class CachedDataset:
         *,
         capacity: int | str,
         policy: str | Policy = "minio",
-        store: str | Path | RedisStore = "memory",
-        form: str = "auto",
+        store: str | Path | RedisStore | DiskTier = "memory",
+        form: str | float = "auto",
         name: str | None = None,
         persist: bool = False,
         transform: Transform | None = None,
         seed: int = 0,
     ) -> None:
-        if form not in ("auto", "fetched", "prepared"):
-            raise InputError(f"form={form!r}: use 'fetched', 'prepared' or 'auto'")
+        _check_form(form)
         size, policy = parse_size(capacity, "capacity"), make_policy(policy)
         if name is not None:
             check_name(name)
-        wished = store == "auto"
-        spread = wished_store() if wished else store if isinstance(store, RedisStore) else None
-        place = "memory" if wished or spread is not None else str(store)
-        self._store = spread  # lives as long as its caches are used
-        self._wished = wished
+        self._wished = store == "auto"
+        found = (wished_store() or "memory") if self._wished else store
+        self._store = found if isinstance(found, RedisStore) else None  # lives as long as its caches are used
         self.source: Source = as_source(dataset)
         self.seed = operator.index(seed)
         self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
@@ -105,26 +104,31 @@ class CachedDataset:
             form,
             first,
             len(self.source),
-            size * (1 if spread is None else spread.num_nodes),
+            _room(found, size),
             scored=policy.scored,
-            on_disk=place != "memory",
+            on_disk=isinstance(found, (str, Path)) and str(found) != "memory",
         )
         log.info("%s", self.decision)
-        parts, prepared = first.parts, self.form == "prepared"
-        before, rest = (parts.deterministic, parts.random) if prepared else (Compose([]), self.steps)
+        parts, share = first.parts, {"fetched": 0.0, "prepared": 1.0}.get(str(self.form), self.form)
+        assert isinstance(share, float)
+        before, rest = (parts.deterministic, parts.random) if share else (Compose([]), self.steps)
         fresh = len(parts.random) > 0
-        self._epochs = _shared_counts(1 + (len(self.source) if fresh else 0))
-        key = fingerprint(self.source.fingerprint(), before, _FORMAT)
+        self._epochs = SharedCounts(1 + (len(self.source) if fresh else 0))
+        mixture = f" {share!r}" if 0 < share < 1 else ""
+        key = fingerprint(self.source.fingerprint(), before, _FORMAT + mixture)
         name = name or f"{key[:20]}-{policy.name}-{size}"
+        prepared = bool(is_prepared([first.id], share)[0])
         samples = [Sample(first.id, first.record, first.prepared if prepared else first.record)]
         example = samples[0].value
-        root = default_root() if place == "memory" else user_root(place)
-        if not (root / (name if spread is None else spread.folder_of(name, key))).exists():
-            second, example = look_again(self.source, before, samples[0])
-            samples += [] if second is None else [second]
+        if not _folder(found, name, key).exists():
+            if mixture:
+                example = example_of_both(first)
+            else:
+                second, example = look_again(self.source, before, samples[0])
+                samples += [] if second is None else [second]
         self.cache: AnyCache
         self.cache = open_cache(
-            place if spread is None else spread,
+            found,
             len(self.source),
             capacity=size,
             fingerprint=key,
@@ -134,14 +138,19 @@ class CachedDataset:
             example=example,
         )
         try:
-            self.reader = Reader(self.source, self.cache, before, rest, fresh=fresh)
-            for sample in samples:
-                self.cache.count_fetch(1, payload_bytes(sample.record))
-                if not isinstance(self.cache, SpreadCache) or self.cache.owns(sample.id):
-                    self.cache.put(sample.id, sample.value)
+            whole = self.steps if mixture else Compose([])
+            self.reader = Reader(self.source, self.cache, before, rest, fresh=fresh, share=share or 1.0, whole=whole)
+            self._keep(samples)
         except BaseException:
             self.cache.close()
             raise
+
+    def _keep(self, samples: Sequence[Sample]) -> None:
+        """Those that were read to learn about the data set."""
+        for sample in samples:
+            self.cache.count_fetch(1, payload_bytes(sample.record))
+            if not isinstance(self.cache, SpreadCache) or self.cache.owns(sample.id):
+                self.cache.put(sample.id, sample.value)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -157,7 +166,7 @@ class CachedDataset:
 
     def _epoch_of(self, ids: npt.NDArray[np.int64]) -> int | list[int]:
         """The epoch that was set, or how often each of `ids` has been asked for."""
-        counts = self._epochs.numpy()
+        counts = self._epochs.array
         if counts[0] > 0 or len(counts) == 1:
             return max(0, int(counts[0]) - 1)
         at = ids + 1
@@ -176,7 +185,7 @@ class CachedDataset:
         self.reader.check()
         if not 0 <= operator.index(epoch) <= _MOST_EPOCHS:
             raise InputError(f"epoch={epoch}: give 0 or more, and less than 2**31 - 1")
-        self._epochs[0] = epoch + 1
+        self._epochs.array[0] = epoch + 1
 
     def where(self, id: int) -> str:
         """Where sample `id` lies, for messages."""
@@ -199,7 +208,7 @@ class CachedDataset:
         self.cache.close()
         if self._wished and self._store is not None:
             self._store.close()
-        self._epochs = torch.zeros(1, dtype=torch.int32)
+        self._epochs.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_store": None}
@@ -214,16 +223,28 @@ class CachedDataset:
         return f"CachedDataset({self.source!r}, {self.form}, cache={self.cache.name!r})"
 
 
-def _shared_counts(length: int) -> torch.Tensor:
-    """Zeros that forked and spawned workers share: the epoch that was set and 1, then the visits of each sample."""
-    try:
-        counts = torch.zeros(length, dtype=torch.int32)
-        counts.share_memory_()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        raise StorageError(
-            f"no shared memory is left for {4 * length} bytes that count epochs ({error}): a larger /dev/shm helps"
-        ) from error
-    return counts
+def _room(store: Any, capacity: int) -> int:
+    """Bytes that a store has in all, with `capacity` in the memory of each node."""
+    if isinstance(store, RedisStore):
+        return capacity * store.num_nodes
+    return capacity + (store.capacity if isinstance(store, DiskTier) else 0)
+
+
+def _folder(store: Any, name: str, key: str) -> Path:
+    """Where the cache `name` lies on this node."""
+    if isinstance(store, RedisStore):
+        return default_root() / store.folder_of(name, key)
+    on_disk = isinstance(store, (str, Path)) and str(store) != "memory"
+    return (user_root(store) if on_disk else default_root()) / name
+
+
+def _check_form(form: Any) -> None:
+    if form in ("auto", "fetched", "prepared"):
+        return
+    if isinstance(form, bool) or not isinstance(form, (int, float)) or not 0 <= form <= 1:
+        raise InputError(
+            f"form={form!r}: use 'fetched', 'prepared' or 'auto', or the share of samples to cache prepared, 0 to 1"
+        )
 
 
 def checked_ids(ids: Sequence[int], length: int) -> npt.NDArray[np.int64]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -20,6 +22,7 @@ from stallfree.loader.reader import Reader
 from stallfree.loader.ring import Ring
 from stallfree.loader.status import Status
 from stallfree.loader.worker import WorkerSetup
+from stallfree.platform import cpu_count, shares_memory
 from stallfree.stats import LoaderStats
 
 KEPT = 3
@@ -98,10 +101,12 @@ class Crew:
         self.status = Status(self.ring.slots.folder, options.dataset, options.begun)
         self.filler = Filler(reader, self.ring.slots, options.collate, options.single, options.seed, options.skip)
         self._gatherer: GatherLane | None = None
-        self._gatherers = max(1, min(options.workers, len(os.sched_getaffinity(0)), GATHERERS))
+        self._gatherers = max(1, min(options.workers, cpu_count(), GATHERERS))
         self._workers: WorkerLane | None = None
         self._lanes: list[GatherLane | WorkerLane] = []
-        if options.workers:
+        if options.workers and not shares_memory():
+            _warn_of_workers(options.workers)
+        elif options.workers:
             setup = WorkerSetup(0, options.workers, self.filler, options.dataset, base_seed, options.worker_init)
             self._workers = WorkerLane(setup, options.context)
             self._lanes.append(self._workers)
@@ -180,6 +185,16 @@ class Crew:
     def close(self) -> None:
         """End threads and workers, remove the ring. Batches that are kept stay valid. May be called twice."""
         self._end()
+
+
+@lru_cache(maxsize=1)
+def _warn_of_workers(workers: int) -> None:
+    warnings.warn(
+        f"num_workers={workers}: worker processes need Linux, so batches are prepared by the training process. "
+        "num_workers=0 says the same without this warning",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _close(

@@ -6,8 +6,9 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from multiprocessing.context import BaseContext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from stallfree.device import DevicePrefetcher
 from stallfree.errors import InputError
 from stallfree.loader.arguments import (
     WAIT_SECONDS,
+    check_auto,
     check_functions,
     check_importance,
     check_numbers,
@@ -24,12 +26,18 @@ from stallfree.loader.arguments import (
     context_of,
     seed_of,
 )
+from stallfree.loader.auto import AutoCache
+from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.crew import Crew, Options, new_counts
-from stallfree.loader.epoch import Epoch, Progress
+from stallfree.loader.epoch import Progress
 from stallfree.loader.event_log import EventLog
-from stallfree.loader.importance import Importance, Served
+from stallfree.loader.host_loader import HostLoader
+from stallfree.loader.importance import Importance
+from stallfree.loader.iteration import Iteration
 from stallfree.loader.order import Order
+from stallfree.loader.output import check_output
 from stallfree.loader.reader import Reader
+from stallfree.loader.same_order import check_same_order
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.compose import Compose
 from stallfree.plans import ImportanceSampler
@@ -38,20 +46,6 @@ from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.units import parse_size
 
 _STATE_VERSION = 1
-
-
-class Batch(NamedTuple):
-    """What a loader with `with_ids=True` yields.
-
-    Attributes:
-        data: the batch as it would be without ids.
-        ids: int64 tensor, the samples really in it, in order.
-        weights: float32 tensor of the same length; None where no `ImportanceSampler` gives any.
-    """
-
-    data: Any
-    ids: torch.Tensor
-    weights: torch.Tensor | None
 
 
 class DataLoader:
@@ -65,7 +59,8 @@ class DataLoader:
         shuffle: another order each epoch, a function of (seed, epoch).
         sampler: gives ids (integers). An `ImportanceSampler` decides which samples an epoch has.
         batch_sampler: gives lists of ids.
-        num_workers: worker processes; 0: the training process itself.
+        num_workers: worker processes; 0 (the default): the training process itself. With `cache="auto"`, the default is
+            as many as pay.
         collate_fn: makes a batch of a list of samples; torch's default if None. What it draws is a function of (seed,
             epoch, number of the batch).
         pin_memory: yield batches in pinned memory, when there is an accelerator.
@@ -88,9 +83,20 @@ class DataLoader:
         device: such as "cuda": yield batches that are there, copied while the model works with those before them (see
             `DevicePrefetcher`, with its defaults). The ring is pinned for that, once with `persistent_workers`;
             `pin_memory` is not needed. None: yield batches of the host.
+        cache: "auto": the first iteration measures how fast storage, prep and cache are, and makes the cache that gains
+            most by the model of speed: of samples as fetched, prepared, or some of each; or none. It prints a line that
+            says what and why. See `decision` and `cached`. None: no cache but that of a `CachedDataset`.
+        capacity: bytes for that cache, as an int or such as "16GiB"; jobs on this host with the same data share it.
+        output: "torch", or "numpy": yield arrays where there are tensors, ids and weights included, in the same memory.
+            They hold a batch as tensors do. `InputError` while iterating for what NumPy has no form for (bfloat16).
         event_log: file that gets a line per event, for `stallfree simulate` to draw (see `stallfree.events`): who
             fetched, prepared or gathered which batch when, and when the training loop had it. It is made anew here, and
             complete whenever no iteration is under way. Steps are not in it with a `device`.
+
+    Attributes:
+        cached: the `CachedDataset` that `cache="auto"` has made; None without, before the first iteration, and where no
+            cache pays.
+        decision: the line that says what `cache="auto"` decided; "" before the first iteration.
 
     A batch is memory of its own for as long as one of its tensors is alive: kept batches are never overwritten. Raises
     `InputError` for arguments that cannot be used; while iterating `SampleError`, `WorkerError` and `WaitError`.
@@ -103,7 +109,7 @@ class DataLoader:
         shuffle: bool | None = None,
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Any] | None = None,
-        num_workers: int = 0,
+        num_workers: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -121,11 +127,17 @@ class DataLoader:
         on_error: str = "raise",
         staging: int | str | None = None,
         device: torch.device | str | int | None = None,
+        cache: str | None = None,
+        capacity: int | str | None = None,
         event_log: str | os.PathLike[str] | None = None,
+        output: str = "torch",
     ) -> None:
+        room = check_auto(cache, capacity, sampler)
+        open_workers, num_workers = num_workers is None and room is not None, num_workers or 0
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, persistent_workers)
         check_sampling(batch_size, shuffle, sampler, batch_sampler, drop_last)
         check_functions(collate_fn, worker_init_fn, on_error)
+        self.arrays = check_output(output, pin_memory, device)
         self.dataset = dataset
         self.batch_size = batch_size if batch_sampler is None else None
         self.shuffle = bool(shuffle)
@@ -144,6 +156,10 @@ class DataLoader:
         self.with_ids = with_ids
         self.seed = seed_of(dataset, seed, generator)
         reader = reader_of(dataset)
+        self._auto: AutoCache | None = None
+        if room is not None:
+            self._auto = AutoCache(dataset, room, self.seed, None if open_workers else num_workers)
+            self.num_workers = num_workers = self._auto.num_workers
         self._options = Options(
             reader=reader,
             dataset=dataset,
@@ -168,6 +184,8 @@ class DataLoader:
         self._order = Order(samples, self.batch_size, mixed, sampler, batch_sampler, drop_last, self.seed)
         self._importance: Importance | None = None
         if isinstance(sampler, ImportanceSampler):
+            if reader.share < 1:
+                raise InputError("an ImportanceSampler wants samples of one form: give form='fetched' or 'prepared'")
             check_importance(sampler, reader.cache, samples, batch_size, windowed=self._windowed is not None)
             self._importance = Importance(
                 sampler, reader, self.multiprocessing_context, self.batch_size or 1, drop_last
@@ -175,7 +193,7 @@ class DataLoader:
         self._counts = {**new_counts(), "num_workers": num_workers}
         self._crew: Crew | None = None  # of persistent workers
         self._crews: list[weakref.ref[Crew]] = []  # made anew and never changed: any thread may ask for `stats`
-        self._iteration: weakref.ref[_Iteration] | None = None
+        self._iteration: weakref.ref[Iteration] | None = None
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
         self._progress: Progress | None = None
@@ -210,6 +228,8 @@ class DataLoader:
         return self._iterate(prefetcher)
 
     def _iterate(self, prefetcher: DevicePrefetcher | None) -> Iterator[Any]:
+        if self.shuffle and self._windowed is None:
+            check_same_order()
         resume, self._resume = self._resume, None
         if self._windowed is not None:
             after = self._windowed.take_resume()
@@ -230,6 +250,8 @@ class DataLoader:
             if self._windowed is not None:
                 ids = self._windowed.begin_epoch(epoch)
                 batches = (ids[positions] for positions in batches)
+        if self._auto is not None:
+            self._follow(self._auto)
         if self._crew is not None:
             before = None if self._iteration is None else self._iteration()
             if before is not None:
@@ -246,9 +268,36 @@ class DataLoader:
             crew.ring.slots.pin = prefetcher.pin
         self._progress = Progress(batches, epoch, first)
         self._epoch = epoch + 1
-        iteration = _Iteration(self, crew, self._progress, served, sees_steps=prefetcher is None)
+        iteration = Iteration(self, crew, self._progress, served, sees_steps=prefetcher is None)
         self._iteration = weakref.ref(iteration)
         return iteration
+
+    def _follow(self, auto: AutoCache) -> None:
+        """Do as `cache="auto"` decides."""
+        reader = auto.begin()
+        options = self._options
+        if reader is options.reader and auto.num_workers == options.workers:
+            return
+        self._options = replace(
+            options,
+            reader=reader,
+            workers=auto.num_workers,
+            ahead=(self.prefetch_factor or 2) * max(1, auto.num_workers),
+        )
+        self.num_workers = self._counts["num_workers"] = auto.num_workers
+        if self._crew is not None:  # of persistent workers, which know nothing of it
+            self._crew.close()
+            self._crew = None
+
+    @property
+    def cached(self) -> CachedDataset | None:
+        """See the class."""
+        return None if self._auto is None else self._auto.cached
+
+    @property
+    def decision(self) -> str:
+        """See the class."""
+        return "" if self._auto is None else self._auto.decision
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -344,6 +393,8 @@ class DataLoader:
         for crew in self._living():
             crew.close()
         self._crew = None
+        if self._auto is not None:
+            self._auto.close()
         if self._importance is not None:
             self._importance.close()
         if self._log is not None:
@@ -361,115 +412,11 @@ class DataLoader:
     def _living(self) -> list[Crew]:
         return [crew for known in self._crews if (crew := known()) is not None]
 
-    def _finished(self, progress: Progress) -> None:
+    def _finished(self, progress: Progress, samples: int, seconds: float, waited: float) -> None:
         if self._progress is progress:
             self._progress = None
-
-
-class _Iteration:
-    """One pass over a loader. Ends its workers when it is through, closed, or no longer referred to."""
-
-    def __init__(
-        self, loader: DataLoader, crew: Crew, progress: Progress, served: Served | None, *, sees_steps: bool
-    ) -> None:
-        self._loader = loader
-        self._progress = progress
-        self._with_ids = loader.with_ids
-        self._served = served
-        self._pin = loader.pin_memory and loader.device is None and torch.cuda.is_available()
-        self._through = False
-        self._log = loader._log
-        self._sees_steps = sees_steps and self._log is not None
-        self._handed_over: float | None = None
-        self._own = None if crew is loader._crew else crew
-        try:
-            self._epoch = Epoch(crew, progress)
-        except BaseException:
-            crew.close()
-            raise
-
-    def __iter__(self) -> _Iteration:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __next__(self) -> Any:
-        if self._through:
-            raise StopIteration
-        if self._sees_steps:
-            self.end_step()
-        try:
-            data, ids = next(self._epoch)
-        except StopIteration:
-            self._through = True
-            self._loader._finished(self._progress)
-            self.close()
-            raise
-        if self._served is not None:
-            data = Batch(data, torch.from_numpy(ids.copy()), self._served.hand_out(ids))
-        elif self._with_ids:
-            data = Batch(data, torch.from_numpy(ids.copy()), None)
-        if self._pin:
-            data = pinned(data)
-        if self._sees_steps:
-            self._handed_over = time.monotonic()
-        return data
-
-    def end_step(self) -> None:
-        """For the log: the training loop is done with the batch that it was handed."""
-        if self._log is not None and self._handed_over is not None:
-            self._log.computed(self._handed_over, self._progress.handed_out - 1, self._progress.number)
-            self._handed_over = None
-
-    def close(self) -> None:
-        """End this pass. May be called twice."""
-        self._epoch.close()
-        if self._served is not None:
-            self._served.end()
-        if self._own is not None:
-            self._own.close()
-        if self._log is not None:
-            self.end_step()
-            self._log.flush()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_epoch"):
-            self.close()
-
-
-class HostLoader:
-    """A loader as its prefetcher sees it: its batches of the host."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        self._loader = weakref.proxy(loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._loader._iterate(None)  # type: ignore[no-any-return]
-
-    def prefetched_by(self, prefetcher: DevicePrefetcher) -> Iterator[Any]:
-        """See `DataLoader`."""
-        return self._loader.prefetched_by(prefetcher)  # type: ignore[no-any-return]
-
-    def count_wait(self, seconds: float) -> None:
-        """See `DataLoader`."""
-        self._loader.count_wait(seconds)
-
-    @property
-    def position(self) -> Any:
-        """See `DataLoader`."""
-        return self._loader.position
-
-    def state_at(self, position: Any) -> dict[str, Any]:
-        """See `DataLoader`."""
-        return self._loader.state_at(position)  # type: ignore[no-any-return]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state now, batches that are copied ahead counted."""
-        return self.state_at(self.position)
+        if self._auto is not None and progress.first == 0:
+            self._auto.end(samples, seconds, waited)
 
 
 def reader_of(dataset: Any) -> Reader:
@@ -478,9 +425,3 @@ def reader_of(dataset: Any) -> Reader:
         return reader
     source = as_source(dataset)
     return Reader(source, None, Compose([]), source.pipeline, fresh=True)
-
-
-def pinned(data: Any) -> Any:
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    return pin_memory(data)  # type: ignore[no-untyped-call]

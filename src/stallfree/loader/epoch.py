@@ -36,11 +36,13 @@ class Progress:
         first: number of the first of `batches`; those before it were handed out by an earlier process.
 
     Attributes:
+        first: number of the first batch of this process.
         handed_out: batches handed out, those before `first` included.
     """
 
     def __init__(self, batches: Iterator[Ids], number: int, first: int) -> None:
         self.number = number
+        self.first = first
         self.handed_out = first
         self._batches = batches
         self._problem: Exception | None = None  # what the sampler raised, which ends the epoch

@@ -175,9 +175,13 @@ def _name(plain: MapSource) -> str:
 
 
 def choose_form(
-    form: str, first: FirstLook, samples: int, capacity: int, *, scored: bool, on_disk: bool
-) -> tuple[str, str]:
-    """The form to cache, "fetched" or "prepared", and the line that explains it."""
+    form: str | float, first: FirstLook, samples: int, capacity: int, *, scored: bool, on_disk: bool
+) -> tuple[str | float, str]:
+    """The form to cache, "fetched" or "prepared" or the share to cache prepared, and the line that explains it."""
+    if isinstance(form, (int, float)):
+        if 0 < form < 1 and len(first.parts.deterministic):
+            return float(form), f"caching {form:.0%} of the samples prepared and the others as fetched, as asked"
+        form = "prepared" if form == 1 else "fetched"
     if form != "auto":
         return form, f"caching samples as {form}, as asked"
     if len(first.parts.deterministic) == 0:
@@ -230,6 +234,12 @@ def look_again(source: Source, before: Compose, first: Sample) -> tuple[Sample |
             size = max(record_size(structure, arrays), record_size(other, other_arrays))
             return second, bytes(size)  # of no fixed size
     return None, first.value
+
+
+def example_of_both(first: FirstLook) -> Any:
+    """An example for the layout of a cache that holds both forms: of no fixed size, as long as the shorter."""
+    sizes = [record_size(*encode(value, allow_pickle=True)) for value in (first.record, first.prepared)]
+    return bytes(min(sizes))
 
 
 def _room(value: Any, samples: int, capacity: int, scored: bool, on_disk: bool) -> tuple[int, bool] | None:

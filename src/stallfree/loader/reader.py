@@ -23,10 +23,13 @@ from stallfree.pipeline.randomness import Randomness
 from stallfree.sources.mapped import MapSource, SubsetSource
 from stallfree.sources.throttle import ThrottledSource, payload_bytes
 from stallfree.stores import AnyCache, SpreadCache
+from stallfree.stores.spread import mixed
 
 IO_THREADS = 8
 """Fetches under way at once in one process. They wait for storage, so there may be more of them than cores."""
 
+_NOTHING = Compose([])
+_FORMS = 0x666F726D
 _UNCHANGING = frozenset({bytes, str, int, float, bool, complex, type(None)})
 
 
@@ -72,6 +75,8 @@ class Reader:
         deterministic: applied to a record before it is cached.
         rest: applied to what is cached, each time anew.
         fresh: whether `rest`, or the source, draws random numbers.
+        share: of the samples that this holds for; the others are cached as they are fetched. See `is_prepared`.
+        whole: what is applied to those, each time anew.
     """
 
     def __init__(
@@ -82,17 +87,23 @@ class Reader:
         rest: Compose,
         *,
         fresh: bool,
+        share: float = 1.0,
+        whole: Compose = _NOTHING,
     ) -> None:
         self.source = source
         self.cache = cache
         self.deterministic = deterministic
         self.rest = rest
         self.fresh = fresh
+        self.share = share
+        self.whole = whole
+        self.io_threads = IO_THREADS
         # Without a cache, a plain data set may augment its samples itself: they are drawn in the thread that is seeded.
         plain = plain_beneath(source, 0) if cache is None else None
         self._threads = plain is None and bool(getattr(source, "threads", True))
         self._drawn = fresh and plain is not None
-        drawing: Callable[[Any], Any] | None = rest if len(rest) else None
+        steps = Compose([*rest, *whole])
+        drawing: Callable[[Any], Any] | None = steps if len(steps) else None
         if plain is not None:
             drawing = _Drawing(plain[0].dataset, rest)
         self._randomness = Randomness(drawing if fresh else None)
@@ -103,7 +114,7 @@ class Reader:
     @property
     def plain(self) -> bool:
         """Whether a hit is the sample, with nothing left to do."""
-        return self.cache is not None and len(self.rest) == 0
+        return self.cache is not None and len(self.rest) == 0 and self.share == 1
 
     def start(self, ids: npt.NDArray[np.int64]) -> Pending:
         """Start fetching what `ids` miss. Returns at once. Raises `InputError` after `end`."""
@@ -114,7 +125,7 @@ class Reader:
             for away in self.cache.away(np.unique(missing)):
                 pool = self._executor()
                 pending.asked.append((away, pool.submit(self._ask, away, pending.fetches, pool)))
-            missing = missing[self.cache.here(missing)]
+            missing = np.setdiff1d(missing, np.concatenate([missing[:0], *(away for away, _ in pending.asked)]))
             if len(missing) and self._threads:
                 pool = self._executor()
                 pending.settled = pool.submit(self._settle, missing, pending.fetches, pool)
@@ -165,7 +176,7 @@ class Reader:
         return samples
 
     def _found(self, pending: Pending) -> list[Any]:
-        """What is in the cache, on this node and on those that were asked; `MISS` for the rest."""
+        """What those that were asked have, and what is in the cache; `MISS` for the rest."""
         if self.cache is None:
             return [MISS] * len(pending.ids)
         if not isinstance(self.cache, SpreadCache):
@@ -173,27 +184,32 @@ class Reader:
         if pending.settled is not None:
             with contextlib.suppress(CancelledError):
                 pending.settled.result()
-        found = self.cache.get_here(pending.ids)
         answers: dict[int, Any] = {}
         for away, answer in pending.asked:
             with contextlib.suppress(CancelledError):  # by another loader of this process, which ended
                 answers.update(zip(away.tolist(), answer.result(), strict=True))
-        given: set[int] = set()
+        found, given = [MISS] * len(pending.ids), set()
         for at, id in enumerate(pending.ids.tolist()):
             if (value := answers.get(id, MISS)) is not MISS:
                 found[at] = private(value) if id in given else value
                 given.add(id)
+        left = [at for at, value in enumerate(found) if value is MISS]
+        for at, value in zip(left, self.cache.get_here(pending.ids[left]), strict=True):
+            found[at] = value
         return found
 
     def _prepare(
         self, ids: list[int], found: list[Any], samples: Samples, seed: int, epochs: Sequence[int], skip: bool
     ) -> None:
         """Apply what is left to do to all values that are there."""
-        rest, seeder = self.rest, self._randomness.seed if self.fresh else None
-        if not len(rest) and not samples.skipped:
+        seeder = self._randomness.seed if self.fresh else None
+        if not len(self.rest) and self.share == 1 and not samples.skipped:
             samples.ids, samples.values = ids, found
             return
-        for id, value, epoch in zip(ids, found, epochs, strict=True):
+        rests = [self.rest] * len(ids)
+        if self.share < 1:
+            rests = [self.rest if short else self.whole for short in is_prepared(ids, self.share).tolist()]
+        for id, value, epoch, rest in zip(ids, found, epochs, rests, strict=True):
             if value is MISS:
                 continue
             try:
@@ -228,7 +244,7 @@ class Reader:
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._pool is None or self._pid != os.getpid():
-            self._pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="stallfree-fetch")
+            self._pool = ThreadPoolExecutor(self.io_threads, thread_name_prefix="stallfree-fetch")
             self._pid = os.getpid()
         return self._pool
 
@@ -301,7 +317,7 @@ class _Filling:
         self.samples.storage_bytes += payload_bytes(record)
         if reader.cache is not None:
             record = private(record)  # the source may keep what it gave
-        if not len(reader.deterministic):
+        if not len(reader.deterministic) or (reader.share < 1 and not is_prepared([id], reader.share)[0]):
             return record
         try:
             return reader.deterministic(record)
@@ -354,6 +370,12 @@ class _Drawing:
 
     def __call__(self, id: int) -> Any:
         return self.rest(self.dataset[id])
+
+
+def is_prepared(ids: Sequence[int] | npt.NDArray[np.int64], share: float) -> npt.NDArray[Any]:
+    """Which of `ids` are cached prepared, where a `share` of the samples is: a function of the id alone."""
+    below: npt.NDArray[Any] = mixed(np.asarray(ids, np.uint64), _FORMS) < np.uint64(min(share * 2.0**64, 2**64 - 1))
+    return below
 
 
 def plain_beneath(source: Source, id: int) -> tuple[MapSource, int] | None:

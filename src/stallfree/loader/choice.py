@@ -1,0 +1,177 @@
+"""What to cache, and who fetches and prepares it: the choice that the model of speed makes of measured rates.
+
+    F = 1 / (x / C + (1 - x) / S)      fetch rate, for a share x of hits
+    throughput = min(F, P, G)          if fetch, prep and compute overlap
+
+This is the model of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021,
+section 3.4 and appendix). Here P depends on what is cached: a sample that hits prepared needs its random steps only,
+one that hits as it was fetched needs all steps, and one that misses costs the processor the work of fetching as well.
+A share y of the samples is kept prepared and the others as fetched. Prepared records are the larger ones as a rule, so
+y trades hits for prep, and the best y is where F and P meet, or at one end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from stallfree.units import format_size
+
+SHARES = 16
+"""The shares y that are tried are multiples of 1/16."""
+
+WORTH = 1.02
+"""What takes memory, or a process more, has to gain 2%."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a data set, its pipeline and its storage. Seconds are those of one processor per sample.
+
+    Attributes:
+        samples: of the data set.
+        storage: S in samples/s by the number of fetches under way at once; infinite where no wait was seen.
+        fetching: seconds of processor for a fetch.
+        whole: seconds for all steps, on a record as fetched.
+        deterministic: seconds for the deterministic steps.
+        random: seconds for the steps after them, on a prepared record.
+        reading: seconds to get a record out of the cache, as fetched and prepared.
+        sizes: bytes of a record in the cache, as fetched and prepared; infinite for a form that cannot be stored.
+        compute: G in samples/s; infinite as long as it is not known.
+    """
+
+    samples: int
+    storage: Mapping[int, float]
+    fetching: float
+    whole: float
+    deterministic: float
+    random: float
+    reading: tuple[float, float]
+    sizes: tuple[float, float]
+    compute: float = math.inf
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do, and what the model expects of it.
+
+    Attributes:
+        share: y, the share of the samples that is kept prepared; the others are kept as fetched. None: no cache.
+        hits: x, the share of the samples that the cache holds.
+        workers: processes that prepare.
+        threads: fetches under way at once, in all workers together.
+        fetch: F in samples/s.
+        prep: P in samples/s.
+    """
+
+    share: float | None
+    hits: float
+    workers: int
+    threads: int
+    fetch: float
+    prep: float
+
+    @property
+    def rate(self) -> float:
+        """Samples/s that the loader delivers: min(F, P)."""
+        return min(self.fetch, self.prep)
+
+
+def choose(measured: Measured, room: int, *, workers: int | None, cpus: int) -> Choice:
+    """The choice with the highest throughput. Among those within 2% the one with least of cache, workers and threads.
+
+    Args:
+        measured: the rates.
+        room: bytes for records.
+        workers: processes that prepare, if that is settled; None: as many as pay, at most `cpus`.
+        cpus: cores there are.
+    """
+    most = max(1, cpus if workers is None else workers)
+    best = _form(measured, room, most)
+    if workers is None:
+        enough = min(best.rate, _enough(measured))
+        fewer = (expect(measured, best.share, room, few) for few in range(1, most))
+        best = next((choice for choice in fewer if choice.rate * WORTH >= enough), best)
+    else:
+        best = replace(best, workers=workers)
+    return _threads(measured, best, room)
+
+
+def expect(measured: Measured, share: float | None, room: int, workers: int) -> Choice:
+    """What the model says of one way to cache, with as many threads as storage takes."""
+    threads = max(measured.storage, key=lambda count: measured.storage[count])
+    storage = measured.storage[threads]
+    y = share or 0.0
+    size = y * measured.sizes[1] + (1 - y) * measured.sizes[0] if y not in (0.0, 1.0) else measured.sizes[int(y)]
+    x = 0.0 if share is None or math.isinf(size) else min(1.0, room / (measured.samples * size))
+    reading = y * measured.reading[1] + (1 - y) * measured.reading[0]
+    hit = reading + y * measured.random + (1 - y) * measured.whole
+    miss = measured.fetching + y * (measured.deterministic + measured.random) + (1 - y) * measured.whole
+    waits = x * reading / workers + (1 - x) / storage
+    works = x * hit + (1 - x) * miss
+    return Choice(
+        share=share,
+        hits=x,
+        workers=workers,
+        threads=threads,
+        fetch=1 / waits if waits else math.inf,
+        prep=workers / works if works else math.inf,
+    )
+
+
+def _form(measured: Measured, room: int, workers: int) -> Choice:
+    """The form of the highest rate. Among those within 2% the one that leaves most of the processor to others.
+
+    A cache has to gain 2% of the one or the other over none, and a mixture over one form for all.
+    """
+    enough = _enough(measured)
+    shares = [None, 0.0, 1.0, *(number / SHARES for number in range(1, SHARES))]
+    choices = [choice for share in shares if (choice := expect(measured, share, room, workers)).hits or share is None]
+    best = min(enough, max(choice.rate for choice in choices))
+    near = [choice for choice in choices if choice.rate * WORTH >= best]
+    chosen = near[0]
+    for choice in near[1:]:
+        if choice.prep > WORTH * chosen.prep:
+            chosen = choice
+    return chosen
+
+
+def _enough(measured: Measured) -> float:
+    """A rate beyond which nothing is gained: a loader that is just as fast as the device runs dry now and then."""
+    return 1.25 * measured.compute
+
+
+def _threads(measured: Measured, choice: Choice, room: int) -> Choice:
+    """The least number of fetches at once that keeps the choice's rate."""
+    for threads in sorted(measured.storage):
+        fewer = replace(measured, storage={threads: measured.storage[threads]})
+        there = expect(fewer, choice.share, room, max(1, choice.workers))
+        if there.rate * WORTH >= choice.rate:
+            return replace(choice, threads=threads, fetch=there.fetch)
+    return choice
+
+
+def explain(measured: Measured, choice: Choice, room: int) -> str:
+    """One line: what was chosen, and the figures that say why."""
+    nothing = expect(measured, None, room, max(1, choice.workers))
+    what = {None: "no cache", 0.0: "samples cached as fetched", 1.0: "samples cached prepared"}.get(
+        choice.share,
+        f"{choice.share or 0:.0%} of the samples cached prepared, the others as fetched",
+    )
+    held = "" if choice.share is None else f", {choice.hits:.0%} of them fit"
+    fetched, prepared = (("-" if math.isinf(size) else format_size(int(size))) for size in measured.sizes)
+    storage = measured.storage[choice.threads]
+    gain = f", {choice.rate / nothing.rate:.2f} times as many as without a cache" if choice.share is not None else ""
+    return (
+        f"{what}{held}; {choice.workers} {'worker' if choice.workers == 1 else 'workers'}, {choice.threads} fetches at "
+        f"once: S={_rate(storage)}, F={_rate(choice.fetch)}, P={_rate(choice.prep)}, G={_rate(measured.compute)}; a "
+        f"sample takes {fetched} as fetched and {prepared} prepared, {format_size(room)} are there; expected "
+        f"{_rate(min(choice.rate, measured.compute))}{gain}"
+    )
+
+
+def _rate(rate: float) -> str:
+    if math.isinf(rate):
+        return "?"
+    return f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s"
