@@ -1,6 +1,6 @@
 # The everyday commands of stallfree. `make demo` and `make test` work from nothing: python3 >= 3.10 and make are enough.
 #
-#   make demo | test | test-slow | test-browser | bench | check | clean
+#   make demo | test | test-slow | test-browser | bench | check | docs | clean
 #   ARGS="..."   passes arguments on:        make demo ARGS="--epochs 2"    make test ARGS="tests/cache -x"
 #   PYTHON=...   takes this interpreter:     make test PYTHON=/opt/python3.12/bin/python3
 #   VENV=...     puts the environment there: make test VENV=/tmp/venv
@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo server test test-slow test-browser bench check clean
+.PHONY: help demo server test test-slow test-browser bench check docs clean
 
 VENV ?= .venv
 ARGS ?=
@@ -54,7 +54,11 @@ $(VENV)/.check: $(VENV)/.made $(DECLARED)
 	@touch $@
 
 $(VENV)/.browser: $(VENV)/.made $(DECLARED)
-	$(INSTALL) -e '.[all,test,browser]'
+	$(INSTALL) -e '.[all,test,browser,docs]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.made $(DECLARED)
+	$(INSTALL) -e '.[all,docs]'
 	@touch $@
 
 demo: $(VENV)/.all
@@ -89,6 +93,10 @@ check: $(VENV)/.check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# A warning is an error. What mkdocs-material says of its own future is left out. Tried with Python 3.11.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 clean:
-	rm -rf "$(VENV)" build dist .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf "$(VENV)" build dist site .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

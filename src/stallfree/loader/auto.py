@@ -131,7 +131,7 @@ class AutoCache:
         folder = self._attach(f"auto-{key[:20]}", source, first)
         self._measured, self._choice = _load(folder.path)
         if self._measured.samples != len(source):
-            raise StallfreeError(f"{folder.path} holds a decision for other data: remove it")
+            raise StallfreeError(f"{folder.path} holds a decision for {self._measured.samples} samples, the data set has {len(source)}: remove it")
         self.num_workers = self._choice.workers
         self._use(source, self._choice.share)
         self._keep_records()

@@ -166,8 +166,8 @@ def explain(measured: Measured, choice: Choice, room: int) -> str:
     return (
         f"{what}{held}; {choice.workers} {'worker' if choice.workers == 1 else 'workers'}, {choice.threads} fetches at "
         f"once: S={_rate(storage)}, F={_rate(choice.fetch)}, P={_rate(choice.prep)}, G={_rate(measured.compute)}; a "
-        f"sample takes {fetched} as fetched and {prepared} prepared, {format_size(room)} are there; expected "
-        f"{_rate(min(choice.rate, measured.compute))}{gain}"
+        f"sample takes {fetched} as fetched and {prepared} prepared, {format_size(room)} are there; the loader "
+        f"can give {_rate(choice.rate)}{gain}"
     )
 
 

@@ -338,7 +338,7 @@ class DataLoader:
         """
         version = state.get("version") if isinstance(state, dict) else None
         if version != _STATE_VERSION:
-            raise InputError(f"the state has version {version!r}, expected {_STATE_VERSION}: it is of another release")
+            raise InputError(f"the state has version {version!r}, expected {_STATE_VERSION}: give what state_dict() of this release returned")
         missing = {"epoch", "seed", "order", "batches", "rest"} - state.keys()
         if missing:
             raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
@@ -351,12 +351,12 @@ class DataLoader:
             raise InputError(f"the state was taken with {state['order']}, this loader has {order}: give the same")
         if self._windowed is not None:
             if "window" not in state:
-                raise InputError("the state has no window: it was taken with a data set that is no SmartCacheDataset")
+                raise InputError("the state has no window: it was taken with a data set that is no SmartCacheDataset. Give the same data set")
             self._windowed.load_state_dict(state["window"])
             self._windowed.take_resume()  # the loader's own epoch, and the place in it, are in the state
         if self._importance is not None:
             if "importance" not in state:
-                raise InputError("the state has no losses: it was taken without an ImportanceSampler")
+                raise InputError("the state has no losses: it was taken without an ImportanceSampler. Leave that out here too")
             self._importance.sampler.load_state_dict(state["importance"])
         self._epoch = state["epoch"]
         self._resume = {"batches": state["batches"], "rest": state["rest"]}
@@ -372,7 +372,7 @@ class DataLoader:
         Does not wait for the device that they are on. Raises `InputError` without an `ImportanceSampler`.
         """
         if self._importance is None:
-            raise InputError("update is for a loader with sampler=ImportanceSampler(...)")
+            raise InputError("update is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call")
         self._importance.sampler.update(ids, losses)
 
     def stats(self) -> LoaderStats:
@@ -383,7 +383,7 @@ class DataLoader:
     def importance_stats(self) -> ImportanceStats:
         """What the plans of the `ImportanceSampler` asked the cache for. Raises `InputError` without one."""
         if self._importance is None:
-            raise InputError("importance_stats is for a loader with sampler=ImportanceSampler(...)")
+            raise InputError("importance_stats is for a loader with sampler=ImportanceSampler(...): give it one, or use stats()")
         return self._importance.stats()
 
     def close(self) -> None:

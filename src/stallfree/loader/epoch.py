@@ -84,7 +84,7 @@ class Progress:
         """The ids of all batches from number `position` on, the last handed out or later. Reads the sampler's rest."""
         self._draw(None)
         if self._problem is not None:
-            raise StallfreeError(f"there is no state to take: the sampler raised {self._problem!r}")
+            raise StallfreeError(f"there is no state to take: the sampler raised {self._problem!r}. Correct the sampler")
         recent = list(self._recent)[len(self._recent) - (self.handed_out - position) :]
         return [ids.tolist() for ids in (*recent, *self._started.values(), *self._ready)]
 
@@ -136,7 +136,7 @@ class Epoch:
         """
         if self.closed or self.crew.closed or self._token != self.crew.token:
             raise StallfreeError(
-                "this iteration is over: the loader was iterated again or closed, or an error ended it"
+                "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
             )
         try:
             self._start_more()
@@ -303,7 +303,8 @@ def _raise(result: Result) -> None:
     if error is None:
         raise StallfreeError(f"batch {result.number} could not be made:\n{trace}") from trace
     if isinstance(error, StopIteration):  # would end the loop as if all were well
-        raise StallfreeError(f"batch {result.number} could not be made: StopIteration was raised") from (trace or error)
+        raise StallfreeError(f"batch {result.number} could not be made: the data set or collate_fn raised StopIteration, which would end "
+            "the epoch. Let it raise another error") from (trace or error)
     if trace is None:
         raise error
     raise error from trace

@@ -78,7 +78,7 @@ def fit_budget(sizes: Sizes, total: int, capacity: int, rate: float, available: 
     if size < 1:
         raise CapacityError(
             f"capacity={format_size(capacity)} holds no window: a sample takes {format_size(int(found.mean))}, and "
-            "there must be room for one and its replacement"
+            f"there must be room for one and its replacement: give {format_size(int(2.1 * found.mean))} or more"
         )
     return Fit(size, capacity, found.example)
 

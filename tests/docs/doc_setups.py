@@ -1,0 +1,139 @@
+"""What stands around the blocks of a page when they are run: small data in place of the reader's, smaller numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+
+from doc_pages import ROOT, blocks
+
+_SMALLER = [
+    (r"num_workers=\d+", "num_workers=1"),
+    (r'"\d+GiB"', '"8MiB"'),
+    (r"range\((90|160|500|600)\)", "range(2)"),
+    (r"batch_size=(64|256)", "batch_size=8"),
+    (r"/data/pictures", "pictures"),
+]
+"""Patterns in the blocks, and what is run in their place, so that a page takes a second at most."""
+
+_WORLD = """
+import os, random
+from pathlib import Path
+import numpy as np, torch
+from PIL import Image
+from torch import nn
+from torch.nn import functional
+import stallfree as sf
+
+for number in range(16):
+    folder = Path("pictures", "ab"[number % 2])
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.effect_noise((24, 24), 40).convert("RGB").save(folder / f"{number}.jpg")
+
+def resize(picture): return np.asarray(Image.fromarray(picture).resize((16, 16)))
+def flip(picture): return picture[:, ::-1].copy() if random.random() < 0.5 else picture
+def to_tensor(picture): return torch.from_numpy(picture.copy()).permute(2, 0, 1).float() / 255
+def train(*batch): pass
+def step(batch): pass
+def load(key): return np.zeros(8)
+
+crop = random_crop = flip
+shrink = resize
+device = "cpu"
+picture = np.zeros((24, 24, 3), np.uint8)
+transform = sf.Compose([resize, flip, to_tensor])
+data = dataset = sf.ImageFolder("pictures", transform=transform)
+cached = sf.CachedDataset(data, capacity="8MiB", seed=7)
+loader = sf.DataLoader(cached, batch_size=8)
+for batch in loader: pass
+model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2))
+criterion = nn.CrossEntropyLoss(reduction="none")
+"""
+
+_VOLUMES = """
+class Volumes:
+    def __len__(self): return 24
+    def __getitem__(self, id): return np.full((4, 4, 4), id, np.float32)
+def shake(volume): return torch.from_numpy(volume) + torch.rand(1)
+volumes, transform = Volumes(), sf.Compose([sf.mark_random(shake)])
+"""
+
+_TRAIN = json.loads(blocks(ROOT / "docs" / "clara.md", "json")[0].text)["train"]
+_CONFIGURATION = json.dumps({"train": _TRAIN, "validate": _TRAIN}).replace("96", "8").replace("48", "4")
+_CLARA = f"""
+import json
+from pathlib import Path
+import nibabel, numpy as np, torch
+import stallfree as sf
+
+Path("train_config.json").write_text({_CONFIGURATION!r})
+files = []
+for number in range(4):
+    files.append({{part: f"{{part}}-{{number}}.nii.gz" for part in ("image", "label")}})
+    for name in files[-1].values():
+        nibabel.save(nibabel.Nifti1Image(np.zeros((9, 9, 9), np.int16), np.eye(4)), name)
+Path("list.json").write_text(json.dumps({{"training": files, "validation": []}}))
+def step(*batch): pass
+"""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one page needs.
+
+    Attributes:
+        world: run before the first block.
+        before: run before the block of this number, from 0.
+        smaller: patterns and what replaces them in the blocks of this page, beside those of all pages.
+    """
+
+    world: str = _WORLD
+    before: dict[int, str] = field(default_factory=dict)
+    smaller: list[tuple[str, str]] = field(default_factory=list)
+
+    def shrink(self, code: str) -> str:
+        """The code with the smaller numbers."""
+        for pattern, shorter in [*self.smaller, *_SMALLER]:
+            code = re.sub(pattern, shorter, code)
+        return code
+
+
+_ANEW = 'data = sf.ImageFolder("pictures", transform=transform); cached = sf.CachedDataset(data, capacity="8MiB")\n'
+
+SETUPS = {
+    "README.md": Setup(
+        before={
+            2: _VOLUMES,
+            3: "transform = sf.Compose([resize, flip, to_tensor])\n" + _ANEW,
+            4: "loader.close()\n" + _ANEW,
+        }
+    ),
+    "docs/tutorial.md": Setup(world="", smaller=[(r"range\(600\)", "range(24)")]),
+    "docs/clara.md": Setup(_CLARA, smaller=[(r"/data/list", "list"), (r'"/data"', '"."')]),
+    "docs/howto/importance.md": Setup(
+        _WORLD
+        + "from torch.optim.lr_scheduler import OneCycleLR\n"
+        + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    ),
+    "docs/howto/device.md": Setup(_WORLD + "torch_loader = torch.utils.data.DataLoader(data, batch_size=8)\n"),
+    "docs/howto/search.md": Setup(_WORLD + "def augment(batch): return batch\n"),
+    "docs/howto/volumes.md": Setup(_WORLD + _VOLUMES, smaller=[(r"range\(5\)", "range(2)")]),
+    "docs/howto/integrations.md": Setup(
+        _WORLD
+        + "plain = [(np.zeros(4), id) for id in range(16)]\n"
+        + "import fsspec\n"
+        + "for name in 'ab': fsspec.filesystem('memory').pipe(f'/{name}.jpg', Path('pictures/a/0.jpg').read_bytes())\n"
+        + "import io, tarfile\n"
+        + "os.environ['XDG_CACHE_HOME'] = os.getcwd()\n"
+        + "for shard in range(2):\n"
+        + "    with tarfile.open(f'train-{shard:03}.tar', 'w') as tar:\n"
+        + "        for end, held in (('jpg', Path('pictures/a/0.jpg').read_bytes()), ('cls', b'3')):\n"
+        + "            member = tarfile.TarInfo(f'{shard}.{end}')\n"
+        + "            member.size = len(held)\n"
+        + "            tar.addfile(member, io.BytesIO(held))\n"
+        + "Path('frames.raw').write_bytes(bytes(1024))\n"
+        + "def decode(frame): return np.frombuffer(frame, np.uint8).copy()\n"
+    ),
+}
+"""By page; one that is not here has the world of all."""
