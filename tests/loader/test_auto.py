@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measured], list[int]]
     found: list[Measured] = []
     calls: list[int] = []
 
-    def stand_in(source: Any, steps: Any, first: Any, *, seed: int) -> Probe:
+    def stand_in(source: Any, steps: Any, first: Any, *, seed: int, disk: Any) -> Probe:
         calls.append(len(calls))
         return Probe(found[-1], {first.id: first.record})
 
@@ -182,6 +183,31 @@ def test_the_cache_is_what_was_chosen(
         epochs(loader, 1)
         assert (loader.cached and loader.cached.form) == form
         assert capfd.readouterr().err == f"stallfree: {loader.decision}\n"
+
+
+def test_a_disk_that_pays_is_used_and_one_that_does_not_is_not(
+    measured: Callable[[Measured], list[int]], tmp_path: Path
+) -> None:
+    for disk, used in (((9000.0, 9000.0), True), ((50.0, 50.0), False)):
+        measured(rates(disk=disk, sizes=(400_000.0, math.inf)))
+        tier = sf.DiskTier(tmp_path, capacity="64MiB")
+        source = Numbers(COUNT, [shaken], size=50_000)
+        with sf.DataLoader(source, 8, num_workers=2, cache="auto", capacity="5MiB", store=tier) as loader:
+            first = epochs(loader, 2)
+            assert all(sorted(epoch) == list(range(COUNT)) for epoch in first)
+            assert isinstance(loader.cached.stats(), sf.TierStats) == used
+            assert ("on the disk" in loader.decision) == used
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    source = Numbers(COUNT, [squared, shaken], size=1000)
+    probe = measure(source, source.pipeline, auto.look(source, source.pipeline), seed=1, disk=tmp_path)
+    assert min(probe.measured.disk) > 0
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    for unusable in (tmp_path / "file" / "below", Path("/proc/none")):
+        (tmp_path / "file").touch()
+        probe = measure(source, source.pipeline, auto.look(source, source.pipeline), seed=1, disk=unusable)
+        assert probe.measured.disk == (0.0, 0.0)
 
 
 def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(
@@ -309,6 +335,8 @@ def test_a_sample_that_cannot_be_had_is_heard_of_with_its_id() -> None:
         ({"capacity": "1GiB"}, "give cache='auto' and a capacity"),
         ({"cache": "memory", "capacity": "1GiB"}, "give cache='auto' and a capacity"),
         ({"cache": "auto", "capacity": "much"}, "is no size"),
+        ({"cache": "auto", "capacity": "1GiB", "store": "/mnt/ssd"}, "give a DiskTier"),
+        ({"store": sf.DiskTier("/mnt/ssd", capacity=1 << 30)}, "give cache='auto' and a capacity"),
         ({"cache": "auto", "capacity": "1GiB", "sampler": sf.ImportanceSampler(12)}, "give it a CachedDataset"),
     ],
 )

@@ -14,7 +14,7 @@ from stallfree.cache import SampleCache
 from stallfree.errors import InputError
 from stallfree.loader.reader import Reader
 from stallfree.plans import ImportanceSampler
-from stallfree.stores import AnyCache, PartitionedCache
+from stallfree.stores import AnyCache, DiskTier, PartitionedCache
 from stallfree.units import parse_size
 
 WAIT_SECONDS = 300.0
@@ -52,15 +52,17 @@ def check_sampling(
             raise InputError(f"{name}={value!r} cannot be iterated: give one that yields ids")
 
 
-def check_auto(cache: Any, capacity: Any, sampler: Any) -> int | None:
+def check_auto(cache: Any, capacity: Any, store: Any, sampler: Any) -> int | None:
     """The bytes for the cache of `cache="auto"`; None without it. Raises `InputError` for what cannot be used."""
-    if cache is None and capacity is None:
+    if cache is None and capacity is None and store is None:
         return None
     if cache != "auto":
         raise InputError(
-            f"cache={cache!r}, capacity={capacity!r}: give cache='auto' and a capacity, or leave both out and give a "
-            "CachedDataset"
+            f"cache={cache!r}, capacity={capacity!r}, store={store!r:.80}: give cache='auto' and a capacity, or leave "
+            "them out and give a CachedDataset"
         )
+    if store is not None and not isinstance(store, DiskTier):
+        raise InputError(f"store={store!r:.80} with cache='auto': give a DiskTier, or a CachedDataset with that store")
     if capacity is None:
         raise InputError("cache='auto' without a capacity: say how much memory it may take, such as capacity='16GiB'")
     if isinstance(sampler, ImportanceSampler):

@@ -24,6 +24,7 @@ from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source
 from stallfree.platform import cpu_count
 from stallfree.sources import as_source
+from stallfree.stores import DiskTier
 
 _FILE = "choice.json"
 _INDEX = 20
@@ -75,6 +76,7 @@ class AutoCache:
         room: bytes of the cache.
         seed: of the randomness.
         workers: number of worker processes; None leaves it open.
+        tier: a disk that may be used below memory, where that pays.
 
     Attributes:
         cached: the data set with the cache; None before the first iteration, and where no cache pays.
@@ -82,7 +84,7 @@ class AutoCache:
         num_workers: worker processes.
     """
 
-    def __init__(self, dataset: Any, room: int, seed: int, workers: int | None) -> None:
+    def __init__(self, dataset: Any, room: int, seed: int, workers: int | None, tier: DiskTier | None = None) -> None:
         if isinstance(getattr(dataset, "reader", None), Reader):
             raise InputError(
                 f"cache='auto' with a {type(dataset).__name__}, which has a cache: give the data set without it, or "
@@ -90,7 +92,7 @@ class AutoCache:
             )
         self.cached: CachedDataset | None = None
         self.decision = ""
-        self._dataset, self._room, self._seed, self._workers = dataset, room, seed, workers
+        self._dataset, self._room, self._seed, self._workers, self._tier = dataset, room, seed, workers, tier
         self._cpus = cpu_count()
         self.num_workers = self._cpus if workers is None else workers
         self._folder: SharedFolder | None = None
@@ -124,16 +126,19 @@ class AutoCache:
         try:
             first = look(source, source.pipeline)
         except InputError as error:  # samples are random, and cannot be told from their prep
-            self._use(source, None)
+            self._reader = _without(source)
             self._say(f"no cache, {self._count()}: {error}")
             return
-        key = fingerprint(source.fingerprint(), source.pipeline, str(self._room), str(self._workers))
+        key = fingerprint(source.fingerprint(), source.pipeline, f"{self._room} {self._workers} {self._tier!r}")
         folder = self._attach(f"auto-{key[:20]}", source, first)
         self._measured, self._choice = _load(folder.path)
         if self._measured.samples != len(source):
-            raise StallfreeError(f"{folder.path} holds a decision for {self._measured.samples} samples, the data set has {len(source)}: remove it")
+            raise StallfreeError(
+                f"{folder.path} holds a decision for {self._measured.samples} samples, the data set has "
+                f"{len(source)}: remove it"
+            )
         self.num_workers = self._choice.workers
-        self._use(source, self._choice.share)
+        self._use(source, self._choice)
         self._keep_records()
         self._expected = self._choice.rate
         self._say(explain(self._measured, self._choice, self._bytes))
@@ -145,27 +150,35 @@ class AutoCache:
         return self._folder
 
     def _publish(self, folder: Path, source: Source, first: FirstLook) -> None:
-        probe = measure(source, source.pipeline, first, seed=self._seed)
+        disk = None if self._tier is None else self._tier.folder
+        probe = measure(source, source.pipeline, first, seed=self._seed, disk=disk)
         self._records = probe.records
         compute = math.inf if self._measured is None else self._measured.compute
         measured = replace(probe.measured, compute=compute)
-        choice = choose(measured, self._bytes, workers=self._workers, cpus=self._cpus)
+        choice = self._choose(measured)
         text = json.dumps({"measured": asdict(measured), "choice": asdict(choice)})
         (folder / _FILE).write_text(text)
+
+    def _choose(self, measured: Measured) -> Choice:
+        return choose(measured, self._bytes, workers=self._workers, cpus=self._cpus, disk=self._disk)
+
+    @property
+    def _disk(self) -> int:
+        return 0 if self._tier is None else max(0, self._tier.capacity - _INDEX * len(self._dataset))
 
     @property
     def _bytes(self) -> int:
         return max(0, self._room - _INDEX * len(self._dataset))
 
-    def _use(self, source: Source, share: float | None) -> None:
-        if share is None:
-            self._reader = Reader(source, None, Compose([]), source.pipeline, fresh=True)
+    def _use(self, source: Source, choice: Choice) -> None:
+        if choice.share is None:
+            self._reader = _without(source)
         else:
-            form = {0.0: "fetched", 1.0: "prepared"}.get(share, share)
-            self.cached = CachedDataset(source, capacity=self._room, form=form, seed=self._seed)
+            form = {0.0: "fetched", 1.0: "prepared"}.get(choice.share, choice.share)
+            store = self._tier if self._tier is not None and choice.on_disk else "memory"
+            self.cached = CachedDataset(source, capacity=self._room, form=form, store=store, seed=self._seed)
             self._reader = self.cached.reader
-        if self._choice is not None:
-            self._reader.io_threads = max(1, math.ceil(self._choice.threads / max(1, self.num_workers)))
+        self._reader.io_threads = max(1, math.ceil(choice.threads / max(1, self.num_workers)))
 
     def _keep_records(self) -> None:
         """Those that were fetched to measure need not be fetched again."""
@@ -198,7 +211,7 @@ class AutoCache:
         self._decide_again(self._folder, replace(self._measured, compute=epoch.compute), self._choice)
 
     def _set_workers(self, measured: Measured, choice: Choice) -> None:
-        best = choose(measured, self._bytes, workers=None, cpus=self._cpus)
+        best = self._choose(measured)
         if best.share == choice.share and best.workers != self.num_workers:
             self.num_workers = best.workers
             if self._reader is not None:
@@ -219,8 +232,8 @@ class AutoCache:
             self._reader = None  # the next iteration tries, and raises
             return
         self._measured, new = _load(folder.path)
-        there = expect(self._measured, old.share, self._bytes, max(1, old.workers))
-        if not folder.created or new.rate <= _BETTER * there.rate or new.share == old.share:
+        there = expect(self._measured, old.share, self._bytes, max(1, old.workers), self._disk if old.on_disk else 0)
+        if not folder.created or new.rate <= _BETTER * there.rate:
             self._records = {}
             self._choice = replace(there, workers=old.workers)
             return
@@ -228,7 +241,7 @@ class AutoCache:
         if self.cached is not None:
             self.cached.close()
             self.cached = None
-        self._use(source, new.share)
+        self._use(source, new)
         self._keep_records()
         self._say(f"the rates have changed: {explain(self._measured, new, self._bytes)}")
 
@@ -250,10 +263,14 @@ class AutoCache:
         self._records = {}
 
 
+def _without(source: Source) -> Reader:
+    return Reader(source, None, Compose([]), source.pipeline, fresh=True)
+
+
 def _load(folder: Path) -> tuple[Measured, Choice]:
     data = json.loads((folder / _FILE).read_text())
     measured = data["measured"]
     measured["storage"] = {int(count): rate for count, rate in measured["storage"].items()}
-    for name in ("sizes", "reading"):
+    for name in ("sizes", "reading", "disk"):
         measured[name] = tuple(measured[name])
     return Measured(**measured), Choice(**data["choice"])

@@ -38,6 +38,7 @@ class Measured:
         random: seconds for the steps after them, on a prepared record.
         reading: seconds to get a record out of the cache, as fetched and prepared.
         sizes: bytes of a record in the cache, as fetched and prepared; infinite for a form that cannot be stored.
+        disk: samples/s that a disk below memory gives, as fetched and prepared; 0 where there is none.
         compute: G in samples/s; infinite as long as it is not known.
     """
 
@@ -49,6 +50,7 @@ class Measured:
     random: float
     reading: tuple[float, float]
     sizes: tuple[float, float]
+    disk: tuple[float, float] = (0.0, 0.0)
     compute: float = math.inf
 
 
@@ -58,7 +60,8 @@ class Choice:
 
     Attributes:
         share: y, the share of the samples that is kept prepared; the others are kept as fetched. None: no cache.
-        hits: x, the share of the samples that the cache holds.
+        hits: x, the share of the samples that the cache holds in memory.
+        on_disk: the share that it holds on a disk; 0 where a disk does not pay, or there is none.
         workers: processes that prepare.
         threads: fetches under way at once, in all workers together.
         fetch: F in samples/s.
@@ -71,6 +74,7 @@ class Choice:
     threads: int
     fetch: float
     prep: float
+    on_disk: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -78,7 +82,7 @@ class Choice:
         return min(self.fetch, self.prep)
 
 
-def choose(measured: Measured, room: int, *, workers: int | None, cpus: int) -> Choice:
+def choose(measured: Measured, room: int, *, workers: int | None, cpus: int, disk: int = 0) -> Choice:
     """The choice with the highest throughput. Among those within 2% the one with least of cache, workers and threads.
 
     Args:
@@ -86,30 +90,42 @@ def choose(measured: Measured, room: int, *, workers: int | None, cpus: int) -> 
         room: bytes for records.
         workers: processes that prepare, if that is settled; None: as many as pay, at most `cpus`.
         cpus: cores there are.
+        disk: bytes for records on a disk below memory. It is used where that gains 2%.
     """
     most = max(1, cpus if workers is None else workers)
-    best = _form(measured, room, most)
+    best = _form(measured, room, most, 0)
+    with_disk = _form(measured, room, most, disk) if disk else best
+    enough = _enough(measured)
+    if min(with_disk.rate, enough) > WORTH * min(best.rate, enough):
+        best = with_disk
+    disk = disk if best.on_disk else 0
     if workers is None:
-        enough = min(best.rate, _enough(measured))
-        fewer = (expect(measured, best.share, room, few) for few in range(1, most))
+        enough = min(best.rate, enough)
+        fewer = (expect(measured, best.share, room, few, disk) for few in range(1, most))
         best = next((choice for choice in fewer if choice.rate * WORTH >= enough), best)
     else:
         best = replace(best, workers=workers)
-    return _threads(measured, best, room)
+    return _threads(measured, best, room, disk)
 
 
-def expect(measured: Measured, share: float | None, room: int, workers: int) -> Choice:
-    """What the model says of one way to cache, with as many threads as storage takes."""
+def expect(measured: Measured, share: float | None, room: int, workers: int, disk: int = 0) -> Choice:
+    """What the model says of one way to cache, with as many threads as storage takes.
+
+    What a disk gives costs the processor twice as much as what memory gives: it is copied once more, and checked.
+    """
     threads = max(measured.storage, key=lambda count: measured.storage[count])
     storage = measured.storage[threads]
     y = share or 0.0
     size = y * measured.sizes[1] + (1 - y) * measured.sizes[0] if y not in (0.0, 1.0) else measured.sizes[int(y)]
-    x = 0.0 if share is None or math.isinf(size) else min(1.0, room / (measured.samples * size))
+    whole = measured.samples * size
+    x = 0.0 if share is None or math.isinf(size) else min(1.0, room / whole)
+    d = 0.0 if share is None or math.isinf(size) or not any(measured.disk) else min(1 - x, disk / whole)
+    rate = sum(part / speed for part, speed in zip((1 - y, y), measured.disk, strict=True) if part) if d else 0.0
     reading = y * measured.reading[1] + (1 - y) * measured.reading[0]
     hit = reading + y * measured.random + (1 - y) * measured.whole
     miss = measured.fetching + y * (measured.deterministic + measured.random) + (1 - y) * measured.whole
-    waits = x * reading / workers + (1 - x) / storage
-    works = x * hit + (1 - x) * miss
+    waits = x * reading / workers + d * rate + (1 - x - d) / storage
+    works = x * hit + d * (hit + reading) + (1 - x - d) * miss
     return Choice(
         share=share,
         hits=x,
@@ -117,17 +133,19 @@ def expect(measured: Measured, share: float | None, room: int, workers: int) -> 
         threads=threads,
         fetch=1 / waits if waits else math.inf,
         prep=workers / works if works else math.inf,
+        on_disk=d,
     )
 
 
-def _form(measured: Measured, room: int, workers: int) -> Choice:
+def _form(measured: Measured, room: int, workers: int, disk: int) -> Choice:
     """The form of the highest rate. Among those within 2% the one that leaves most of the processor to others.
 
     A cache has to gain 2% of the one or the other over none, and a mixture over one form for all.
     """
     enough = _enough(measured)
     shares = [None, 0.0, 1.0, *(number / SHARES for number in range(1, SHARES))]
-    choices = [choice for share in shares if (choice := expect(measured, share, room, workers)).hits or share is None]
+    tried = [expect(measured, share, room, workers, disk) for share in shares]
+    choices = [choice for choice in tried if choice.hits or choice.share is None]
     best = min(enough, max(choice.rate for choice in choices))
     near = [choice for choice in choices if choice.rate * WORTH >= best]
     chosen = near[0]
@@ -142,11 +160,11 @@ def _enough(measured: Measured) -> float:
     return 1.25 * measured.compute
 
 
-def _threads(measured: Measured, choice: Choice, room: int) -> Choice:
+def _threads(measured: Measured, choice: Choice, room: int, disk: int) -> Choice:
     """The least number of fetches at once that keeps the choice's rate."""
     for threads in sorted(measured.storage):
         fewer = replace(measured, storage={threads: measured.storage[threads]})
-        there = expect(fewer, choice.share, room, max(1, choice.workers))
+        there = expect(fewer, choice.share, room, max(1, choice.workers), disk)
         if there.rate * WORTH >= choice.rate:
             return replace(choice, threads=threads, fetch=there.fetch)
     return choice
@@ -160,6 +178,7 @@ def explain(measured: Measured, choice: Choice, room: int) -> str:
         f"{choice.share or 0:.0%} of the samples cached prepared, the others as fetched",
     )
     held = "" if choice.share is None else f", {choice.hits:.0%} of them fit"
+    held += f" and {choice.on_disk:.0%} on the disk" if choice.on_disk else ""
     fetched, prepared = (("-" if math.isinf(size) else format_size(int(size))) for size in measured.sizes)
     storage = measured.storage[choice.threads]
     gain = f", {choice.rate / nothing.rate:.2f} times as many as without a cache" if choice.share is not None else ""

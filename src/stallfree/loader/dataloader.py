@@ -43,6 +43,7 @@ from stallfree.pipeline.compose import Compose
 from stallfree.plans import ImportanceSampler
 from stallfree.sources import as_source
 from stallfree.stats import ImportanceStats, LoaderStats
+from stallfree.stores import DiskTier
 from stallfree.units import parse_size
 
 _STATE_VERSION = 1
@@ -87,6 +88,7 @@ class DataLoader:
             most by the model of speed: of samples as fetched, prepared, or some of each; or none. It prints a line that
             says what and why. See `decision` and `cached`. None: no cache but that of a `CachedDataset`.
         capacity: bytes for that cache, as an int or such as "16GiB"; jobs on this host with the same data share it.
+        store: a `DiskTier` that this cache may use below memory, where that pays.
         output: "torch", or "numpy": yield arrays where there are tensors, ids and weights included, in the same memory.
             They hold a batch as tensors do. `InputError` while iterating for what NumPy has no form for (bfloat16).
         event_log: file that gets a line per event, for `stallfree simulate` to draw (see `stallfree.events`): who
@@ -129,10 +131,11 @@ class DataLoader:
         device: torch.device | str | int | None = None,
         cache: str | None = None,
         capacity: int | str | None = None,
+        store: DiskTier | None = None,
         event_log: str | os.PathLike[str] | None = None,
         output: str = "torch",
     ) -> None:
-        room = check_auto(cache, capacity, sampler)
+        room = check_auto(cache, capacity, store, sampler)
         open_workers, num_workers = num_workers is None and room is not None, num_workers or 0
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, persistent_workers)
         check_sampling(batch_size, shuffle, sampler, batch_sampler, drop_last)
@@ -158,7 +161,7 @@ class DataLoader:
         reader = reader_of(dataset)
         self._auto: AutoCache | None = None
         if room is not None:
-            self._auto = AutoCache(dataset, room, self.seed, None if open_workers else num_workers)
+            self._auto = AutoCache(dataset, room, self.seed, None if open_workers else num_workers, store)
             self.num_workers = num_workers = self._auto.num_workers
         self._options = Options(
             reader=reader,
@@ -338,7 +341,10 @@ class DataLoader:
         """
         version = state.get("version") if isinstance(state, dict) else None
         if version != _STATE_VERSION:
-            raise InputError(f"the state has version {version!r}, expected {_STATE_VERSION}: give what state_dict() of this release returned")
+            raise InputError(
+                f"the state has version {version!r}, expected {_STATE_VERSION}: give what state_dict() of this "
+                "release returned"
+            )
         missing = {"epoch", "seed", "order", "batches", "rest"} - state.keys()
         if missing:
             raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
@@ -351,12 +357,17 @@ class DataLoader:
             raise InputError(f"the state was taken with {state['order']}, this loader has {order}: give the same")
         if self._windowed is not None:
             if "window" not in state:
-                raise InputError("the state has no window: it was taken with a data set that is no SmartCacheDataset. Give the same data set")
+                raise InputError(
+                    "the state has no window: it was taken with a data set that is no SmartCacheDataset. Give the "
+                    "same data set"
+                )
             self._windowed.load_state_dict(state["window"])
             self._windowed.take_resume()  # the loader's own epoch, and the place in it, are in the state
         if self._importance is not None:
             if "importance" not in state:
-                raise InputError("the state has no losses: it was taken without an ImportanceSampler. Leave that out here too")
+                raise InputError(
+                    "the state has no losses: it was taken without an ImportanceSampler. Leave that out here too"
+                )
             self._importance.sampler.load_state_dict(state["importance"])
         self._epoch = state["epoch"]
         self._resume = {"batches": state["batches"], "rest": state["rest"]}
@@ -372,7 +383,9 @@ class DataLoader:
         Does not wait for the device that they are on. Raises `InputError` without an `ImportanceSampler`.
         """
         if self._importance is None:
-            raise InputError("update is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call")
+            raise InputError(
+                "update is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
+            )
         self._importance.sampler.update(ids, losses)
 
     def stats(self) -> LoaderStats:
@@ -383,7 +396,9 @@ class DataLoader:
     def importance_stats(self) -> ImportanceStats:
         """What the plans of the `ImportanceSampler` asked the cache for. Raises `InputError` without one."""
         if self._importance is None:
-            raise InputError("importance_stats is for a loader with sampler=ImportanceSampler(...): give it one, or use stats()")
+            raise InputError(
+                "importance_stats is for a loader with sampler=ImportanceSampler(...): give it one, or use stats()"
+            )
         return self._importance.stats()
 
     def close(self) -> None:

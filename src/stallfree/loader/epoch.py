@@ -84,7 +84,9 @@ class Progress:
         """The ids of all batches from number `position` on, the last handed out or later. Reads the sampler's rest."""
         self._draw(None)
         if self._problem is not None:
-            raise StallfreeError(f"there is no state to take: the sampler raised {self._problem!r}. Correct the sampler")
+            raise StallfreeError(
+                f"there is no state to take: the sampler raised {self._problem!r}. Correct the sampler"
+            )
         recent = list(self._recent)[len(self._recent) - (self.handed_out - position) :]
         return [ids.tolist() for ids in (*recent, *self._started.values(), *self._ready)]
 
@@ -303,8 +305,10 @@ def _raise(result: Result) -> None:
     if error is None:
         raise StallfreeError(f"batch {result.number} could not be made:\n{trace}") from trace
     if isinstance(error, StopIteration):  # would end the loop as if all were well
-        raise StallfreeError(f"batch {result.number} could not be made: the data set or collate_fn raised StopIteration, which would end "
-            "the epoch. Let it raise another error") from (trace or error)
+        raise StallfreeError(
+            f"batch {result.number} could not be made: the data set or collate_fn raised StopIteration, which would "
+            "end the epoch. Let it raise another error"
+        ) from (trace or error)
     if trace is None:
         raise error
     raise error from trace

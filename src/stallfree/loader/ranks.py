@@ -50,8 +50,8 @@ def find_ranks() -> Ranks:
     here = _number("LOCAL_WORLD_SIZE", count)
     if not 0 <= rank < count or not 1 <= here <= count:
         raise InputError(
-            f"rank {rank} of {count}, {here} on this host: RANK, WORLD_SIZE and LOCAL_WORLD_SIZE contradict each other. "
-            "Start the job with torchrun, or correct them"
+            f"rank {rank} of {count}, {here} on this host: RANK, WORLD_SIZE and LOCAL_WORLD_SIZE contradict each "
+            "other. Start the job with torchrun, or correct them"
         )
     return Ranks(rank, count, here)
 

@@ -371,7 +371,9 @@ class SmartCacheDataset:
         """Go on where `state_dict` was taken. Raises `InputError` for the state of another window."""
         version = state.get("version") if isinstance(state, dict) else None
         if version != 1:
-            raise InputError(f"the state has version {version!r}, expected 1: give what state_dict() of this release returned")
+            raise InputError(
+                f"the state has version {version!r}, expected 1: give what state_dict() of this release returned"
+            )
         mine = [self.plan.total, self.cache_num, self.replace_num, self.seed]
         if state["window"] != mine:
             raise InputError(

@@ -76,9 +76,10 @@ def fit_budget(sizes: Sizes, total: int, capacity: int, rate: float, available: 
     while size > 0 and size + replace_count(size, rate, available) > room:
         size -= max(1, (size + replace_count(size, rate, available) - room) // 2)
     if size < 1:
+        least = _capacity(total, 1 + replace_count(1, rate, available), found, found.mean)
         raise CapacityError(
             f"capacity={format_size(capacity)} holds no window: a sample takes {format_size(int(found.mean))}, and "
-            f"there must be room for one and its replacement: give {format_size(int(2.1 * found.mean))} or more"
+            f"there must be room for one and its replacement: give {least} bytes or more"
         )
     return Fit(size, capacity, found.example)
 
