@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo server test test-slow test-browser bench check docs clean
+.PHONY: help demo native server test test-slow test-browser bench check docs clean
 
 VENV ?= .venv
 ARGS ?=
@@ -18,7 +18,7 @@ PYTHON ?=
 CANDIDATES := python3.13 python3.12 python3.11 python3.10 python3
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check -c constraints.txt
-DECLARED := pyproject.toml constraints.txt
+DECLARED := pyproject.toml constraints.txt hatch_build.py src/stallfree/vision/_native.c
 
 help:
 	@sed -n '1,6s/^# \{0,1\}//p' Makefile
@@ -41,23 +41,23 @@ $(VENV)/.made:
 
 # One stamp per set of extras, so that an install is done once and again only when what is declared changes. Each is
 # resolved in one go, under the constraints.
-$(VENV)/.all: $(VENV)/.made $(DECLARED)
+$(VENV)/.all: $(VENV)/.made $(DECLARED) | native
 	$(INSTALL) -e '.[all]'
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.made $(DECLARED)
+$(VENV)/.test: $(VENV)/.made $(DECLARED) | native
 	$(INSTALL) -e '.[all,test]'
 	@touch $@
 
-$(VENV)/.check: $(VENV)/.made $(DECLARED)
+$(VENV)/.check: $(VENV)/.made $(DECLARED) | native
 	$(INSTALL) -e '.[all,test,check]'
 	@touch $@
 
-$(VENV)/.browser: $(VENV)/.made $(DECLARED)
+$(VENV)/.browser: $(VENV)/.made $(DECLARED) | native
 	$(INSTALL) -e '.[all,test,browser,docs]'
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.made $(DECLARED)
+$(VENV)/.docs: $(VENV)/.made $(DECLARED) | native
 	$(INSTALL) -e '.[all,docs]'
 	@touch $@
 
@@ -69,6 +69,13 @@ test: $(VENV)/.test server
 
 test-slow: $(VENV)/.test server
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Without it the part in C is left out (stallfree.vision then decodes whole pictures), and its tests are skipped.
+native:
+	@printf '#include <stdio.h>\n#include <jpeglib.h>\n' | $${CC:-cc} -E - >/dev/null 2>&1 || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+	    apt-get install -y -qq --no-install-recommends gcc libc6-dev libjpeg-dev >/dev/null; } || \
+	  echo "no C compiler or jpeglib.h: the compiled part is left out, its tests are skipped" >&2
 
 # Tests of stores across hosts need a server. Without it they are skipped, and say so.
 server:

@@ -20,6 +20,7 @@ NAMES = (
     "prepared_224",
     "prepared_32",
     "jpeg_warm",
+    "fast_prep",
     "cold_storage",
     "tiers",
     "lru_formula",

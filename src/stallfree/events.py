@@ -45,7 +45,9 @@ def read_events(path: str | Path) -> list[Event]:
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as a log of events: {error}") from error
+        raise InputError(
+            f"{path} cannot be read as a log of events: {error}. Give a log that stallfree wrote"
+        ) from error
     return [_event(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 

@@ -208,7 +208,10 @@ class SharedFolder:
                     self.created = True
                     return fd
             if time.monotonic() > deadline:
-                raise WaitError(f"another process holds {self.path} for itself for more than {ATTACH_SECONDS:.0f} s")
+                raise WaitError(
+                    f"another process holds {self.path} for itself for more than {ATTACH_SECONDS:.0f} s: end it, or "
+                    "give another name"
+                )
             time.sleep(0.001)
 
     def _attach(self) -> int | None:
@@ -292,7 +295,7 @@ class Unheld:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not (path / _ATTACHED).exists():
-            raise StorageError(f"{path} is gone: nobody uses it any more")
+            raise StorageError(f"{path} is gone: nobody uses it any more. Make it anew")
 
     def close(self) -> None:
         """Nothing."""

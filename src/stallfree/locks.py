@@ -91,7 +91,10 @@ class FileLock:
             pause = 0.0
             while not _try(entry.fd, 0):
                 if time.monotonic() > deadline:
-                    raise WaitError(f"{what}: another process (stopped?) held {self.path} for {seconds:g} s")
+                    raise WaitError(
+                        f"{what}: another process (stopped?) held {self.path} for {seconds:g} s: end it, or let it go "
+                        "on"
+                    )
                 time.sleep(pause)
                 pause = min(pause + 0.00005, 0.002)
             try:
@@ -128,7 +131,9 @@ class FileLock:
         for byte in range(1, CLAIMS + 1):
             if self.claim(byte):
                 return byte
-        raise WaitError(f"all {CLAIMS} places in {self.path} are taken by processes that live")
+        raise WaitError(
+            f"all {CLAIMS} places in {self.path} are taken by processes that live: use fewer, or another name"
+        )
 
     def claimed_elsewhere(self) -> bool:
         """Whether another process has claimed any byte."""

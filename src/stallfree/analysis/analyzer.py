@@ -396,7 +396,10 @@ def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
             return [_copied(batch) for batch in batches]
         except Exception as error:
             first = str(error).strip().split("\n")[-1] or type(error).__name__
-            raise InputError(f"the loader of the job cannot make a batch: {type(error).__name__}: {first}") from error
+            raise InputError(
+                f"the loader of the job cannot make a batch: {type(error).__name__}: {first}. Iterate it once to see "
+                "where"
+            ) from error
 
 
 def _path(where: str) -> list[str]:

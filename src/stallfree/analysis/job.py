@@ -82,7 +82,9 @@ class Job:
         except StallfreeError:
             raise
         except (TypeError, ValueError) as error:
-            raise InputError(f"the loader cannot be made with the arguments that were given: {error}") from error
+            raise InputError(
+                f"the loader cannot be made with the arguments that were given: {error}. Give those of its class"
+            ) from error
 
     def _make(self, dataset: Any, arguments: dict[str, Any]) -> Any:
         if self.loader == "stallfree":
@@ -164,13 +166,13 @@ def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
     build = module.get(name)
     if not callable(build):
         there = ", ".join(sorted(key for key, value in module.items() if callable(value) and key[0] != "_")[:8])
-        raise InputError(f"{place} has no function {name!r}; it has: {there or 'none'}")
+        raise InputError(f"{place} has no function {name!r}: give one that it has ({there or 'it has none'})")
     try:
         built = build()
     except StallfreeError:
         raise
     except Exception as error:
-        raise InputError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise InputError(f"{where} raised {type(error).__name__}: {error}. Correct it there") from error
     if not (isinstance(built, tuple) and len(built) == 3 and isinstance(built[1], Mapping) and callable(built[2])):
         raise InputError(
             f"{where} returned {_shape(built)}: return (dataset, loader_arguments, step), for instance "
@@ -185,7 +187,9 @@ def _import(place: str) -> dict[str, Any]:
         if place.endswith(".py") or os.sep in place:
             path = Path(place)
             if not path.is_file():
-                raise InputError(f"there is no file {place}")
+                raise InputError(
+                    f"there is no file {place}: give a file or a module and a function, such as my_job.py:build"
+                )
             sys.path.insert(0, str(path.resolve().parent))
             if path.stem.isidentifier():  # as a module, so that worker processes find what is in it
                 return vars(importlib.import_module(path.stem))
@@ -195,7 +199,7 @@ def _import(place: str) -> dict[str, Any]:
     except StallfreeError:
         raise
     except Exception as error:
-        raise InputError(f"{place} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise InputError(f"{place} cannot be loaded: {type(error).__name__}: {error}. Correct it there") from error
 
 
 def _shape(value: Any, depth: int = 2) -> str:
@@ -379,7 +383,7 @@ def read_some(job: Job) -> Records:
             if enough and len(found.ids) >= 2 * job.batch_size:
                 break
     except SampleError as error:
-        raise InputError(f"the job cannot be analysed: {error}") from error
+        raise InputError(f"the job cannot be analysed: {error}. Leave this sample out, or mend it") from error
     finally:
         opened.stop()
     if not job.parted:

@@ -48,7 +48,9 @@ class Report:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError(f"{path} cannot be read as a report: {error}") from error
+            raise InputError(
+                f"{path} cannot be read as a report: {error}. Give what `stallfree analyze --json` wrote"
+            ) from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise InputError(f"{path} is no report of stallfree: make one with `stallfree analyze --json {path}`")
         if data.get("version") != VERSION:

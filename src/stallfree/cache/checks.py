@@ -61,7 +61,7 @@ def checked_ids(ids: Any, num_ids: int) -> Array:
     except ValueError:
         array = np.empty((0, 0))
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise InputError(f"ids must be a sequence of integers, not {ids!r:.80}")
+        raise InputError(f"ids={ids!r:.80}: give a sequence of integers")
     array = array.astype(np.int64, copy=False)
     if len(array) and (array.min() < 0 or array.max() >= num_ids):
         bad = array[(array < 0) | (array >= num_ids)][0]
@@ -89,4 +89,4 @@ class Closed:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        raise InputError(f"the cache {self._name!r} is closed")
+        raise InputError(f"the cache {self._name!r} is closed: make a new one")

@@ -159,7 +159,8 @@ class Index:
             allocate(fd, 0, size)
         except OSError as error:
             raise StorageError(
-                f"no room for the {size:,} bytes of the cache's index in {file.parent}: {error}"
+                f"no room for the {size:,} bytes of the cache's index in {file.parent}: {error}. Make room there, or "
+                "give another folder"
             ) from error
         finally:
             os.close(fd)

@@ -340,7 +340,7 @@ class SampleCache:
         self._check_process()
         wanted = self.checked(ids)
         if len(wanted) != len(values):
-            raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values")
+            raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values: give one for each")
         return self._put(wanted, lambda at: encode(values[at], allow_pickle=self._allow_pickle))
 
     def put_records(self, ids: Any, records: Sequence[Record]) -> Array:
@@ -348,7 +348,7 @@ class SampleCache:
         self._check_process()
         wanted = self.checked(ids)
         if len(wanted) != len(records):
-            raise InputError(f"put_records was given {len(wanted)} ids and {len(records)} records")
+            raise InputError(f"put_records was given {len(wanted)} ids and {len(records)} records: give one for each")
         return self._put(wanted, records.__getitem__)
 
     def _put(self, wanted: Array, record: Callable[[int], Record]) -> Array:
@@ -444,7 +444,7 @@ class SampleCache:
             return
         with _after_fork:
             if not self._leave.alive:
-                raise InputError(f"the cache {self.name!r} is closed")
+                raise InputError(f"the cache {self.name!r} is closed: make a new one")
             if self._pid != os.getpid():
                 self._counters.claim(self._file_lock)
                 self._pid = os.getpid()
@@ -497,7 +497,9 @@ def _attach(root: Path, name: str, policy: Policy, allow_pickle: bool) -> Sample
     """Attach to a cache that another process made: how a cache travels to a worker."""
 
     def gone(folder: Path) -> None:
-        raise StorageError(f"the cache {name!r} in {root} is gone: the process that made it has closed it")
+        raise StorageError(
+            f"the cache {name!r} in {root} is gone: the process that made it has closed it. Make it anew"
+        )
 
     cache = SampleCache.__new__(SampleCache)
     cache._attach_to(name, root, policy, allow_pickle, gone, False)

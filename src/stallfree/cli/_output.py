@@ -15,6 +15,6 @@ def writable(path: Path | None) -> None:
     if path.is_dir():
         raise InputError(f"{path} is a folder: give the name of a file")
     if not path.parent.is_dir():
-        raise InputError(f"{path} cannot be written: there is no folder {path.parent}")
+        raise InputError(f"{path} cannot be written: there is no folder {path.parent}. Make it, or give another file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"{path} cannot be written: permission denied")
+        raise InputError(f"{path} cannot be written: permission denied. Give another file")

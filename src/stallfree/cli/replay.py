@@ -150,7 +150,7 @@ def _trace(
         raise InputError(f"--trace is taken as it is: leave out {', '.join(given)}, or --trace")
     found = _read(path)
     if not sum(map(len, found)):
-        raise InputError(f"--trace {path} holds no ids")
+        raise InputError(f"--trace {path} holds no ids: give a file with one at least")
     for epoch in found:
         if epoch.ndim != 1 or (len(epoch) and (epoch.dtype.kind not in "iu" or epoch.min() < 0)):
             raise InputError(f"--trace {path} must hold ids, integers of 0 or more; it holds {_bad(epoch)}")
@@ -170,7 +170,7 @@ def _read(path: Path) -> list[Array]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--trace {path} cannot be read: {_why(error)}") from error
+        raise InputError(f"--trace {path} cannot be read: {_why(error)}. Give a text file, .jsonl or .npy") from error
     if path.suffix == ".jsonl":
         return [_listed(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     epochs, start = [], 0
@@ -212,7 +212,7 @@ def _array(path: Path, name: str) -> Array:
     try:
         return np.asarray(np.load(path, allow_pickle=False))
     except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"{name} {path} cannot be read as an array of NumPy (.npy): {_why(error)}") from error
+        raise InputError(f"{name} {path} cannot be read ({_why(error)}): give a file of NumPy (.npy)") from error
 
 
 def _why(error: Exception) -> str:
@@ -322,5 +322,5 @@ def _write(path: Path, found: Sequence[Replay], asked: dict[str, Any], console: 
     try:
         path.write_text(json.dumps({"format": "stallfree-replay", "version": 1, **asked, "policies": policies}) + "\n")
     except OSError as error:
-        raise InputError(f"{path} cannot be written: {_why(error)}") from error
+        raise InputError(f"{path} cannot be written: {_why(error)}. Give another file") from error
     console.print(Text(f"wrote {path}"), soft_wrap=True)

@@ -178,5 +178,5 @@ def _write(path: Path, text: str, console: Console) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}; name a file in a folder that exists") from error
+        raise InputError(f"{path} cannot be written: {error.strerror}. Give another file") from error
     console.print(Text(f"wrote {path}"), soft_wrap=True)

@@ -113,7 +113,10 @@ class Cuda(Backend):
             raise InputError(f"device={str(device)!r}: PyTorch sees no GPU here. Give device='cpu', or see torch.cuda")
         number = torch.cuda.current_device() if device.index is None else device.index
         if number >= torch.cuda.device_count():
-            raise InputError(f"device={str(device)!r}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+            raise InputError(
+                f"device={str(device)!r}: there are {torch.cuda.device_count()} GPUs here, counted from 0. Give one "
+                "of them"
+            )
         self.device = torch.device("cuda", number)
 
     def bind(self) -> None:

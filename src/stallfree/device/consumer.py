@@ -152,7 +152,10 @@ class Consumer:
                 while (message := line.hear()) is None:
                     if not line.wait(deadline - time.monotonic()):
                         why = what or f"a batch: {self._reason()}"
-                        raise WaitError(f"consumer {self.number} has waited {self.timeout:g} s for {why}")
+                        raise WaitError(
+                            f"consumer {self.number} has waited {self.timeout:g} s for {why}. Give a larger timeout "
+                            "if it takes so long"
+                        )
         except EOFError:
             raise self.gone() from None
         return message

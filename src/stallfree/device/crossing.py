@@ -136,7 +136,7 @@ def attach(folder: Path) -> SharedFolder:
 
 
 def _must_exist(folder: Path) -> None:
-    raise StorageError(f"{folder} is gone")
+    raise StorageError(f"{folder} is gone: the process that loads has ended. Make a new ProcessPrefetcher")
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -127,7 +127,10 @@ class DevicePrefetcher:
         Raises `InputError` if the loader has none.
         """
         if not hasattr(self.loader, "state_dict"):
-            raise InputError(f"the loader, a {type(self.loader).__name__}, has no state_dict(): there is none to take")
+            raise InputError(
+                f"the loader, a {type(self.loader).__name__}, has no state_dict(): give a loader that has, such as "
+                "DataLoader"
+            )
         return self.loader.state_dict() if self._consumed is None else self._told(self._consumed)
 
     def _snapshot(self) -> Snapshot:
@@ -142,7 +145,10 @@ class DevicePrefetcher:
     def load_state_dict(self, state: Any) -> None:
         """Have the loader go on there, with the next iteration. Raises `InputError` if it cannot."""
         if not hasattr(self.loader, "load_state_dict"):
-            raise InputError(f"the loader, a {type(self.loader).__name__}, has no load_state_dict()")
+            raise InputError(
+                f"the loader, a {type(self.loader).__name__}, has no load_state_dict(): give a loader that has, such "
+                "as DataLoader"
+            )
         self.close()
         self._consumed = None
         self.loader.load_state_dict(state)
@@ -192,7 +198,9 @@ class _Iteration:
                 self._feeder.give_back(place)
             try:
                 if isinstance(item.error, StopIteration):  # would end the loop as if all were well
-                    raise StallfreeError("a batch could not be copied: StopIteration was raised") from item.error
+                    raise StallfreeError(
+                        "a batch could not be copied: StopIteration was raised in transform_on_device or .to()"
+                    ) from item.error
                 raise item.error
             finally:
                 del item  # or the traceback, which refers to this frame, would be referred to by it

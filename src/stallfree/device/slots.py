@@ -143,7 +143,10 @@ class SharedHost(Memory):
             memory = _mapped(fd)
         except OSError as error:
             (self._folder / name).unlink()
-            raise StorageError(f"there is no room in {self._folder} for a batch of {size} bytes: {error}") from error
+            raise StorageError(
+                f"there is no room in {self._folder} for a batch of {size} bytes: {error}. Give smaller batches, or a "
+                "larger /dev/shm"
+            ) from error
         finally:
             os.close(fd)
         self._names[memory.data_ptr()] = name

@@ -131,6 +131,23 @@ def flatten(transform: Transform | None) -> tuple[Transform, ...]:
     return tuple(step for part in parts for step in flatten(part))
 
 
+def halves_of(step: Transform) -> tuple[Transform, Transform] | None:
+    """A deterministic and a random step that do the same as `step` one after the other; None if it names none.
+
+    Asked is its method `halves()`, unless a subclass has another `__call__` than the class that wrote it.
+    """
+    if type(step) is OnItem:
+        inner = halves_of(step.transform)
+        return inner and (OnItem(step.key, inner[0]), OnItem(step.key, inner[1]))
+    for cls in type(step).__mro__:
+        if "halves" in vars(cls):
+            first, second = step.halves()  # type: ignore[attr-defined]
+            return first, second
+        if "__call__" in vars(cls):
+            return None
+    return None
+
+
 def is_monai_compose(transform: Any) -> bool:
     """Whether `transform` is exactly MONAI's `Compose`, not a subclass such as `OneOf`."""
     return type(transform).__name__ == "Compose" and comes_from(type(transform), "monai.transforms")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stallfree.pipeline.compose import Compose, Transform, describe_step, flatten
+from stallfree.pipeline.compose import Compose, Transform, describe_step, flatten, halves_of
 from stallfree.pipeline.libraries import known
 from stallfree.pipeline.marks import mark_deterministic, mark_random
 from stallfree.pipeline.probe import run_step, try_step
@@ -28,20 +28,25 @@ class Verdict:
     random: bool
     """Whether it may give another output for the same input."""
     reason: str
-    """Who says so: `"mark"`, `"torchvision"`, `"albumentations"`, `"monai"` or `"probe"`; `"undecided"` when nothing
-    does, and `"after"` for a step behind the first random one that was not looked into, as it is not cached anyway."""
+    """Who says so: `"mark"`, `"torchvision"`, `"albumentations"`, `"monai"` or `"probe"`; `"halves"` for the two that
+    stand for one random step, `"undecided"` when nothing does, and `"after"` for a step behind the first random one
+    that was not looked into, as it is not cached anyway."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A pipeline in two: `random(deterministic(value))` is the whole. `str()` gives a table of the steps."""
+    """A pipeline in two: `random(deterministic(value))` is the whole. `str()` gives a table of the steps.
+
+    A step with `halves` that was taken apart may do both at once in another way: then the whole is equal within the
+    error of that, such as a decoder's.
+    """
 
     deterministic: Compose
     """The longest run of steps, from the first one, that always give the same output for the same input."""
     random: Compose
     """The other steps."""
     verdicts: tuple[Verdict, ...]
-    """One per step of the flattened pipeline, in order."""
+    """One per step of the flattened pipeline, in order; two for a step that was taken apart into its halves."""
 
     def __str__(self) -> str:
         lines = [
@@ -62,22 +67,32 @@ def split(transform: Transform | None, probe: Any = None) -> Split:
     on it too. None stands for no probe.
 
     A step that none of these decides counts as random, with a `StallfreeWarning` that names it.
+
+    When the first random step has a method `halves() -> (deterministic, random)`, and `random(deterministic(x))` is
+    what the step makes of `x`, these two stand in its place, the first one at the end of the part that may be cached.
     """
-    steps = flatten(transform)
-    values = _Values(steps, probe)
+    flat = flatten(transform)
+    values = _Values(flat, probe)
+    steps: list[Transform] = []
     verdicts: list[Verdict] = []
-    count = 0
-    for place, step in enumerate(steps):
+    count: int | None = None  # deterministic steps, as soon as a random one has come
+    for place, step in enumerate(flat):
         sign = known(step)
         if sign is not None:
             verdict = Verdict(describe_step(step), *sign)
-        elif count < place:
+        elif count is not None:
             verdict = Verdict(describe_step(step), True, "after")
         else:
             verdict = _tried(step, place, values)
-        verdicts.append(verdict)
-        if count == place and not verdict.random:
-            count += 1
+        halves = halves_of(step) if count is None and verdict.random else None
+        if verdict.random and count is None:
+            count = place + (halves is not None)
+        steps += halves or [step]
+        if halves is None:
+            verdicts.append(verdict)
+        else:
+            verdicts += (Verdict(describe_step(half), half is halves[1], "halves") for half in halves)
+    count = len(steps) if count is None else count
     return Split(Compose(steps[:count]), Compose(steps[count:]), tuple(verdicts))
 
 

@@ -187,7 +187,9 @@ class ImportanceSampler:
             rotating=plan == "unbiased" and given,
         )
         if self.rule.p_min > target_io:
-            raise InputError(f"p_min={p_min} is above target_io={target_io}: no draw has so few operations")
+            raise InputError(
+                f"p_min={p_min} is above target_io={target_io}: give a smaller p_min, no draw has so few operations"
+            )
         self.losses = Losses(self.num_samples, relative=score == "shade")
         self._drawn = np.full(self.num_samples, -1, np.int32)
         self._marks = Marks(self.num_samples)
@@ -298,7 +300,9 @@ class ImportanceSampler:
         Raises `InputError` if it brought none.
         """
         if self._begun_draw is None:
-            raise InputError("the state has no plan: it was taken before the first epoch, and has no batches left")
+            raise InputError(
+                "the state has no plan: it was taken before the first epoch, and has no batches left. Begin a new epoch"
+            )
         self._marks.ended[:] = False
         self._others = []
         return self._begun(self._begun_draw, rest)
@@ -431,13 +435,18 @@ class ImportanceSampler:
         """Go on as where `state_dict` was taken. Raises `InputError` for a state of another sampler or release."""
         version = state.get("version") if isinstance(state, dict) else None
         if version != _STATE_VERSION:
-            raise InputError(f"the state has version {version!r}, expected {_STATE_VERSION}: it is of another release")
+            raise InputError(
+                f"the state has version {version!r}, expected {_STATE_VERSION}: give what state_dict() of this "
+                "release returned"
+            )
         missing = {"plan", "seed", "next", "iterated", "drawn", "marks", "losses", "draw", "begun"} - state.keys()
         if missing:
             raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
         for name, mine in (("plan", self.rule.plan), ("seed", self.seed)):
             if state[name] != mine:
-                raise InputError(f"the state was taken with {name}={state[name]!r}, this sampler has {mine!r}")
+                raise InputError(
+                    f"the state was taken with {name}={state[name]!r}, this sampler has {mine!r}: give the same"
+                )
         drawn = unpack(state["drawn"], np.int32)
         self.losses.load(state["losses"])
         self._drawn[:] = drawn

@@ -81,7 +81,9 @@ class BySamples:
         self.scheduler = scheduler
         self.steps = _steps_of(scheduler) if steps is None else _count("steps", steps, 1)
         if isinstance(scheduler, OneCycleLR) and self.steps > scheduler.total_steps:
-            raise InputError(f"steps={self.steps}: this OneCycleLR was made for total_steps={scheduler.total_steps}")
+            raise InputError(
+                f"steps={self.steps}: this OneCycleLR was made for total_steps={scheduler.total_steps}: give the same"
+            )
         self.seen = 0
         self._last = self.steps - 1 if _periodic(scheduler) else self.steps
         self._at = 0  # steps made
@@ -129,7 +131,10 @@ class BySamples:
         """Go on where `state_dict` was taken. Raises `InputError` for a state of another schedule or release."""
         version = state.get("version") if isinstance(state, dict) else None
         if version != _STATE_VERSION:
-            raise InputError(f"the state has version {version!r}, expected {_STATE_VERSION}: it is of another release")
+            raise InputError(
+                f"the state has version {version!r}, expected {_STATE_VERSION}: give what state_dict() of this "
+                "release returned"
+            )
         if missing := set(_KEYS) - state.keys():
             raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
         if state["steps"] != self.steps:

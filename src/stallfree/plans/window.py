@@ -58,7 +58,8 @@ class WindowPlan:
         self.total = len(self._first)
         if not 1 <= size <= self.total or not 0 <= replace <= self.total - size:
             raise InputError(
-                f"a window of {size} samples of which {replace} are replaced does not fit over {self.total} samples"
+                f"a window of {size} samples of which {replace} are replaced does not fit over {self.total} samples: "
+                "give fewer"
             )
         self.size = size
         self.replace = replace

@@ -486,7 +486,7 @@ class Conductor:
 
 
 def _must_exist(folder: Path) -> None:
-    raise StorageError(f"the group's folder {folder} is gone: the job that made it has ended")
+    raise StorageError(f"the group's folder {folder} is gone: the job that made it has ended. Make a new loader")
 
 
 def _next_epoch(folder: Path) -> int:

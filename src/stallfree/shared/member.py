@@ -255,7 +255,8 @@ class Member:
         if self._in_a_row >= LIVES:
             raise WorkerError(
                 f"{LIVES} processes that were to prepare for the group {self._group.name!r} died one after the other "
-                f"(the last was {pid}), before a batch came. Kills by the system often mean that memory is short",
+                f"(the last was {pid}), before a batch came. Kills by the system often mean that memory is short: use "
+                "less, or fewer workers",
                 ids=[],
             )
         reap(0.0)

@@ -77,7 +77,10 @@ def unpack_hello(data: bytearray) -> Hello:
     """The member in a message. Raises `StallfreeError` if that is of another release."""
     kind, version, pid, rank, ranks, catchup, position, job = _HELLO.unpack_from(data)
     if (kind, version) != (Kind.HELLO, VERSION):
-        raise StallfreeError(f"process {pid} speaks version {version} of the group's protocol, this one {VERSION}")
+        raise StallfreeError(
+            f"process {pid} speaks version {version} of the group's protocol, this one {VERSION}: install the same "
+            "release for all"
+        )
     name = data[_HELLO.size :].decode(errors="replace")
     return Hello(pid, job, rank, ranks, position, bool(catchup), name)
 

@@ -190,7 +190,7 @@ class _State:
     def hold(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Hold the lock."""
         if not self.close.alive:
-            raise InputError(f"{what}: this ThrottledSource is closed")
+            raise InputError(f"{what}: this ThrottledSource is closed: make a new one")
         return self._lock.hold(LOCK_SECONDS, what)
 
     def load(self) -> tuple[float, float, int, int]:

@@ -186,7 +186,9 @@ def look(address: Address, seconds: float) -> Layout | None:
     except exceptions.RedisError as error:
         raise StorageError(f"no server answers at {address}: {error}. Start it, or leave it out") from error
     except (TypeError, ValueError, AttributeError, LookupError) as error:
-        raise StorageError(f"the server {address} tells of its cluster what nobody understands: {error}") from error
+        raise StorageError(
+            f"the server {address} tells of its cluster what nobody understands: {error}. Give Redis or Valkey"
+        ) from error
     finally:
         connection.disconnect()
 

@@ -73,7 +73,8 @@ def find_place() -> Place:
         return Place()
     if not 0 <= number < count:
         raise InputError(
-            f"node {number} of {count}: the environment's RANK, WORLD_SIZE and the like contradict each other"
+            f"node {number} of {count}: the environment's RANK, WORLD_SIZE and the like contradict each other. "
+            "Start the job with torchrun, or correct them"
         )
     port = _number("MASTER_PORT")
     if not host or port is None:

@@ -73,7 +73,7 @@ class PartitionedCache:
     @property
     def _owner(self) -> Array:
         if self._owners is None:
-            raise InputError(f"the cache {self.name!r} is closed")
+            raise InputError(f"the cache {self.name!r} is closed: make a new one")
         return self._owners
 
     # -- what is there ------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class PartitionedCache:
         """
         wanted = self.local.checked(ids)
         if len(wanted) != len(values):
-            raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values")
+            raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values: give one for each")
         owner = self._owner[wanted]
         taken = np.zeros(len(wanted), bool)
         until = time.monotonic() + _PATIENCE

@@ -84,13 +84,13 @@ class ServerCache:
             given = ", ".join(map(str, addresses)) or "none"
             raise InputError(f"the servers {given} were given: give one or more, each of them once")
         if timeout <= 0:
-            raise InputError(f"timeout={timeout}: give seconds above 0")
+            raise InputError(f"timeout={timeout!r}: give seconds above 0")
         size = parse_size(capacity, "capacity")
         spots = find_spots(addresses, data_key(name, fingerprint).hex())
         if per_server is not None and size > per_server * len(spots):
             raise CapacityError(
                 f"capacity={format_size(size)} for {name!r} is more than {len(spots)} servers times "
-                f"capacity_per_node={format_size(per_server)}"
+                f"capacity_per_node={format_size(per_server)}: give less, or more servers"
             )
         self._attach(num_ids, spots, size, name, fingerprint, allow_pickle, timeout)
 
@@ -248,7 +248,7 @@ class ServerCache:
         self._check_process()
         wanted = checked_ids(ids, self.num_ids)
         if len(wanted) != len(values):
-            raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values")
+            raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values: give one for each")
         unique, first, back = np.unique(wanted, return_index=True, return_inverse=True)
         pauses = [shelf.pause > 0 for shelf in self._shelves]
         owner = self._here.owner[unique].tolist()
@@ -301,7 +301,7 @@ class ServerCache:
 
     def _check_process(self) -> None:
         if self._last is not None:
-            raise InputError(f"the cache {self.name!r} is closed")
+            raise InputError(f"the cache {self.name!r} is closed: make a new one")
         if self._pid != os.getpid():
             with _after_fork:
                 if self._pid != os.getpid():

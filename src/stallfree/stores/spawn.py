@@ -224,7 +224,7 @@ class Node:
             if now > deadline:
                 raise WaitError(
                     f"the server of the store {self.name!r} did not answer within {_START_SECONDS:.0f} s. "
-                    f"The file {self.folder / keeper.LOG} says what it does"
+                    f"The file {self.folder / keeper.LOG} says what it does: end what keeps it busy, and try again"
                 )
             time.sleep(0.002)
 
@@ -235,7 +235,9 @@ class Node:
             if self._keeper.claimed_elsewhere():
                 return False
             if before >= _KEEPERS:
-                raise MissingServerError(f"the process that keeps the server died {before} times: {_tail(log)}")
+                raise MissingServerError(
+                    f"the process that keeps the server died {before} times; the end of {log}: {_tail(log)}"
+                )
             self._run_keeper(log, find_server())
         self.started = True
         return True
@@ -254,7 +256,9 @@ class Node:
                     start_new_session=True,
                 )
         except OSError as error:
-            raise StorageError(f"the server of the store {self.name!r} cannot be started: {error}") from error
+            raise StorageError(
+                f"the server of the store {self.name!r} cannot be started: {error}. See that {server} can be run"
+            ) from error
         process.wait()  # not for the keeper, which is a child of this one and goes on
 
     def _failure(self, failed: dict[str, Any]) -> Exception:
@@ -263,7 +267,10 @@ class Node:
                 f"the server of the store {self.name!r} cannot listen there: {failed['text']}. Give another port, "
                 "or port=0 for a free one"
             )
-        return MissingServerError(f"the server of the store {self.name!r} cannot be kept alive: {failed['text']}")
+        return MissingServerError(
+            f"the server of the store {self.name!r} cannot be kept alive: {failed['text']}. See "
+            f"{self.folder / keeper.LOG}"
+        )
 
     def close(self) -> None:
         """Leave the node. If nobody is left, server, clerk and folder are gone when this returns."""

@@ -134,7 +134,7 @@ class RedisStore:
         need_linux("RedisStore", "use store='memory'")
         self.capacity = parse_size(capacity_per_node, "capacity_per_node")
         if timeout <= 0:
-            raise InputError(f"timeout={timeout}: give seconds above 0")
+            raise InputError(f"timeout={timeout!r}: give seconds above 0")
         self.name, self.timeout, self.allow_pickle = check_name(name), timeout, allow_pickle
         self._node: Node | None = None
         self._peers: list[Peer] = []
@@ -197,7 +197,8 @@ class RedisStore:
         if taken + capacity > self.capacity:
             raise CapacityError(
                 f"capacity={format_size(capacity)} for {name!r} is more than the store {self.name!r} has left on this "
-                f"node: {format_size(self.capacity - taken)} of capacity_per_node={format_size(self.capacity)}"
+                f"node: {format_size(self.capacity - taken)} of capacity_per_node={format_size(self.capacity)}: give "
+                "less"
             )
         local = SampleCache(
             num_ids,

@@ -330,7 +330,7 @@ class TieredCache:
         """
         wanted = self.memory.checked(ids)
         if len(wanted) != len(values):
-            raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values")
+            raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values: give one for each")
         mover = self._writing()
         if not mover.takes:
             return self.memory.put_many(wanted, values) | ~self.here(wanted)
@@ -378,7 +378,7 @@ class TieredCache:
     @property
     def _moving(self) -> Array:
         if self._flags is None:
-            raise InputError(f"the cache {self.name!r} is closed")
+            raise InputError(f"the cache {self.name!r} is closed: make a new one")
         return self._flags
 
     def _writing(self) -> Mover:

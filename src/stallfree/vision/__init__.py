@@ -1,0 +1,22 @@
+"""Everyday transforms of pictures, on bytes.
+
+    encoded bytes ─▶ DecodeRandomResizedCrop ─▶ (ColorJitter, ...) ─▶ batch ─▶ device ─▶ Normalize
+
+Pictures are uint8 arrays of shape (H, W, 3). What is drawn comes from Python's generator, which stallfree seeds for
+each sample, so a sample is the same function of (seed, epoch, id) wherever it is prepared.
+"""
+
+from stallfree.vision.crops import DecodeRandomResizedCrop, RandomResizedCrop
+from stallfree.vision.normalize import Normalize
+from stallfree.vision.transforms import CenterCrop, ChannelsFirst, ColorJitter, RandomHorizontalFlip, Resize
+
+__all__ = [
+    "CenterCrop",
+    "ChannelsFirst",
+    "ColorJitter",
+    "DecodeRandomResizedCrop",
+    "Normalize",
+    "RandomHorizontalFlip",
+    "RandomResizedCrop",
+    "Resize",
+]

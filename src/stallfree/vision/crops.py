@@ -1,0 +1,164 @@
+"""A random part of a picture, resized: from encoded pictures and from decoded ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from stallfree.errors import InputError
+from stallfree.pipeline.marks import mark_random
+from stallfree.sources.decode import DecodeImage
+from stallfree.vision import native
+from stallfree.vision.arguments import check_layout, checked_size, pixels_of, probability
+from stallfree.vision.native import Crop, Layout, Pixels
+
+_TRIES = 10
+
+
+class _RandomCrop:
+    """What the two have in common: the arguments, and what is drawn."""
+
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        scale: Sequence[float] = (0.08, 1.0),
+        ratio: Sequence[float] = (3 / 4, 4 / 3),
+        *,
+        flip: float = 0.0,
+        layout: Layout = "HWC",
+    ) -> None:
+        self.size = checked_size(size)
+        self.scale = _range(scale, "scale")
+        self.ratio = _range(ratio, "ratio")
+        self.flip = probability(flip, "flip")
+        self.layout = check_layout(layout)
+
+    def draw(self, height: int, width: int) -> tuple[Crop, bool]:
+        """A part of a picture of that size, and whether to mirror it, out of Python's generator."""
+        crop = self._draw_crop(height, width)
+        return crop, self.flip > 0 and random.random() < self.flip
+
+    def _draw_crop(self, height: int, width: int) -> Crop:
+        low, high = map(math.log, self.ratio)
+        for _ in range(_TRIES):
+            area = height * width * random.uniform(*self.scale)
+            ratio = math.exp(random.uniform(low, high))
+            across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < across <= width and 0 < down <= height:
+                top, left = random.randint(0, height - down), random.randint(0, width - across)
+                return Crop(top, left, down, across)
+        return _central(height, width, *self.ratio)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.size}, scale={self.scale}, ratio={self.ratio}, flip={self.flip}, "
+            f"layout={self.layout!r})"
+        )
+
+
+@mark_random
+class RandomResizedCrop(_RandomCrop):
+    """A random part of a picture, resized to `size`: torchvision's `RandomResizedCrop` on bytes.
+
+    The part has a share of the area drawn evenly from `scale` and a ratio of width to height whose logarithm is drawn
+    evenly from that of `ratio`, and lies anywhere; after 10 parts that do not fit, it is the largest central one within
+    `ratio`. Resizing is bilinear with antialiasing, and within 1 of torch's.
+
+    Takes a uint8 array of shape (H, W, 3) or what NumPy can see as one, such as a `PIL.Image`; gives a new one.
+
+    Args:
+        size: (height, width) of the result, or one number for both.
+        scale: least and largest share of the area.
+        ratio: least and largest width / height.
+        flip: how likely the result is mirrored, left to right, 0 to 1.
+        layout: of the result: "HWC" (height, width, 3), or "CHW" (3, height, width).
+
+    Raises `InputError` for arguments that cannot be used, and when called with something else than a picture.
+    """
+
+    def __call__(self, picture: Any) -> Pixels:
+        pixels = pixels_of(picture, self)
+        crop, mirror = self.draw(*pixels.shape[:2])
+        return cut(pixels, crop, self, mirror)
+
+
+@mark_random
+class DecodeRandomResizedCrop(_RandomCrop):
+    """Encoded bytes to a random part of the picture: `DecodeImage` and `RandomResizedCrop` in one, and faster.
+
+    The part is drawn first. Of a JPEG, only rows and columns of the part are decoded, at 1/2, 1/4 or 1/8 of the
+    resolution where that is twice the `size`, and are resized as they come; damage below the part is not noticed. That
+    needs the compiled part of stallfree, which an install makes where there is a C compiler with the headers of
+    libjpeg-turbo. Without it, and for other formats, pictures are decoded whole.
+
+    `ImageFolder(root, DecodeRandomResizedCrop(224))` leaves its own decoding out. A cache of fetched samples
+    (`form="fetched"`) holds encoded pictures; one of prepared samples holds decoded ones, as `halves` says, and what
+    is drawn is the same.
+
+    Args: those of `RandomResizedCrop`.
+
+    Raises `InputError` for arguments that cannot be used, and when called with bytes that are no whole picture.
+    """
+
+    takes_encoded: ClassVar[bool] = True
+    """For `ImageFolder`: this step wants the bytes of the file."""
+
+    def __call__(self, data: bytes) -> Pixels:
+        encoded = _encoded(data, self)
+        size = native.jpeg_size(encoded)
+        if size is not None:
+            crop, mirror = self.draw(*size)
+            out = native.decode_crop(encoded, crop, self.size, self.layout, mirror)
+            return cut(_decoded(encoded), crop, self, mirror) if out is None else out
+        pixels = _decoded(encoded)
+        crop, mirror = self.draw(*pixels.shape[:2])
+        return cut(pixels, crop, self, mirror)
+
+    def halves(self) -> tuple[DecodeImage, RandomResizedCrop]:
+        """A deterministic and a random step that do the same one after the other: decoding, and the rest."""
+        rest = RandomResizedCrop(self.size, self.scale, self.ratio, flip=self.flip, layout=self.layout)
+        return DecodeImage(), rest
+
+
+def cut(pixels: Pixels, crop: Crop, step: _RandomCrop, mirror: bool) -> Pixels:
+    """The part `crop` of `pixels`, in the size and layout of `step`."""
+    top, left, height, width = crop
+    return native.resized(pixels[top : top + height, left : left + width], step.size, step.layout, mirror)
+
+
+def _decoded(data: bytes) -> Pixels:
+    pixels: Any = DecodeImage()(data)
+    return pixels  # type: ignore[no-any-return]
+
+
+def _encoded(data: Any, step: object) -> bytes:
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, (bytearray, memoryview)):
+        return bytes(data)
+    raise InputError(
+        f"{step!r} got a {type(data).__name__}: it wants the bytes of an encoded picture. Leave out the decoding "
+        "before it, or use RandomResizedCrop, which takes decoded pictures"
+    )
+
+
+def _central(height: int, width: int, low: float, high: float) -> Crop:
+    """The largest part around the middle whose ratio of width to height is within `low` to `high`."""
+    down, across = height, width
+    if width < low * height:
+        down = round(width / low)
+    elif width > high * height:
+        across = round(height * high)
+    return Crop((height - down) // 2, (width - across) // 2, down, across)
+
+
+def _range(given: Sequence[float], name: str) -> tuple[float, float]:
+    try:
+        low, high = (float(value) for value in given)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not 0 < low <= high < math.inf:
+        raise InputError(f"{name}={given!r}: give two numbers above 0, the smaller one first")
+    return low, high

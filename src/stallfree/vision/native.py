@@ -1,0 +1,147 @@
+"""The compiled part: decoding a part of a JPEG, and resizing, in C. Everything here also works without, only slower.
+
+`_native.so` is compiled when the package is installed or built, where there are a C compiler and the headers of
+libjpeg-turbo (see `hatch_build.py`). It knows nothing of Python, and lets other threads run while it works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import interpolate
+
+from stallfree.cache.serial import one_thread
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+Layout: TypeAlias = Literal["HWC", "CHW"]
+
+LIBRARY = Path(__file__).with_name("_native.so")
+ABI = 1
+GREY = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue in ITU-R BT.601, as Pillow and torchvision have them."""
+
+_TAIL = 1024
+"""Bytes at the end of a file among which a JPEG must end: one that was cut short is not decoded in part."""
+
+log = logging.getLogger("stallfree")
+
+
+class Crop(NamedTuple):
+    """A part of a picture, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions, or None where they are not there; the log `stallfree` says why, as information."""
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        log.info("pictures are decoded whole and resized by torch, which takes longer: %s", error)
+        return None
+    if found.stallfree_abi() != ABI:
+        log.info("pictures are decoded whole and resized by torch: %s is of another version, install anew", LIBRARY)
+        return None
+    pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    found.stallfree_jpeg_size.argtypes = [ctypes.c_char_p, size, pointer]
+    found.stallfree_decode.argtypes = [ctypes.c_char_p, size, *[number] * 8, pointer]
+    found.stallfree_resize.argtypes = [pointer, ctypes.c_int64, *[number] * 6, pointer]
+    found.stallfree_blend.argtypes = [pointer, ctypes.c_int64, ctypes.c_float, ctypes.c_float, pointer]
+    found.stallfree_blend.restype = None
+    found.stallfree_sums.argtypes = [pointer, ctypes.c_int64, pointer]
+    found.stallfree_sums.restype = None
+    return found
+
+
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Height and width if `data` is a JPEG to its end that can be decoded in part, else None."""
+    found = library()
+    if found is None or data[:3] != b"\xff\xd8\xff" or data.find(b"\xff\xd9", len(data) - _TAIL) < 0:
+        return None
+    size = (ctypes.c_int * 2)()
+    return None if found.stallfree_jpeg_size(data, len(data), size) else (size[0], size[1])
+
+
+def decode_crop(data: bytes, crop: Crop, size: tuple[int, int], layout: Layout, mirror: bool) -> Pixels | None:
+    """A part of a JPEG, resized to `size`; None if it cannot be decoded so, such as CMYK, or is damaged there.
+
+    Only rows down to the end of `crop` are looked at. Where half, a quarter or an eighth of the resolution still has
+    twice the `size`, no more than that is decoded: values of photographs then differ by less than half on average.
+    """
+    found = library()
+    assert found is not None
+    out = _empty(size, layout)
+    problem = found.stallfree_decode(data, len(data), *crop, *size, layout == "CHW", mirror, out.ctypes.data)
+    return None if problem else out
+
+
+def resized(pixels: Pixels, size: tuple[int, int], layout: Layout = "HWC", mirror: bool = False) -> Pixels:
+    """`pixels` of shape (H, W, 3) in `size`: bilinear, with antialiasing. Mirrored left to right with `mirror`."""
+    found = library()
+    if found is None:
+        return _resized_by_torch(pixels, size, layout, mirror)
+    plain = pixels if pixels.strides[1:] == (3, 1) else np.ascontiguousarray(pixels)
+    out, sides = _empty(size, layout), plain.shape[:2]
+    problem = found.stallfree_resize(
+        plain.ctypes.data, plain.strides[0], *sides, *size, layout == "CHW", mirror, out.ctypes.data
+    )
+    return _resized_by_torch(pixels, size, layout, mirror) if problem else out
+
+
+def blended(pixels: Pixels, factor: float, grey: float | None) -> Pixels:
+    """`pixels * factor + grey * (1 - factor)`, rounded and kept to 0 to 255; `grey` None: that of each pixel itself."""
+    found = library()
+    pixels = np.ascontiguousarray(pixels)
+    if found is not None:
+        out = np.empty_like(pixels)
+        count = pixels.size // 3
+        found.stallfree_blend(pixels.ctypes.data, count, factor, -1 if grey is None else grey, out.ctypes.data)
+        return out
+    values = pixels.astype(np.float32)
+    base = values @ np.array(GREY, np.float32)[:, None] if grey is None else np.float32(grey)
+    mixed = values * np.float32(factor) + base * np.float32(1 - factor) + np.float32(0.5)
+    changed: Pixels = mixed.clip(0, 255).astype(np.uint8)
+    return changed
+
+
+def mean_grey(pixels: Pixels) -> float:
+    """The mean of the grey of all pixels, 0 to 255."""
+    found = library()
+    pixels = np.ascontiguousarray(pixels)
+    count = pixels.size // 3
+    if found is None:
+        sums = np.ones(count, np.float64) @ pixels.reshape(-1, 3)
+    else:
+        sums = np.empty(3, np.int64)
+        found.stallfree_sums(pixels.ctypes.data, count, sums.ctypes.data)
+    return float(sums @ np.array(GREY)) / count
+
+
+def version() -> str:
+    """What resizes: it decides the last bit of some pixels."""
+    return f"stallfree {ABI}" if library() is not None else f"torch {torch.__version__}"
+
+
+def _empty(size: tuple[int, int], layout: Layout) -> Pixels:
+    return np.empty((3, *size) if layout == "CHW" else (*size, 3), np.uint8)
+
+
+def _resized_by_torch(pixels: Pixels, size: tuple[int, int], layout: Layout, mirror: bool) -> Pixels:
+    plain = np.require(pixels, requirements=["C", "W"])  # what torch takes without a word
+    view = torch.from_numpy(plain).permute(2, 0, 1)[None]
+    with one_thread():
+        out = interpolate(view, size, mode="bilinear", antialias=True)[0]
+        out = out.flip(2) if mirror else out
+        array: Pixels = (out if layout == "CHW" else out.permute(1, 2, 0)).contiguous().numpy()
+    return array

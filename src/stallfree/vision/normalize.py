@@ -1,0 +1,84 @@
+"""Bytes to normalised floats, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stallfree.errors import InputError
+from stallfree.vision.arguments import check_layout
+from stallfree.vision.native import Layout
+
+
+class Normalize:
+    """`(pixels / 255 - mean) / std` of batches of bytes, for `transform_on_device` of `DevicePrefetcher`.
+
+        sf.DevicePrefetcher(loader, "cuda", transform_on_device=sf.vision.Normalize())
+
+    In a tensor, tuple, list or mapping, nested too, all uint8 tensors of 4 dimensions become floats of shape
+    (N, 3, H, W); all else stays as it is. From "HWC" they get torch's memory format `channels_last`, without a copy.
+
+    Args:
+        mean, std: of red, green and blue, where values are 0 to 1; those of ImageNet by default.
+        layout: of the bytes: "HWC", (N, H, W, 3), or "CHW", (N, 3, H, W).
+        dtype: of the floats.
+
+    Raises `InputError` for arguments that cannot be used, and for a batch without such a tensor.
+    """
+
+    def __init__(
+        self,
+        mean: Sequence[float] = (0.485, 0.456, 0.406),
+        std: Sequence[float] = (0.229, 0.224, 0.225),
+        *,
+        layout: Layout = "HWC",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
+        if len(self.mean) != 3 or len(self.std) != 3 or not all(value > 0 for value in self.std):
+            raise InputError(f"mean={mean!r}, std={std!r}: give three numbers each, those of std above 0")
+        if not dtype.is_floating_point:
+            raise InputError(f"dtype={dtype}: give a type of floats, such as torch.float32")
+        self.layout, self.dtype = check_layout(layout), dtype
+        self._constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, batch: Any) -> Any:
+        changed, found = self._walk(batch)
+        if not found:
+            raise InputError(
+                f"{self!r} got a {type(batch).__name__} without a uint8 tensor of 4 dimensions to normalise"
+            )
+        return changed
+
+    def _walk(self, value: Any) -> tuple[Any, int]:
+        """`value` with its pictures changed, and how many tensors of them there are."""
+        if isinstance(value, torch.Tensor):
+            return (self._floats(value), 1) if value.dtype == torch.uint8 and value.ndim == 4 else (value, 0)
+        if isinstance(value, Mapping):
+            pairs = {key: self._walk(item) for key, item in value.items()}
+            items = {key: item for key, (item, _) in pairs.items()}
+            return items, sum(count for _, count in pairs.values())
+        if isinstance(value, (tuple, list)):
+            walked = [self._walk(item) for item in value]
+            parts = [item for item, _ in walked]
+            whole: Any = value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+            return whole, sum(count for _, count in walked)
+        return value, 0
+
+    def _floats(self, pixels: torch.Tensor) -> torch.Tensor:
+        first = pixels.permute(0, 3, 1, 2) if self.layout == "HWC" else pixels
+        if first.shape[1] != 3:
+            raise InputError(f"{self!r} got pictures of shape {tuple(pixels.shape)}: they have no 3 channels there")
+        if pixels.device not in self._constants:
+            mean, std = (torch.tensor(value, device=pixels.device).view(3, 1, 1) for value in (self.mean, self.std))
+            self._constants[pixels.device] = 1 / (255 * std), -mean / std
+        scale, shift = self._constants[pixels.device]
+        return first.to(torch.float32).mul_(scale).add_(shift).to(self.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_constants": {}}
+
+    def __repr__(self) -> str:
+        return f"Normalize({self.mean}, {self.std}, layout={self.layout!r}, dtype={self.dtype})"

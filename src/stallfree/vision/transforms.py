@@ -1,0 +1,152 @@
+"""Everyday transforms of pictures that stay bytes: arrays of uint8 and shape (H, W, 3) in, new ones out."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from stallfree.cache.serial import one_thread
+from stallfree.errors import InputError
+from stallfree.pipeline.marks import mark_deterministic, mark_random
+from stallfree.vision import native
+from stallfree.vision.arguments import checked_size, pixels_of, probability
+from stallfree.vision.native import Pixels
+
+
+@mark_random
+class RandomHorizontalFlip:
+    """Mirrors pictures left to right with probability `p`; the others pass as they are."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = probability(p, "p")
+
+    def __call__(self, picture: Any) -> Pixels:
+        pixels = pixels_of(picture, self)
+        if random.random() >= self.p:
+            return np.ascontiguousarray(pixels)
+        plain = np.require(pixels, requirements=["C", "W"])
+        with one_thread():
+            mirrored: Pixels = torch.from_numpy(plain).flip(1).numpy()  # 8 times as fast as NumPy
+        return mirrored
+
+    def __repr__(self) -> str:
+        return f"RandomHorizontalFlip({self.p})"
+
+
+@mark_deterministic
+class Resize:
+    """Resizes pictures, bilinear with antialiasing, within 1 of torch's result.
+
+    Args:
+        size: (height, width) of the result; or one number for the shorter side, and the longer one follows.
+    """
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        sides = checked_size(size)
+        self.size: int | tuple[int, int] = sides if isinstance(size, Sequence) else sides[0]
+
+    def __call__(self, picture: Any) -> Pixels:
+        pixels = pixels_of(picture, self)
+        return native.resized(pixels, self._wanted(*pixels.shape[:2]))
+
+    def _wanted(self, height: int, width: int) -> tuple[int, int]:
+        if isinstance(self.size, tuple):
+            return self.size
+        longer = int(self.size * max(height, width) / min(height, width))
+        return (self.size, longer) if height <= width else (longer, self.size)
+
+    def fingerprint(self) -> str:
+        """The size, and what resizes, which decides the last bit of some pixels."""
+        return f"Resize({self.size}; {native.version()})"
+
+    def __repr__(self) -> str:
+        return f"Resize({self.size})"
+
+
+@mark_deterministic
+class CenterCrop:
+    """The part of `size` around the middle; a picture that is smaller is surrounded by black, as torchvision does.
+
+    Args:
+        size: (height, width), or one number for both.
+    """
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        self.size = checked_size(size)
+
+    def __call__(self, picture: Any) -> Pixels:
+        pixels = pixels_of(picture, self)
+        for axis, wanted in enumerate(self.size):
+            missing = wanted - pixels.shape[axis]
+            if missing > 0:
+                around = [(0, 0)] * 3
+                around[axis] = (missing // 2, (missing + 1) // 2)
+                pixels = np.pad(pixels, around)
+        height, width = self.size
+        top, left = (round((have - want) / 2) for have, want in zip(pixels.shape, self.size, strict=False))
+        return np.ascontiguousarray(pixels[top : top + height, left : left + width])
+
+    def __repr__(self) -> str:
+        return f"CenterCrop({self.size})"
+
+
+@mark_random
+class ColorJitter:
+    """Changes brightness, contrast and saturation by random factors, in random order.
+
+    Each is a number x for a factor of max(0, 1 - x) to 1 + x, or the least and the largest factor; 1 changes nothing.
+    Brightness mixes with black, contrast with the mean grey of the picture, saturation with the grey of each pixel.
+    """
+
+    def __init__(
+        self,
+        brightness: float | Sequence[float] = 0,
+        contrast: float | Sequence[float] = 0,
+        saturation: float | Sequence[float] = 0,
+    ) -> None:
+        self.brightness = _factors(brightness, "brightness")
+        self.contrast = _factors(contrast, "contrast")
+        self.saturation = _factors(saturation, "saturation")
+
+    def __call__(self, picture: Any) -> Pixels:
+        pixels = np.ascontiguousarray(pixels_of(picture, self))
+        kinds = ["brightness", "contrast", "saturation"]
+        random.shuffle(kinds)
+        for kind in kinds:
+            low, high = getattr(self, kind)
+            factor = random.uniform(low, high)
+            if factor == 1:
+                continue
+            grey = None if kind == "saturation" else 0.0 if kind == "brightness" else native.mean_grey(pixels)
+            pixels = native.blended(pixels, factor, grey)
+        return pixels
+
+    def __repr__(self) -> str:
+        return f"ColorJitter({self.brightness}, {self.contrast}, {self.saturation})"
+
+
+@mark_deterministic
+class ChannelsFirst:
+    """(H, W, 3) to (3, H, W), still bytes of 0 to 255: the order that convolutions of torch want."""
+
+    def __call__(self, picture: Any) -> Pixels:
+        return np.ascontiguousarray(pixels_of(picture, self).transpose(2, 0, 1))
+
+    def __repr__(self) -> str:
+        return "ChannelsFirst()"
+
+
+def _factors(given: float | Sequence[float], name: str) -> tuple[float, float]:
+    try:
+        low, high = given if isinstance(given, Sequence) else (max(0.0, 1 - given), 1 + given)
+        fine = 0 <= low <= high < math.inf
+    except (TypeError, ValueError):
+        fine = False
+    if not fine or (not isinstance(given, Sequence) and given < 0):
+        raise InputError(f"{name}={given!r}: give 0 or more, or (least, largest factor)")
+    return float(low), float(high)

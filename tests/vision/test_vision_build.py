@@ -1,0 +1,100 @@
+"""Compiling the part in C when the package is built, and doing without."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stallfree.vision import native
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The build hook of this working copy."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.delenv("STALLFREE_NATIVE", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    return module
+
+
+@contextmanager
+def run_hook(build: ModuleType, target: str = "wheel") -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """What a build of `target` is told by the hook, and what the user is told."""
+
+    class Hook(build.NativeBuildHook):  # type: ignore[name-defined, misc]
+        target_name = target
+        app = SimpleNamespace(display_warning=lambda text: said.append(text))
+
+        def __init__(self) -> None:
+            pass
+
+    said: list[str] = []
+    data: dict[str, Any] = {"force_include": {}}
+    hook = Hook()
+    hook.initialize("standard", data)
+    try:
+        yield data, said
+    finally:
+        hook.finalize("standard", data, "")
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
+def test_without_a_compiler_the_wheel_is_for_everyone_and_the_user_is_told(
+    build: ModuleType, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with run_hook(build) as (data, said):
+        assert data == {"force_include": {}}  # py3-none-any, as without the hook
+        assert len(said) == 1
+        assert "installed without its compiled part" in said[0]
+        assert "libjpeg-dev" in said[0]
+    monkeypatch.setenv("STALLFREE_NATIVE", "1")
+    with pytest.raises(RuntimeError, match=f"STALLFREE_NATIVE=1, but {compiler} .* failed"), run_hook(build):
+        pass
+
+
+def test_not_wished(build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STALLFREE_NATIVE", "0")
+    assert build.compile_native(tmp_path / "x.so") == "STALLFREE_NATIVE=0"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_source_distribution_has_none(build: ModuleType) -> None:
+    with run_hook(build, "sdist") as found:
+        assert found == ({"force_include": {}}, [])
+
+
+def test_compiled_it_is_in_the_wheel_which_is_for_this_platform(build: ModuleType) -> None:
+    if shutil.which("cc") is None or native.library() is None:
+        pytest.skip("the compiled part cannot be made here")
+    with run_hook(build) as (data, said):
+        assert said == []
+        assert data["tag"].startswith("py3-none-linux_")
+        assert data["pure_python"] is False
+        ((made, place),) = data["force_include"].items()
+        assert place == "stallfree/vision/_native.so"
+        assert [path.name for path in Path(made).parent.iterdir()] == ["_native.so"]
+        assert ctypes.CDLL(made).stallfree_abi() == native.ABI
+
+
+def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if native.library() is None:
+        pytest.skip("the compiled part is not there")
+    monkeypatch.setattr(native, "ABI", native.ABI + 1)
+    assert native.library.__wrapped__() is None
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "nothing.so")
+    assert native.library.__wrapped__() is None

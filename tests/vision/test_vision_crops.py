@@ -1,0 +1,303 @@
+"""Random parts of pictures: which ones, what they look like, and that decoding only the part changes nothing."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.nn.functional import interpolate
+from vision_data import distance, encode, photograph
+
+import stallfree as sf
+from stallfree.errors import InputError
+from stallfree.pipeline.marks import mark_of
+from stallfree.vision import RandomResizedCrop, crops, native
+from stallfree.vision.native import Crop
+
+JPEG = encode(photograph(), quality=90)
+KINDS = {
+    "444": encode(photograph(), subsampling=0),
+    "422": encode(photograph(), subsampling=1),
+    "420": encode(photograph(), subsampling=2),
+    "progressive": encode(photograph(), progressive=True),
+    "grey": encode(photograph(), mode="L"),
+    "restarts": encode(photograph(), restart_marker_rows=1),
+    "odd": encode(photograph(61, 83)),
+    "tiny": encode(photograph(5, 3)),
+    "narrow": encode(photograph(200, 2)),
+    "followed": JPEG + b"\0" * 100,
+}
+WHOLE = {
+    "cmyk": encode(photograph(), mode="CMYK"),
+    "png": encode(photograph(), "PNG"),
+    "webp": encode(photograph(), "WEBP"),
+}
+
+Numbers = npt.NDArray[np.float64]
+
+
+def drawn(step: RandomResizedCrop | sf.DecodeRandomResizedCrop, count: int, height: int, width: int) -> list[Crop]:
+    random.seed(1)
+    return [step.draw(height, width)[0] for _ in range(count)]
+
+
+def model(count: int, height: int, width: int, scale: Any, ratio: Any) -> Iterator[Crop]:
+    """Parts as torchvision's documentation says: a random area and aspect ratio, 10 tries, then a central part."""
+    rng = np.random.default_rng(2)
+    for _ in range(count):
+        areas = rng.uniform(*scale, 10) * height * width
+        aspects = np.exp(rng.uniform(*np.log(ratio), 10))
+        w, h = np.round(np.sqrt(areas * aspects)), np.round(np.sqrt(areas / aspects))
+        fits = np.flatnonzero((w <= width) & (h <= height))
+        if len(fits):
+            at = fits[0]
+            yield Crop(int(rng.integers(0, height - h[at] + 1)), int(rng.integers(0, width - w[at] + 1)), h[at], w[at])
+        else:
+            aspect = min(max(width / height, ratio[0]), ratio[1])
+            w, h = min(width, round(height * aspect)), min(height, round(width / aspect))
+            yield Crop((height - h) // 2, (width - w) // 2, h, w)
+
+
+def figures(parts: list[Crop], height: int, width: int) -> dict[str, Numbers]:
+    top, left, h, w = np.array(parts, np.float64).T
+    room = np.maximum([height - h, width - w], 1)
+    return {"area": h * w, "ratio": np.log(w / h), "top": top / room[0], "left": left / room[1], "bottom": top + h}
+
+
+def gap(a: Numbers, b: Numbers) -> float:
+    """The statistic of Kolmogorov and Smirnov: the largest gap between two distribution functions."""
+    at = np.concatenate([a, b])
+    shares = (np.searchsorted(np.sort(x), at, side="right") / len(x) for x in (a, b))
+    return float(np.abs(np.subtract(*shares)).max())
+
+
+@pytest.mark.parametrize(("height", "width"), [(333, 500), (500, 200), (224, 224)])
+@pytest.mark.parametrize(("scale", "ratio"), [((0.08, 1.0), (3 / 4, 4 / 3)), ((0.5, 0.9), (0.5, 1.0))])
+def test_parts_are_distributed_as_torchvision_says(height: int, width: int, scale: Any, ratio: Any) -> None:
+    count = 4000
+    ours = figures(drawn(RandomResizedCrop(224, scale, ratio), count, height, width), height, width)
+    theirs = figures(list(model(count, height, width, scale, ratio)), height, width)
+    for name, values in ours.items():
+        assert gap(values, theirs[name]) < 1.95 * math.sqrt(2 / count), name  # equal ones exceed it once in 1,000
+
+
+def test_parts_are_distributed_as_those_of_torchvision() -> None:
+    transforms = pytest.importorskip("torchvision.transforms")
+    count, picture = 2000, torch.zeros(3, 333, 500)
+    torch.manual_seed(0)
+    get = transforms.RandomResizedCrop.get_params
+    theirs = [Crop(*get(picture, [0.08, 1.0], [3 / 4, 4 / 3])) for _ in range(count)]
+    ours = figures(drawn(RandomResizedCrop(224), count, 333, 500), 333, 500)
+    for name, values in figures(theirs, 333, 500).items():
+        assert gap(values, ours[name]) < 1.95 * math.sqrt(2 / count), name
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"),
+    [(10, 1000, Crop(0, 493, 10, 13)), (1000, 10, Crop(493, 0, 13, 10))],
+)
+def test_where_nothing_fits_it_is_the_middle(height: int, width: int, expected: Crop) -> None:
+    assert set(drawn(RandomResizedCrop(8, scale=(0.9, 1.0)), 20, height, width)) == {expected}
+
+
+def test_mirrored_as_often_as_asked() -> None:
+    random.seed(0)
+    step = RandomResizedCrop(8, flip=0.3)
+    assert sum(step.draw(50, 50)[1] for _ in range(3000)) == pytest.approx(900, abs=100)
+    assert not any(RandomResizedCrop(8).draw(50, 50)[1] for _ in range(50))
+
+
+@pytest.mark.parametrize("size", [(224, 224), (64, 96), (1, 1), (300, 5)])
+@pytest.mark.parametrize("crop", [Crop(0, 0, 120, 170), Crop(7, 31, 50, 41), Crop(100, 0, 1, 170), Crop(3, 9, 1, 1)])
+def test_resizing_is_that_of_torch(size: tuple[int, int], crop: Crop, engine: str) -> None:
+    top, left, height, width = crop
+    part = photograph()[top : top + height, left : left + width]
+    view = torch.from_numpy(part).permute(2, 0, 1)[None]
+    expected = interpolate(view, size, mode="bilinear", antialias=True)[0].numpy()
+    assert distance(native.resized(part, size, "CHW"), expected).max() <= 1
+    assert distance(native.resized(part, size), expected.transpose(1, 2, 0)).max() <= 1
+    mirrored = native.resized(part, size, "HWC", mirror=True)
+    assert distance(mirrored[:, ::-1], expected.transpose(1, 2, 0)).max() <= 1
+    assert mirrored.flags.c_contiguous
+    assert mirrored.flags.writeable
+
+
+def test_resizing_anything_that_numpy_shows(engine: str) -> None:
+    pixels = photograph()
+    frozen = pixels.copy()
+    frozen.flags.writeable = False
+    views = [pixels[::-1], pixels[:, ::-1], pixels[..., ::-1], pixels[::3, 5:90:2], np.asfortranarray(pixels), frozen]
+    for view in views:
+        assert distance(native.resized(view, (40, 50)), native.resized(view.copy(), (40, 50))).max() == 0
+    for grey in (0, 1, 200, 255):
+        even = np.full((77, 310, 3), grey, np.uint8)
+        for size in ((224, 224), (1, 5), (3, 1)):
+            assert (native.resized(even, size) == grey).all()
+    assert (native.resized(pixels, pixels.shape[:2]) == pixels).all()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *WHOLE])
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+def test_the_halves_do_the_same(kind: str, layout: Any, engine: str) -> None:
+    data = (KINDS | WHOLE)[kind]
+    step = sf.DecodeRandomResizedCrop((72, 90), (0.01, 1.0), flip=0.5, layout=layout)
+    decode, rest = step.halves()
+    for seed in range(25):
+        random.seed(seed)
+        fused, state = step(data), random.getstate()
+        random.seed(seed)
+        apart = rest(decode(data))
+        assert distance(fused, apart).max() <= 1
+        assert random.getstate() == state  # whatever comes next draws the same
+        assert fused.shape == ((3, 72, 90) if layout == "CHW" else (72, 90, 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_part_is_decoded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.library() is None:
+        pytest.skip("the compiled part is not there")
+    monkeypatch.setattr(crops, "_decoded", lambda data: pytest.fail("decoded whole"))
+    for _ in range(5):
+        sf.DecodeRandomResizedCrop(33)(KINDS[kind])
+
+
+@pytest.mark.parametrize(("side", "reduced"), [(161, False), (41, False), (40, True), (20, True), (10, True)])
+def test_less_resolution_where_twice_the_size_is_left(side: int, reduced: bool) -> None:
+    if native.library() is None:
+        pytest.skip("the compiled part is not there")
+    data = encode(photograph(300, 400), quality=95)
+    whole: Any = sf.DecodeImage()(data)
+    found = native.decode_crop(data, Crop(11, 23, 161, 190), (side, side), "HWC", False)
+    apart = distance(found, native.resized(whole[11:172, 23:213], (side, side)))
+    assert 0 < apart.mean() < 2.5 if reduced else apart.max() <= 1
+
+
+@pytest.mark.parametrize("cut", [0, 3, 40, 300, 0.3, 0.9, -2])
+def test_a_file_cut_short_is_an_error_wherever_the_part_lies(cut: float, engine: str) -> None:
+    data = JPEG[: int(cut * len(JPEG)) if isinstance(cut, float) else cut]
+    for seed in range(20):
+        random.seed(seed)
+        with pytest.raises(InputError, match=f"no whole picture in these {len(data)} bytes"):
+            sf.DecodeRandomResizedCrop(8, scale=(0.01, 0.02))(data)
+
+
+def test_damage_is_treated_as_by_the_decoder_of_whole_pictures(engine: str) -> None:
+    step = sf.DecodeRandomResizedCrop(32, scale=(1.0, 1.0), ratio=(170 / 120, 170 / 120))
+    refused = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        data = bytearray(JPEG)
+        data[rng.randrange(len(data) // 10, len(data) - 2)] = rng.randrange(256)
+        try:
+            whole: Any = sf.DecodeImage()(bytes(data))
+        except InputError as error:
+            refused += 1
+            with pytest.raises(InputError, match=str(error)[:40]):
+                step(bytes(data))
+        else:
+            assert distance(step(bytes(data)), native.resized(whole, (32, 32))).max() <= 1
+    assert refused < 30
+
+
+def test_bytes_of_other_kinds(engine: str) -> None:
+    step = sf.DecodeRandomResizedCrop(16)
+    for data in (bytearray(JPEG), memoryview(JPEG)):
+        random.seed(3)
+        found = step(data)  # type: ignore[arg-type]
+        random.seed(3)
+        np.testing.assert_array_equal(found, step(JPEG))
+
+
+def test_pictures_of_other_kinds(engine: str) -> None:
+    from PIL import Image
+
+    pixels = photograph()
+    random.seed(1)
+    expected = RandomResizedCrop(16)(pixels)
+    for picture in (Image.fromarray(pixels), torch.from_numpy(pixels)):
+        random.seed(1)
+        np.testing.assert_array_equal(RandomResizedCrop(16)(picture), expected)
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "message"),
+    [
+        (sf.DecodeRandomResizedCrop(8), photograph(), "wants the bytes of an encoded picture.*RandomResizedCrop"),
+        (RandomResizedCrop(8), JPEG, "wants a picture as uint8.*DecodeImage"),
+        (RandomResizedCrop(8), photograph().astype(np.float32), r"float32, shape \(120, 170, 3\)"),
+        (RandomResizedCrop(8), photograph()[..., 0], "wants a picture"),
+        (RandomResizedCrop(8), np.zeros((0, 5, 3), np.uint8), "wants a picture"),
+    ],
+)
+def test_called_with_something_else(step: Any, value: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        step(value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": 0},
+        {"size": (1, 2, 3)},
+        {"size": 2.5},
+        {"size": "224"},
+        {"scale": (0.0, 1.0)},
+        {"scale": (1.0, 0.5)},
+        {"scale": 0.5},
+        {"ratio": (0.5, math.inf)},
+        {"flip": 1.5},
+        {"flip": "yes"},
+        {"layout": "NCHW"},
+    ],
+)
+@pytest.mark.parametrize("kind", [RandomResizedCrop, sf.DecodeRandomResizedCrop])
+def test_arguments_that_cannot_be(kind: Any, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"{next(iter(wrong))}="):
+        kind(**({"size": 8} | wrong))
+
+
+def test_marked_and_pickled() -> None:
+    for step in (RandomResizedCrop(8), sf.DecodeRandomResizedCrop((8, 9), flip=0.5, layout="CHW")):
+        assert mark_of(step) is True
+        assert repr(pickle.loads(pickle.dumps(step))) == repr(step)
+
+
+class TestInAPipeline:
+    def test_a_folder_of_pictures_leaves_its_decoding_out(self, tmp_path: Any) -> None:
+        (tmp_path / "cats").mkdir()
+        (tmp_path / "cats/1.jpg").write_bytes(JPEG)
+        data = sf.ImageFolder(tmp_path, sf.Compose([sf.DecodeRandomResizedCrop(16), sf.vision.ChannelsFirst()]))
+        assert len(data.pipeline) == 2
+        assert data[0][0].shape == (3, 16, 16)
+        with pytest.raises(InputError, match="decodes the pictures itself: leave them out"):
+            sf.ImageFolder(tmp_path, sf.DecodeRandomResizedCrop(16), output="pil")
+        decoded = sf.ImageFolder(tmp_path, RandomResizedCrop(16))
+        assert len(decoded.pipeline) == 2
+
+    def test_both_forms_of_the_cache_draw_the_same(self, tmp_path: Any, engine: str) -> None:
+        paths = []
+        for number in range(4):
+            path = tmp_path / f"{number}.jpg"
+            path.write_bytes(encode(photograph(seed=number)))
+            paths.append(path)
+        data = sf.FileDataset(paths, [0, 1, 2, 3], sf.DecodeRandomResizedCrop(40, flip=0.5))
+        after = sf.OnItem(0, sf.vision.ColorJitter(0.3))
+        epochs: dict[str, list[Any]] = {}
+        for form in ("fetched", "prepared"):
+            with sf.CachedDataset(data, capacity="8MiB", form=form, transform=after) as cached:
+                epochs[form] = [[cached[id] for id in range(4)] for _ in range(3)]
+                whole = cached.cache.get(0)[0]
+                assert isinstance(whole, bytes) if form == "fetched" else whole.shape == (120, 170, 3)
+        for fetched, prepared in zip(epochs["fetched"], epochs["prepared"], strict=True):
+            for one, other in zip(fetched, prepared, strict=True):
+                assert one[1] == other[1]
+                assert distance(one[0], other[0]).max() <= 2
+        first, second, _ = epochs["fetched"]
+        assert all(distance(a[0], b[0]).max() > 2 for a, b in zip(first, second, strict=True))

@@ -1,0 +1,34 @@
+"""Pictures for the tests of vision."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def photograph(height: int = 120, width: int = 170, seed: int = 0) -> Pixels:
+    """Slopes, edges and some noise, as a photograph has them."""
+    y, x = np.mgrid[0:height, 0:width]
+    waves = np.stack([np.sin(x / 9.0 + seed), np.cos(y / 7.0), np.sin((x + y) / 13.0)], -1) * 70 + 120
+    waves[(x // 23 + y // 17) % 2 == 0] *= 0.7
+    noise = np.random.default_rng(seed).normal(0, 6, waves.shape)
+    return (waves + noise).clip(0, 255).astype(np.uint8)
+
+
+def encode(pixels: Pixels, format: str = "JPEG", mode: str = "RGB", **options: Any) -> bytes:
+    """`pixels` as the bytes of a file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(file, format, **options)
+    return file.getvalue()
+
+
+def distance(a: Any, b: Any) -> Pixels:
+    """How far apart the values of two pictures are."""
+    assert a.shape == b.shape
+    return np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).astype(np.uint8)
