@@ -30,10 +30,10 @@ SMALL = "small"
 def run(options: Options) -> Report:
     rows, checks, raw, versions = [], [], {}, {}
     with scratch_folder() as scratch:
-        what = make_photos(scratch / "photos", options.data, 120 if options.quick else 600)
+        what = make_photos(scratch / "photos", options.data, 120 if options.quick else 400)
         size = sum(path.stat().st_size for path in (scratch / "photos").rglob("*.jpg"))
         _make_small(scratch / SMALL, 400 if options.quick else 6000)
-        for name, task in _workloads(size, 120 if options.quick else 600).items():
+        for name, task in _workloads(size, 120 if options.quick else 400).items():
             say(f" {name}")
             folder = scratch / (SMALL if name.startswith("small") else "photos")
             common = {"batch": 32, "seconds": 0.5 if options.quick else 2.0, "photos": str(folder), **task}
