@@ -113,8 +113,19 @@ def _open_to_others(path: Path) -> bool:
         return False
 
 
+def is_path(value: object) -> bool:
+    """Whether `value` can be the path of a file: text or path-like, not empty, and without a null byte."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return isinstance(text, str) and text != "" and "\0" not in text
+
+
 def user_root(store: str | Path) -> Path:
-    """The folder of this user's caches below the folder `store` on a disk. Raises `PlatformError` but on Linux."""
+    """The folder of this user's caches below the folder `store` on a disk.
+
+    Raises `InputError` for what is no path, `PlatformError` but on Linux.
+    """
+    if not is_path(store):
+        raise InputError(f"store={store!r:.80}: give 'memory', the path of a folder, a RedisStore or a DiskTier")
     need_linux(f"a cache on a disk (store={str(store)!r})", "use store='memory'")
     return Path(store).expanduser().absolute() / f"stallfree-{user_id()}"
 

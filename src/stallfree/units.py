@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from typing import Any
 
 from stallfree.errors import CapacityError, InputError
 
@@ -33,6 +35,20 @@ def parse_size(value: int | str, name: str = "size") -> int:
     if size < 0:
         raise CapacityError(f"{name}={value!r} is negative: give a size of 0 bytes or more")
     return int(size)
+
+
+def parse_whole(value: Any, name: str, low: int | None = None) -> int:
+    """`value` as an int: an int, or what Python takes for one, such as those of NumPy.
+
+    Raises `InputError` for a bool, for anything else, and for less than `low`.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (low is not None and number < low):
+        raise InputError(f"{name}={value!r:.80}: give a whole number" + ("" if low is None else f", {low} or more"))
+    return number
 
 
 def parse_rate(value: float | int | str, name: str = "rate") -> float:

@@ -249,7 +249,7 @@ if __name__ == "__main__":
 def test_loaders_of_stallfree_count_what_they_served(tmp_path: Path) -> None:
     watched, found = alone(STALLFREE, tmp_path)
     epoch = "[[0, 1], [4, 5, 6, 7], [8, 9]]\n"
-    assert watched.stdout == 2 * epoch + "_Iteration tensor([0])\n"
+    assert watched.stdout == 2 * epoch + "Iteration tensor([0])\n"
     assert counts(found) == [("Some", 3, 6, 16), ("range", 1, 1, 1)]
 
 

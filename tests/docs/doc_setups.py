@@ -104,9 +104,9 @@ _ANEW = 'data = sf.ImageFolder("pictures", transform=transform); cached = sf.Cac
 SETUPS = {
     "README.md": Setup(
         before={
-            2: _VOLUMES,
-            3: "transform = sf.Compose([resize, flip, to_tensor])\n" + _ANEW,
-            4: "loader.close()\n" + _ANEW,
+            3: _VOLUMES,
+            4: "transform = sf.Compose([resize, flip, to_tensor])\n" + _ANEW,
+            5: "loader.close()\n" + _ANEW,
         }
     ),
     "docs/tutorial.md": Setup(world="", smaller=[(r"range\(600\)", "range(24)")]),

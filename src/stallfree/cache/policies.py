@@ -115,7 +115,7 @@ def make_policy(policy: str | Policy) -> Policy:
     """The policy of that name. Raises `InputError` for an unknown one."""
     if isinstance(policy, Policy):
         return policy
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise InputError(f"policy={policy!r} is unknown: use one of {', '.join(sorted(POLICIES))}")
     return POLICIES[policy]()
 

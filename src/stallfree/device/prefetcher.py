@@ -301,5 +301,5 @@ def _check(loader: Any, depth: Any, keep: Any, transform: Any, debug: bool) -> N
 def _device(device: torch.device | str | int) -> torch.device:
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error

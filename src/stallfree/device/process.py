@@ -150,7 +150,7 @@ def _check(make_loader: Any, device: Any, depth: Any, consumers: Any, timeout: A
         raise InputError(f"timeout={timeout!r}: give the seconds to wait for a batch, more than 0")
     try:
         where = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error
     if where.type == "cuda":
         return SharedCuda(where).device

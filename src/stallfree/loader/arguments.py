@@ -15,7 +15,7 @@ from stallfree.errors import InputError
 from stallfree.loader.reader import Reader
 from stallfree.plans import ImportanceSampler
 from stallfree.stores import AnyCache, DiskTier, PartitionedCache
-from stallfree.units import parse_size
+from stallfree.units import parse_size, parse_whole
 
 WAIT_SECONDS = 300.0
 """Longest wait for a batch unless `timeout` says otherwise."""
@@ -48,7 +48,8 @@ def check_sampling(
     if batch_size is None and drop_last:
         raise InputError("drop_last=True needs a batch_size")
     for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
-        if value is not None and not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
+        iterable = not isinstance(value, type) and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
+        if value is not None and not iterable:
             raise InputError(f"{name}={value!r} cannot be iterated: give one that yields ids")
 
 
@@ -129,9 +130,7 @@ def seed_of(dataset: Any, seed: Any, generator: Any) -> int:
         if generator is not None:
             return generator.initial_seed()
         return dataset.seed if isinstance(getattr(dataset, "reader", None), Reader) else 0
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise InputError(f"seed={seed!r}: give an int, or None")
-    return int(seed)
+    return parse_whole(seed, "seed")
 
 
 def _is_int(value: Any) -> bool:

@@ -24,7 +24,7 @@ from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
 from stallfree.stores import AnyCache, DiskTier, RedisStore, SpreadCache, open_cache, wished_store
-from stallfree.units import parse_size
+from stallfree.units import parse_size, parse_whole
 
 _FORMAT = "records-1"
 _MOST_EPOCHS = 2**31 - 2
@@ -97,7 +97,7 @@ class CachedDataset:
         found = (wished_store() or "memory") if self._wished else store
         self._store = found if isinstance(found, RedisStore) else None  # lives as long as its caches are used
         self.source: Source = as_source(dataset)
-        self.seed = operator.index(seed)
+        self.seed = parse_whole(seed, "seed")
         self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         first = look(self.source, self.steps)
         self.form, self.decision = choose_form(
@@ -183,7 +183,7 @@ class CachedDataset:
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the samples from now on, in the workers too. Only for loaders other than stallfree's."""
         self.reader.check()
-        if not 0 <= operator.index(epoch) <= _MOST_EPOCHS:
+        if not 0 <= parse_whole(epoch, "epoch") <= _MOST_EPOCHS:
             raise InputError(f"epoch={epoch}: give 0 or more, and less than 2**31 - 1")
         self._epochs.array[0] = epoch + 1
 

@@ -13,6 +13,7 @@ from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.ranks import find_ranks
 from stallfree.plans.local import local_shares
 from stallfree.stores import PartitionedCache
+from stallfree.units import parse_whole
 
 
 class LocalSampler(DistributedSampler[Any]):
@@ -53,8 +54,9 @@ class LocalSampler(DistributedSampler[Any]):
         if not isinstance(dataset, CachedDataset):
             raise InputError(f"LocalSampler was given {type(dataset).__name__}: give it a CachedDataset")
         ranks = find_ranks()
-        number = ranks.rank if rank is None else rank
-        count = ranks.count if num_ranks is None else num_ranks
+        seed = parse_whole(seed, "seed")
+        number = ranks.rank if rank is None else parse_whole(rank, "rank")
+        count = ranks.count if num_ranks is None else parse_whole(num_ranks, "num_ranks", 1)
         if not 0 <= number < count:
             raise InputError(f"rank {number} of {count}: give a rank from 0 to {count - 1}")
         sized: Any = dataset  # of which only the length is asked for

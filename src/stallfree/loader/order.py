@@ -94,10 +94,10 @@ class Order:
 
     def _checked(self, ids: Any) -> Ids:
         """Ids as an array; negative ones count from the end, as in a list."""
-        given = ids if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor, range)) else list(ids)
+        given = ids if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor, range)) else _listed(ids)
         array = np.asarray(given)
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            hint = "an empty batch" if not len(given) else repr(given)
+            hint = "an empty batch" if array.shape == (0,) else repr(ids)
             raise InputError(
                 f"the sampler gave {hint[:200]}: ids of samples must be integers, in a list for each batch"
             )
@@ -127,3 +127,10 @@ def _distributed(sampler: Any) -> DistributedSampler[Any] | None:
         if isinstance(candidate, DistributedSampler):
             return candidate
     return None
+
+
+def _listed(ids: Any) -> list[Any]:
+    try:
+        return list(ids)
+    except TypeError:
+        return [ids]

@@ -36,7 +36,7 @@ from stallfree.platform import need_linux
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import SmartCacheStats
-from stallfree.units import parse_size
+from stallfree.units import parse_size, parse_whole
 
 Ids = npt.NDArray[np.int64]
 
@@ -120,9 +120,9 @@ class SmartCacheDataset:
         _check(cache_num, capacity, replace_rate, num_fill_workers, on_late, on_error)
         context = context_of(multiprocessing_context)
         self.source: Source = as_source(data)
-        self.seed = operator.index(seed)
+        self.seed = parse_whole(seed, "seed")
         self.on_late, self.on_error, self.full_epoch = on_late, on_error, full_epoch
-        hosts = _hosts() if hosts is None else hosts
+        hosts = _hosts() if hosts is None else _checked_hosts(hosts)
         steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         first = look(self.source, steps)
         before, rest = first.parts.deterministic, first.parts.random
@@ -268,8 +268,7 @@ class SmartCacheDataset:
         """What is asked for from now on is of that epoch. For loaders other than stallfree's; they need it only with
         samplers that repeat positions.
         """
-        if operator.index(epoch) < 0:
-            raise InputError(f"epoch={epoch}: give 0 or more")
+        epoch = parse_whole(epoch, "epoch", 0)
         self.begin_epoch(epoch)
         if self._state.epoch != epoch:
             with self._state.hold():

@@ -167,7 +167,7 @@ class TensorBoardHook:
 
     def __init__(self, target: Any) -> None:
         self._own = isinstance(target, (str, os.PathLike))
-        if self._own:
+        if self._own and is_path(target):
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
@@ -236,7 +236,7 @@ class PrometheusServer:
         registry.register(PrometheusCollector(metrics))
         try:
             self._server, self._thread = client.start_http_server(port, addr=address, registry=registry)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, TypeError) as error:
             raise InputError(
                 f"nothing can listen on {address}:{port}: {error}. Give another port or address"
             ) from error

@@ -23,7 +23,7 @@ from stallfree.plans.plan import Plan
 from stallfree.plans.reduce import agree, is_spread, ranks_of_job, resident_to_all, steps_of, wait_for_all
 from stallfree.plans.rules import PLANS, Draw, Known, Rule, draw_plan
 from stallfree.plans.serving import ON_MISS
-from stallfree.units import parse_size
+from stallfree.units import parse_size, parse_whole
 
 Array = npt.NDArray[Any]
 
@@ -145,7 +145,7 @@ class ImportanceSampler:
         benefit: float | None = None,
     ) -> None:
         given = getattr(getattr(cache, "policy", None), "name", "") == "importance"
-        self.num_samples = _count("num_samples", num_samples, 1)
+        self.num_samples = parse_whole(num_samples, "num_samples", 1)
         _check_names(plan, normalize, score, on_miss)
         _check_cache(cache, self.num_samples, on_miss)
         if on_miss == "substitute" and plan in ("unbiased", "infobatch"):
@@ -158,13 +158,11 @@ class ImportanceSampler:
                 f"packages={str(packages)!r} needs the cache of a CachedDataset(..., policy='importance'), and "
                 "on_miss='swap' or 'substitute'"
             )
-        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-            raise InputError(f"seed={seed!r}: give a whole number")
         number = isinstance(benefit, (int, float)) and not isinstance(benefit, bool)
         if benefit is not None and not (number and 0 < benefit < math.inf):
             raise InputError(f"benefit={benefit!r}: give a number above 0, how many times faster with the cache")
         self.cache = cache
-        self.seed = operator.index(seed)
+        self.seed = parse_whole(seed, "seed")
         self.normalize = normalize
         swaps = packages is not None or (plan == "icache" and cache is not None)
         self.on_miss = on_miss or ("swap" if swaps else "fetch")
@@ -180,9 +178,9 @@ class ImportanceSampler:
             target_io=check_share("target_io", target_io),
             p_min=_LOWEST * target_io if p_min is None else check_share("p_min", p_min),
             lean=_LEAN,
-            max_age=_count("max_age", max_age, 1),
-            warm_up=_count("warm_up", warm_up, 0),
-            full_every=0 if full_every is None else _count("full_every", full_every, 1),
+            max_age=parse_whole(max_age, "max_age", 1),
+            warm_up=parse_whole(warm_up, "warm_up", 0),
+            full_every=0 if full_every is None else parse_whole(full_every, "full_every", 1),
             full_from=_last_eighth(num_epochs, plan),
             rotating=plan == "unbiased" and given,
         )
@@ -214,7 +212,7 @@ class ImportanceSampler:
         The plan of the epoch asked for last is kept; another one is drawn from what is known at that moment. With
         several ranks it is that of all of them together.
         """
-        return self._drawn_for(_count("epoch", epoch, 0)).plan
+        return self._drawn_for(parse_whole(epoch, "epoch", 0)).plan
 
     def _drawn_for(self, epoch: int) -> Draw:
         draw = self._draw
@@ -273,7 +271,7 @@ class ImportanceSampler:
 
         For a loader that serves the plan itself, as stallfree's does.
         """
-        draw = self._drawn_for(_count("epoch", epoch, 0))
+        draw = self._drawn_for(parse_whole(epoch, "epoch", 0))
         self._next, self._iterated = epoch, True
         ranks, steps = ranks_of_job(), self._steps(epoch, batch_size, drop_last)
         self._others = []
@@ -396,7 +394,7 @@ class ImportanceSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch. Without it, each iteration is another one, counted from 0."""
-        self._next, self._iterated = _count("epoch", epoch, 0), False
+        self._next, self._iterated = parse_whole(epoch, "epoch", 0), False
 
     def __iter__(self) -> Iterator[int]:
         self._next += self._iterated
@@ -462,7 +460,7 @@ class ImportanceSampler:
 
 def _last_eighth(epochs: int | None, plan: str) -> int:
     """The first epoch of the last eighth, rounded up to whole epochs; -1 where it is not known, or does not matter."""
-    count = -1 if epochs is None else _count("num_epochs", epochs, 1)
+    count = -1 if epochs is None else parse_whole(epochs, "num_epochs", 1)
     return count - -(-count // 8) if count > 0 and plan == "infobatch" else -1
 
 
@@ -487,9 +485,3 @@ def _check_cache(cache: Any, samples: int, on_miss: str | None) -> None:
     known = getattr(cache, "num_ids", samples)
     if known != samples:
         raise InputError(f"the cache is of {known} samples, num_samples is {samples}: give those of one data set")
-
-
-def _count(name: str, value: Any, low: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < low:
-        raise InputError(f"{name}={value!r}: give a whole number, {low} or more")
-    return operator.index(value)

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from stallfree.errors import InputError
+from stallfree.units import parse_whole
 
 _STATE_VERSION = 1
 _KEYS = ("steps", "seen", "at", "base", "since", "total", "scheduler")
@@ -79,7 +80,7 @@ class BySamples:
                 f"the scheduler has made {scheduler.last_epoch} steps: give a new one, and go on with load_state_dict"
             )
         self.scheduler = scheduler
-        self.steps = _steps_of(scheduler) if steps is None else _count("steps", steps, 1)
+        self.steps = _steps_of(scheduler) if steps is None else parse_whole(steps, "steps", 1)
         if isinstance(scheduler, OneCycleLR) and self.steps > scheduler.total_steps:
             raise InputError(
                 f"steps={self.steps}: this OneCycleLR was made for total_steps={scheduler.total_steps}: give the same"
@@ -93,7 +94,7 @@ class BySamples:
 
     def step(self, samples: int) -> None:
         """An optimizer step on so many samples was made. Raises `InputError` if that is no whole number."""
-        self.seen += _count("samples", samples, 0)
+        self.seen += parse_whole(samples, "samples", 0)
         share = min(self.seen - self._since, self._total)
         if not self._warned and 20 * (self.seen - self._since) > 21 * self._total:
             self._warned = True
@@ -161,9 +162,3 @@ def _samples(value: float) -> int:
     if isinstance(value, bool) or not isinstance(value, Real) or not 1 <= value < math.inf:
         raise InputError(f"samples={value!r}: give how many samples are trained on, 1 or more")
     return round(value)
-
-
-def _count(name: str, value: Any, low: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < low:
-        raise InputError(f"{name}={value!r}: give a whole number, {low} or more")
-    return operator.index(value)

@@ -49,7 +49,7 @@ class DecodeImage:
     def __init__(self, output: Literal["numpy", "pil"] = "numpy", mode: Literal["RGB", "L"] = "RGB") -> None:
         if output not in ("numpy", "pil"):
             raise InputError(f"output={output!r} is unknown: give 'numpy' or 'pil'")
-        if mode not in _TURBO_COLORSPACE:
+        if not isinstance(mode, str) or mode not in _TURBO_COLORSPACE:
             raise InputError(f"mode={mode!r} is unknown: give 'RGB' or 'L'")
         self.output = output
         self.mode = mode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any
 
 from stallfree.errors import InputError
@@ -44,6 +44,10 @@ class FileDataset(BaseSource):
     ) -> None:
         if isinstance(paths, (str, bytes, os.PathLike)):
             raise InputError(f"paths={paths!r} is one path: give a list of them")
+        if isinstance(paths, type) or not isinstance(paths, Iterable):
+            raise InputError(f"paths={paths!r:.80} cannot be iterated: give a list of paths")
+        if labels is not None and not isinstance(labels, Sized):
+            raise InputError(f"labels={labels!r:.80} has no length: give a list with one label per path, or None")
         self._paths = PathList(canonical(path) for path in paths)
         require_samples(len(self._paths), "This FileDataset", "Give at least one path.")
         self._labels = None if labels is None else LabelList(labels)

@@ -34,6 +34,8 @@ def canonical(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise InputError(f"path {path!r} is of type {type(path).__name__}: give a str or a pathlib.Path")
+    if not text or "\0" in text:
+        raise InputError(f"path {path!r} names no file: give one that is not empty and has no null byte")
     if is_url(text):
         return text
     text = _LOCAL_URL.sub("", text)

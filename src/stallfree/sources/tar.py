@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.errors import InputError
+from stallfree.folders import is_path
 from stallfree.pipeline.compose import Compose, flatten
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.platform import OPEN
@@ -65,6 +66,10 @@ class TarDataset(BaseSource):
         keys: Sequence[str] | None = None,
         index: str | os.PathLike[str] | None = None,
     ) -> None:
+        if isinstance(shards, type) or not isinstance(shards, (str, os.PathLike, Iterable)):
+            raise InputError(f"shards={shards!r:.80}: give the path of a tar file, or a list of them")
+        if index is not None and not is_path(index):
+            raise InputError(f"index={index!r:.80}: give the path of a folder, or None")
         given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
         self._shards = [canonical(name) for shard in given for name in _expand(shard)]
         if not self._shards:
@@ -160,7 +165,7 @@ class TarDataset(BaseSource):
 
 
 def _checked(keys: Any) -> tuple[str, ...]:
-    if isinstance(keys, str) or not keys or not all(isinstance(key, str) for key in keys):
+    if isinstance(keys, str) or not isinstance(keys, Collection) or not len(keys) or not all(isinstance(key, str) for key in keys):
         raise InputError(f'keys={keys!r}: give a tuple of extensions, such as ("jpg", "cls"), or None for all')
     return tuple(keys)
 

@@ -55,7 +55,7 @@ class Address:
         """
         known = {field.name: field for field in fields(Address)}
         if not isinstance(given, Mapping):
-            raise InputError(f"a host was given as {type(given).__name__}: give a dict such as {_EXAMPLE}")
+            raise InputError(f"a host was given as {type(given).__name__}: give a dict such as {EXAMPLE}")
         values = {name: value for name, value in given.items() if value is not None}
         for name, value in values.items():
             if name not in known:
@@ -148,7 +148,7 @@ _KINDS = {str: "a text", int: "an integer", bool: "True or False"}
 _STALE = 100.0
 """Seconds after which an idle connection is not used any more: server or firewall may have given it up silently."""
 
-_EXAMPLE = "{'host': 'node1', 'port': 6379, 'password': '...'}"
+EXAMPLE = "{'host': 'node1', 'port': 6379, 'password': '...'}"
 
 
 class Endpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from stallfree.cache.policies import make_policy
 from stallfree.errors import CapacityError, InputError, MissingExtraError, MissingServerError, StorageError
 from stallfree.folders import check_name, default_root, in_use
 from stallfree.platform import need_linux, shares_memory
-from stallfree.stores.endpoint import Address
+from stallfree.stores.endpoint import EXAMPLE, Address
 from stallfree.stores.keeper import LOG
 from stallfree.stores.meet import Peer, find_interface, find_place, meet
 from stallfree.stores.partition import PartitionedCache
@@ -133,13 +134,15 @@ class RedisStore:
     ) -> None:
         need_linux("RedisStore", "use store='memory'")
         self.capacity = parse_size(capacity_per_node, "capacity_per_node")
-        if timeout <= 0:
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise InputError(f"timeout={timeout!r}: give seconds above 0")
         self.name, self.timeout, self.allow_pickle = check_name(name), timeout, allow_pickle
         self._node: Node | None = None
         self._peers: list[Peer] = []
         self._me = 0
         self._taken: dict[str, int] = {}
+        if hosts is not None and not isinstance(hosts, (list, tuple)):
+            raise InputError(f"hosts={hosts!r:.80}: give a list of servers, such as [{EXAMPLE}]")
         self._servers = None if hosts is None else [Address.of(host) for host in hosts]
         if self._servers is not None:
             if not self._servers:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from stallfree.cache import MISS, Aim, Policy, SampleCache
 from stallfree.errors import CapacityError, InputError, WaitError
+from stallfree.folders import is_path
 from stallfree.pipeline.codec import encode
 from stallfree.pipeline.structure import Structure
 from stallfree.platform import at_fork
@@ -68,7 +69,7 @@ class DiskTier:
     """
 
     def __init__(self, folder: str | Path, *, capacity: int | str, persist: bool = False) -> None:
-        if not isinstance(folder, (str, Path)) or str(folder) in ("", "memory"):
+        if not is_path(folder) or str(folder) == "memory":
             raise InputError(f"DiskTier(folder={folder!r:.80}): give the path of a folder on a local disk")
         self.folder = Path(folder).expanduser().absolute()
         self.capacity = parse_size(capacity, "capacity")
