@@ -86,7 +86,7 @@ class FileLock:
             raise ValueError(f"the lock {self.path} is closed")
         deadline = time.monotonic() + seconds
         if not entry.thread_lock.acquire(timeout=seconds):
-            raise WaitError(f"{what}: another thread of this process held {self.path} for {seconds:g} s")
+            raise WaitError(f"{what}: another thread of this process held {self.path} for {seconds:g} s: let it end")
         try:
             pause = 0.0
             while not _try(entry.fd, 0):

@@ -60,7 +60,7 @@ def parse_rate(value: float | int | str, name: str = "rate") -> float:
     else:
         raise InputError(f"{name}={value!r} is no rate: give bytes per second, or a string such as '60MB/s'")
     if not 0 < rate < float("inf"):
-        raise InputError(f"{name}={value!r} must be above 0 and finite")
+        raise InputError(f"{name}={value!r} must be above 0 and finite: give such a number")
     return rate
 
 

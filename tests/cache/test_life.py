@@ -96,7 +96,7 @@ def test_a_pickled_cache_is_attached_to() -> None:
             assert other.get(3) == "three"
             assert other.policy.name == cache.policy.name
         data = pickle.dumps(cache)
-    with pytest.raises(StorageError, match="is gone: the process that made it has closed it"):
+    with pytest.raises(StorageError, match="is gone: whoever made it has closed it"):
         pickle.loads(data)
     assert pickle.loads(pickle.dumps(MISS)) is MISS
     assert repr(MISS) == "MISS"
@@ -186,7 +186,7 @@ def test_ids_outside_of_the_data_set(ids: Any) -> None:
 
 @pytest.mark.parametrize("ids", [[1.5], ["a"], [[1], [2]], [[1], [2, 3]], [True], 5, [None]])
 def test_what_is_no_id(ids: Any) -> None:
-    with cache_of() as cache, pytest.raises(InputError, match="ids=.*: give a sequence of integers"):
+    with cache_of() as cache, pytest.raises(InputError, match=r"ids=.*: give a sequence of integers"):
         cache.get_many(ids)
 
 

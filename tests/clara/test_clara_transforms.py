@@ -81,7 +81,7 @@ def test_what_holds_for_all(name: str, args: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("name", "args"), ALL, ids=[name for name, _ in ALL])
 def test_fields_that_are_not_there_or_no_volumes(name: str, args: dict[str, Any]) -> None:
-    with pytest.raises(sf.InputError, match=r"no field 'mask', only 'image', 'label'"):
+    with pytest.raises(sf.InputError, match=r"no field 'mask': give one of 'image', 'label'"):
         made(name, "mask", **args)(sample())
     with pytest.raises(sf.InputError, match=r"field 'image' holds a bytes and no volume"):
         made(name, **args)({"image": b""})

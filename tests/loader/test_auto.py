@@ -243,7 +243,7 @@ def test_workers_are_chosen_when_the_step_is_known(measured: Callable[[Measured]
     assert chosen.num_workers == 8  # what the first epoch says of the step is not taken: much begins in it
     chosen.end(COUNT, 2.0, 0.0)
     chosen.begin()
-    assert chosen.num_workers == 3  # 20/s is what the step takes, 25/s what is wanted
+    assert chosen.num_workers == 4  # 20/s is what the step takes, twice that what is wanted
     assert chosen._reader is reader
     chosen.close()
 

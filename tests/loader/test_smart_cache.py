@@ -320,7 +320,7 @@ BAD = [
     ({"cache_num": 5, "num_fill_workers": 0}, "num_fill_workers=0"),
     ({"cache_num": 5, "on_late": "never"}, "on_late='never'"),
     ({"cache_num": 5, "on_error": "never"}, "on_error='never'"),
-    ({"cache_num": 5, "hosts": (2, 2)}, r"part=\(2, 2\)"),
+    ({"cache_num": 5, "hosts": (2, 2)}, r"hosts=\(2, 2\)"),
     ({"capacity": "8 apples"}, "apples"),
     ({"cache_num": 5, "name": "a/b"}, "name="),
     ({"cache_num": 5, "multiprocessing_context": "thread"}, "multiprocessing_context='thread'"),

@@ -52,9 +52,9 @@ def test_by_the_environment(given: dict[str, str], ranks: Ranks, environment: py
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"RANK": "one"}, "RANK='one' in the environment: expected a whole number"),
-        ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0' in the environment: expected a whole number"),
-        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE='x' in the environment: expected a whole number"),
+        ({"RANK": "one"}, "RANK='one' in the environment: give a whole number, or unset it"),
+        ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0' in the environment: give a whole number, or unset it"),
+        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE='x' in the environment: give a whole number, or unset it"),
         ({"RANK": "1"}, "rank 1 of 1, 1 on this host: RANK, WORLD_SIZE and LOCAL_WORLD_SIZE contradict each other"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "rank -1 of 2, 2 on this host"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2, 2 on this host"),

@@ -65,7 +65,7 @@ def test_an_address_as_users_give_it() -> None:
     ("given", "said"),
     [
         ("node1:6379", "str: give a dict"),
-        ({"hots": "a"}, "'hots', which is none of host, port"),
+        ({"hots": "a"}, "'hots', which is unknown: use host, port"),
         ({"port": "6379"}, "port='6379': expected an integer"),
         ({"port": True}, "port=True: expected an integer"),
         ({"port": 0}, "port=0: expected 1 to 65535"),
@@ -78,7 +78,7 @@ def test_an_address_as_users_give_it() -> None:
         ({"ssl_ca_certs": "/ca.pem"}, "ssl_ca_certs and without ssl=True"),
         ({"ssl": True, "ssl_keyfile": "/key.pem"}, "no ssl_certfile"),
         ({"password": 12345}, "password=something else: expected a text"),
-        ({1: 2}, "1, which is none"),
+        ({1: 2}, "1, which is unknown"),
     ],
 )
 def test_an_address_that_cannot_be(given: Any, said: str) -> None:

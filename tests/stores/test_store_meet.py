@@ -272,7 +272,7 @@ def test_the_environment_tells_the_place(
         ({"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT do not say"),
         ({"SLURM_NODEID": "1", "SLURM_NNODES": "2"}, "use cluster_mode=False"),
         ({"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "2", **FAR}, "node 2 of 2: .* contradict each other"),
-        ({"RANK": "x", "WORLD_SIZE": "2", **FAR}, "RANK='x' in the environment: expected a whole number"),
+        ({"RANK": "x", "WORLD_SIZE": "2", **FAR}, "RANK='x' in the environment: give a whole number, or unset it"),
         ({"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", **FAR, "MASTER_PORT": "?"}, r"MASTER_PORT='\?'"),
     ],
 )

@@ -216,7 +216,7 @@ def test_samples_that_are_kept_stay_as_they_are(two: list[Office]) -> None:
 def test_what_is_no_list_of_ids_is_one_clear_error(ids: Any, two: list[Office]) -> None:
     with parts(two, NUM) as (cache, _):
         for call in (cache.get_many, cache.resident, cache.owner, cache.drop):
-            with pytest.raises(InputError, match=r"ids must be|outside of the data set"):
+            with pytest.raises(InputError, match=r"give a sequence of integers|outside of the data set"):
                 call(ids)
         with pytest.raises(InputError):
             cache.put_many(ids, [0])

@@ -3,133 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
-import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from redis_servers import Server, needs_server, until
+from wire_tools import ENOUGH, Cut, Ready, Status, asked, encoded, plain, wire_to
 
-from children import Child
 from stallfree.errors import StallfreeError
 from stallfree.stores import link, wire
 from stallfree.stores.buffers import Buffers
 from stallfree.stores.values import Expected, data_key, pack_head
 from stallfree.stores.wire import Lost, Refused, Wire, command
 
-ENOUGH = 60.0  # seconds that a server may be silent where that is not what is tested
 BUFFERS = Buffers()
-
-# -- a peer that is a socket and no server ----------------------------------------------------------------------------
-
-
-class Cut(socket.socket):
-    """A socket that gives and takes at most so many bytes at once."""
-
-    sizes: Iterator[int] = itertools.repeat(1 << 30)
-
-    @staticmethod
-    def arrived(size: int) -> None:
-        """Told of each receiving."""
-
-    def recv_into(self, target: Any, *_: Any) -> int:
-        size = super().recv_into(memoryview(target)[: next(self.sizes)])
-        self.arrived(size)
-        return size
-
-    def recvmsg_into(self, targets: Any, *_: Any) -> Any:
-        left, some = next(self.sizes), []
-        for target in targets:
-            some.append(memoryview(target)[:left])
-            left -= len(some[-1])
-        answer = super().recvmsg_into([target for target in some if target])
-        self.arrived(answer[0])
-        return answer
-
-    def sendmsg(self, pieces: Any, *_: Any) -> int:
-        left, some = next(self.sizes), []
-        for piece in pieces:
-            some.append(memoryview(piece)[:left])
-            left -= len(some[-1])
-        return super().sendmsg([piece for piece in some if piece])
-
-
-class Ready:
-    """Stands for a connection of redis-py."""
-
-    def __init__(self, there: Any) -> None:
-        self._sock = there
-
-    def connect(self) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def wire_to(
-    data: bytes, sizes: list[int] | None = None, *, close: bool = True, timeout: float = ENOUGH
-) -> Iterator[Wire]:
-    """A wire on which `data` comes, in pieces of at most these sizes in turn; then its end, if `close`."""
-    ours, theirs = socket.socketpair()
-    cut = Cut(fileno=ours.detach())
-    if sizes:
-        cut.sizes = itertools.cycle(sizes)
-
-    def feed() -> None:
-        with contextlib.suppress(OSError):
-            theirs.sendall(data)
-            if close:
-                theirs.shutdown(socket.SHUT_WR)
-
-    feeder = threading.Thread(target=feed)
-    feeder.start()
-    made = Wire(lambda: Ready(cut), timeout)  # type: ignore[arg-type,return-value]
-    try:
-        yield made
-    finally:
-        made.close()
-        feeder.join()
-        theirs.close()
-
-
-def asked(made: Wire, replies: int = 1) -> Wire:
-    made.send([b""], replies)
-    return made
-
-
-def encoded(reply: Any) -> bytes:
-    """A reply as a server sends it: an independent model."""
-    if reply is None:
-        return b"$-1\r\n"
-    if isinstance(reply, int):
-        return b":%d\r\n" % reply
-    if isinstance(reply, Refused):
-        return b"-" + reply.text.encode() + b"\r\n"
-    if isinstance(reply, Status):
-        return b"+" + reply + b"\r\n"
-    if isinstance(reply, bytes):
-        return b"$%d\r\n%b\r\n" % (len(reply), reply)
-    return b"*%d\r\n" % len(reply) + b"".join(map(encoded, reply))
-
-
-class Status(bytes):
-    """A reply of one line."""
-
-
-def plain(reply: Any) -> Any:
-    """A reply in a form that can be compared."""
-    if isinstance(reply, Refused):
-        return ("refused", reply.code, reply.text)
-    if isinstance(reply, (list, tuple)):
-        return [plain(one) for one in reply]
-    return bytes(reply) if isinstance(reply, (bytes, bytearray, np.ndarray)) else reply
-
 
 # -- replies of every kind, cut anywhere ------------------------------------------------------------------------------
 
@@ -495,128 +387,3 @@ def test_a_client_library_that_changed() -> None:
 
     with pytest.raises(StallfreeError, match=r"redis-py \d.*install"):
         Wire(Other).call("PING")  # type: ignore[arg-type]
-
-
-# -- a real server ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("server")) as there:
-        yield there
-
-
-@pytest.fixture(params=["unix", "tcp"])
-def real(request: pytest.FixtureRequest, server: Server) -> Iterator[Wire]:
-    address = server.tcp if request.param == "tcp" else server.address
-    made = Wire(lambda: address.connection(ENOUGH), ENOUGH)
-    made.call("FLUSHALL")
-    yield made
-    made.close()
-
-
-@needs_server
-@pytest.mark.parametrize("size", [0, 1, 3000, 70_000, 600_000])
-def test_values_of_a_server(real: Wire, size: int) -> None:
-    rng, key = np.random.default_rng(size), data_key("a", "b")
-    records = {id: rng.bytes(size + id % 2) for id in range(60) if id % 7}
-    for id, record in records.items():
-        assert real.call("SET", b"k%d" % id, [pack_head(key, id, [record]), record], "NX") == b"OK"
-    ids = [*range(60), 5, 5, 7]
-    for typical in (1, size + 64, 1 << 30):
-        found = real.mget([b"k%d" % id for id in ids], typical, BUFFERS, Expected(key, ids))
-        assert [None if one is None else one.tobytes() for one in found] == [records.get(id) for id in ids]
-        assert all(one is None or one.ctypes.data % 64 == 0 for one in found)
-        assert real.idle
-
-
-@needs_server
-def test_a_damaged_value_of_a_server_is_none(real: Wire) -> None:
-    key = data_key("a", "b")
-    values = [pack_head(key, id, [bytes(100)]) + bytes(100) for id in range(20)]
-    for id, value in enumerate(values):
-        real.call("SET", b"k%d" % id, value)
-    real.call("SETRANGE", "k3", 120, b"x")
-    real.call("SETRANGE", "k4", 36, b"x")
-    real.call("APPEND", "k5", b"x")
-    real.call("SET", "k6", values[7])
-    real.call("SET", "k8", values[8][:100])
-    real.call("SET", "k9", b"")
-    real.call("DEL", "k10")
-    found = real.mget([b"k%d" % id for id in range(20)], 164, BUFFERS, Expected(key, range(20)))
-    assert [id for id, one in enumerate(found) if one is None] == [3, 4, 5, 6, 8, 9, 10]
-
-
-@needs_server
-def test_many_commands_at_once(real: Wire) -> None:
-    pieces = [piece for number in range(100) for piece in command("INCRBY", "count", number)]
-    real.send(pieces, replies=100)
-    assert [real.integer() for _ in range(100)] == np.arange(100).cumsum().tolist()
-    assert real.idle
-    with pytest.raises(Refused) as caught:
-        real.call("INCRBY", "count", "x")
-    assert caught.value.code == "ERR"
-    assert real.call("GET", "count") == b"4950"
-
-
-@needs_server
-def test_a_command_that_waits(server: Server) -> None:
-    made = Wire(lambda: server.address.connection(ENOUGH), timeout=0.05)
-    made.send(command("BLPOP", "nothing", "0.2"))
-    made.expect(ENOUGH)
-    assert made.array() is None
-    made.send(command("BLPOP", "nothing", "0"))
-    with pytest.raises(Lost, match="silent"):
-        made.array()
-    made.close()
-
-
-@needs_server
-def test_a_connection_that_the_server_closed_is_seen(real: Wire) -> None:
-    assert real.usable()
-    number = real.call("CLIENT", "ID")
-    real.send(command("CLIENT", "KILL", "ID", number, "SKIPME", "no"))
-    with contextlib.suppress(Lost):
-        real.integer()
-    until(lambda: not real.usable(), "the server has closed it")
-    real.close()
-    assert not real.usable()
-    assert real.call("CLIENT", "ID") > number
-    real.send(command("PING"))
-    assert not real.usable()
-    assert not real.idle
-
-
-@needs_server
-def test_a_fork_leaves_the_parent_its_connection(real: Wire) -> None:
-    real.call("SET", "k", bytes(300_000))
-    number = real.call("CLIENT", "ID")
-    real.send(command("GET", "k"))
-    ours = real._socket
-    assert ours is not None
-
-    def uses() -> None:
-        assert not real.usable()
-        assert real.call("CLIENT", "ID") > number
-        assert real.mget([b"k"], 300_000, BUFFERS)[0] is not None
-
-    def closes() -> None:
-        real.close()
-
-    for child in (uses, closes):
-        assert Child(child).wait() == 0
-    assert real.reply() == bytes(300_000), "the child did not take the parent's reply"
-    assert real.call("CLIENT", "ID") == number
-    assert real._socket is ours
-
-
-@needs_server
-def test_a_forgotten_connection_is_closed(server: Server) -> None:
-    made = Wire(lambda: server.address.connection(ENOUGH), ENOUGH)
-    made.open()
-    assert made._socket is not None
-    number = made._socket.fileno()
-    del made
-    gc.collect()  # redis-py 5 keeps the traceback of an error within its handshake
-    with pytest.raises(OSError, match="Bad file"):
-        os.fstat(number)

@@ -99,7 +99,8 @@ def analyze(
         cache = dataset.cache.capacity
     elif cache is not None:
         check_cache(cache)
-    if not seconds > 0:
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not number or not seconds > 0:
         raise InputError(f"seconds={seconds!r}: give the longest time for one run, above 0")
     with _bar(progress) as tell:
         return _Analysis(job, Limits(min(1.0, seconds / 2), seconds), tell).run(cache)

@@ -21,6 +21,7 @@ from stallfree.analysis.prediction import Prediction, Setting, best_share, expla
 from stallfree.analysis.stopwatch import Rate
 from stallfree.cache.limits import free_memory
 from stallfree.errors import InputError
+from stallfree.folders import is_path
 from stallfree.platform import cpu_count
 from stallfree.report.page import report_page
 from stallfree.report.terminal import render_report
@@ -45,6 +46,8 @@ class Report:
     @staticmethod
     def load(path: str | Path) -> Report:
         """Read what `save` wrote. Raises `InputError` for another file, and for a report of another version."""
+        if not is_path(path):
+            raise InputError(f"path={path!r:.80}: give the path of a report")
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Look after the caches of this user: list, remove, sweep."""
+"""Look after the caches of this user: list, visit, remove, sweep."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 from stallfree.cache.index import Field, Index
 from stallfree.cache.layout import META, Meta
+from stallfree.cache.policies import Policy
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import InputError, StorageError
 from stallfree.folders import check_name, default_root, in_use, is_persistent, remove_unused, sweep, user_root
 
@@ -79,7 +81,7 @@ def remove(root: Path, name: str) -> None:
     path = root / check_name(name)
     if not _is_cache(path):
         there = ", ".join(info.name for info in list_caches(root)) or "none"
-        raise InputError(f"there is no cache {name!r} in {root}; there are: {there}")
+        raise InputError(f"there is no cache {name!r} in {root}: give one that is there ({there})")
     if not remove_unused(path):
         raise InputError(f"the cache {name!r} in {root} is in use: end the processes that are attached to it first")
 
@@ -87,3 +89,14 @@ def remove(root: Path, name: str) -> None:
 def collect_garbage(root: Path) -> list[str]:
     """Remove what killed processes left below `root`; the names."""
     return sweep(root)
+
+
+def visit(root: Path, name: str, policy: Policy, allow_pickle: bool) -> SampleCache:
+    """Use a cache that other processes hold, without keeping it from vanishing with the last of them.
+
+    Its memory stays until the cache is closed here; whether it is `gone` should be asked now and then. Raises
+    `StorageError` when there is no such cache.
+    """
+    cache = SampleCache.__new__(SampleCache)
+    cache._attach_to(name, root, policy, allow_pickle, None, False)
+    return cache

@@ -476,17 +476,6 @@ _after_fork = threading.RLock()
 at_fork(before=_after_fork.acquire, after_in_parent=_after_fork.release, after_in_child=_after_fork.release)
 
 
-def visit(root: Path, name: str, policy: Policy, allow_pickle: bool) -> SampleCache:
-    """Use a cache that other processes hold, without keeping it from vanishing with the last of them.
-
-    Its memory stays until the cache is closed here; whether it is `gone` should be asked now and then. Raises
-    `StorageError` when there is no such cache.
-    """
-    cache = SampleCache.__new__(SampleCache)
-    cache._attach_to(name, root, policy, allow_pickle, None, False)
-    return cache
-
-
 def _leave(arena: Arena, file_lock: FileLock, folder: SharedFolder | Unheld) -> None:
     arena.close()
     file_lock.close()
@@ -497,9 +486,7 @@ def _attach(root: Path, name: str, policy: Policy, allow_pickle: bool) -> Sample
     """Attach to a cache that another process made: how a cache travels to a worker."""
 
     def gone(folder: Path) -> None:
-        raise StorageError(
-            f"the cache {name!r} in {root} is gone: the process that made it has closed it. Make it anew"
-        )
+        raise StorageError(f"the cache {name!r} in {root} is gone: whoever made it has closed it. Make it anew")
 
     cache = SampleCache.__new__(SampleCache)
     cache._attach_to(name, root, policy, allow_pickle, gone, False)

@@ -44,7 +44,7 @@ class FieldTransform:
 
     def _value(self, sample: Sample, field: str) -> Any:
         if field not in sample:
-            raise InputError(f"{self!r}: the sample has no field {field!r}, only {', '.join(map(repr, sample))}")
+            raise InputError(f"{self!r}: the sample has no field {field!r}: give one of {', '.join(map(repr, sample))}")
         return sample[field]
 
     def _volume(self, sample: Sample, field: str) -> Array:

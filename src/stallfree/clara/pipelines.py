@@ -17,10 +17,12 @@ from stallfree.clara.configuration import Variables, component, read_json
 from stallfree.clara.data_list import DataListSource, read_data_list
 from stallfree.clara.registry import make_transforms, reads_bytes
 from stallfree.errors import InputError
+from stallfree.folders import is_path
 from stallfree.loader import DataLoader, SmartCacheDataset
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.determinism import StallfreeWarning
 from stallfree.pipeline.marks import mark_deterministic
+from stallfree.units import parse_whole
 
 
 class Pipeline:
@@ -108,7 +110,9 @@ def load(config: str | os.PathLike[str], /, *, seed: int = 0, **variables: Any) 
         MissingExtraError: volumes are to be read and `nibabel` is not installed.
         SampleError: none of the first samples of a cache can be had.
     """
-    text = os.fspath(config)
+    if not is_path(config):
+        raise InputError(f"config={config!r:.80}: give the path of a configuration in JSON")
+    seed, text = parse_whole(seed, "seed"), os.fspath(config)
     found = read_json(text, "the configuration")
     sections = [name for name in ("train", "validate") if name in found]
     if not sections:

@@ -227,11 +227,14 @@ def _prepare(
 
 def _receive(pipe: Connection) -> float:
     if not pipe.poll(2 * START_SECONDS):
-        raise WaitError(f"a process that measures prep has not answered for {2 * START_SECONDS:.0f} s")
+        raise WaitError(
+            f"a process that measures prep has not answered for {2 * START_SECONDS:.0f} s: try again "
+            "when the machine is less busy"
+        )
     try:
         answer: float | Exception = pipe.recv()
     except EOFError:
-        raise WorkerError("a process that measures prep died", ids=[]) from None
+        raise WorkerError("a process that measures prep died: see that memory does not run short", ids=[]) from None
     if isinstance(answer, Exception):
         raise answer
     return answer

@@ -199,7 +199,8 @@ class _Iteration:
             try:
                 if isinstance(item.error, StopIteration):  # would end the loop as if all were well
                     raise StallfreeError(
-                        "a batch could not be copied: StopIteration was raised in transform_on_device or .to()"
+                        "a batch could not be copied: transform_on_device or .to() raised StopIteration. Let it raise "
+                        "another error"
                     ) from item.error
                 raise item.error
             finally:

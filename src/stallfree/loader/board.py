@@ -121,9 +121,7 @@ class Board:
 
 def _attach(root: Path, name: str, num_ids: int) -> Board:
     def gone(folder: Path) -> None:
-        raise StorageError(
-            f"the board {name!r} in {root} is gone: the process that made it has closed it. Make it anew"
-        )
+        raise StorageError(f"the board {name!r} in {root} is gone: whoever made it has closed it. Make it anew")
 
     board = Board.__new__(Board)
     board._attach(SharedFolder(name, root=root, initialize=gone), num_ids)

@@ -90,6 +90,8 @@ class CacheLoader:
         time each load it. Raises `CodecError` for a value that cannot be stored, `InputError` for a key that is no str
         or int.
         """
+        if not callable(load):
+            raise InputError(f"load={load!r:.80} cannot be called: give a function that makes the value of a key")
         plain, places = self._places(key)
         free = None
         if isinstance(self.cache, SpreadCache):

@@ -25,6 +25,10 @@ WORTH = 1.02
 """What takes memory, or a process more, has to gain 2%."""
 
 
+SPARE = 2.0
+"""Workers that only just keep up fall behind now and then: how many samples of a batch miss is a matter of chance."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """What was measured of a data set, its pipeline and its storage. Seconds are those of one processor per sample.
@@ -100,9 +104,10 @@ def choose(measured: Measured, room: int, *, workers: int | None, cpus: int, dis
         best = with_disk
     disk = disk if best.on_disk else 0
     if workers is None:
-        enough = min(best.rate, enough)
+        wanted = min(best.rate, measured.compute)
         fewer = (expect(measured, best.share, room, few, disk) for few in range(1, most))
-        best = next((choice for choice in fewer if choice.rate * WORTH >= enough), best)
+        enough = (choice for choice in fewer if choice.rate * WORTH >= wanted and choice.prep >= SPARE * wanted)
+        best = next(enough, best)
     else:
         best = replace(best, workers=workers)
     return _threads(measured, best, room, disk)

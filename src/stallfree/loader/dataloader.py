@@ -44,7 +44,7 @@ from stallfree.plans import ImportanceSampler
 from stallfree.sources import as_source
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.stores import DiskTier
-from stallfree.units import parse_size
+from stallfree.units import parse_size, parse_whole
 
 _STATE_VERSION = 1
 
@@ -136,7 +136,7 @@ class DataLoader:
         output: str = "torch",
     ) -> None:
         room = check_auto(cache, capacity, store, sampler)
-        open_workers, num_workers = num_workers is None and room is not None, num_workers or 0
+        open_workers, num_workers = num_workers is None and room is not None, 0 if num_workers is None else num_workers
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, persistent_workers)
         check_sampling(batch_size, shuffle, sampler, batch_sampler, drop_last)
         check_functions(collate_fn, worker_init_fn, on_error)
@@ -181,18 +181,7 @@ class DataLoader:
         )
         self._log = self._options.log
         self._windowed = dataset if isinstance(dataset, SmartCacheDataset) else None
-        samples, mixed = len(reader.source), self.shuffle
-        if self._windowed is not None:  # a whole epoch of it has an order of its own
-            samples, mixed = len(self._windowed), self.shuffle and not self._windowed.full_epoch
-        self._order = Order(samples, self.batch_size, mixed, sampler, batch_sampler, drop_last, self.seed)
-        self._importance: Importance | None = None
-        if isinstance(sampler, ImportanceSampler):
-            if reader.share < 1:
-                raise InputError("an ImportanceSampler wants samples of one form: give form='fetched' or 'prepared'")
-            check_importance(sampler, reader.cache, samples, batch_size, windowed=self._windowed is not None)
-            self._importance = Importance(
-                sampler, reader, self.multiprocessing_context, self.batch_size or 1, drop_last
-            )
+        self._order, self._importance = self._plan(reader, batch_size)
         self._counts = {**new_counts(), "num_workers": num_workers}
         self._crew: Crew | None = None  # of persistent workers
         self._crews: list[weakref.ref[Crew]] = []  # made anew and never changed: any thread may ask for `stats`
@@ -202,6 +191,20 @@ class DataLoader:
         self._progress: Progress | None = None
         self._prefetcher = None if device is None else DevicePrefetcher(HostLoader(self), device)
         self.device = None if self._prefetcher is None else self._prefetcher.device
+
+    def _plan(self, reader: Reader, batch_size: int | None) -> tuple[Order, Importance | None]:
+        """What says which samples an epoch has, and in which order."""
+        samples, mixed, sampler = len(reader.source), self.shuffle, self.sampler
+        if self._windowed is not None:  # a whole epoch of it has an order of its own
+            samples, mixed = len(self._windowed), self.shuffle and not self._windowed.full_epoch
+        order = Order(samples, self.batch_size, mixed, sampler, self.batch_sampler, self.drop_last, self.seed)
+        if not isinstance(sampler, ImportanceSampler):
+            return order, None
+        if reader.share < 1:
+            raise InputError("an ImportanceSampler wants samples of one form: give form='fetched' or 'prepared'")
+        check_importance(sampler, reader.cache, samples, batch_size, windowed=self._windowed is not None)
+        context = self.multiprocessing_context
+        return order, Importance(sampler, reader, context, self.batch_size or 1, self.drop_last)
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
@@ -216,9 +219,7 @@ class DataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch `epoch`. Without it, each iteration is another epoch, counted from 0."""
-        if isinstance(epoch, bool) or not hasattr(epoch, "__index__") or int(epoch) < 0:
-            raise InputError(f"epoch={epoch!r}: give an int of 0 or more")
-        self._epoch = int(epoch)
+        self._epoch = parse_whole(epoch, "epoch", 0)
         self._resume = self._progress = None
         if self._windowed is not None:
             self._windowed.take_resume()

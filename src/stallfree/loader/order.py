@@ -129,8 +129,6 @@ def _distributed(sampler: Any) -> DistributedSampler[Any] | None:
     return None
 
 
-def _listed(ids: Any) -> list[Any]:
-    try:
-        return list(ids)
-    except TypeError:
-        return [ids]
+def _listed(ids: Any) -> Any:
+    """As a list, or as it is if it cannot be iterated."""
+    return list(ids) if hasattr(ids, "__iter__") or hasattr(ids, "__getitem__") else ids

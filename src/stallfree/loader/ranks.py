@@ -46,8 +46,8 @@ def find_ranks() -> Ranks:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     else:
-        rank, count = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    here = _number("LOCAL_WORLD_SIZE", count)
+        rank, count = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
+    here = environment_number("LOCAL_WORLD_SIZE", count)
     if not 0 <= rank < count or not 1 <= here <= count:
         raise InputError(
             f"rank {rank} of {count}, {here} on this host: RANK, WORLD_SIZE and LOCAL_WORLD_SIZE contradict each "
@@ -56,9 +56,10 @@ def find_ranks() -> Ranks:
     return Ranks(rank, count, here)
 
 
-def _number(variable: str, default: int) -> int:
+def environment_number(variable: str, default: int) -> int:
+    """The whole number in an environment variable. Raises `InputError` for anything else."""
     given = os.environ.get(variable, "")
     try:
         return int(given) if given else default
     except ValueError as error:
-        raise InputError(f"{variable}={given!r} in the environment: expected a whole number") from error
+        raise InputError(f"{variable}={given!r} in the environment: give a whole number, or unset it") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import os
 import time
 import weakref
@@ -23,7 +22,7 @@ from stallfree.folders import check_name
 from stallfree.loader.arguments import context_of
 from stallfree.loader.cached_dataset import checked_ids
 from stallfree.loader.first_look import look
-from stallfree.loader.ranks import job_name
+from stallfree.loader.ranks import environment_number, job_name
 from stallfree.loader.reader import Reader, private
 from stallfree.loader.window_fill import FillCrew, FillSetup
 from stallfree.loader.window_size import Fit, fit_budget, fit_count
@@ -185,6 +184,7 @@ class SmartCacheDataset:
         Raises `WaitError` if, with `on_late="wait"`, replacements are not ready within 300 s.
         """
         self.reader.check()
+        epoch = parse_whole(epoch, "epoch", 0)
         self._look_after()
         start = self._state.start(epoch)
         ids = self._ids(epoch, self._advance(epoch) if start is None else start)
@@ -476,7 +476,14 @@ def _check(
 
 
 def _hosts() -> tuple[int, int]:
-    return int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return environment_number("GROUP_RANK", 0), environment_number("GROUP_WORLD_SIZE", 1)
+
+
+def _checked_hosts(hosts: Any) -> tuple[int, int]:
+    number, count = hosts if isinstance(hosts, (tuple, list)) and len(hosts) == 2 else (0, 0)
+    if not (isinstance(number, int) and isinstance(count, int) and 0 <= number < count):
+        raise InputError(f"hosts={hosts!r:.80}: give (number of this host, number of hosts), such as (0, 2)")
+    return number, count
 
 
 def _job() -> str:

@@ -20,6 +20,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple, Protocol
 
 from stallfree.errors import InputError, missing_extra
+from stallfree.folders import is_path
 from stallfree.stats import CacheStats, LoaderStats, SmartCacheStats
 
 _STATES = {
@@ -172,7 +173,10 @@ class TensorBoardHook:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise missing_extra("tensorboard", "tensorboard", "TensorBoardHook") from error
-            target = SummaryWriter(os.fspath(target))
+            try:
+                target = SummaryWriter(os.fspath(target))
+            except OSError as error:
+                raise InputError(f"TensorBoardHook({target!r}) cannot write there: {error}. Give a folder") from error
         elif not callable(getattr(target, "add_scalar", None)):
             raise InputError(f"TensorBoardHook({target!r}): give the path of a folder, or a SummaryWriter")
         self._writer = target
@@ -193,10 +197,13 @@ class TensorBoardHook:
 class PrometheusCollector:
     """Reads `metrics` whenever a registry of `prometheus_client` is scraped: `registry.register(...)` it.
 
-    The name of a loader or cache is the label `name`. Raises `MissingExtraError` without the extra "prometheus".
+    The name of a loader or cache is the label `name`. Raises `MissingExtraError` without the extra "prometheus",
+    `InputError` for what are no `Metrics`.
     """
 
     def __init__(self, metrics: Metrics) -> None:
+        if not isinstance(metrics, Metrics):
+            raise InputError(f"metrics={metrics!r:.80}: give Metrics(train=loader)")
         _client()
         self._metrics = metrics
 

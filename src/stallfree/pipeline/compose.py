@@ -35,7 +35,9 @@ class Compose:
         steps: list[Transform] = []
         for place, transform in enumerate(transforms):
             if not callable(transform):
-                raise InputError(f"transform {place} of Compose is {transform!r}, which cannot be called")
+                raise InputError(
+                    f"transform {place} of Compose is {transform!r}, which cannot be called: give a function"
+                )
             steps += flatten(transform)
         self.__setstate__({"transforms": tuple(steps)})
 
@@ -77,7 +79,7 @@ class OnItem:
 
     def __init__(self, key: Any, transform: Transform) -> None:
         if not callable(transform):
-            raise InputError(f"OnItem({key!r}, ...) got {transform!r}, which cannot be called")
+            raise InputError(f"OnItem({key!r}, ...) got {transform!r}, which cannot be called: give a function")
         self.__setstate__({"key": key, "transform": transform})
 
     def __call__(self, value: Any) -> Any:
@@ -87,7 +89,9 @@ class OnItem:
             item = value[self.key]
         except (LookupError, TypeError) as error:
             given = f"{type(value).__name__} of {len(value)}"
-            raise InputError(f"{self!r} got a {given} that has no element {self.key!r}") from error
+            raise InputError(
+                f"{self!r} got a {given} that has no element {self.key!r}: give a key that is there"
+            ) from error
         return with_item(value, self.key, self._call(item))
 
     def __repr__(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any, TypeVar
 
+from stallfree.errors import InputError
+
 T = TypeVar("T")
 
 MARK = "_stallfree_random"
@@ -46,6 +48,8 @@ def mark_of(transform: object) -> bool | None:
 
 
 def _mark(transform: T, random: bool) -> T:
+    if not callable(transform) and not hasattr(type(transform), "__getitem__"):
+        raise InputError(f"{transform!r:.80} cannot be marked: give a transform, a class of them, or a data set")
     try:
         setattr(transform, MARK, random)
     except (AttributeError, TypeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -353,6 +352,7 @@ class ImportanceSampler:
         "icache" and "infobatch" depend on the losses; for them it is the share that evenly spread losses give. Those of
         all ranks together.
         """
+        epochs, start = parse_whole(epochs, "epochs", 0), parse_whole(start, "start", 0)
         held, rule = self._held(), self.rule
         share = {
             "unbiased": held + (1 - held) * rule.target_io,
@@ -390,6 +390,7 @@ class ImportanceSampler:
 
     def _steps(self, epoch: int, batch_size: int, drop_last: bool) -> list[list[Array]]:
         """The batches of all ranks, for each step of an epoch."""
+        batch_size = parse_whole(batch_size, "batch_size", 1)
         return steps_of(self.plan(epoch).ids, ranks_of_job().count, batch_size, drop_last)
 
     def set_epoch(self, epoch: int) -> None:

@@ -47,7 +47,7 @@ class Losses:
         Raises `InputError` when these are not one number for each id; of ids on a device, that is found later.
         """
         ids, losses = _tensor("ids", ids), _tensor("losses", losses)
-        if len(ids) == 0 and len(losses) == 0:
+        if ids.numel() == 0 and losses.numel() == 0:
             return
         if ids.dim() != 1 or losses.shape != ids.shape or not _is_int(ids) or losses.is_complex():
             raise InputError(

@@ -29,6 +29,7 @@ from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Resul
 from stallfree.loader.order import Order
 from stallfree.locks import FileLock
 from stallfree.shared.closing import forget, keep_from_children
+from stallfree.shared.last_epoch import next_epoch, note_epoch
 from stallfree.shared.protocol import Hello, Kind, answer, kind_of, pack_error, unpack_hello, unpack_request
 from stallfree.shared.schedule import Alone, Answer, Grant, Schedule
 from stallfree.sockets import listen, process_of
@@ -273,7 +274,7 @@ class Conductor:
         back = sum(peer.hello is not None for peer in self._peers.values())
         if back and (back >= self._members_lock.count_claims() or time.monotonic() - self._begun > _RETURN_SECONDS):
             self._going = True
-            self._schedule.begin(_next_epoch(self._setup.folder))
+            self._schedule.begin(next_epoch(self._setup.folder))
             self._welcome()
 
     def _welcome(self) -> None:
@@ -398,7 +399,7 @@ class Conductor:
         if epoch != self._epoch:
             self._epoch = epoch
             self._plan = list(self._setup.order.batches(epoch, 0))
-            _note_epoch(self._setup.folder, epoch)
+            note_epoch(self._setup.folder, epoch)
         ids = self._plan[batch]
         # The token tells epochs apart: two may be under way at once.
         self._submit(number, Task(epoch + 1, batch, NO_SLOT, epoch, ids), self._crew.filler.can_gather(ids))
@@ -487,18 +488,3 @@ class Conductor:
 
 def _must_exist(folder: Path) -> None:
     raise StorageError(f"the group's folder {folder} is gone: the job that made it has ended. Make a new loader")
-
-
-def _next_epoch(folder: Path) -> int:
-    """The epoch after the last one of which a batch was prepared here."""
-    try:
-        return int((folder / "epoch").read_text()) + 1
-    except (OSError, ValueError):
-        return 0
-
-
-def _note_epoch(folder: Path, epoch: int) -> None:
-    with contextlib.suppress(OSError):
-        new = folder / f"epoch-{os.getpid()}"
-        new.write_text(str(epoch))
-        new.rename(folder / "epoch")

@@ -156,65 +156,47 @@ class SharedLoader:
         self._samples = len(reader.source)
         collate = None if collate_fn is default_collate else collate_fn
         terms = Terms(
-            same={
-                "data set": fingerprint(reader.source.fingerprint()),
-                "transform": fingerprint(_steps(dataset)),
-                "collate_fn": fingerprint(collate),
-                "seed": self.seed,
-                "shuffle": bool(shuffle),
-                "on_error": on_error,
-                "on_lag": on_lag,
-            },
+            same=self._same_for_all(collate, bool(shuffle), on_error, on_lag),
             chunk=chunk_size or batch_size * self._ranks.count,
             workers=num_workers,
             ahead=(prefetch_factor or 2) * num_workers,
             staging=None if staging is None else parse_size(staging, "staging"),
         )
-        joined = Group(group, terms)
-        try:
-            self.chunk_size = joined.terms.chunk
-            self._check_sizes(chunk_size, collate is not None)
-        except BaseException:
-            joined.close()
-            raise
+        joined = self._join(terms, chunk_size, collate is not None)
         self._order = Order(self._samples, self.chunk_size, bool(shuffle), None, None, False, self.seed)
         self._portions = partial(
             portions_of, self._order, self._samples, self.chunk_size, batch_size, self._ranks, drop_last
         )
         seconds = timeout or WAIT_SECONDS
-
-        def options(workers: int, ahead: int, staging: int | None) -> Options:
-            return Options(
-                reader=reader,
-                dataset=dataset,
-                collate=collate,
-                single=False,
-                seed=self.seed,
-                skip=on_error == "skip",
-                workers=workers,
-                ahead=ahead,
-                context=context,
-                worker_init=worker_init_fn,
-                seconds=seconds,
-                staging=staging,
-                log=None,
-                begun=time.monotonic(),
-            )
-
+        options = partial(
+            Options,
+            reader=reader,
+            dataset=dataset,
+            collate=collate,
+            single=False,
+            seed=self.seed,
+            skip=on_error == "skip",
+            context=context,
+            worker_init=worker_init_fn,
+            seconds=seconds,
+            log=None,
+            begun=time.monotonic(),
+        )
+        agreed = joined.terms
         setup = Setup(
             folder=joined.folder,
-            options=options(joined.terms.workers, joined.terms.ahead, joined.terms.staging),
+            options=options(workers=agreed.workers, ahead=agreed.ahead, staging=agreed.staging),
             base_seed=int(torch.empty((), dtype=torch.int64).random_().item()),
             order=self._order,
             detach=on_lag == "detach",
             lag_seconds=seconds / 2,  # less than the others wait
         )
-        self._workers = joined.terms.workers
+        self._workers = agreed.workers
         self._seat = Seat(
             Member(joined, setup, self._hello(join == "catchup"), seconds),
             self._order,
             self._portions,
-            options(num_workers, (prefetch_factor or 2) * num_workers, None),
+            options(workers=num_workers, ahead=terms.ahead, staging=None),
             job_transform,
             pin_memory,
             with_ids,
@@ -225,6 +207,28 @@ class SharedLoader:
         self._same = terms.same
         self._pass: weakref.ref[Pass] | None = None
         self._end = weakref.finalize(self, _close, os.getpid(), self._seat.member, joined)
+
+    def _same_for_all(self, collate: Any, shuffle: bool, on_error: str, on_lag: str) -> dict[str, Any]:
+        """What all jobs of the group must have alike."""
+        return {
+            "data set": fingerprint(reader_of(self.dataset).source.fingerprint()),
+            "transform": fingerprint(_steps(self.dataset)),
+            "collate_fn": fingerprint(collate),
+            "seed": self.seed,
+            "shuffle": shuffle,
+            "on_error": on_error,
+            "on_lag": on_lag,
+        }
+
+    def _join(self, terms: Terms, chunk_size: int | None, own_collate: bool) -> Group:
+        joined = Group(self.group, terms)
+        try:
+            self.chunk_size = joined.terms.chunk
+            self._check_sizes(chunk_size, own_collate)
+        except BaseException:
+            joined.close()
+            raise
+        return joined
 
     def _check_sizes(self, chunk_size: int | None, own_collate: bool) -> None:
         problem = ""

@@ -165,7 +165,12 @@ class TarDataset(BaseSource):
 
 
 def _checked(keys: Any) -> tuple[str, ...]:
-    if isinstance(keys, str) or not isinstance(keys, Collection) or not len(keys) or not all(isinstance(key, str) for key in keys):
+    if (
+        isinstance(keys, str)
+        or not isinstance(keys, Collection)
+        or not len(keys)
+        or not all(isinstance(key, str) for key in keys)
+    ):
         raise InputError(f'keys={keys!r}: give a tuple of extensions, such as ("jpg", "cls"), or None for all')
     return tuple(keys)
 

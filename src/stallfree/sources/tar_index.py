@@ -70,12 +70,15 @@ def index_of(shard: str, folder: Path) -> ShardIndex:
     try:
         stamp = stamp_of(shard)
     except Exception as error:
-        raise InputError(f"the shard {shard!r} cannot be read ({error}): give the path or URL of a tar file") from error
+        raise _unreadable(shard, error) from error
     place = folder / f"{os.path.basename(shard)[:100]}-{hashlib.sha256(os.fsencode(shard)).hexdigest()[:16]}.index.npz"
     kept = _load(place, shard, stamp)
     if kept is not None:
         return kept
-    index = _read(shard, stamp)
+    try:
+        index = _read(shard, stamp)
+    except OSError as error:
+        raise _unreadable(shard, error) from error
     try:
         _save(place, shard, index)
     except OSError as error:
@@ -203,6 +206,10 @@ def _check_end(shard: str, file: BinaryIO, end: int) -> None:
     file.seek(end)
     if file.read(_BLOCK) != bytes(_BLOCK):
         raise _damaged(shard, f"neither a member nor the end of the archive at byte {end}")
+
+
+def _unreadable(shard: str, error: Exception) -> InputError:
+    return InputError(f"the shard {shard!r} cannot be read ({error}): give the path or URL of a tar file")
 
 
 def _damaged(shard: str, why: str) -> InputError:

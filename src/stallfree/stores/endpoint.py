@@ -59,7 +59,7 @@ class Address:
         values = {name: value for name, value in given.items() if value is not None}
         for name, value in values.items():
             if name not in known:
-                raise InputError(f"a host was given with {name!r}, which is none of {', '.join(known)}")
+                raise InputError(f"a host was given with {name!r}, which is unknown: use {', '.join(known)}")
             kind = type(known[name].default)
             if isinstance(value, os.PathLike) and kind is str:
                 value = values[name] = os.fspath(value)

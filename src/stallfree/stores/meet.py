@@ -116,7 +116,7 @@ def _number(variable: str) -> int | None:
     try:
         return int(given) if given else None
     except ValueError as error:
-        raise InputError(f"{variable}={given!r} in the environment: expected a whole number") from error
+        raise InputError(f"{variable}={given!r} in the environment: give a whole number, or unset it") from error
 
 
 def find_interface(place: Place) -> str:
