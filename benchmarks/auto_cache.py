@@ -85,7 +85,7 @@ def _workloads(size: int, count: int) -> dict[str, dict[str, Any]]:
     usual: dict[str, Any] = {"side": 256, "blurs": 0, "step": 0.0, "bandwidth": None}
     return {
         "I/O-bound": usual | {"bandwidth": 150 * rate, "capacity": int(0.6 * size)},
-        "prep-bound": usual | {"blurs": 6, "capacity": int(1.2 * prepared)},
+        "prep-bound": usual | {"blurs": 3, "capacity": int(1.2 * prepared)},
         "compute-bound": usual | {"step": 0.004, "capacity": int(1.2 * prepared)},
         "decoded fits": usual | {"bandwidth": 900 * rate, "capacity": int(1.2 * prepared)},
         "decoded does not fit": usual | {"bandwidth": 300 * rate, "blurs": 1, "capacity": int(0.5 * prepared)},

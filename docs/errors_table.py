@@ -374,10 +374,6 @@ ADVICE = {
     "<name> is an IterableDataset: samples are cached and planned by their id, so a map-style data set "
     "with __getitem__ and __len__ is needed. If it fits in memory, give list(dataset)": "give such a data set",
     "<shard>: {<first>..<last>} has no number in it, give the smaller one first": "correct the range",
-    "<self> got a <type> without a uint8 tensor of 4 dimensions to normalise": (
-        "put it behind the loader, where whole batches of pictures come"
-    ),
-    "<self> got pictures of shape <shape>: they have no 3 channels there": ("give the layout that the pictures have"),
     "num_ids=<num_ids>: a cache needs a data set of at least one sample": "give a data set that has samples",
     "num_ids=<num_ids>: a board needs a data set of at least one sample": "give a data set that has samples",
     "the cache <name> has the policy <name>, which makes its own scores: set_scores is for a cache made "

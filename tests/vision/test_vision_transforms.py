@@ -174,7 +174,7 @@ class TestNormalize:
     def test_what_cannot_be_normalised(self) -> None:
         with pytest.raises(InputError, match="got a list without a uint8 tensor of 4 dimensions"):
             Normalize()([torch.zeros(2, 4, 5, 3)])
-        with pytest.raises(InputError, match="no 3 channels there"):
+        with pytest.raises(InputError, match="without 3 channels there"):
             Normalize(layout="CHW")(torch.zeros(2, 4, 5, 3, dtype=torch.uint8))
 
     def test_travels(self) -> None:

@@ -27,6 +27,8 @@ def pixels_of(value: Any, step: object) -> Pixels:
 def checked_size(size: int | Sequence[int], name: str = "size") -> tuple[int, int]:
     """(height, width) out of two numbers, or one for both. Raises `InputError`."""
     try:
+        if isinstance(size, bool):
+            raise TypeError
         sides = [operator.index(side) for side in size] if isinstance(size, Sequence) else [operator.index(size)] * 2
     except TypeError:
         sides = []
@@ -44,6 +46,6 @@ def check_layout(layout: Layout) -> Layout:
 
 def probability(given: float, name: str) -> float:
     """`given` as a float. Raises `InputError` if it is not 0 to 1."""
-    if isinstance(given, (int, float)) and 0 <= given <= 1:
+    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1:
         return float(given)
     raise InputError(f"{name}={given!r}: give a probability, 0 to 1")

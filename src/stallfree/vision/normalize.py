@@ -36,11 +36,14 @@ class Normalize:
         layout: Layout = "HWC",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
+        try:
+            self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
+        except (TypeError, ValueError):
+            self.mean = self.std = ()
         if len(self.mean) != 3 or len(self.std) != 3 or not all(value > 0 for value in self.std):
-            raise InputError(f"mean={mean!r}, std={std!r}: give three numbers each, those of std above 0")
-        if not dtype.is_floating_point:
-            raise InputError(f"dtype={dtype}: give a type of floats, such as torch.float32")
+            raise InputError(f"mean={mean!r:.80}, std={std!r:.80}: give three numbers each, those of std above 0")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise InputError(f"dtype={dtype!r:.80}: give a type of floats, such as torch.float32")
         self.layout, self.dtype = check_layout(layout), dtype
         self._constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -48,7 +51,8 @@ class Normalize:
         changed, found = self._walk(batch)
         if not found:
             raise InputError(
-                f"{self!r} got a {type(batch).__name__} without a uint8 tensor of 4 dimensions to normalise"
+                f"{self!r} got a {type(batch).__name__} without a uint8 tensor of 4 dimensions: put it behind the loader, "
+                "and let the steps before it give bytes"
             )
         return changed
 
@@ -70,7 +74,9 @@ class Normalize:
     def _floats(self, pixels: torch.Tensor) -> torch.Tensor:
         first = pixels.permute(0, 3, 1, 2) if self.layout == "HWC" else pixels
         if first.shape[1] != 3:
-            raise InputError(f"{self!r} got pictures of shape {tuple(pixels.shape)}: they have no 3 channels there")
+            raise InputError(
+                f"{self!r} got pictures of shape {tuple(pixels.shape)}, without 3 channels there: give the layout that they have"
+            )
         if pixels.device not in self._constants:
             mean, std = (torch.tensor(value, device=pixels.device).view(3, 1, 1) for value in (self.mean, self.std))
             self._constants[pixels.device] = 1 / (255 * std), -mean / std

@@ -145,7 +145,7 @@ def _factors(given: float | Sequence[float], name: str) -> tuple[float, float]:
     try:
         low, high = given if isinstance(given, Sequence) else (max(0.0, 1 - given), 1 + given)
         fine = 0 <= low <= high < math.inf
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # of a tensor
         fine = False
     if not fine or (not isinstance(given, Sequence) and given < 0):
         raise InputError(f"{name}={given!r}: give 0 or more, or (least, largest factor)")
