@@ -106,8 +106,8 @@ def choose(measured: Measured, room: int, *, workers: int | None, cpus: int, dis
     if workers is None:
         wanted = min(best.rate, measured.compute)
         fewer = (expect(measured, best.share, room, few, disk) for few in range(1, most))
-        enough = (choice for choice in fewer if choice.rate * WORTH >= wanted and choice.prep >= SPARE * wanted)
-        best = next(enough, best)
+        able = (choice for choice in fewer if choice.rate * WORTH >= wanted and choice.prep >= SPARE * wanted)
+        best = next(able, best)
     else:
         best = replace(best, workers=workers)
     return _threads(measured, best, room, disk)
