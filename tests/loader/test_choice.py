@@ -81,7 +81,7 @@ def test_workers_are_as_many_as_the_device_needs_and_no_more_than_cores() -> Non
         compute: choose(replace(prep, compute=compute), 0, workers=None, cpus=6).workers
         for compute in (50.0, 170.0, 250.0, 1e6)
     }
-    assert workers == {50.0: 1, 170.0: 4, 250.0: 5, 1e6: 6}  # twice what the device takes
+    assert workers == {50.0: 2, 170.0: 4, 250.0: 5, 1e6: 6}  # twice what the device takes
     assert choose(prep, 0, workers=3, cpus=6).workers == 3
 
 

@@ -25,6 +25,9 @@ WORTH = 1.02
 """What takes memory, or a process more, has to gain 2%."""
 
 
+FEWEST = 2
+"""Where there are cores for more, one worker alone stands still while it collates and hands over: that costs 7%."""
+
 SPARE = 2.0
 """Workers that only just keep up fall behind now and then: how many samples of a batch miss is a matter of chance."""
 
@@ -105,7 +108,7 @@ def choose(measured: Measured, room: int, *, workers: int | None, cpus: int, dis
     disk = disk if best.on_disk else 0
     if workers is None:
         wanted = min(best.rate, measured.compute)
-        fewer = (expect(measured, best.share, room, few, disk) for few in range(1, most))
+        fewer = (expect(measured, best.share, room, few, disk) for few in range(FEWEST, most))
         able = (choice for choice in fewer if choice.rate * WORTH >= wanted and choice.prep >= SPARE * wanted)
         best = next(able, best)
     else:
