@@ -366,3 +366,45 @@ def test_a_loader_that_is_not_closed_leaves_nothing_behind() -> None:
     assert list(default_root().glob("auto-*"))
     del loader
     assert not list(default_root().glob("auto-*"))
+
+
+def test_a_measurement_that_fails_later_leaves_the_cache_as_it_is(measured: Callable[[Measured], list[int]]) -> None:
+    measured(rates())
+    source = Given([np.full(8, id) for id in range(COUNT)], [shaken])
+    chosen = auto.AutoCache(source, 1 << 22, 0, 2)
+    reader = chosen.begin()
+    source.records[:] = [OSError("gone")] * COUNT
+    slow_epochs(chosen)
+    assert chosen.begin() is reader
+    chosen.close()
+
+
+class Raw:
+    """A source of the user's own, whose fetches raise what they raise."""
+
+    pipeline = sf.Compose([])
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def fetch(self, id: int) -> int:
+        if id > 0:
+            raise OSError("bad sector")
+        return id
+
+    def __getitem__(self, id: int) -> int:
+        return self.fetch(id)
+
+    def where(self, id: int) -> str:
+        return f"sector {id}"
+
+    def fingerprint(self) -> str:
+        return "Raw"
+
+
+def test_a_source_of_the_user_that_fails_is_heard_of_with_the_sample() -> None:
+    with (
+        sf.DataLoader(Raw(), 8, cache="auto", capacity=ROOM, num_workers=0) as loader,
+        pytest.raises(sf.SampleError, match=r"sample \d+ \(sector \d+\).*bad sector"),
+    ):
+        list(loader)

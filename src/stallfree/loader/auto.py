@@ -103,7 +103,6 @@ class AutoCache:
         self._last: _Epoch | None = None
         self._epochs = 0
         self._reader: Reader | None = None
-        self._slow = False
 
     def begin(self) -> Reader:
         """Before an iteration: decide, if that is due. What gives the samples."""
@@ -228,8 +227,8 @@ class AutoCache:
             first = look(source, source.pipeline)
             folder = self._attach(folder.path.name, source, first)
         except StallfreeError as error:
-            log.warning("the rates could not be measured again: %s", error)
-            self._reader = None  # the next iteration tries, and raises
+            log.warning("the rates could not be measured again, so the cache stays as it is: %s", error)
+            self._folder = None
             return
         self._measured, new = _load(folder.path)
         there = expect(self._measured, old.share, self._bytes, max(1, old.workers), self._disk if old.on_disk else 0)

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from stallfree.cache import SampleCache
-from stallfree.errors import CodecError, InputError, SampleError, StallfreeError
+from stallfree.errors import CodecError, InputError, StallfreeError
 from stallfree.loader.choice import Measured
 from stallfree.loader.first_look import FirstLook
 from stallfree.loader.reader import private
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
 from stallfree.sources.throttle import payload_bytes
 
@@ -114,8 +114,8 @@ def _fetch_some(source: Source, ids: list[int]) -> _Fetched:
                     continue
                 try:
                     fetched.records[id] = private(future.result())
-                except SampleError as error:
-                    problem = error
+                except Exception as error:
+                    problem = sample_error(error, source, id, "fetching")
                     continue
                 got += 1
                 held += payload_bytes(fetched.records[id])
@@ -143,8 +143,8 @@ def _fetch_in_turn(source: Source, ids: list[int]) -> _Fetched:
             break
         try:
             fetched.records[id] = private(source.fetch(id))
-        except SampleError as error:
-            problem = error
+        except Exception as error:
+            problem = sample_error(error, source, id, "fetching")
             continue
         held += payload_bytes(fetched.records[id])
     if problem is not None and not fetched.records:
