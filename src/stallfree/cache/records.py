@@ -20,9 +20,12 @@ from stallfree.cache.layout import Meta
 from stallfree.cache.recovery import blocks_of, chains
 from stallfree.cache.writer import checksum, checksum_of, fence
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import read_record, stack_build
+from stallfree.pipeline.codec import read_leaves, read_record, stack_build
 
 Array = npt.NDArray[Any]
+
+_LARGE = 4 << 10
+"""Bytes of a record, on average, from which on each is copied by itself."""
 
 
 @dataclass
@@ -71,6 +74,19 @@ class Views:
 
     parts: list[tuple[Array, ...]]
     unchanged: Callable[[], Array]
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """Samples whose arrays lie in the cache itself, where others may change them at any moment: read only.
+
+    Attributes:
+        values: `MISS` for those that are not resident.
+        unchanged: tells of one, by its position, whether it is still what it was: then what was made of it is right.
+    """
+
+    values: list[Any]
+    unchanged: Callable[[int], bool]
 
 
 class Records:
@@ -140,6 +156,8 @@ class Records:
                     values[position] = value
             found.good[at] = some.good
             found.damaged += at[some.damaged].tolist()
+        if len(chained) and isinstance(self._arena, MemoryArena) and found.length[chained].mean() >= _LARGE:
+            chained = self._read_there(found, chained, values)
         if len(chained):
             self._read_chained(found, chained, values)
 
@@ -160,12 +178,60 @@ class Records:
                 parts[position] = tuple(arena.pieces(own, length))
             elif self.common is not None:
                 parts[position] = (self.common.head, *arena.pieces(own, self.common.size))
+            else:  # a writer is changing it just now
+                found.good[position] = False
 
         def unchanged() -> Array:
             self._still(found, slice(None))
             return found.good
 
         return Views(parts, unchanged)
+
+    def borrow(self, found: Found, values: list[Any]) -> Borrowed:
+        """The values that are there, in place of `MISS` in `values`. Only for a cache in memory.
+
+        A record that is in several pieces, or holds what has to be unpickled, is copied.
+        """
+        views = self.views(found)
+        left = self._made_of(views, np.flatnonzero(found.good), values, copy=False)
+        if len(left):
+            self._read_chained(found, left, values)
+        generation, ids, before = self._index.generation, found.ids.tolist(), found.generation.tolist()
+
+        def unchanged(at: int) -> bool:
+            fence()
+            return bool(generation[ids[at]] == before[at])
+
+        return Borrowed(values, unchanged)
+
+    def _read_there(self, found: Found, at: Array, values: list[Any]) -> Array:
+        """Put the values at the positions `at` into `values`, each copied once; those that are left to be read."""
+        some = _part(found, at)
+        into: list[Any] = [None] * len(at)
+        views = self.views(some)
+        left = self._made_of(views, np.flatnonzero(some.good), into, copy=True)
+        unchanged = views.unchanged()
+        found.good[at] = unchanged
+        done = unchanged.copy()
+        done[left] = False
+        for local in np.flatnonzero(done).tolist():
+            values[at[local]] = into[local]
+        return at[left[unchanged[left]]]
+
+    def _made_of(self, views: Views, at: Array, values: list[Any], *, copy: bool) -> Array:
+        """Put what was made of the records at `at` into `values`; where they must be still first, to be unpickled."""
+        left = []
+        for position in at.tolist():
+            parts = views.parts[position]
+            if self.common is not None and parts[0] is self.common.head:
+                values[position] = read_leaves(self.common, parts[1])
+                continue
+            whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            try:
+                values[position] = read_record(whole, copy=copy and len(parts) == 1)
+            except CodecError:
+                left.append(position)
+        return np.array(left, np.int64)
 
     def _read_plain(self, found: Found, values: list[Any]) -> None:
         """The same for records of the common structure only."""

@@ -25,7 +25,7 @@ from stallfree.cache.index import DamagedError, Field, Index
 from stallfree.cache.layout import META, Meta, plan_layout
 from stallfree.cache.limits import allowed_capacity
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.cache.records import Aim, Found, Records, Views
+from stallfree.cache.records import Aim, Borrowed, Found, Records, Views
 from stallfree.cache.recovery import check_disk
 from stallfree.cache.writer import Record, Writer
 from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
@@ -277,6 +277,21 @@ class SampleCache:
         self._seen(found)
         return values
 
+    def get(self, id: int) -> Any:
+        """One sample, or `MISS`."""
+        return self.get_many([id])[0]
+
+    def borrow(self, ids: Any) -> Borrowed | None:
+        """The samples of `ids` as `get_many` has them, not copied: to be read at once. None for a cache on a disk."""
+        if not isinstance(self._arena, MemoryArena):
+            return None
+        self._check_process()
+        wanted = self.checked(ids)
+        found = self._records.look(wanted)
+        borrowed = self._records.borrow(found, [MISS] * len(wanted))
+        self._seen(found)
+        return borrowed
+
     def aim(self, outs: Sequence[Array]) -> Aim:
         """Prepare to `gather` into `outs`, once for memory that is filled many times.
 
@@ -288,13 +303,9 @@ class SampleCache:
         return self._records.aim(outs)
 
     def gather(self, ids: Any, into: Aim | Sequence[Array]) -> Array:
-        """Copy the samples of `ids` leaf by leaf; which of them were there, as an array of bool.
+        """Copy the samples of `ids` leaf by leaf into what `aim` made, or takes; which were there, as an array of bool.
 
         Rows of samples that were not there hold anything afterwards.
-
-        Args:
-            ids: integers.
-            into: where to: what `aim` made, or what it takes.
         """
         aim = into if isinstance(into, Aim) else self.aim(into)
         self._check_process()
@@ -323,6 +334,10 @@ class SampleCache:
         self._writer.used(found.ids[found.good])
         return views
 
+    def count_changed(self, samples: int) -> None:
+        """Count `samples` that were borrowed and turned out to be changed: misses after all."""
+        self._counters.add((Count.HITS, -samples), (Count.MISSES, samples))
+
     def count_others(self, hits: int, misses: int) -> None:
         """Count samples that another node of the job was asked for: those that it had, and those that it had not."""
         self._check_process()
@@ -337,19 +352,19 @@ class SampleCache:
         is not allowed, and `InputError` for ids outside of the data set; then nothing is stored. Whatever else is in
         the way (no room, an item larger than the cache, a lock that is not free, a full disk) is counted as rejected.
         """
-        self._check_process()
-        wanted = self.checked(ids)
-        if len(wanted) != len(values):
-            raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values: give one for each")
+        wanted = self._checked_pairs(ids, values, "put_many", "values")
         return self._put(wanted, lambda at: encode(values[at], allow_pickle=self._allow_pickle))
 
     def put_records(self, ids: Any, records: Sequence[Record]) -> Array:
         """The same for samples that `pipeline.codec.encode` or `split_record` has taken apart."""
+        return self._put(self._checked_pairs(ids, records, "put_records", "records"), records.__getitem__)
+
+    def _checked_pairs(self, ids: Any, given: Sequence[Any], method: str, what: str) -> Array:
         self._check_process()
         wanted = self.checked(ids)
-        if len(wanted) != len(records):
-            raise InputError(f"put_records was given {len(wanted)} ids and {len(records)} records: give one for each")
-        return self._put(wanted, records.__getitem__)
+        if len(wanted) != len(given):
+            raise InputError(f"{method} was given {len(wanted)} ids and {len(given)} {what}: give one for each")
+        return wanted
 
     def _put(self, wanted: Array, record: Callable[[int], Record]) -> Array:
         _, unique = np.unique(wanted, return_index=True)
@@ -381,10 +396,6 @@ class SampleCache:
         """Store one sample; whether it is resident now."""
         return bool(self.put_many([id], [value])[0])
 
-    def get(self, id: int) -> Any:
-        """One sample, or `MISS`."""
-        return self.get_many([id])[0]
-
     def set_scores(self, ids: Any, scores: Any) -> None:
         """Say how much each sample is worth, resident or not; the cache keeps those of highest score.
 
@@ -392,9 +403,7 @@ class SampleCache:
         newcomer is stored only if its score is above those of the residents whose place it takes. To drive the policy
         "oracle", give each sample of a batch minus its next use before the batch is read (`policies.next_uses`).
 
-        Args:
-            ids: integers. Of an id that is there twice, the last score counts.
-            scores: a number for each, not NaN.
+        A score is a number, not NaN; of an id that is there twice, the last one counts.
 
         Raises `InputError` for another policy than "importance" and "oracle", and for scores that cannot be used;
         `WaitError` if the lock is not free in 2 s.
@@ -450,10 +459,7 @@ class SampleCache:
                 self._pid = os.getpid()
 
     def close(self) -> None:
-        """Leave the cache; the last process out removes it unless it persists. May be called twice.
-
-        The memory is given back at once, even if this object lives on.
-        """
+        """Leave the cache and its memory; the last process out removes it unless it persists. May be called twice."""
         self._pid = -1
         if self._leave.alive:
             self._last = self.stats()

@@ -16,9 +16,10 @@ from stallfree.errors import InputError, StallfreeError
 from stallfree.folders import SharedFolder
 from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.choice import Choice, Measured, choose, expect, explain
+from stallfree.loader.filling import is_prepared, private
 from stallfree.loader.first_look import FirstLook, look
 from stallfree.loader.measure import measure
-from stallfree.loader.reader import Reader, is_prepared, private
+from stallfree.loader.reader import Reader
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source

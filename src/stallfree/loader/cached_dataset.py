@@ -14,8 +14,9 @@ import numpy.typing as npt
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.errors import InputError
 from stallfree.folders import check_name, default_root, user_root
+from stallfree.loader.filling import is_prepared
 from stallfree.loader.first_look import Sample, choose_form, example_of_both, look, look_again
-from stallfree.loader.reader import Reader, is_prepared
+from stallfree.loader.reader import Reader
 from stallfree.loader.shared_counts import SharedCounts
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint

@@ -74,28 +74,31 @@ def compose(sample: Structure, count: int, reserve: Reserve) -> tuple[list[Bytes
     return rows, size, memory[: structure.head.size]
 
 
-def stack(samples: Sequence[Any], reserve: Reserve) -> int:
-    """Collate `samples` as torch would, in place; the bytes used, or 0 when they do not share one fixed structure."""
+def stack(samples: Sequence[Any], reserve: Reserve) -> tuple[int, Structure | None]:
+    """Collate `samples` as torch would, in place.
+
+    Returns the bytes used, and the structure of the samples; 0 and None when they do not share a fixed one.
+    """
     try:
         first, arrays = encode(samples[0])
         if not first.fixed:
-            return 0
+            return 0, None
         rows_of = [arrays]
         for sample in samples[1:]:
             structure, arrays = encode(sample)
             if structure is not first:
-                return 0
+                return 0, None
             rows_of.append(arrays)
     except CodecError:
-        return 0
+        return 0, None
     room = compose(first, len(samples), reserve)
     if room is None:
-        return 0
+        return 0, None
     columns, size, _ = room
     for at, arrays in enumerate(rows_of):
         for column, array in zip(columns, arrays, strict=True):
             column[at] = array
-    return size
+    return size, first
 
 
 def write_batch(batch: Any, reserve: Reserve) -> int:

@@ -15,10 +15,13 @@ from torch.utils.data import default_convert
 from stallfree.cache import Aim, SampleCache
 from stallfree.errors import CodecError
 from stallfree.loader.collate import Bytes, Collate, batch_structure, collate_default, compose, stack, write_batch
+from stallfree.loader.filling import Samples
 from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHOLE, Ids, Result, Task
-from stallfree.loader.reader import Pending, Reader, Samples
+from stallfree.loader.reader import Pending, Reader
 from stallfree.loader.ring import Slots
+from stallfree.loader.rows import Rows
 from stallfree.pipeline.randomness import Randomness
+from stallfree.pipeline.structure import Structure
 from stallfree.platform import shares_memory
 from stallfree.stores import PartitionedCache, ServerCache, TieredCache
 
@@ -45,6 +48,7 @@ class Filler:
     seed: int
     skip: bool
     _drawing: Randomness = field(init=False)
+    _stacked: Structure | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._drawing = Randomness(self.collate)
@@ -128,8 +132,11 @@ class Filler:
         place = _Place(self.slots, task.slot)
         status, size, value = EMPTY, 0, None
         try:
-            samples = self.reader.finish(pending, self.seed, task.epoch, skip=self.skip)
-            if samples.values:
+            rows = self._rows(len(task.ids), place)
+            samples = self.reader.finish(pending, self.seed, task.epoch, skip=self.skip, rows=rows)
+            if rows is not None and rows.whole:
+                status, size = place.status, rows.size
+            elif samples.values:
                 status, size, value = self._collate(task, samples, place, here)
         except Exception as error:
             return failure(task, error, here=here)
@@ -153,6 +160,13 @@ class Filler:
             started=started,
         )
 
+    def _rows(self, count: int, place: _Place) -> Rows | None:
+        """Where the samples go as they are prepared, if they are likely to be like those before."""
+        if self._stacked is None or not self.reader.in_place:
+            return None
+        rows = Rows(self._stacked, count, place.reserve)
+        return rows if rows.size else None
+
     def _collate(self, task: Task, samples: Samples, place: _Place, here: bool) -> tuple[int, int, Any]:
         """Status, size and value of the batch. One that was made in fresh memory and stays here needs no slot."""
         values = samples.values
@@ -163,7 +177,7 @@ class Filler:
         elif self.single:
             value = default_convert(values[0])  # type: ignore[no-untyped-call]  # which may be memory of the data set
         else:
-            size = stack(values, place.reserve)
+            size, self._stacked = stack(values, place.reserve)
             if size:
                 return place.status, size, None
             value = collate_default(values)

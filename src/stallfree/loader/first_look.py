@@ -13,7 +13,8 @@ from torch.utils.data import ConcatDataset
 
 from stallfree.cache.layout import plan_layout
 from stallfree.errors import CapacityError, CodecError, InputError, SampleError
-from stallfree.loader.reader import plain_beneath, private, raise_from
+from stallfree.loader.filling import private, raise_from
+from stallfree.loader.reader import plain_beneath
 from stallfree.pipeline._objects import code_names
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose

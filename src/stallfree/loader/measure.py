@@ -19,8 +19,8 @@ import torch
 from stallfree.cache import SampleCache
 from stallfree.errors import CodecError, InputError, StallfreeError
 from stallfree.loader.choice import Measured
+from stallfree.loader.filling import private
 from stallfree.loader.first_look import FirstLook
-from stallfree.loader.reader import private
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import Source, sample_error

@@ -25,7 +25,8 @@ from stallfree.cache.packages import Record
 from stallfree.channel import receive_message
 from stallfree.errors import StallfreeError
 from stallfree.loader.board import LOW, MISSED, PACK, PENDING, READ, Board, Field
-from stallfree.loader.reader import IO_THREADS, Reader, private
+from stallfree.loader.filling import private
+from stallfree.loader.reader import IO_THREADS, Reader
 from stallfree.loader.worker import orphaned
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.plans.keeping import FRESH

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from stallfree.cache import MISS
-from stallfree.errors import CodecError, InputError, SampleError, StallfreeError
+from stallfree.cache import MISS, SampleCache
+from stallfree.errors import InputError, StallfreeError
+from stallfree.loader.filling import Filling, InPlace, Samples, is_prepared, private, raise_from
+from stallfree.loader.rows import Rows
 from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
 from stallfree.sources.mapped import MapSource, SubsetSource
 from stallfree.sources.throttle import ThrottledSource, payload_bytes
 from stallfree.stores import AnyCache, SpreadCache
-from stallfree.stores.spread import mixed
 
 IO_THREADS = 8
 """Fetches under way at once in one process. They wait for storage, so there may be more of them than cores."""
@@ -48,22 +47,6 @@ class Pending:
     fetches: dict[int, Future[Any]]
     asked: list[tuple[npt.NDArray[np.int64], Future[list[Any]]]] = field(default_factory=list)
     settled: Future[None] | None = None
-
-
-@dataclass
-class Samples:
-    """The samples of a batch, and what they cost.
-
-    `ids` are those really served: samples left out because of an error are in `skipped`.
-    """
-
-    ids: list[int]
-    values: list[Any]
-    hits: int = 0
-    misses: int = 0
-    storage_bytes: int = 0
-    fetch_seconds: float = 0.0
-    skipped: list[SampleError] = field(default_factory=list)
 
 
 class Reader:
@@ -100,13 +83,13 @@ class Reader:
         self.io_threads = IO_THREADS
         # Without a cache, a plain data set may augment its samples itself: they are drawn in the thread that is seeded.
         plain = plain_beneath(source, 0) if cache is None else None
-        self._threads = plain is None and bool(getattr(source, "threads", True))
-        self._drawn = fresh and plain is not None
+        self.threads = plain is None and bool(getattr(source, "threads", True))
+        self.drawn = fresh and plain is not None
         steps = Compose([*rest, *whole])
         drawing: Callable[[Any], Any] | None = steps if len(steps) else None
         if plain is not None:
             drawing = _Drawing(plain[0].dataset, rest)
-        self._randomness = Randomness(drawing if fresh else None)
+        self.randomness = Randomness(drawing if fresh else None)
         self._pool: ThreadPoolExecutor | None = None
         self._pid = -1
         self._ended = ""
@@ -115,6 +98,12 @@ class Reader:
     def plain(self) -> bool:
         """Whether a hit is the sample, with nothing left to do."""
         return self.cache is not None and len(self.rest) == 0 and self.share == 1
+
+    @property
+    def in_place(self) -> bool:
+        """Whether samples are made by steps that write into rows of a batch: see `finish`."""
+        steps = [*self.rest, *self.whole]
+        return len(self.rest) > 0 and (self.share == 1 or len(self.whole) > 0) and all(map(works_in_place, steps))
 
     def start(self, ids: npt.NDArray[np.int64]) -> Pending:
         """Start fetching what `ids` miss. Returns at once. Raises `InputError` after `end`."""
@@ -126,12 +115,12 @@ class Reader:
                 pool = self._executor()
                 pending.asked.append((away, pool.submit(self._ask, away, pending.fetches, pool)))
             missing = np.setdiff1d(missing, np.concatenate([missing[:0], *(away for away, _ in pending.asked)]))
-            if len(missing) and self._threads:
+            if len(missing) and self.threads:
                 pool = self._executor()
                 pending.settled = pool.submit(self._settle, missing, pending.fetches, pool)
                 return pending
-        if self._threads:
-            self._submit(missing.tolist(), pending.fetches)
+        if self.threads:
+            self.submit(missing.tolist(), pending.fetches)
         return pending
 
     def _settle(self, ids: npt.NDArray[np.int64], fetches: dict[int, Future[Any]], pool: ThreadPoolExecutor) -> None:
@@ -146,31 +135,39 @@ class Reader:
         """Ask the node that owns `ids` for them, and start fetching what it has not."""
         assert isinstance(self.cache, SpreadCache)
         found = self.cache.ask(ids)
-        if self._threads:
+        if self.threads:
             with contextlib.suppress(RuntimeError):  # the pool is being closed: nobody wants them any more
                 for id, value in zip(ids.tolist(), found, strict=True):
                     if value is MISS:
                         fetches[id] = pool.submit(self.source.fetch, id)
         return found
 
-    def finish(self, pending: Pending, seed: int, epoch: int | Sequence[int], *, skip: bool) -> Samples:
+    def finish(
+        self, pending: Pending, seed: int, epoch: int | Sequence[int], *, skip: bool, rows: Rows | None = None
+    ) -> Samples:
         """The samples of a batch that was started; `epoch` is that of all, or one for each.
 
         Raises `SampleError` for the first sample that cannot be had, unless `skip`: then it is left out. A sample that
         cannot be stored is an error in any case. The values belong to the caller; those of one batch may share one
         piece of memory, which lives as long as any of them.
+
+        With `rows`, only for a reader that is `in_place`, they go there, and there are no values, if all of them fit.
         """
         self.check()
         ids = pending.ids.tolist()
-        found = self._found(pending)
+        borrowed = None if rows is None or not isinstance(self.cache, SampleCache) else self.cache.borrow(pending.ids)
+        found = self._found(pending) if borrowed is None else borrowed.values
         missing = [at for at, value in enumerate(found) if value is MISS]
         samples = Samples([], [], hits=len(ids) - len(missing), misses=len(missing))
         epochs = [epoch] * len(ids) if isinstance(epoch, int) else epoch
         try:
-            with self._randomness:
+            with self.randomness:
                 if missing:
-                    _Filling(self, ids, found, pending.fetches, samples, skip).run(missing, seed, epochs)
-                self._prepare(ids, found, samples, seed, epochs, skip)
+                    Filling(self, ids, found, pending.fetches, samples, skip).run(missing, seed, epochs)
+                if rows is None:
+                    self._prepare(ids, found, samples, seed, epochs, skip)
+                else:
+                    InPlace(self, ids, found, rows, borrowed, set(missing), samples, skip).run(seed, epochs)
         finally:
             self._give_up(pending.fetches)
         return samples
@@ -202,28 +199,38 @@ class Reader:
         self, ids: list[int], found: list[Any], samples: Samples, seed: int, epochs: Sequence[int], skip: bool
     ) -> None:
         """Apply what is left to do to all values that are there."""
-        seeder = self._randomness.seed if self.fresh else None
         if not len(self.rest) and self.share == 1 and not samples.skipped:
             samples.ids, samples.values = ids, found
             return
-        rests = [self.rest] * len(ids)
-        if self.share < 1:
-            rests = [self.rest if short else self.whole for short in is_prepared(ids, self.share).tolist()]
-        for id, value, epoch, rest in zip(ids, found, epochs, rests, strict=True):
+        for id, value, epoch, rest in zip(ids, found, epochs, self.rests(ids), strict=True):
             if value is MISS:
                 continue
             try:
-                if seeder is not None:
-                    seeder(seed, epoch, id)
+                self.reseed(seed, epoch, id)
                 samples.values.append(rest(value))
                 samples.ids.append(id)
             except Exception as error:
-                problem = sample_error(error, self.source, id, "preparing")
-                if not skip:
-                    raise_from(problem, error)
-                samples.skipped.append(problem)
+                self.leave_out(samples, id, error, skip)
 
-    def _submit(self, ids: list[int], fetches: dict[int, Future[Any]]) -> None:
+    def rests(self, ids: list[int]) -> list[Compose]:
+        """What is left to do for each."""
+        if self.share == 1:
+            return [self.rest] * len(ids)
+        return [self.rest if short else self.whole for short in is_prepared(ids, self.share).tolist()]
+
+    def reseed(self, seed: int, epoch: int, id: int) -> None:
+        """Have what is drawn next follow from these three."""
+        if self.fresh:
+            self.randomness.seed(seed, epoch, id)
+
+    def leave_out(self, samples: Samples, id: int, error: Exception, skip: bool) -> None:
+        """Preparing it has failed: it is left out, with `skip`, or else the error of the batch."""
+        problem = sample_error(error, self.source, id, "preparing")
+        if not skip:
+            raise_from(problem, error)
+        samples.skipped.append(problem)
+
+    def submit(self, ids: list[int], fetches: dict[int, Future[Any]]) -> None:
         """Have `ids` fetched, unless they are in `fetches` already."""
         pool = self._executor() if ids else None
         for id in ids:
@@ -268,99 +275,6 @@ class Reader:
         return {**self.__dict__, "_pool": None, "_pid": -1}
 
 
-@dataclass
-class _Filling:
-    """Getting what is missing in one batch from the source, and into the cache."""
-
-    reader: Reader
-    ids: list[int]
-    found: list[Any]
-    fetches: dict[int, Future[Any]]
-    samples: Samples
-    skip: bool
-    reads: int = 0
-    failed: dict[int, SampleError] = field(default_factory=dict)
-
-    def run(self, missing: list[int], seed: int, epochs: Sequence[int]) -> None:
-        """Fill in `found` at the positions `missing`; what cannot be had stays `MISS`."""
-        reader = self.reader
-        at_first: dict[int, int] = {}
-        for at in missing:
-            at_first.setdefault(self.ids[at], at)
-        if reader._threads and len(at_first) > 1:
-            reader._submit(list(at_first), self.fetches)  # those that were resident at the start and no longer are
-        try:
-            for id, at in at_first.items():
-                if reader._drawn:
-                    reader._randomness.seed(seed, epochs[at], id)
-                self._attempt(id, at)
-        finally:
-            self._store([(id, self.found[at]) for id, at in at_first.items() if self.found[at] is not MISS])
-        for at in missing:
-            first = at_first[self.ids[at]]
-            if at != first:
-                self._repeat(at, first)
-
-    def _attempt(self, id: int, at: int) -> None:
-        try:
-            self.found[at] = self._value(id)
-        except SampleError as error:
-            if not self.skip:
-                raise
-            self.failed[id] = error
-            self.samples.skipped.append(error)
-
-    def _value(self, id: int) -> Any:
-        reader = self.reader
-        record = self._fetch(id, self.fetches.pop(id, None))
-        self.reads += 1
-        self.samples.storage_bytes += payload_bytes(record)
-        if reader.cache is not None:
-            record = private(record)  # the source may keep what it gave
-        if not len(reader.deterministic) or (reader.share < 1 and not is_prepared([id], reader.share)[0]):
-            return record
-        try:
-            return reader.deterministic(record)
-        except Exception as error:
-            raise_from(sample_error(error, reader.source, id, "preparing"), error)
-
-    def _fetch(self, id: int, future: Future[Any] | None) -> Any:
-        source, started = self.reader.source, time.perf_counter()
-        try:
-            if future is not None:
-                with contextlib.suppress(CancelledError):  # by another loader of this process, which ended
-                    return future.result()
-            return source.fetch(id)
-        except Exception as error:
-            raise_from(sample_error(error, source, id, "fetching"), error)
-        finally:
-            if self.reader._threads:
-                self.samples.fetch_seconds += time.perf_counter() - started
-
-    def _repeat(self, at: int, first: int) -> None:
-        """An id that is twice in a batch: the second sample is its own, not the first one again."""
-        if self.found[first] is MISS:
-            self.samples.skipped.append(self.failed[self.ids[at]])
-        else:
-            self.found[at] = private(self.found[first])
-
-    def _store(self, new: list[tuple[int, Any]]) -> None:
-        cache = self.reader.cache
-        if cache is None:
-            return
-        if self.reads:
-            cache.count_fetch(self.reads, self.samples.storage_bytes)
-        try:
-            if new:
-                cache.put_many([id for id, _ in new], [value for _, value in new])
-        except CodecError:
-            for id, value in new:
-                try:
-                    cache.put(id, value)
-                except CodecError as error:
-                    raise sample_error(error, self.reader.source, id, "storing") from error
-
-
 class _Drawing:
     """A plain data set and the steps after it: whatever may hold generators of random numbers."""
 
@@ -372,12 +286,6 @@ class _Drawing:
         return self.rest(self.dataset[id])
 
 
-def is_prepared(ids: Sequence[int] | npt.NDArray[np.int64], share: float) -> npt.NDArray[Any]:
-    """Which of `ids` are cached prepared, where a `share` of the samples is: a function of the id alone."""
-    below: npt.NDArray[Any] = mixed(np.asarray(ids, np.uint64), _FORMS) < np.uint64(min(share * 2.0**64, 2**64 - 1))
-    return below
-
-
 def plain_beneath(source: Source, id: int) -> tuple[MapSource, int] | None:
     """The plain data set that `source` reads sample `id` from, and the id there; None when there is none."""
     inner: Any = source
@@ -386,29 +294,3 @@ def plain_beneath(source: Source, id: int) -> tuple[MapSource, int] | None:
             id = int(inner.indices[id])
         inner = inner.source
     return (inner, id) if isinstance(inner, MapSource) else None
-
-
-def private(value: Any) -> Any:
-    """A copy of `value` that shares no memory with it; `value` itself where it cannot change or cannot be copied."""
-    kind = type(value)
-    if kind in _UNCHANGING:
-        return value
-    if kind is tuple:
-        return tuple([private(item) for item in value])
-    if kind is list:
-        return [private(item) for item in value]
-    if kind is dict:
-        return {key: private(item) for key, item in value.items()}
-    if kind is torch.Tensor:  # deepcopy would copy all that a view is a part of
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # a lock, an open file, a handle of a C library
-        return value
-
-
-def raise_from(problem: SampleError, error: BaseException) -> NoReturn:
-    """Raise `problem`, caused by `error`; a `SampleError` that came up as such keeps its own cause."""
-    if problem is error:
-        raise problem
-    raise problem from error

@@ -21,9 +21,10 @@ from stallfree.errors import InputError, WaitError
 from stallfree.folders import check_name
 from stallfree.loader.arguments import context_of
 from stallfree.loader.cached_dataset import checked_ids
+from stallfree.loader.filling import private
 from stallfree.loader.first_look import look
 from stallfree.loader.ranks import environment_number, job_name
-from stallfree.loader.reader import Reader, private
+from stallfree.loader.reader import Reader
 from stallfree.loader.window_fill import FillCrew, FillSetup
 from stallfree.loader.window_size import Fit, fit_budget, fit_count
 from stallfree.loader.window_state import FILLERS, Field, WindowState

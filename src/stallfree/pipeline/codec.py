@@ -66,6 +66,7 @@ __all__ = [
     "decode_leaf",
     "encode",
     "open_record",
+    "read_leaves",
     "read_record",
     "record_size",
     "split_record",
@@ -381,6 +382,12 @@ def _read_record(buffer: Bytes, copy: bool, allow_pickle: bool) -> Any:
         starts = structure.offsets if structure.fixed else [start - (base & ~63) for start in starts]
     readers = structure.readers
     return structure.make([read(buffer, at, n) for read, at, n in zip(readers, starts, nbytes, strict=True)])
+
+
+def read_leaves(structure: Structure, data: Bytes) -> Any:
+    """The value of a fixed structure out of its packed data, that is a record without its head. Views on `data`."""
+    pairs = zip(structure.readers, structure.offsets, structure.nbytes, strict=True)
+    return structure.make([read(data, at, nbytes) for read, at, nbytes in pairs])
 
 
 def split_record(buffer: Bytes) -> tuple[Structure, list[Bytes]]:

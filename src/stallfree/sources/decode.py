@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from stallfree.errors import InputError
+from stallfree.pipeline.in_place import in_place
 from stallfree.pipeline.marks import mark_deterministic
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def _simplejpeg() -> ModuleType | None:
         return None
 
 
+@in_place
 @mark_deterministic
 class DecodeImage:
     """Encoded bytes (JPEG, PNG, WebP and whatever else Pillow reads) to a picture, always the same for the same bytes.

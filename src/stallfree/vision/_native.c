@@ -31,7 +31,7 @@
 #define FOR_EACH_PROCESSOR
 #endif
 
-#define ABI 1 /* the same number stands in native.py */
+#define ABI 2 /* the same number stands in native.py */
 #define LANES 8
 #define SPARE 2 /* sides of what is decoded at less resolution, at least so many times those wanted */
 #define MOST_TAPS 128 /* each product loses half a 256th: with more, it would be seen */
@@ -371,12 +371,12 @@ EXPORT int stallfree_decode(const uint8_t *data, size_t length, int top, int lef
 /* -- what needs no other pixel ------------------------------------------------------------------------------------- */
 
 /* `count` pixels without gaps to `out`, each made value * factor + grey * (1 - factor): with `grey` below 0 that of the
- * pixel itself. */
+ * pixel itself. `out` may be `pixels`. */
 FOR_EACH_PROCESSOR
-EXPORT void stallfree_blend(const uint8_t *restrict pixels, int64_t count, float factor, float grey,
-                            uint8_t *restrict out) {
+EXPORT void stallfree_blend(const uint8_t *pixels, int64_t count, float factor, float grey, uint8_t *out) {
     float rest = 1 - factor, offset = grey * rest + 0.5f;
     if (grey >= 0) {
+#pragma GCC ivdep /* what is read is written at the same place or elsewhere */
         for (int64_t i = 0; i < 3 * count; i++) {
             float value = (float)pixels[i] * factor + offset;
             value = value < 0 ? 0 : value > 255 ? 255 : value;
@@ -384,6 +384,7 @@ EXPORT void stallfree_blend(const uint8_t *restrict pixels, int64_t count, float
         }
         return;
     }
+#pragma GCC ivdep
     for (int64_t i = 0; i < count; i++) {
         float red = pixels[3 * i], green = pixels[3 * i + 1], blue = pixels[3 * i + 2];
         float own = (0.299f * red + 0.587f * green + 0.114f * blue) * rest + 0.5f;
@@ -391,6 +392,19 @@ EXPORT void stallfree_blend(const uint8_t *restrict pixels, int64_t count, float
         out[3 * i] = (uint8_t)(int)(red < 0 ? 0 : red > 255 ? 255 : red);
         out[3 * i + 1] = (uint8_t)(int)(green < 0 ? 0 : green > 255 ? 255 : green);
         out[3 * i + 2] = (uint8_t)(int)(blue < 0 ? 0 : blue > 255 ? 255 : blue);
+    }
+}
+
+/* `pixels` without gaps to `out`, left and right changed; `out` may be `pixels`. */
+EXPORT void stallfree_mirror(const uint8_t *pixels, int height, int width, uint8_t *out) {
+    for (int64_t y = 0; y < height; y++) {
+        const uint8_t *from = pixels + 3 * width * y;
+        uint8_t *to = out + 3 * width * y;
+        for (int left = 0, right = width - 1; left <= right; left++, right--) {
+            uint8_t first[3], last[3];
+            memcpy(first, from + 3 * left, 3), memcpy(last, from + 3 * right, 3);
+            memcpy(to + 3 * left, last, 3), memcpy(to + 3 * right, first, 3);
+        }
     }
 }
 

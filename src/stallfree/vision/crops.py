@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from stallfree.errors import InputError
+from stallfree.pipeline.in_place import in_place
 from stallfree.pipeline.marks import mark_random
 from stallfree.sources.decode import DecodeImage
 from stallfree.vision import native
@@ -58,6 +59,7 @@ class _RandomCrop:
         )
 
 
+@in_place
 @mark_random
 class RandomResizedCrop(_RandomCrop):
     """A random part of a picture, resized to `size`: torchvision's `RandomResizedCrop` on bytes.
@@ -84,6 +86,7 @@ class RandomResizedCrop(_RandomCrop):
         return cut(pixels, crop, self, mirror)
 
 
+@in_place
 @mark_random
 class DecodeRandomResizedCrop(_RandomCrop):
     """Encoded bytes to a random part of the picture: `DecodeImage` and `RandomResizedCrop` in one, and faster.

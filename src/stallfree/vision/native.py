@@ -18,12 +18,13 @@ import torch
 from torch.nn.functional import interpolate
 
 from stallfree.cache.serial import one_thread
+from stallfree.pipeline.in_place import empty
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Layout: TypeAlias = Literal["HWC", "CHW"]
 
 LIBRARY = Path(__file__).with_name("_native.so")
-ABI = 1
+ABI = 2
 GREY = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in ITU-R BT.601, as Pillow and torchvision have them."""
 
@@ -59,6 +60,8 @@ def library() -> ctypes.CDLL | None:
     found.stallfree_resize.argtypes = [pointer, ctypes.c_int64, *[number] * 6, pointer]
     found.stallfree_blend.argtypes = [pointer, ctypes.c_int64, ctypes.c_float, ctypes.c_float, pointer]
     found.stallfree_blend.restype = None
+    found.stallfree_mirror.argtypes = [pointer, number, number, pointer]
+    found.stallfree_mirror.restype = None
     found.stallfree_sums.argtypes = [pointer, ctypes.c_int64, pointer]
     found.stallfree_sums.restype = None
     return found
@@ -99,20 +102,29 @@ def resized(pixels: Pixels, size: tuple[int, int], layout: Layout = "HWC", mirro
     return _resized_by_torch(pixels, size, layout, mirror) if problem else out
 
 
-def blended(pixels: Pixels, factor: float, grey: float | None) -> Pixels:
-    """`pixels * factor + grey * (1 - factor)`, rounded and kept to 0 to 255; `grey` None: that of each pixel itself."""
+def blend(pixels: Pixels, factor: float, grey: float | None, out: Pixels) -> None:
+    """`pixels * factor + grey * (1 - factor)`, rounded and kept to 0 to 255; `grey` None: that of each pixel itself.
+
+    Both are contiguous; `out` may be `pixels`.
+    """
     found = library()
-    pixels = np.ascontiguousarray(pixels)
     if found is not None:
-        out = np.empty_like(pixels)
         count = pixels.size // 3
         found.stallfree_blend(pixels.ctypes.data, count, factor, -1 if grey is None else grey, out.ctypes.data)
-        return out
+        return
     values = pixels.astype(np.float32)
     base = values @ np.array(GREY, np.float32)[:, None] if grey is None else np.float32(grey)
     mixed = values * np.float32(factor) + base * np.float32(1 - factor) + np.float32(0.5)
-    changed: Pixels = mixed.clip(0, 255).astype(np.uint8)
-    return changed
+    out[...] = mixed.clip(0, 255).astype(np.uint8)
+
+
+def mirror(pixels: Pixels, out: Pixels) -> None:
+    """`pixels` with left and right changed; both are contiguous, and `out` may be `pixels`."""
+    found = library()
+    if found is None:
+        out[...] = pixels[:, ::-1].copy()
+    else:
+        found.stallfree_mirror(pixels.ctypes.data, *pixels.shape[:2], out.ctypes.data)
 
 
 def mean_grey(pixels: Pixels) -> float:
@@ -134,7 +146,7 @@ def version() -> str:
 
 
 def _empty(size: tuple[int, int], layout: Layout) -> Pixels:
-    return np.empty((3, *size) if layout == "CHW" else (*size, 3), np.uint8)
+    return empty((3, *size) if layout == "CHW" else (*size, 3))
 
 
 def _resized_by_torch(pixels: Pixels, size: tuple[int, int], layout: Layout, mirror: bool) -> Pixels:
@@ -143,5 +155,6 @@ def _resized_by_torch(pixels: Pixels, size: tuple[int, int], layout: Layout, mir
     with one_thread():
         out = interpolate(view, size, mode="bilinear", antialias=True)[0]
         out = out.flip(2) if mirror else out
-        array: Pixels = (out if layout == "CHW" else out.permute(1, 2, 0)).contiguous().numpy()
+        array = _empty(size, layout)
+        array[...] = (out if layout == "CHW" else out.permute(1, 2, 0)).numpy()
     return array
