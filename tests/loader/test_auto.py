@@ -274,6 +274,18 @@ def test_another_decision_when_the_rates_have_changed(measured: Callable[[Measur
     chosen.close()
 
 
+def test_what_the_second_epoch_gave_is_what_is_expected(measured: Callable[[Measured], list[int]]) -> None:
+    calls = measured(rates(storage={8: 1e5}, deterministic=0.0, whole=0.001))
+    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 0, 2)
+    chosen.begin()
+    seconds = COUNT / chosen._expected
+    for slower, wanted in ((1.0, 1), (1.4, 1), (2.0, 1), (2.2, 2)):  # of the model; 2.1 would be 1.5 times the second
+        chosen.end(COUNT, slower * seconds, 0.9 * slower * seconds)
+        chosen.begin()
+        assert len(calls) == wanted
+    chosen.close()
+
+
 def test_a_decision_stays_while_another_process_goes_by_it(measured: Callable[[Measured], list[int]]) -> None:
     calls = measured(rates(storage={8: 1e5}, deterministic=0.0, whole=0.001))
     chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 0, 2)

@@ -66,8 +66,9 @@ class AutoCache:
     """The cache that a loader makes for itself.
 
     The first iteration measures and decides, before it starts any worker. After the second epoch G is known too, and
-    decides how many workers there are, if that is left open. When an epoch is 1.5 times as slow as the model expects
-    and it is the loader that the training waits for, the rates are measured again before the next one.
+    decides how many workers there are, if that is left open. When an epoch is 1.5 times as slow as the second one, or
+    that one as the model expects, and it is the loader that the training waits for, the rates are measured again before
+    the next one.
 
     Processes of a host with the same data set, pipeline and capacity share one decision and one cache: the first one
     decides, and another decision waits until the others have left.
@@ -205,9 +206,13 @@ class AutoCache:
                 self._set_workers(self._measured, self._choice)
         limits = epoch.waited > _WAITS * epoch.seconds
         rate = epoch.samples / epoch.seconds
-        if self._epochs < _STEADY or not limits or rate * _SLOWER >= min(self._expected, epoch.compute):
+        if self._epochs < _STEADY:
             return
-        self._expected = rate  # if nothing better is found, it is what is expected from now on
+        fine = not limits or rate * _SLOWER >= min(self._expected, epoch.compute)
+        if not fine or self._epochs == _STEADY:
+            self._expected = rate  # which the model knows only about; and if nothing better is found, it is as it is
+        if fine:
+            return
         self._decide_again(self._folder, replace(self._measured, compute=epoch.compute), self._choice)
 
     def _set_workers(self, measured: Measured, choice: Choice) -> None:
