@@ -37,7 +37,7 @@ def compile_native(target: Path) -> str:
         return "STALLFREE_NATIVE=0"
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
     partial = target.with_name(f"{target.name}.{os.getpid()}")
-    command = [*compiler, *FLAGS, str(SOURCE), "-o", str(partial), "-ljpeg", "-lm"]
+    command = [*compiler, *FLAGS, str(SOURCE), "-o", str(partial), "-ljpeg", "-lm", "-ldl"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
         reason = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[0]

@@ -407,7 +407,7 @@ ADVICE = {
     "num_workers=0: the workers belong to the group, which needs 1 or more": "give 1 or more",
     "consumer <number> is iterated by process <owner>, and not by this one, a child of it: "
     "ProcessPrefetcher(consumers=...) can serve both": "give this process a consumer of its own",
-    "the process that loads raised <type>: <error>": "mend what the traceback shows",
+    "the process that loads raised <what>": "mend what the traceback shows",
     "debug=True with keep=<keep>: only batches of keep='ring' become invalid": "leave out debug",
     "step(batch) raised <type>: <error>. It gets what the loader yields, here <batch>": "correct the step",
     "sizes must be one int of 1 or more for each of the ids 0 to <most>; given were <size> of type "

@@ -41,7 +41,9 @@ def test_damaged_pictures_under_sanitizers(tmp_path: Path) -> None:
     library = tmp_path / "checked.so"
     flags = ["-std=gnu11", "-O1", "-g", "-DNO_CLONES", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     subprocess.run(
-        [gcc, *flags, "-fPIC", "-shared", str(SOURCE), "-o", str(library), "-ljpeg", "-lm"], check=True, text=True
+        [gcc, *flags, "-fPIC", "-shared", str(SOURCE), "-o", str(library), "-ljpeg", "-lm", "-ldl"],
+        check=True,
+        text=True,
     )
     asan = subprocess.run([gcc, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     said = run_fuzz(

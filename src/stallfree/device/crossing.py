@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import pickle
 import select
 import socket
 import struct
-import traceback
 import weakref
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -18,6 +16,7 @@ from stallfree.channel import Channel
 from stallfree.errors import StallfreeError, StorageError
 from stallfree.folders import SharedFolder
 from stallfree.platform import at_fork
+from stallfree.remote import RemoteTraceback, unpack_error
 
 _MESSAGE = struct.Struct("<4q")
 
@@ -142,28 +141,10 @@ def _must_exist(folder: Path) -> None:
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-class RemoteTraceback(Exception):
-    """Where in the process that loads an error came up, as text."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-def pack_error(error: BaseException) -> bytes:
-    """An error with its traceback. One that cannot be pickled, or would end more than the epoch, becomes another."""
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    try:
-        if not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
-            raise TypeError
-        data = pickle.dumps((error, trace))
-        pickle.loads(data)
-        return data
-    except Exception:
-        told = StallfreeError(f"the process that loads raised {type(error).__name__}: {error!s}")
-        return pickle.dumps((told, trace))
-
-
-def raise_error(data: bytes) -> NoReturn:
-    """Raise an error that was packed."""
-    error, trace = pickle.loads(data)
+def raise_error(packed: bytes) -> NoReturn:
+    """Raise an error that was packed, or what stands for one that cannot be raised here."""
+    error, trace = unpack_error(packed)
+    if error is None or isinstance(error, StopIteration | StopAsyncIteration):  # which would end more than the epoch
+        what = trace.strip().rsplit("\n", 1)[-1]
+        error = StallfreeError(f"the process that loads raised {what}")
     raise error from RemoteTraceback(trace)

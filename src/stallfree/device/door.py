@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stallfree.device.crossing import Kind, Line, Message, keep_from_children, pack_error
+from stallfree.device.crossing import Kind, Line, Message, keep_from_children
+from stallfree.remote import pack_error
 
 END_SECONDS = 5
 """For the loader to finish what it does when the process shall end; then the kernel ends it."""

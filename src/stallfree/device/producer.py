@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.device.crossing import attach, pack_error
+from stallfree.device.crossing import attach
 from stallfree.device.door import Door
 from stallfree.device.forms import pack_layout, split
 from stallfree.device.slots import memory_of, poison
 from stallfree.device.staging import Place, Stager, pin
 from stallfree.errors import StorageError
 from stallfree.folders import remove_unused
+from stallfree.remote import pack_error
 
 _REMOVE_SECONDS = 0.2
 """For the kernel to take away what a killed process held."""

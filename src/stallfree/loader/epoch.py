@@ -13,10 +13,10 @@ from typing import Any
 
 from stallfree.errors import StallfreeError, WaitError
 from stallfree.loader.crew import KEPT, Crew
-from stallfree.loader.fill import unpack_error
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.reader import Pending
 from stallfree.pipeline.codec import read_record
+from stallfree.remote import RemoteTraceback, unpack_error
 from stallfree.units import format_size
 
 _REPORTED_SKIPS = 5
@@ -312,10 +312,3 @@ def _raise(result: Result) -> None:
     if trace is None:
         raise error
     raise error from trace
-
-
-class RemoteTraceback(Exception):
-    """Where in a worker an error came up, as text."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"

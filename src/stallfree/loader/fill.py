@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-import struct
 import time
-import traceback
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,9 +20,8 @@ from stallfree.loader.rows import Rows
 from stallfree.pipeline.randomness import Randomness
 from stallfree.pipeline.structure import Structure
 from stallfree.platform import shares_memory
+from stallfree.remote import pack_error
 from stallfree.stores import PartitionedCache, ServerCache, TieredCache
-
-_LENGTH = struct.Struct("<Q")
 
 
 @dataclass
@@ -235,26 +231,4 @@ class _Place:
 def failure(task: Task, error: Exception, *, here: bool) -> Result:
     """The result of a task that ended in `error`: the error itself, or for another process its bytes."""
     failed = Result(FAILED, task.token, task.number, task.slot)
-    return replace(failed, value=error) if here else replace(failed, note=_pack_error(error))
-
-
-def _pack_error(error: Exception) -> bytes:
-    """The traceback as text, and the error if it can be pickled."""
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).encode(errors="replace")
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:
-        data = b""
-    return _LENGTH.pack(len(trace)) + trace + data
-
-
-def unpack_error(note: bytes) -> tuple[Exception | None, str]:
-    """The error in a failed result, None if it could not be brought over, and its traceback as text."""
-    end = _LENGTH.size + _LENGTH.unpack_from(note)[0]
-    trace = note[_LENGTH.size : end].decode(errors="replace")
-    try:
-        error = pickle.loads(note[end:])
-    except Exception:
-        return None, trace
-    return (error if isinstance(error, Exception) else None), trace
+    return replace(failed, value=error) if here else replace(failed, note=pack_error(error))

@@ -24,10 +24,10 @@ from stallfree.channel import Channel
 from stallfree.errors import StorageError
 from stallfree.folders import SharedFolder
 from stallfree.loader.crew import Crew, Options, new_counts
-from stallfree.loader.fill import unpack_error
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
 from stallfree.loader.order import Order
 from stallfree.locks import FileLock
+from stallfree.remote import unpack_error
 from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.last_epoch import next_epoch, note_epoch
 from stallfree.shared.protocol import Hello, Kind, answer, kind_of, pack_error, unpack_hello, unpack_request

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from stallfree.channel import Channel
 from stallfree.errors import StallfreeError, WaitError, WorkerError
-from stallfree.loader.epoch import RemoteTraceback
 from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, Result
 from stallfree.pipeline.codec import read_record
+from stallfree.remote import RemoteTraceback
 from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.conductor import Setup
 from stallfree.shared.group import Gone, Group, reap

@@ -6,6 +6,7 @@
  * multiplication of 16 bits, which every vector unit has. Rows are added up first, as that costs least per pixel; then
  * columns, two pixels (6 of 8 lanes) at a time.
  */
+#define _GNU_SOURCE
 #include <math.h>
 #include <setjmp.h>
 #include <stdint.h>
@@ -248,6 +249,8 @@ EXPORT int stallfree_resize(const uint8_t *pixels, int64_t stride, int height, i
     return problem;
 }
 
+#include "_entropy.h"
+
 /* -- JPEG ---------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -255,6 +258,7 @@ typedef struct {
     struct jpeg_error_mgr errors;
     jmp_buf way_out;
     Work work;
+    Entropy entropy;
     uint8_t *ring; /* the last rows that were decoded */
     int problem;
 } Decoder;
@@ -263,6 +267,15 @@ static void leave(j_common_ptr jpeg) { longjmp(((Decoder *)jpeg->client_data)->w
 
 static void leave_if_damaged(j_common_ptr jpeg, int level) {
     if (level < 0) leave(jpeg); /* a warning: the data are damaged, and what follows would be made up */
+}
+
+static boolean decode_blocks(j_decompress_ptr jpeg, JBLOCKROW *blocks) {
+    Entropy *entropy = &((Decoder *)jpeg->client_data)->entropy;
+    unsigned column = entropy->column;
+    entropy->column = column + 1 == jpeg->MCUs_per_row ? 0 : column + 1;
+    if (column < entropy->first || column > entropy->most) blocks = NULL;
+    if (!(blocks ? read_blocks(jpeg, entropy, blocks) : read_blocks(jpeg, entropy, NULL))) leave((j_common_ptr)jpeg);
+    return TRUE;
 }
 
 static void say_nothing(j_common_ptr jpeg) { (void)jpeg; }
@@ -299,6 +312,9 @@ static void decode(Decoder *decoder, int top, int left, int height, int width, c
     JDIMENSION count = (JDIMENSION)horizontal.high + 1 - from;
     if (count > jpeg->output_width - from) count = jpeg->output_width - from;
     jpeg_crop_scanline(jpeg, &from, &count);
+#ifndef ENTROPY_OF_LIBJPEG
+    take_over(jpeg, &decoder->entropy, from, count);
+#endif
     horizontal.start -= from, horizontal.low -= (int)from, horizontal.high -= (int)from;
     decoder->problem = make_work(work, vertical, horizontal, (int)count, target);
     if (decoder->problem) return;
