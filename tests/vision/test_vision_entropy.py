@@ -20,11 +20,7 @@ KINDS: list[dict[str, Any]] = [
     {"quality": quality, "subsampling": subsampling, "optimize": optimize, "mode": mode}
     for quality, subsampling, optimize, mode in itertools.product((3, 75, 100), (0, 1, 2), (False, True), ("RGB", "L"))
 ]
-LEFT_TO_LIBJPEG: list[dict[str, Any]] = [
-    {"progressive": True},
-    {"restart_marker_rows": 1},
-    {"restart_marker_blocks": 3},
-]
+OTHERS: list[dict[str, Any]] = [{"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 3}]
 SIZES = [(1, 1), (8, 8), (16, 17), (120, 170), (203, 64)]
 
 

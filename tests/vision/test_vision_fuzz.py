@@ -40,11 +40,8 @@ def test_damaged_pictures_under_sanitizers(tmp_path: Path) -> None:
         pytest.skip("there is no gcc, or the compiled part is not there")
     library = tmp_path / "checked.so"
     flags = ["-std=gnu11", "-O1", "-g", "-DNO_CLONES", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    subprocess.run(
-        [gcc, *flags, "-fPIC", "-shared", str(SOURCE), "-o", str(library), "-ljpeg", "-lm", "-ldl"],
-        check=True,
-        text=True,
-    )
+    libraries = ["-ljpeg", "-lm", "-ldl"]
+    subprocess.run([gcc, *flags, "-fPIC", "-shared", str(SOURCE), "-o", str(library), *libraries], check=True)
     asan = subprocess.run([gcc, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     said = run_fuzz(
         library, 10_000, LD_PRELOAD=asan.stdout.strip(), ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1"

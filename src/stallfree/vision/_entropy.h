@@ -1,6 +1,7 @@
 /* Entropy decoding of baseline JPEGs (ITU-T T.81, annex F.2.2) in the place of libjpeg's. Two thirds of the time of a
  * decoder go there, and no bit can be left out. Here a value costs one look into a table and no branch that cannot be
- * foreseen, and in parts of a picture that nobody wants several values cost one look. The result is the same, bit for bit.
+ * foreseen, and in parts of a picture that nobody wants several values cost one look. The result is the same, bit by
+ * bit.
  *
  * libjpeg has no interface for that. But the first two fields of its entropy decoder are functions, in libjpeg 6 and in
  * all that came of it, and whether they are is looked at before one is replaced. What is rare (progressive pictures,
@@ -12,9 +13,9 @@
 #define SLOTS (1 << LOOK)
 #define MOST_CODE 16 /* bits */
 
-/* What the next LOOK bits say, if they begin with a whole code: bits of code and value in 6 bits, zeros before the value
- * in 8, bits of the value in 4; 0 if the code is longer. The end of a block is OUT zeros, sixteen zeros are fifteen and
- * a zero. */
+/* What the next LOOK bits say, if they begin with a whole code: bits of code and value in 6 bits, zeros before the
+ * value in 8, bits of the value in 4; 0 if the code is longer. The end of a block is OUT zeros, sixteen zeros are
+ * fifteen and a zero. */
 #define LENGTH(entry) ((int)((entry) & 63))
 #define RUN(entry) ((int)((entry) >> 6 & 255))
 #define SIZE(entry) ((int)((entry) >> 14))
