@@ -180,12 +180,12 @@ def test_times_read_back_within_three_digits(seconds: float) -> None:
     assert parse_seconds(format_seconds(seconds)) == pytest.approx(seconds, rel=0.005)
 
 
-@pytest.mark.parametrize(("value", "low"), [(1 << 64, None), (-(1 << 70), None), (1 << 63, 0), (10**30, 1)])
-def test_whole_numbers_beyond_what_is_counted(value: int, low: int | None) -> None:
-    with pytest.raises(InputError, match=rf"epoch is a number of {value.bit_length()} bits: give one within 64 bits"):
+@pytest.mark.parametrize(("value", "low"), [(1 << 63, 0), (10**30, 1)])
+def test_whole_numbers_beyond_what_is_counted(value: int, low: int) -> None:
+    with pytest.raises(InputError, match=rf"epoch is a number of {value.bit_length()} bits: give one of 63"):
         parse_whole(value, "epoch", low)
 
 
-@pytest.mark.parametrize(("value", "low"), [((1 << 64) - 1, None), (-1, None), ((1 << 63) - 1, 0), (np.int32(7), 7)])
+@pytest.mark.parametrize(("value", "low"), [(-(1 << 80), None), (-1, None), ((1 << 63) - 1, 0), (np.int32(7), 7)])
 def test_whole_numbers(value: Any, low: int | None) -> None:
     assert parse_whole(value, "epoch", low) == int(value)

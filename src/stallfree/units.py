@@ -40,8 +40,8 @@ def parse_size(value: int | str, name: str = "size") -> int:
 def parse_whole(value: Any, name: str, low: int | None = None) -> int:
     """`value` as an int: an int, or what Python takes for one, such as those of NumPy.
 
-    Raises `InputError` for a bool, for anything else, for less than `low`, and for what is beyond 64 bits, or with a
-    `low` beyond 63, so that it fits where numbers are counted.
+    Raises `InputError` for a bool, for anything else, and with a `low` for less and for what is beyond 63 bits, so that
+    it fits where numbers are counted.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -49,8 +49,8 @@ def parse_whole(value: Any, name: str, low: int | None = None) -> int:
         number = None
     if number is None or (low is not None and number < low):
         raise InputError(f"{name}={value!r:.80}: give a whole number" + ("" if low is None else f", {low} or more"))
-    if number.bit_length() > (64 if low is None else 63):
-        raise InputError(f"{name} is a number of {number.bit_length()} bits: give one within 64 bits")
+    if low is not None and number.bit_length() > 63:
+        raise InputError(f"{name} is a number of {number.bit_length()} bits: give one of 63 bits at most")
     return number
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stallfree.device.backend import Stream
-from stallfree.device.crossing import Kind, Line, Message, attach, connect, raise_error
+from stallfree.device.crossing import Kind, Line, Message, attach, connect, raise_error, unpack_length
 from stallfree.device.forms import join
 from stallfree.device.slots import OpenSlots, memory_of
 from stallfree.errors import InputError, ProducerError, StallfreeError, StorageError, WaitError
@@ -81,11 +81,7 @@ class Consumer:
         """Number of batches of an epoch, as the loader says. Waits until there is a loader."""
         with contextlib.closing(self._reach()) as line:
             line.tell(Kind.ASK_LENGTH)
-            answer = self.receive(line, "the length of the loader")
-        length = pickle.loads(answer.body)
-        if not isinstance(length, int):
-            raise_error(answer.body)
-        return length
+            return unpack_length(self.receive(line, "the length of the loader").body)
 
     def close(self) -> None:
         """Leave: the others go on without this one, which cannot come back. May be called twice."""

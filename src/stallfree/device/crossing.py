@@ -16,9 +16,10 @@ from stallfree.channel import Channel
 from stallfree.errors import StallfreeError, StorageError
 from stallfree.folders import SharedFolder
 from stallfree.platform import at_fork
-from stallfree.remote import RemoteTraceback, unpack_error
+from stallfree.remote import RemoteTraceback, pack_error, unpack_error
 
 _MESSAGE = struct.Struct("<4q")
+_LENGTH = struct.Struct("<q")
 
 
 class Kind(enum.IntEnum):
@@ -139,6 +140,22 @@ def _must_exist(folder: Path) -> None:
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def pack_length(loader: object) -> bytes:
+    """Of the loader, or the error if it has none, which is longer."""
+    try:
+        return _LENGTH.pack(len(loader))  # type: ignore[arg-type]
+    except BaseException as error:
+        return pack_error(error)
+
+
+def unpack_length(packed: bytes) -> int:
+    """The length that was packed. Raises what stands there in its place."""
+    if len(packed) != _LENGTH.size:
+        raise_error(packed)
+    length: int = _LENGTH.unpack(packed)[0]
+    return length
 
 
 def raise_error(packed: bytes) -> NoReturn:

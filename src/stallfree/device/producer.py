@@ -19,14 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.device.crossing import attach
+from stallfree.device.crossing import attach, pack_length
 from stallfree.device.door import Door
 from stallfree.device.forms import pack_layout, split
 from stallfree.device.slots import memory_of, poison
 from stallfree.device.staging import Place, Stager, pin
 from stallfree.errors import StorageError
 from stallfree.folders import remove_unused
-from stallfree.remote import pack_error
 
 _REMOVE_SECONDS = 0.2
 """For the kernel to take away what a killed process held."""
@@ -131,7 +130,7 @@ class Producer:
             loader = self._setup.make_loader()
         except BaseException as error:
             loader = _Broken(error)
-        self._door.tell_length(_length(loader))
+        self._door.tell_length(pack_length(loader))
         with self._memory.using(self._stream):
             while self._door.begin():
                 self._run_epoch(loader)
@@ -162,7 +161,7 @@ class Producer:
                 self._send(slot, batch)
                 del batch
             slot = door.take()
-        door.tell_length(_length(loader))  # whoever hears of the end may ask for it
+        door.tell_length(pack_length(loader))  # whoever hears of the end may ask for it
         door.end(slot)
 
     def _let_go(self) -> None:
@@ -230,11 +229,3 @@ class _Broken:
         raise self._error
 
     __len__: Any = __iter__
-
-
-def _length(loader: Any) -> bytes:
-    """Of the loader, or the error if it has none."""
-    try:
-        return pickle.dumps(len(loader))
-    except BaseException as error:
-        return pack_error(error)

@@ -23,6 +23,7 @@ from stallfree.loader.filling import private
 from stallfree.loader.first_look import FirstLook
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
 from stallfree.sources.throttle import payload_bytes
@@ -71,7 +72,9 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int, disk
             random, _ = _seconds(first.parts.random, prepared)
         else:
             deterministic, prepared, random = 0.0, [], whole
-    sizes, reading = zip(*(_cost_in_cache(kind) for kind in (values, prepared)), strict=True)
+    left = (steps, first.parts.random)
+    costs = [_cost_in_cache(kind, rest) for kind, rest in zip((values, prepared), left, strict=True)]
+    sizes, reading = zip(*costs, strict=True)
     measured = Measured(
         samples=len(source),
         storage=fetched.storage,
@@ -168,8 +171,8 @@ def _seconds(steps: Callable[[Any], Any], values: list[Any]) -> tuple[float, lis
     return (time.monotonic() - began) / max(1, len(made)), made
 
 
-def _cost_in_cache(values: list[Any]) -> tuple[float, float]:
-    """Bytes of a record in a cache, and seconds to read it; infinite bytes if it cannot be stored."""
+def _cost_in_cache(values: list[Any], rest: Compose) -> tuple[float, float]:
+    """Bytes of a record in a cache, infinite if it cannot be stored, and seconds to read it for the steps `rest`."""
     try:
         sizes = [record_size(*encode(value, allow_pickle=True)) for value in values]
     except (CodecError, RecursionError):
@@ -185,9 +188,10 @@ def _cost_in_cache(values: list[Any]) -> tuple[float, float]:
     try:
         ids = np.arange(len(values))
         cache.put_many(ids, values)
-        cache.get_many(ids)
+        read = cache.borrow if len(rest) and all(map(works_in_place, rest)) else cache.get_many
+        read(ids)
         began = time.perf_counter()
-        cache.get_many(ids)
+        read(ids)
         return sum(sizes) / len(sizes), (time.perf_counter() - began) / len(values)
     finally:
         cache.close()
