@@ -13,6 +13,7 @@ from loader_data import Point, same
 from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
+from names import named
 from stallfree.loader.collate import Bytes, batch_structure, collate_default, stack, write_batch
 from stallfree.pipeline.codec import encode, read_record
 
@@ -98,7 +99,7 @@ def test_stacking_gives_what_torch_gives(samples: list[Any]) -> None:
         ([], False),
         (object(), False),
     ],
-    ids=str,
+    ids=named,
 )
 def test_what_is_composed_in_place(sample: Any, composed: bool) -> None:
     assert bool(stack([sample, sample], Memory().reserve)[0]) is composed

@@ -32,6 +32,7 @@ from loader_data import (
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 import stallfree as sf
+from names import named
 
 SAMPLES = [floats, zero_dim, arrays, scalars, numbers, words, octets, record, nested, pair, halves, empty, picture]
 
@@ -124,7 +125,7 @@ def test_without_workers_objects_are_handed_over_as_they_are() -> None:
         {"batch_size": 3, "prefetch_factor": 7},
         {"batch_size": 2, "shuffle": False, "timeout": 60},
     ],
-    ids=str,
+    ids=named,
 )
 def test_arguments(arguments: dict[str, Any], workers: int) -> None:
     dataset = [picture(id) for id in range(11)]
@@ -272,7 +273,7 @@ def test_batches_are_the_loops_own() -> None:
         ({"staging": -1}, "staging=-1"),
         ({"staging": "much"}, "staging='much'"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(sf.InputError, match=message):
@@ -302,7 +303,7 @@ def test_set_epoch_needs_a_number(epoch: Any) -> None:
         ([[0, 1]], "must be integers"),
         ([None], "must be integers"),
     ],
-    ids=str,
+    ids=named,
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samplers_that_give_something_else(sampler: Any, message: str, workers: int) -> None:

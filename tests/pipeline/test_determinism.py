@@ -18,6 +18,7 @@ from PIL import Image
 from standins import V1, foreign, torchvision_compose
 from torch import nn
 
+from names import named
 from stallfree.pipeline import Compose, OnItem, StallfreeWarning, mark_deterministic, mark_random, split
 from stallfree.pipeline.probe import same
 from warm import Interpreter
@@ -409,7 +410,7 @@ class TestSplit:
         (OwnGenerator(1, 2), OwnGenerator(1, 3), False),
         (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), None),
     ],
-    ids=str,
+    ids=named,
 )
 def test_same(a: Any, b: Any, equal: bool | None) -> None:
     assert same(a, b) is equal

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import stallfree as sf
 from importance_tools import Residents, Served, knowing
+from names import named
 from stallfree.plans import importance
 from stallfree.plans.reduce import Ranks
 
@@ -48,7 +49,7 @@ from stallfree.plans.reduce import Ranks
         ({"plan": "icache", "on_miss": "substitute"}, "on_miss='substitute' needs a cache"),
         ({"on_miss": "substitute", "cache": Residents(10)}, "on_miss='substitute' serves samples that were not drawn"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_arguments_that_cannot_be_used(given: dict[str, Any], said: str) -> None:
     with pytest.raises(sf.InputError) as caught:

@@ -1,0 +1,10 @@
+"""Names of cases that are the same in every process, so that several of them can share the tests."""
+
+from __future__ import annotations
+
+import re
+
+
+def named(value: object) -> str:
+    """`str(value)` without addresses in memory."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
