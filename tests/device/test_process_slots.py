@@ -15,6 +15,7 @@ import torch
 
 import stallfree as sf
 from stallfree.device import producer, staging
+from stallfree.device.crossing import unpack_length
 from stallfree.device.forms import join, lay_out, pack_layout
 from stallfree.device.producer import Producer, Setup
 from stallfree.device.slots import OpenSlots, SharedCuda, SharedHost
@@ -110,7 +111,7 @@ class OneConsumer:
         self.free.append(slot)
 
     def tell_length(self, length: bytes) -> None:
-        assert pickle.loads(length) == SAMPLES // BATCH
+        assert unpack_length(length) == SAMPLES // BATCH
 
 
 @pytest.mark.parametrize("persistent", [False, True])

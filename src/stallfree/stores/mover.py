@@ -37,6 +37,7 @@ PAUSE = 10.0
 """Seconds for which it is."""
 
 _ALIGN = 64
+_GLANCE = 1024
 _LOOK_SECONDS = 0.001
 _FULL = 0.8
 """A disk is full, and does not fail, if so much of what it has taken is used: the rest is in blocks that lie apart."""
@@ -118,6 +119,7 @@ class Mover:
         self._memory, self._disk, self._moving, self._yields = memory, disk, moving, yields
         self._health = Health(disk.path, "did not take samples")
         self._copies: Array | None = None  # ids that both held, None if nobody has looked
+        self._news = 0  # how often there were more
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="stallfree-tier")
         self._lots: list[_Lot] = []
@@ -135,6 +137,7 @@ class Mover:
 
     def look_again(self) -> None:
         """Memory has taken what lies on the disk: there are copies that may go."""
+        self._news += 1
         self._copies = None
 
     # -- handing over -------------------------------------------------------------------------------------------------
@@ -235,17 +238,23 @@ class Mover:
 
     def _give_way(self, count: int) -> bool:
         """Drop up to `count` samples that memory holds too; whether there were any."""
-        if not count:
-            return False
-        copies = self._copies
-        if copies is None:
-            all_ids = np.arange(self._disk.num_ids)
-            copies = all_ids[self._disk.resident(all_ids) & self._memory.resident(all_ids)]
-        some, self._copies = copies[:count], copies[count:]
-        some = some[self._memory.resident(some)]
-        if len(some):
-            self._disk.drop(some)
-        return len(some) > 0
+        wanted, copies, looked, news = count, self._copies, False, self._news
+        while wanted:
+            if copies is None or (not len(copies) and not looked):
+                copies, looked = self._in_both(np.arange(self._disk.num_ids)), True
+            some, rest = np.split(copies, [max(wanted, _GLANCE)])
+            some = self._in_both(some)  # it may be long ago that somebody looked
+            copies = np.concatenate([some[wanted:], rest])
+            if len(some):
+                self._disk.drop(some[:wanted])
+                wanted -= len(some[:wanted])
+            elif not len(copies) and looked:
+                break
+        self._copies = copies if news == self._news else None
+        return wanted < count
+
+    def _in_both(self, ids: Array) -> Array:
+        return ids[self._memory.resident(ids) & self._disk.resident(ids)]
 
 
 def shared_flags(file: Path, count: int) -> Array:
