@@ -338,9 +338,10 @@ def test_warnings_of_the_manual(name: str, changes: dict[str, Any], message: str
     part = {name: section("SegmentationImagePipelineWithCache", LOAD, **changes)}
     with pytest.warns(sf.StallfreeWarning, match=message) as caught, open_(tmp_path, data, **part):
         pass
-    assert len(caught) == 1
-    assert str(caught[0].message).startswith(f"{name}.image_pipeline")
-    assert caught[0].filename == __file__
+    ours = [one for one in caught if one.category is not DeprecationWarning]  # of forking, from Python 3.12 on
+    assert len(ours) == 1
+    assert str(ours[0].message).startswith(f"{name}.image_pipeline")
+    assert ours[0].filename == __file__
 
 
 def test_no_warning_when_all_is_well(data: Path, tmp_path: Path) -> None:

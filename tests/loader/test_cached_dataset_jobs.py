@@ -118,11 +118,12 @@ ENDS = {
 def program(end: str) -> str:
     """A program that uses a cache, and how it ends."""
     return textwrap.dedent("""
-        import os, sys
+        import os, sys, warnings
         sys.path.insert(0, {here!r})
         from cached_data import Numbers, with_draws
         from torch.utils.data import DataLoader
         import stallfree as sf
+        warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # Python 3.12 and later, of every fork
         data = sf.CachedDataset(Numbers(8, [with_draws]), capacity="1MiB")
         list(data)
         {end}
