@@ -163,7 +163,7 @@ def test_nodes_that_do_not_come_are_named(master: Master) -> None:
     master.set("stallfree/4/one/2", "here")
     master.set("stallfree/4/another/3", "here")
     with pytest.raises(WaitError, match=r"of the 4 nodes of the job, number 0, 3 did not make the store 'one'"):
-        meet(Stand.at(1), "one", Place(1, 4, "127.0.0.1", master.port), seconds=0.2)
+        meet(Stand.at(1), "one", Place(1, 4, "127.0.0.1", master.port), seconds=1)
 
 
 def test_a_server_that_does_not_answer_is_named(master: Master) -> None:
@@ -175,7 +175,7 @@ def test_a_server_that_does_not_answer_is_named(master: Master) -> None:
         with pytest.raises(
             WaitError, match=f"node 1 of the store 'one', far at 127.0.0.1 ports {port} and 1, does not answer"
         ):
-            meet(Stand.at(1), "one", Place(0, 2, "127.0.0.1", master.port), seconds=0.2)
+            meet(Stand.at(1), "one", Place(0, 2, "127.0.0.1", master.port), seconds=1)
 
 
 @needs_server
@@ -190,7 +190,7 @@ def test_a_node_whose_server_answers_and_whose_clerk_cannot_be_reached_is_named(
         port = silent.getsockname()[1]
         master.set("stallfree/2/one/1", json.dumps({**told, "clerk": port}))
         with pytest.raises(WaitError, match=rf"ports {public.server.port} and {port}, .* let the ports through"):
-            meet(Stand.at(1), "one", place, seconds=0.2)
+            meet(Stand.at(1), "one", place, seconds=1)
         master.set("stallfree/2/one/1", json.dumps({**told, "clerk": public.clerk.port}))  # where no clerk lives yet
         peers, me = meet(Stand.at(1), "one", place, seconds=PATIENCE)
         assert ([peer.name for peer in peers], me) == ([HOST, "far"], 0)
