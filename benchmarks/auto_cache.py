@@ -20,7 +20,7 @@ QUESTION = (
 
 FORMS: tuple[Any, ...] = (None, "fetched", "prepared", 0.25, 0.5, 0.75)
 WORKERS = (1, 2)
-ROUNDS = 3
+ROUNDS = 5
 
 MODULE = "benchmarks.contenders.auto_cache"
 
