@@ -28,6 +28,7 @@ from stallfree.loader.crew import Options
 from stallfree.loader.dataloader import reader_of
 from stallfree.loader.order import Order
 from stallfree.loader.ranks import find_ranks, job_name
+from stallfree.loader.reader import Reader
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.platform import need_linux
@@ -168,20 +169,7 @@ class SharedLoader:
             portions_of, self._order, self._samples, self.chunk_size, batch_size, self._ranks, drop_last
         )
         seconds = timeout or WAIT_SECONDS
-        options = partial(
-            Options,
-            reader=reader,
-            dataset=dataset,
-            collate=collate,
-            single=False,
-            seed=self.seed,
-            skip=on_error == "skip",
-            context=context,
-            worker_init=worker_init_fn,
-            seconds=seconds,
-            log=None,
-            begun=time.monotonic(),
-        )
+        options = self._options(reader, collate, on_error == "skip", context, worker_init_fn, seconds)
         agreed = joined.terms
         setup = Setup(
             folder=joined.folder,
@@ -207,6 +195,25 @@ class SharedLoader:
         self._same = terms.same
         self._pass: weakref.ref[Pass] | None = None
         self._end = weakref.finalize(self, _close, os.getpid(), self._seat.member, joined)
+
+    def _options(
+        self, reader: Reader, collate: Any, skip: bool, context: BaseContext, worker_init: Any, seconds: float
+    ) -> Callable[..., Options]:
+        """Those of the workers, but for what the group agrees on."""
+        return partial(
+            Options,
+            reader=reader,
+            dataset=self.dataset,
+            collate=collate,
+            single=False,
+            seed=self.seed,
+            skip=skip,
+            context=context,
+            worker_init=worker_init,
+            seconds=seconds,
+            log=None,
+            begun=time.monotonic(),
+        )
 
     def _same_for_all(self, collate: Any, shuffle: bool, on_error: str, on_lag: str) -> dict[str, Any]:
         """What all jobs of the group must have alike."""
