@@ -6,6 +6,7 @@ import functools
 import random
 import secrets
 import threading
+import time
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -233,6 +234,17 @@ class Buffered:
         return self.buffer
 
 
+class Every:
+    """Returns something else in every n-th call."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.calls = n, 0
+
+    def __call__(self, value: Any) -> Any:
+        self.calls += 1
+        return value + (self.calls % self.n == 0)
+
+
 class LateGenerator:
     rng: Any = None
 
@@ -271,6 +283,8 @@ def closure_over(thing: Any) -> Any:
         nn.Sequential(nn.Dropout(0.5)),
         Buffered(),
         LateGenerator(),
+        lambda value: value if secrets.randbelow(2) < 2 else 0,
+        lambda value: value if np.random.default_rng().random() < 2 else 0,
     ],
 )
 def test_a_trial_finds_randomness(transform: Any) -> None:
@@ -358,8 +372,9 @@ class TestSplit:
             (plain, None, "no sample"),
             (lambda value: value["missing"], {}, "KeyError"),
             (lambda value: threading.Lock(), 1, "cannot be compared"),
-            (lambda value: value if secrets.randbelow(2) < 2 else 0, 1, "secrets"),
-            (lambda value: value if np.random.default_rng().random() < 2 else 0, 1, "default_rng"),
+            (lambda value: value if time.time() > 0 else 0, 1, "time.time"),
+            (lambda value: value if hash(id(value)) else 0, 1, "id"),
+            (Every(10), 1, "calls"),
         ],
     )
     def test_what_cannot_be_decided_is_random_with_one_warning(self, transform: Any, probe: Any, why: str) -> None:

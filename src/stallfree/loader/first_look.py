@@ -15,14 +15,14 @@ from stallfree.cache.layout import plan_layout
 from stallfree.errors import CapacityError, CodecError, InputError, SampleError
 from stallfree.loader.filling import private, raise_from
 from stallfree.loader.reader import plain_beneath
-from stallfree.pipeline._objects import code_names
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.determinism import Split, split
-from stallfree.pipeline.generators import Handle, preserved, used_functions
-from stallfree.pipeline.marks import mark_of
-from stallfree.pipeline.probe import UNSEEN, all_generators, run_step, same
+from stallfree.pipeline.marks import drew, mark_of
+from stallfree.pipeline.probe import Trial, run_step, try_calls
 from stallfree.pipeline.protocol import Source, sample_error
+from stallfree.pipeline.scan import scan
+from stallfree.pipeline.watch import Watch
 from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size
 
@@ -31,11 +31,6 @@ ATTEMPTS = 4
 
 _PARTS = 16
 """Parts of a `ConcatDataset` of which one sample each is tried."""
-
-_TRIALS = 8
-"""Readings of a sample whose data set uses generators that cannot be watched."""
-
-_SEEDS = (0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D)
 
 
 @dataclass(frozen=True)
@@ -96,6 +91,8 @@ def _read(source: Source, id: int) -> Any:
         mark = mark_of(beneath[0].dataset)
         if mark:
             raise InputError(f"{_name(beneath[0])} is marked as random: {_FREEZE}")
+        if mark is None and drew(beneath[0].dataset):
+            raise _refused(beneath[0], "it drew random numbers while a cache was filled", certain=True)
         if mark is None:
             return _read_watched(source, id, *beneath)
     try:
@@ -112,51 +109,32 @@ _INSIST = "if its samples are always the same, say so with stallfree.mark_determ
 
 
 def _read_watched(source: Source, id: int, plain: MapSource, inner: int) -> Any:
-    """The record of `id`, after a look at whether the data set draws random numbers for it or for its other parts."""
-    handles = all_generators(plain.dataset)
-    with preserved(handles):
-        record, moved = _draw(handles, _SEEDS[0], source, id)
-        record = private(record)
-        if moved:
-            raise InputError(f"reading sample {id} of {_name(plain)} drew random numbers: {_FREEZE}; or, {_INSIST}")
-        if _differs(record, handles, plain, inner, f"sample {id} of {_name(plain)}"):
-            raise InputError(
-                f"sample {id} of {_name(plain)} was another one when it was read again: {_FREEZE}; or, {_INSIST}"
-            )
-        for other in _other_parts(plain.dataset):
-            with suppress(SampleError):
-                if _draw(handles, _SEEDS[1], plain, other)[1]:
-                    raise InputError(
-                        f"reading sample {other} of {_name(plain)} drew random numbers: {_FREEZE}; or, {_INSIST}"
-                    )
-    return record
+    """The record of `id`, after a look at whether the data set gives random samples. Reads the sample twice."""
+    dataset, records = plain.dataset, []
+    code = scan(dataset)
+    if code.finding is not None:
+        raise _refused(plain, f"its code uses {code.finding.what}", certain=code.finding.certain)
+
+    def read(where: Source, place: int) -> Any:
+        records.append(where.fetch(place))
+        return private(records[-1])
+
+    trial = try_calls(dataset, (lambda: read(source, id), lambda: read(plain, inner)), code.read)
+    if trial.random is None and len(records) == 2 and _same_pickles(*records):
+        trial = Trial(False, "", trial.output)
+    if trial.random is not False:
+        raise _refused(plain, f"when sample {id} was read, {trial.why}", certain=trial.random is True)
+    for other in _other_parts(dataset):
+        with suppress(SampleError), Watch(dataset) as watch:
+            plain.fetch(other)
+            if watch.moved():
+                raise _refused(plain, f"when sample {other} was read, it drew random numbers", certain=True)
+    return trial.output
 
 
-def _draw(handles: list[Handle], seed: int, source: Source, id: int) -> tuple[Any, bool]:
-    """The record of `id`, and whether a generator moved while it was read."""
-    for place, handle in enumerate(handles):
-        handle.seed(seed + place)
-    before = [handle.get() for handle in handles]
-    record = source.fetch(id)
-    return record, not all(same(handle.get(), state) for handle, state in zip(handles, before, strict=True))
-
-
-def _differs(record: Any, handles: list[Handle], plain: MapSource, id: int, what: str) -> bool:
-    """Whether `id` is another sample when it is read again."""
-    names = {name for function in used_functions(plain.dataset) for name in code_names(function.__code__)}
-    for _ in range(_TRIALS - 1 if names & UNSEEN else 1):
-        again, moved = _draw(handles, _SEEDS[1], plain, id)
-        equal = same(record, again)
-        if equal is None:
-            equal = _same_pickles(record, again)
-        if equal is None:
-            raise InputError(
-                f"cannot tell whether {what} is always the same: two readings, of type {type(again).__name__}, cannot "
-                f"be compared. A cache would freeze random samples, so {_INSIST}"
-            )
-        if moved or not equal:
-            return True
-    return False
+def _refused(plain: MapSource, why: str, *, certain: bool) -> InputError:
+    what = "gives random samples" if certain else "may give random samples"
+    return InputError(f"{_name(plain)} {what}: {why}; {_FREEZE}; or, {_INSIST}")
 
 
 def _same_pickles(a: Any, b: Any) -> bool | None:

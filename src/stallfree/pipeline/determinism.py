@@ -28,9 +28,10 @@ class Verdict:
     random: bool
     """Whether it may give another output for the same input."""
     reason: str
-    """Who says so: `"mark"`, `"torchvision"`, `"albumentations"`, `"monai"` or `"probe"`; `"halves"` for the two that
-    stand for one random step, `"undecided"` when nothing does, and `"after"` for a step behind the first random one
-    that was not looked into, as it is not cached anyway."""
+    """What says so: `"mark"`, `"torchvision"`, `"albumentations"`, `"monai"` or `"probe"` (a scan of its code and a
+    trial); `"seen"` for a step that drew while a cache was filled, `"halves"` for the two that stand for one random
+    step, `"undecided"` if nothing does, and `"after"` for a step behind the first random one, which is not cached and
+    was not tried."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,13 @@ def split(transform: Transform | None, probe: Any = None) -> Split:
     """Split `transform` into the part that may be cached and the part that must run anew each time.
 
     Nested compositions are flattened first (see `flatten`). A step is known to be random or deterministic by the
-    user's mark, then by its library's own sign, then, when `probe` is given, by running it twice from different states
-    of the random generators. `probe` is one value as the first step gets it, for instance what a source's `fetch`
-    returned; it is copied, and generators and steps are left as they were. The steps before one that is tried are run
-    on it too. None stands for no probe.
+    user's mark, then by its library's own sign, then, when `probe` is given, by a scan of its code for unseeded
+    generators, clocks and entropy, and by running it twice from different states of the random generators. `probe` is
+    one value as the first step gets it, for instance what a source's `fetch` returned; it is copied, and generators and
+    steps are left as they were. The steps before one that is tried are run on it too. None stands for no probe.
+
+    The verdict holds for this value. While a cache is filled, a step that draws random numbers for another sample
+    becomes random; see `CachedDataset`.
 
     A step that none of these decides counts as random, with a `StallfreeWarning` that names it.
 

@@ -20,8 +20,9 @@ import xxhash
 
 from stallfree.errors import InputError
 from stallfree.pipeline._objects import closure_values, comes_from, library_version, used_globals
+from stallfree.pipeline._tensors import plain_bytes
 from stallfree.pipeline.generators import GENERATOR_TYPES
-from stallfree.pipeline.marks import MARK
+from stallfree.pipeline.marks import DREW, MARK
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list"})
 """What albumentations notes in a transform while it runs, or only about its generators."""
@@ -216,7 +217,7 @@ class _Walker:
         members = {
             name: member
             for name, member in vars(cls).items()
-            if name != MARK
+            if name not in (MARK, DREW)
             and not inspect.ismemberdescriptor(member)
             and not inspect.isgetsetdescriptor(member)
             and (callable(member) or not (name.startswith("__") and name.endswith("__")))
@@ -241,11 +242,12 @@ class _Walker:
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         self._feed("tensor", f"{type(tensor).__qualname__} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        try:
-            plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
-            self._feed("bytes", plain.reshape(-1).view(torch.uint8).numpy().data)
-        except (RuntimeError, NotImplementedError) as error:
-            raise _no_fingerprint(tensor) from error
+        content = plain_bytes(tensor)
+        if content is None:
+            raise _no_fingerprint(tensor)
+        self._feed("bytes", content[1].numpy().data)
+        if content[0]:
+            self._feed("quantizer", content[0].encode())
         self._state(vars(tensor), type(tensor))
 
     def _container(self, container: Any) -> None:
@@ -312,7 +314,7 @@ class _Walker:
     def _state(self, state: Any, cls: type) -> None:
         if type(state) is dict:
             transient = _TRANSIENT if comes_from(cls, "albumentations") else frozenset()
-            state = {name: value for name, value in state.items() if name != MARK and name not in transient}
+            state = {name: value for name, value in state.items() if name not in (MARK, DREW, *transient)}
         self.visit(state)
 
 

@@ -68,27 +68,9 @@ def find_generators(transform: object) -> list[Handle]:
     known = {id(handle.generator) for handle in global_generators()}
     return [
         handle_of(thing)
-        for thing in _reachable(transform)
+        for thing in reachable(transform)
         if isinstance(thing, GENERATOR_TYPES) and not isinstance(thing, random.SystemRandom) and id(thing) not in known
     ]
-
-
-def has_system_random(transform: object) -> bool:
-    """Whether `transform` refers to a `random.SystemRandom`, which cannot be seeded."""
-    return any(isinstance(thing, random.SystemRandom) for thing in _reachable(transform))
-
-
-def used_functions(transform: object) -> Iterator[FunctionType]:
-    """The functions of the user's own code that `transform` consists of or refers to; constructors are left out."""
-    constructors = ("__init__", "__new__", "__post_init__", "__setstate__")
-    for thing in _reachable(transform):
-        if isinstance(thing, FunctionType):
-            if not is_library(thing):
-                yield thing
-        elif not isinstance(thing, _OPAQUE):
-            for cls in type(thing).__mro__:
-                if not is_library(cls):
-                    yield from (function for function in class_functions(cls) if function.__name__ not in constructors)
 
 
 @contextlib.contextmanager
@@ -110,7 +92,7 @@ def _set_bits(bits: Any, state: Any) -> None:
     bits.state = state
 
 
-def _reachable(root: object) -> Iterator[object]:
+def reachable(root: object) -> Iterator[object]:
     """Everything that can be reached from `root` along its own references, in a fixed order, each once."""
     seen: dict[int, object] = {}  # holds what it has seen, so that no identity is given to another object meanwhile
     todo = [root]

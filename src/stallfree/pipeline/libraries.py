@@ -11,7 +11,7 @@ from typing import Any
 
 from stallfree.pipeline._objects import class_functions, code_names, comes_from
 from stallfree.pipeline.compose import OnItem, flatten, is_albumentations, is_monai_compose
-from stallfree.pipeline.marks import mark_of
+from stallfree.pipeline.marks import drew, mark_of
 
 _TORCHVISION_RANDOM = {
     *("AugMix", "AutoAugment", "ColorJitter", "CutMix", "ElasticTransform", "GaussianBlur", "GaussianNoise", "JPEG"),
@@ -43,6 +43,8 @@ def known(transform: Any) -> tuple[bool, str] | None:
     mark = mark_of(transform)
     if mark is not None:
         return mark, "mark"
+    if drew(transform):
+        return True, "seen"
     inner = _wrapped(transform)
     if inner is not None:
         return known(inner)

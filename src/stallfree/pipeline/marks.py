@@ -12,8 +12,15 @@ T = TypeVar("T")
 MARK = "_stallfree_random"
 """The attribute that carries a mark: True for random, False for deterministic."""
 
+DREW = "_stallfree_drew"
+"""The attribute of a transform or data set that was seen to draw random numbers."""
+
 _refusers: dict[tuple[int, ...], tuple[object, bool]] = {}
 """Marks of objects that take no attributes. The object is held, so that its identity is never given to another."""
+
+
+_drew: dict[tuple[int, ...], object] = {}
+"""Objects that drew and take no attributes."""
 
 
 def mark_random(transform: T) -> T:
@@ -45,6 +52,19 @@ def mark_of(transform: object) -> bool | None:
     if mark is False and not _own(transform):
         return None
     return mark if isinstance(mark, bool) else None
+
+
+def note_drew(transform: object) -> None:
+    """Remember in this process, and in objects that are pickled, that `transform` drew random numbers."""
+    try:
+        setattr(transform, DREW, True)
+    except (AttributeError, TypeError):
+        _drew[_identity(transform)] = transform
+
+
+def drew(transform: object) -> bool:
+    """Whether `note_drew` was called with `transform`."""
+    return _identity(transform) in _drew or getattr(transform, DREW, False) is True
 
 
 def _mark(transform: T, random: bool) -> T:

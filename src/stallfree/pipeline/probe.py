@@ -1,30 +1,30 @@
-"""Finding out by trial whether a step gives the same output for the same input."""
+"""Finding out by scan and trial whether a step gives the same output for the same input."""
 
 from __future__ import annotations
 
 import copy
 import enum
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from stallfree.pipeline._objects import attributes, code_names
+from stallfree.pipeline._objects import attributes
+from stallfree.pipeline._tensors import plain_bytes
 from stallfree.pipeline.compose import Transform, as_call
 from stallfree.pipeline.generators import (
     Handle,
     find_generators,
     global_generators,
     handle_of,
-    has_system_random,
     preserved,
-    used_functions,
 )
+from stallfree.pipeline.scan import scan
+from stallfree.pipeline.trace import State, changed, state_of, traced
 
-UNSEEN = frozenset({"default_rng", "SystemRandom", "urandom", "getrandom", "secrets", "uuid1", "uuid4"})
 T = TypeVar("T")
 
 _SEEDS = (0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D)
@@ -32,44 +32,70 @@ _SEEDS = (0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D)
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial showed."""
+    """What a trial has shown."""
 
     random: bool | None
     """None when it could not be decided."""
     why: str
-    """Why it could not be decided; empty otherwise."""
+    """Why it is random or could not be decided; empty otherwise."""
     output: Any
-    """What the step returned in the first run; None when it raised."""
+    """What the first call returned; None if there was none or it raised."""
 
 
 def try_step(step: Transform, value: Any) -> Trial:
-    """Run a copy of `step` on copies of `value` from two states of all generators that it may draw from.
+    """Read the code of `step`, and run a copy of it twice on copies of `value`. See `try_calls`.
 
-    The step is random when a generator moved, a new one appeared or the outputs differ. All generators are put back.
+    What a scan of the code finds counts whatever is seen, so that chance has no influence on the verdict.
     """
-    if has_system_random(step):
-        return Trial(True, "", None)
+    code = scan(step)
+    doubt = "" if code.finding is None else f"it uses {code.finding.what}"
+    if code.finding is not None and code.finding.certain:
+        return Trial(True, doubt, None)
     trial = _copy_of(step)
-    handles = all_generators(trial)
+
+    def call() -> Any:
+        return _copy_of(as_call(trial)(copy.deepcopy(value)))  # it may be a buffer of the step
+
+    try:
+        found = try_calls(trial, (call, call), code.read)
+    except Exception as error:
+        return Trial(None, f"it raised {type(error).__name__}: {error}", None)
+    return Trial(None, doubt, found.output) if doubt and found.random is False else found
+
+
+def try_calls(thing: object, calls: Sequence[Callable[[], Any]], read: Set[str]) -> Trial:
+    """Make `calls`, of which all should return the same, each from another state of all generators.
+
+    The result is random if a generator moved, a new one appeared, entropy was taken, or the outputs differ. It is
+    undecided if a clock was read, or if each call changes a value that the code reads (`read`). All generators are put
+    back. Raises what the calls raise.
+    """
+    handles = all_generators(thing)
     outputs: list[Any] = []
+    states: list[State] = []
     with preserved(handles):
-        try:
-            for seed in _SEEDS:
-                for place, handle in enumerate(handles):
-                    handle.seed(seed + place)
-                before = [handle.get() for handle in handles]
-                outputs.append(_copy_of(as_call(trial)(copy.deepcopy(value))))  # it may be a buffer of the step
-                if _moved(handles, before) or len(all_generators(trial)) != len(handles):
-                    return Trial(True, "", outputs[0])
-        except Exception as error:
-            return Trial(None, f"it raised {type(error).__name__}: {error}", None)
+        for seed, call in zip(_SEEDS, calls, strict=True):
+            for place, handle in enumerate(handles):
+                handle.seed(seed + place)
+            before = [handle.get() for handle in handles]
+            with traced() as trace:
+                outputs.append(call())
+            if _moved(handles, before):
+                return Trial(True, "it drew random numbers", outputs[0])
+            if trace.finding is not None:
+                return Trial(True if trace.finding.certain else None, f"it uses {trace.finding.what}", outputs[0])
+            if len(all_generators(thing)) != len(handles):
+                return Trial(True, "it made a generator of random numbers", outputs[0])
+            states.append(state_of(thing))
     equal = same(*outputs)
     if equal is None:
         return Trial(None, f"its outputs, of type {type(outputs[0]).__name__}, cannot be compared", outputs[0])
-    suspects = UNSEEN & {name for function in used_functions(step) for name in code_names(function.__code__)}
-    if equal and suspects:
-        return Trial(None, f"it uses {', '.join(sorted(suspects))}, whose numbers a trial cannot control", outputs[0])
-    return Trial(not equal, "", outputs[0])
+    if not equal:
+        return Trial(True, "it returned something else for the same input", outputs[0])
+    names = sorted(changed(*states) & read)
+    if names:
+        return Trial(None, f"each call changes {', '.join(names)}, which it reads", outputs[0])
+    return Trial(False, "", outputs[0])
 
 
 def run_step(step: Transform, value: Any) -> Any:
@@ -79,7 +105,7 @@ def run_step(step: Transform, value: Any) -> Any:
         return as_call(trial)(copy.deepcopy(value))
 
 
-def all_generators(step: Transform) -> list[Handle]:
+def all_generators(step: object) -> list[Handle]:
     """The global generators, those of CUDA devices when CUDA is in use, and those that `step` refers to."""
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = torch.cuda.default_generators if in_use else ()
@@ -113,11 +139,10 @@ def same(a: Any, b: Any) -> bool | None:
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool | None:
     if (a.dtype, a.shape, a.device, a.layout) != (b.dtype, b.shape, b.device, b.layout):
         return False
-    try:
-        left, right = (x.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg() for x in (a, b))
-        return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (left, right)))
-    except (RuntimeError, NotImplementedError):  # layouts that have no plain bytes, such as sparse ones
+    left, right = plain_bytes(a), plain_bytes(b)
+    if left is None or right is None:
         return None
+    return left[0] == right[0] and torch.equal(left[1], right[1])
 
 
 def _same_array(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool | None:

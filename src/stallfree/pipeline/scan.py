@@ -1,0 +1,310 @@
+"""Scans the code that a step can reach for sources of randomness that the states of generators do not show.
+
+The step's own functions are read as bytecode, and those they call, as far as they are the user's. A name is followed to
+the object that it stands for: `np.random.default_rng` is found under any alias. Calls inside libraries are not read;
+`trace` sees those that a trial makes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from stallfree.pipeline._objects import class_functions, closure_values, is_library
+from stallfree.pipeline.generators import reachable
+
+_ENTROPY = {
+    "os": ("urandom", "getrandom"),
+    "uuid": ("uuid1", "uuid4", "uuid6", "uuid7", "uuid8"),
+    "secrets": ("choice", "randbelow", "randbits", "token_bytes", "token_hex", "token_urlsafe", "SystemRandom"),
+    "random": ("SystemRandom",),
+    "torch": ("seed",),
+    "torch.random": ("seed",),
+}
+_CLOCKS = {
+    "time": (
+        *("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time"),
+        *("process_time_ns", "thread_time", "thread_time_ns", "clock_gettime", "clock_gettime_ns"),
+    ),
+    "os": ("getpid", "times"),
+    "threading": ("get_ident", "get_native_id", "current_thread"),
+    "builtins": ("id",),
+}
+_NOW = {("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today")}
+_GENERATORS = (random.Random, np.random.RandomState, np.random.SeedSequence, np.random.BitGenerator)
+"""Without a seed they take one from the operating system, as `default_rng` does."""
+
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__getstate__", "__reduce__", "__del__")
+_ENTRIES = ("__call__", "forward", "__getitem__", "__getitems__")
+_SKIPPED = frozenset({"PUSH_NULL", "PRECALL", "CACHE", "NOP", "EXTENDED_ARG", "KW_NAMES", "NOT_TAKEN"})
+_CALLS = frozenset({"CALL", "CALL_FUNCTION", "CALL_METHOD"})
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+_LOADS = _ATTRIBUTES | {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"}
+_COPIES = frozenset({"COPY", "DUP_TOP", "DUP_TOP_TWO"})
+_WRITES = frozenset({"append", "add", "extend", "update"})
+_NAMED = (FunctionType, BuiltinFunctionType, type)
+_UNKNOWN = object()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A source of randomness in the code of a step.
+
+    Attributes:
+        what: names it, such as `time.time`.
+        certain: whether what it gives is random, as an unseeded generator is. A clock may only measure.
+    """
+
+    what: str
+    certain: bool
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What the code of a step shows.
+
+    Attributes:
+        finding: what makes the step random or doubtful, something certain before all else; None if there is nothing.
+        read: names of attributes and variables that the code reads. One that is only written, such as a counter for
+            statistics, has no influence on the output.
+    """
+
+    finding: Finding | None
+    read: frozenset[str]
+
+
+def scan(step: object) -> Scan:
+    """Read the code that `step` can reach: its own functions and methods, and those of the user's that they call."""
+    calls = _Calls(step)
+    findings = [*_kept_sources(step), *calls.findings()]
+    findings.sort(key=lambda finding: not finding.certain)
+    return Scan(findings[0] if findings else None, frozenset(calls.read))
+
+
+def sources() -> dict[object, Finding]:
+    """The functions and classes whose results do not follow from their arguments, of the modules that are loaded."""
+    found: dict[object, Finding] = {}
+    for table, certain in ((_ENTROPY, True), (_CLOCKS, False)):
+        for module, names in table.items():
+            there = vars(sys.modules[module]) if module in sys.modules else {}
+            found.update((there[name], Finding(f"{module}.{name}", certain)) for name in names if name in there)
+    return found
+
+
+def _kept_sources(step: object) -> Iterator[Finding]:
+    """Those that the objects hold to which `step` refers."""
+    known = sources()
+    for thing in reachable(step):
+        if isinstance(thing, random.SystemRandom):
+            yield Finding("random.SystemRandom", True)
+        elif isinstance(thing, _NAMED) and thing in known:
+            yield known[thing]
+        elif isinstance(thing, GeneratorType) or (
+            type(thing).__module__ in ("builtins", "itertools") and hasattr(type(thing), "__next__")
+        ):
+            yield Finding(f"an iterator that it keeps ({type(thing).__name__})", False)
+
+
+class _Calls:
+    """The functions of the user's own code that a step can call, found by following names."""
+
+    def __init__(self, step: object) -> None:
+        self.read: set[str] = set()
+        self._sources = sources()
+        self._updated: dict[str, Finding] = {}
+        self._todo: list[tuple[CodeType, dict[str, Any], dict[str, Any]]] = []
+        self._codes: set[CodeType] = set()
+        self._names: set[str] = set(_ENTRIES)
+        self._methods: list[FunctionType] = []  # of reachable objects: called if their name is used
+        self._classes: set[type] = set()
+        for thing in reachable(step):
+            if thing is step or not isinstance(thing, (FunctionType, MethodType, BuiltinFunctionType)):
+                self._object(thing)
+        self._callable(step)
+
+    def findings(self) -> Iterator[Finding]:
+        known = [step for step in self._methods if self._is_used(step.__name__)]
+        while known or self._todo:
+            self._methods = [step for step in self._methods if not self._is_used(step.__name__)]
+            for function in known:
+                self._function(function)
+            while self._todo:
+                yield from self._follow(*self._todo.pop())
+            known = [step for step in self._methods if self._is_used(step.__name__)]
+        yield from (finding for name, finding in self._updated.items() if name in self.read)
+
+    def _is_used(self, name: str) -> bool:
+        special = name.startswith("__") and name.endswith("__")
+        return (name in self._names or special) and name not in _CONSTRUCTORS
+
+    def _callable(self, thing: Any) -> None:
+        """Follow a call of `thing`."""
+        if isinstance(thing, MethodType):
+            self._callable(thing.__func__)
+        elif isinstance(thing, FunctionType):
+            self._function(thing)
+        elif isinstance(thing, type):
+            if not is_library(thing):
+                self._class(thing)
+                for base in thing.__mro__:
+                    for function in class_functions(base):
+                        if function.__name__ in _CONSTRUCTORS:
+                            self._function(function)
+        elif isinstance(thing, functools.partial):
+            self._callable(thing.func)
+
+    def _function(self, function: FunctionType) -> None:
+        if is_library(function):
+            return
+        self._code(function.__code__, function.__globals__, closure_values(function))
+
+    def _code(self, code: CodeType, names: dict[str, Any], closure: dict[str, Any]) -> None:
+        if code not in self._codes:
+            self._codes.add(code)
+            self._todo.append((code, names, closure))
+
+    def _object(self, thing: Any) -> None:
+        """The methods of `thing` may be called."""
+        for cls in type(thing).__mro__:
+            if not is_library(cls):
+                self._class(cls)
+
+    def _class(self, cls: type) -> None:
+        libraries = [base for base in cls.__mro__ if base is not object and is_library(base)]
+        for base in cls.__mro__:
+            if base not in self._classes and not is_library(base):
+                self._classes.add(base)
+                for function in class_functions(base):
+                    self._methods.append(function)
+                    if any(hasattr(library, function.__name__) for library in libraries):
+                        self._names.add(function.__name__)  # the library calls it
+
+    def _follow(self, code: CodeType, names: dict[str, Any], closure: dict[str, Any]) -> Iterator[Finding]:
+        """Go through the instructions of `code`, and say what each of them loads."""
+        steps = [step for step in dis.get_instructions(code) if step.opname not in _SKIPPED]
+        imported: dict[str, Any] = {}
+        module: Any = _UNKNOWN
+        there: Any = _UNKNOWN  # what the last instructions have loaded
+        for place, step in enumerate(steps):
+            op, name, owner = step.opname, step.argval, there
+            there = _UNKNOWN
+            if op in ("LOAD_GLOBAL", "LOAD_NAME"):
+                there = names.get(name, vars(builtins).get(name, _UNKNOWN))
+            elif op in ("LOAD_DEREF", "LOAD_CLASSDEREF"):
+                there = closure.get(name, _UNKNOWN)
+            elif op.startswith("LOAD_FAST"):
+                there = imported.get(name[-1] if isinstance(name, tuple) else name, _UNKNOWN)
+            elif op in _ATTRIBUTES:
+                there = _attribute(owner, name)
+                self._names.add(name)
+                if isinstance(owner, type) and owner.__module__ == "datetime" and (owner.__name__, name) in _NOW:
+                    yield Finding(f"{owner.__name__}.{name}", False)
+                if name == "seed" and _arguments(steps, place + 1) == 0:
+                    yield Finding("seed() without a number", True)
+            elif op == "IMPORT_NAME":
+                whole = steps[place - 1].argval is not None  # from a.b import ..., and not import a.b
+                there = module = sys.modules.get(name if whole else name.partition(".")[0], _UNKNOWN)
+            elif op == "IMPORT_FROM":
+                there = _attribute(module, name)
+            elif op == "STORE_FAST" and isinstance(name, str) and owner is not _UNKNOWN:
+                imported[name] = owner
+            elif op == "LOAD_CONST" and isinstance(name, CodeType):
+                self._code(name, names, closure)
+            if op in _LOADS and not _is_update(steps, place):
+                self.read.add(name)
+            if (kept := _updated(steps, place, code)) is not None:
+                self._updated[kept] = Finding(f"{kept}, which each call may change", False)
+            if there is not _UNKNOWN:
+                self._loaded(there)
+                source = self._sources.get(there) if isinstance(there, _NAMED) else None
+                yield from _made(there, steps, place) if source is None else (source,)
+
+    def _loaded(self, thing: Any) -> None:
+        if isinstance(thing, (FunctionType, MethodType, type, functools.partial)):
+            self._callable(thing)
+        elif not isinstance(thing, (ModuleType, BuiltinFunctionType)) and not is_library(type(thing)):
+            self._object(thing)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """What the attribute `name` of a module or class is."""
+    if isinstance(owner, ModuleType):
+        return vars(owner).get(name, _UNKNOWN)
+    if isinstance(owner, type):
+        for cls in owner.__mro__:
+            if name in vars(cls):
+                found = vars(cls)[name]
+                return getattr(found, "__func__", found)
+    return _UNKNOWN
+
+
+def _made(thing: Any, steps: list[dis.Instruction], place: int) -> Iterator[Finding]:
+    """Whether `thing`, loaded at `place`, makes a generator without a seed, or one that outlives the call."""
+    if _makes_generators(thing):
+        name, given = f"{thing.__module__}.{thing.__name__}", _arguments(steps, place + 1)
+        after = steps[place + 1] if place + 1 < len(steps) else None
+        if given == 0:
+            yield Finding(f"{name}() without a seed", True)
+        elif after is None or after.opname.startswith(("STORE_", "RETURN_")):
+            yield Finding(name, False)
+        elif after.opname == "LOAD_CONST" and after.argval is None and _arguments(steps, place + 2) == 1:
+            yield Finding(f"{name}(None), which has no seed", True)
+        elif given is None and _is_kept(steps, place):
+            yield Finding(f"{name}, a generator that a call makes and keeps", False)
+
+
+def _makes_generators(thing: Any) -> bool:
+    if isinstance(thing, type):
+        return issubclass(thing, _GENERATORS)
+    return thing is np.random.default_rng
+
+
+def _is_kept(steps: list[dis.Instruction], place: int) -> bool:
+    """Whether the generator that the statement at `place` makes is stored outside of the call."""
+    for step in steps[place + 1 :]:
+        if step.opname.startswith("STORE_"):
+            return step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR")
+        if step.opname in ("LOAD_METHOD", "POP_TOP") or step.opname.startswith(("RETURN_", "POP_JUMP")):
+            return False
+    return False
+
+
+def _arguments(steps: list[dis.Instruction], place: int) -> int | None:
+    """How many arguments the call at `place` has; None if there is none."""
+    return steps[place].arg if place < len(steps) and steps[place].opname in _CALLS else None
+
+
+def _is_update(steps: list[dis.Instruction], place: int) -> bool:
+    """Whether what is loaded at `place` is only updated, as in `n += 1`, `n[k] += 1` and `n.append(1)`."""
+    after = [step.opname for step in steps[place + 1 : place + 4]]
+    if place and steps[place].opname in _ATTRIBUTES and steps[place - 1].opname in _COPIES:
+        return True
+    if after and after[0] in _ATTRIBUTES and steps[place + 1].argval in _WRITES:
+        return True
+    if len(after) > 1 and after[1] in _COPIES:
+        return True
+    return len(after) > 2 and _in_place(steps[place + 2]) and steps[place + 3].argval == steps[place].argval
+
+
+def _updated(steps: list[dis.Instruction], place: int, code: CodeType) -> str | None:
+    """The name of what lives longer than the call and is updated in place at `place`: a counter."""
+    if _in_place(steps[place]):
+        for step in steps[place + 1 : place + 3]:
+            if step.opname in ("STORE_ATTR", "STORE_GLOBAL") or step.argval in code.co_freevars:
+                return str(step.argval)
+            if step.opname not in ("SWAP", "ROT_TWO"):
+                break
+    return None
+
+
+def _in_place(step: dis.Instruction) -> bool:
+    return step.opname.startswith("INPLACE_") or (step.opname == "BINARY_OP" and step.argrepr.endswith("="))
