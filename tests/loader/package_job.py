@@ -55,7 +55,7 @@ class Job:
             policy="importance",
             example=(np.zeros(8, np.int32), 0),
         )
-        self.reader = Reader(self.source, self.cache, Compose([step] if step else []), Compose([]), fresh=False)
+        self.reader = Reader(self.source, self.cache, Compose([step] if step else []), Compose([]))
         self.board = Board(None, samples)
         self.packager: Packager | None = None
 

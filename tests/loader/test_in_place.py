@@ -68,7 +68,7 @@ def on_picture(*steps: Any) -> list[Any]:
 def reading(source: Pictures, **options: Any) -> Iterator[Reader]:
     """A reader with all records of `source` in its cache as they are fetched."""
     with SampleCache(COUNT, capacity="4MiB", fingerprint="tested", **options) as cache:
-        reader = Reader(source, cache, Compose([]), source.pipeline, fresh=True)
+        reader = Reader(source, cache, Compose([]), source.pipeline)
         reader.finish(reader.start(np.arange(COUNT)), 0, 0, skip=False)
         yield reader
         reader.close()
@@ -245,7 +245,7 @@ def test_which_steps_work_in_place() -> None:
     assert not works_in_place(abs)
     for steps, wanted in (([sf.vision.CenterCrop(3)], True), ([sf.vision.CenterCrop(3), abs], False), ([], False)):
         source = Pictures(picture, *steps)
-        assert Reader(source, None, Compose([]), source.pipeline, fresh=False).in_place is wanted
+        assert Reader(source, None, Compose([]), source.pipeline).in_place is wanted
 
 
 def test_a_step_of_the_user_may_keep_what_it_was_given() -> None:

@@ -256,13 +256,13 @@ def test_what_cannot_be_sent_turns_packaging_off(tmp_path: Path, caplog: pytest.
 
 def test_arguments(job: Job, tmp_path: Path) -> None:
     plain = SampleCache(200, capacity=1 << 20, fingerprint="rows", policy="minio")
-    for reader in (Reader(job.source, None, Compose([]), Compose([]), fresh=False),
-                   Reader(job.source, plain, Compose([]), Compose([]), fresh=False)):  # fmt: skip
+    for reader in (Reader(job.source, None, Compose([]), Compose([])),
+                   Reader(job.source, plain, Compose([]), Compose([]))):  # fmt: skip
         job.reader = reader
         with pytest.raises(InputError, match="policy='importance'"):
             job.start()
     plain.close()
-    job.reader = Reader(job.source, job.cache, Compose([]), Compose([]), fresh=False)
+    job.reader = Reader(job.source, job.cache, Compose([]), Compose([]))
     with pytest.raises(InputError, match="package_bytes=0"):
         job.start(package_bytes=0)
     with pytest.raises(InputError, match="write_budget='much'"):

@@ -32,7 +32,7 @@ def reading(
 ) -> Iterator[Reader]:
     """A reader that caches what the steps of the source give."""
     cache = SampleCache(len(source), capacity="1MiB", fingerprint="tested", **options) if cached else None
-    reader = Reader(source, cache, source.pipeline, Compose(rest), fresh=fresh)
+    reader = Reader(source, cache, source.pipeline, Compose(rest))
     try:
         yield reader
     finally:
@@ -208,7 +208,7 @@ def test_randomness_is_a_function_of_seed_epoch_and_id(cached: bool) -> None:
         samples = reader.finish(reader.start(ids(*wanted)), seed, epoch, skip=False)
         return [sample[2:] for sample in samples.values]
 
-    with reading(Numbers(6), cached=cached, rest=[with_draws], fresh=True) as reader:
+    with reading(Numbers(6), cached=cached, rest=[with_draws]) as reader:
         state = random.getstate()
         one = draws(reader, 1, 2, 0, 1, 2)
         assert random.getstate() == state

@@ -83,7 +83,7 @@ class Data:
 
     def __init__(self, source: Stamped, cache: PartitionedCache) -> None:
         self.cache = cache
-        self.reader = Reader(source, cache, source.pipeline, source.pipeline, fresh=False)
+        self.reader = Reader(source, cache, source.pipeline, source.pipeline)
 
     def __len__(self) -> int:
         return COUNT

@@ -28,6 +28,10 @@ MISS = _Miss()
 """Stands for a sample that is not in the cache, where None might be a sample."""
 
 
+EVERY_STEP = 1 << 20
+"""More steps than any pipeline has; see `SampleCache.uncached_steps`."""
+
+
 def check_same(meta: Meta, path: Path, fingerprint: str, num_ids: int, policy: str) -> None:
     """Raise `FingerprintError` if the cache in the folder `path` is not the one that is wanted."""
     for what, there, wanted in (

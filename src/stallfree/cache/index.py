@@ -64,6 +64,7 @@ class Field(enum.IntEnum):
     VICTIMS_AT = 13
     VICTIMS_END = 14
     STACKED = 15  # those of them that are on the stack
+    UNCACHED = 16  # twice the number of steps that records are made without; odd while others are being dropped
 
 
 def victims_size(num_ids: int) -> int:

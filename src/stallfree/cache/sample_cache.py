@@ -27,7 +27,7 @@ from stallfree.cache.limits import allowed_capacity
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.records import Aim, Borrowed, Found, Records, Views
 from stallfree.cache.recovery import check_disk
-from stallfree.cache.writer import Record, Writer
+from stallfree.cache.writer import Record, Writer, fence
 from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
 from stallfree.folders import SharedFolder, Unheld, default_root, prepare_root, remove_unused, sweep, user_root
 from stallfree.locks import FileLock
@@ -345,15 +345,18 @@ class SampleCache:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def put_many(self, ids: Any, values: Sequence[Any]) -> Array:
+    def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int | None = None) -> Array:
         """Store `values` as the samples of `ids`; which of them are resident now, as an array of bool.
 
-        Ids that are resident already stay as they are. Raises `CodecError` for a value that would need pickle where it
-        is not allowed, and `InputError` for ids outside of the data set; then nothing is stored. Whatever else is in
-        the way (no room, an item larger than the cache, a lock that is not free, a full disk) is counted as rejected.
+        Ids that are resident already stay as they are. With `uncached`, nothing is stored if `uncached_steps` is
+        another number: the values were made by other steps.
+
+        Raises `CodecError` for a value that would need pickle where it is not allowed, and `InputError` for ids outside
+        of the data set; then nothing is stored. Whatever else is in the way (no room, an item larger than the cache, a
+        lock that is not free, a full disk) is counted as rejected.
         """
         wanted = self._checked_pairs(ids, values, "put_many", "values")
-        return self._put(wanted, lambda at: encode(values[at], allow_pickle=self._allow_pickle))
+        return self._put(wanted, lambda at: encode(values[at], allow_pickle=self._allow_pickle), uncached)
 
     def put_records(self, ids: Any, records: Sequence[Record]) -> Array:
         """The same for samples that `pipeline.codec.encode` or `split_record` has taken apart."""
@@ -366,7 +369,7 @@ class SampleCache:
             raise InputError(f"{method} was given {len(wanted)} ids and {len(given)} {what}: give one for each")
         return wanted
 
-    def _put(self, wanted: Array, record: Callable[[int], Record]) -> Array:
+    def _put(self, wanted: Array, record: Callable[[int], Record], uncached: int | None = None) -> Array:
         _, unique = np.unique(wanted, return_index=True)
         todo = unique[self._index.first[wanted[unique]] == 0]
         todo.sort()
@@ -374,7 +377,10 @@ class SampleCache:
             records = [record(position) for position in todo.tolist()]
             try:
                 with self._file_lock.hold(LOCK_SECONDS, f"storing in the cache {self.name!r}"):
-                    self._writer.write(wanted[todo], records)
+                    if uncached is None or self._index.header[Field.UNCACHED] == 2 * uncached:
+                        self._writer.write(wanted[todo], records)
+                    else:
+                        self._counters.add((Count.REJECTED, len(todo)))
             except WaitError as error:
                 self._skip_puts = _BACK_OFF
                 self._counters.add((Count.REJECTED, len(todo)))
@@ -431,6 +437,37 @@ class SampleCache:
         self._check_process()
         with self._file_lock.hold(LOCK_SECONDS, f"clearing the cache {self.name!r}"):
             self._writer.drop(np.flatnonzero(self._index.first))
+
+    @property
+    def uncached_steps(self) -> int:
+        """How many steps records are made without, counted from the last one; see `uncache_steps`."""
+        if self._index.header[Field.UNCACHED] & 1:  # the process that drops the records is at it, or has died
+            self._check_process()
+            with self._file_lock.hold(LOCK_SECONDS, f"dropping records of the cache {self.name!r}"):
+                self._finish_uncaching()
+        return int(self._index.header[Field.UNCACHED]) >> 1
+
+    def uncache_steps(self, count: int) -> bool:
+        """Have records made without the last `count` steps, since one of these turned out to be random.
+
+        Drops all records, for all processes. Returns False if records are made without as many steps already. Raises
+        `WaitError` if the lock is not free in 2 s.
+        """
+        self._check_process()
+        with self._file_lock.hold(LOCK_SECONDS, f"dropping records of the cache {self.name!r}"):
+            self._finish_uncaching()
+            if self._index.header[Field.UNCACHED] >= 2 * count:
+                return False
+            self._index.header[Field.UNCACHED] = 2 * count + 1
+            fence()
+            self._finish_uncaching()
+        return True
+
+    def _finish_uncaching(self) -> None:
+        if self._index.header[Field.UNCACHED] & 1:
+            self._writer.drop(np.flatnonzero(self._index.first))
+            fence()
+            self._index.header[Field.UNCACHED] -= 1
 
     def check(self) -> list[str]:
         """What is wrong with the bookkeeping, as sentences: nothing, unless something is broken.

@@ -110,6 +110,8 @@ class AutoCache:
         """Before an iteration: decide, if that is due. What gives the samples."""
         if self._reader is None:
             self._decide()
+        elif self._reader.uncached:
+            self._decide_afresh()
         elif self._last is not None:
             self._learn(self._last)
             self._last = None
@@ -143,6 +145,16 @@ class AutoCache:
         self._keep_records()
         self._expected = self._choice.rate
         self._say(explain(self._measured, self._choice, self._bytes))
+
+    def _decide_afresh(self) -> None:
+        """A step or the data set turned out to be random: what is known of them now decides."""
+        if self.cached is not None:
+            self.cached.close()
+        if self._folder is not None:
+            self._folder.close()
+        self.cached = self._folder = self._last = None
+        self._epochs = 0
+        self._decide()
 
     def _attach(self, name: str, source: Source, first: FirstLook) -> SharedFolder:
         """The folder with the decision; made here, with the decision in it, if it is not there."""
@@ -188,13 +200,17 @@ class AutoCache:
             return
         reader, began = self.cached.reader, time.monotonic()
         prepare = is_prepared(list(records), reader.share) if reader.share < 1 else [True] * len(records)
-        for (id, record), wanted in zip(records.items(), prepare, strict=True):
-            if time.monotonic() - began > _SECONDS:
-                break
-            try:
-                self.cached.cache.put(id, reader.deterministic(private(record)) if wanted else record)
-            except Exception:  # it will come again, and be heard of, when the sample is asked for
-                return
+        with reader.watch() as watch:
+            for (id, record), wanted in zip(records.items(), prepare, strict=True):
+                if time.monotonic() - began > _SECONDS:
+                    break
+                try:
+                    value = reader.deterministic(private(record)) if wanted else record
+                    if watch.moved():
+                        return  # it will be found out what draws when the sample is asked for
+                    reader.store([id], [value])
+                except Exception:  # it will come again, and be heard of, when the sample is asked for
+                    return
 
     def _learn(self, epoch: _Epoch) -> None:
         """Look at the epoch that is over."""
@@ -269,7 +285,7 @@ class AutoCache:
 
 
 def _without(source: Source) -> Reader:
-    return Reader(source, None, Compose([]), source.pipeline, fresh=True)
+    return Reader(source, None, Compose([]), source.pipeline)
 
 
 def _load(folder: Path) -> tuple[Measured, Choice]:

@@ -113,8 +113,7 @@ class CachedDataset:
         parts, share = first.parts, {"fetched": 0.0, "prepared": 1.0}.get(str(self.form), self.form)
         assert isinstance(share, float)
         before, rest = (parts.deterministic, parts.random) if share else (Compose([]), self.steps)
-        fresh = len(parts.random) > 0
-        self._epochs = SharedCounts(1 + (len(self.source) if fresh else 0))
+        self._epochs = SharedCounts(1 + len(self.source))
         mixture = f" {share!r}" if 0 < share < 1 else ""
         key = fingerprint(self.source.fingerprint(), before, _FORMAT + mixture)
         name = name or f"{key[:20]}-{policy.name}-{size}"
@@ -140,7 +139,7 @@ class CachedDataset:
         )
         try:
             whole = self.steps if mixture else Compose([])
-            self.reader = Reader(self.source, self.cache, before, rest, fresh=fresh, share=share or 1.0, whole=whole)
+            self.reader = Reader(self.source, self.cache, before, rest, share=share or 1.0, whole=whole)
             self._keep(samples)
         except BaseException:
             self.cache.close()
@@ -151,7 +150,7 @@ class CachedDataset:
         for sample in samples:
             self.cache.count_fetch(1, payload_bytes(sample.record))
             if not isinstance(self.cache, SpreadCache) or self.cache.owns(sample.id):
-                self.cache.put(sample.id, sample.value)
+                self.reader.store([sample.id], [sample.value])
 
     def __len__(self) -> int:
         return len(self.source)
@@ -168,7 +167,7 @@ class CachedDataset:
     def _epoch_of(self, ids: npt.NDArray[np.int64]) -> int | list[int]:
         """The epoch that was set, or how often each of `ids` has been asked for."""
         counts = self._epochs.array
-        if counts[0] > 0 or len(counts) == 1:
+        if counts[0] > 0:
             return max(0, int(counts[0]) - 1)
         at = ids + 1
         if len(set(at.tolist())) == len(at):

@@ -254,6 +254,7 @@ class DataLoader:
             if self._windowed is not None:
                 ids = self._windowed.begin_epoch(epoch)
                 batches = (ids[positions] for positions in batches)
+        self._options.reader.follow()
         if self._auto is not None:
             self._follow(self._auto)
         if self._crew is not None:
@@ -440,4 +441,4 @@ def reader_of(dataset: Any) -> Reader:
     if isinstance(reader, Reader):
         return reader
     source = as_source(dataset)
-    return Reader(source, None, Compose([]), source.pipeline, fresh=True)
+    return Reader(source, None, Compose([]), source.pipeline)

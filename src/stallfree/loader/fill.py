@@ -58,6 +58,7 @@ class Filler:
             and not self.single
             and cache is not None
             and self.reader.plain
+            and self.reader.current
             and cache.structure is not None
             and batch_structure(cache.structure, len(ids)) is not None
             and (cache.complete or bool(cache.resident(ids).all()))
@@ -66,13 +67,13 @@ class Filler:
     def gather(self, task: Task) -> Result:
         """Fill the slot straight from the cache. UNDONE when that cannot be done, as when a sample has vanished."""
         started = time.monotonic()
-        cache = self.reader.cache
+        cache, uncached = self.reader.cache, self.reader.uncached
         place = _Place(self.slots, task.slot)
         try:
-            if cache is None or isinstance(cache, ServerCache):
+            if cache is None or isinstance(cache, ServerCache) or not self.reader.plain:
                 return Result(UNDONE, task.token, task.number, task.slot)
             room = self._room(cache, len(task.ids), place)
-            if room is None or not cache.gather(task.ids, room.aim).all():
+            if room is None or not cache.gather(task.ids, room.aim).all() or cache.uncached_steps != uncached:
                 return Result(UNDONE, task.token, task.number, task.slot)
         except Exception:  # it will be done in another way; if that fails too, the error is heard of
             return Result(UNDONE, task.token, task.number, task.slot)

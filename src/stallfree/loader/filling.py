@@ -18,9 +18,10 @@ from stallfree.cache import MISS, SampleCache
 from stallfree.cache.records import Borrowed
 from stallfree.errors import CodecError, SampleError
 from stallfree.loader.rows import Rows
-from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.compose import Compose, as_call
 from stallfree.pipeline.in_place import offer
 from stallfree.pipeline.protocol import sample_error
+from stallfree.pipeline.watch import Watch
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stores.spread import mixed
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 _FORMS = 0x666F726D
 _UNCHANGING = frozenset({bytes, str, int, float, bool, complex, type(None)})
+
+
+class Reclassified(Exception):
+    """A step that was cached is random: what is under way has to be made again without its output."""
 
 
 @dataclass
@@ -60,6 +65,8 @@ class Filling:
     reads: int = 0
     read_bytes: int = 0
     failed: dict[int, SampleError] = field(default_factory=dict)
+    watch: Watch | None = None
+    drew: bool = False
 
     def run(self, missing: list[int], seed: int, epochs: Sequence[int]) -> None:
         """Fill in `found` at the positions `missing`; what cannot be had stays `MISS`."""
@@ -70,12 +77,20 @@ class Filling:
         if reader.threads and len(at_first) > 1:
             reader.submit(list(at_first), self.fetches)  # those that were resident at the start and no longer are
         try:
-            for id, at in at_first.items():
-                if reader.drawn:
-                    reader.randomness.seed(seed, epochs[at], id)
-                self._attempt(id, at)
-        finally:
-            self._store([(id, self.found[at]) for id, at in at_first.items() if self.found[at] is not MISS])
+            with reader.watch() if reader.caches else contextlib.nullcontext() as self.watch:
+                for id, at in at_first.items():
+                    if reader.drawn:
+                        reader.randomness.seed(seed, epochs[at], id)
+                    self._attempt(id, at)
+                    self._look(id)
+        except Reclassified:  # what was made may not be stored
+            if reader.cache is not None and self.reads:
+                reader.cache.count_fetch(self.reads, self.read_bytes)
+            raise
+        except BaseException:
+            self._store(at_first)
+            raise
+        self._store(at_first)
         for at in missing:
             first = at_first[self.ids[at]]
             if at != first:
@@ -90,9 +105,17 @@ class Filling:
             self.failed[id] = error
             self.samples.skipped.append(error)
 
+    def _look(self, id: int) -> None:
+        """Have the reader find out what drew random numbers, if anything did."""
+        if self.watch is not None and (self.watch.moved() or self.drew):
+            self.drew = False
+            self.reader.find_draw(id)
+
     def _value(self, id: int) -> Any:
         reader = self.reader
         record = self._fetch(id, self.fetches.pop(id, None))
+        if self.watch is not None and not reader.watches_source:
+            self.watch.moved()
         size = payload_bytes(record)
         self.reads += 1
         self.read_bytes += size
@@ -102,9 +125,19 @@ class Filling:
         if not len(reader.deterministic) or (reader.share < 1 and not is_prepared([id], reader.share)[0]):
             return record
         try:
-            return reader.deterministic(record)
+            return self._apply_each(record) if any(reader.marked) else reader.deterministic(record)
         except Exception as error:
             raise_from(sample_error(error, reader.source, id, "preparing"), error)
+
+    def _apply_each(self, value: Any) -> Any:
+        """Apply the deterministic steps; what those draw that the user marked as deterministic makes no difference."""
+        for step, marked in zip(self.reader.deterministic, self.reader.marked, strict=True):
+            if marked and self.watch is not None:
+                self.drew |= self.watch.moved()
+            value = as_call(step)(value)
+            if marked and self.watch is not None:
+                self.watch.moved()
+        return value
 
     def _fetch(self, id: int, future: Future[Any] | None) -> Any:
         source, started = self.reader.source, time.perf_counter()
@@ -126,21 +159,21 @@ class Filling:
         else:
             self.found[at] = private(self.found[first])
 
-    def _store(self, new: list[tuple[int, Any]]) -> None:
-        cache = self.reader.cache
+    def _store(self, at_first: dict[int, int]) -> None:
+        reader, cache = self.reader, self.reader.cache
         if cache is None:
             return
         if self.reads:
             cache.count_fetch(self.reads, self.read_bytes)
+        new = [(id, self.found[at]) for id, at in at_first.items() if self.found[at] is not MISS]
         try:
-            if new:
-                cache.put_many([id for id, _ in new], [value for _, value in new])
+            reader.store([id for id, _ in new], [value for _, value in new])
         except CodecError:
             for id, value in new:
                 try:
-                    cache.put(id, value)
+                    reader.store([id], [value])
                 except CodecError as error:
-                    raise sample_error(error, self.reader.source, id, "storing") from error
+                    raise sample_error(error, reader.source, id, "storing") from error
 
 
 @dataclass

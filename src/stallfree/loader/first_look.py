@@ -18,11 +18,11 @@ from stallfree.loader.reader import plain_beneath
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.determinism import Split, split
-from stallfree.pipeline.marks import drew, mark_of
+from stallfree.pipeline.marks import drew, mark_of, note_drew
 from stallfree.pipeline.probe import Trial, run_step, try_calls
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.scan import scan
-from stallfree.pipeline.watch import Watch
+from stallfree.pipeline.watch import Watch, find_draw
 from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size
 
@@ -74,9 +74,16 @@ def look(source: Source, steps: Compose) -> FirstLook:
 
 def _look_at(source: Source, steps: Compose, id: int) -> FirstLook:
     record = private(_read(source, id))
-    parts = split(steps, probe=record)
     try:
-        prepared = parts.deterministic(private(record))
+        while True:
+            parts = split(steps, probe=record)
+            with Watch(parts.deterministic) as watch:
+                prepared = parts.deterministic(private(record))
+                moved = watch.moved()
+            marked = [mark_of(step) is False for step in parts.deterministic]
+            place = find_draw(parts.deterministic, private(record), marked) if moved else None
+            if place is None or not note_drew(parts.deterministic.transforms[place]):
+                break  # of a library whose base classes say that it is deterministic
         tried = len(parts.deterministic)
         if tried < len(parts.verdicts) and parts.verdicts[tried].reason == "undecided":
             run_step(parts.random.transforms[0], prepared)  # raises what the trial met, if it met anything
@@ -206,7 +213,10 @@ def look_again(source: Source, before: Compose, first: Sample) -> tuple[Sample |
             return None, first.value
         with suppress(Exception):  # it will come again when the sample is asked for
             record = private(source.fetch(id))
-            second = Sample(id, record, before(private(record)))
+            with Watch(before) as watch:
+                second = Sample(id, record, before(private(record)))
+                if watch.moved():
+                    return None, first.value  # it will be found out what draws when the sample is asked for
             other, other_arrays = encode(second.value, allow_pickle=True)
             if other is structure:
                 return second, first.value

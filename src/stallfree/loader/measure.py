@@ -26,6 +26,7 @@ from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
+from stallfree.pipeline.watch import Watch
 from stallfree.sources.throttle import payload_bytes
 
 LEVELS = (8, 16, 32, 64)
@@ -62,7 +63,9 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int, disk
     folder on a `disk`, some are written there and read again, out of the page cache.
     """
     ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source))[: 2 * sum(LEVELS)].tolist()
-    fetched = _fetch_some(source, ids) if getattr(source, "threads", True) else _fetch_in_turn(source, ids)
+    with Watch(source) as watch:
+        fetched = _fetch_some(source, ids) if getattr(source, "threads", True) else _fetch_in_turn(source, ids)
+        drew = watch.moved()
     values = list(fetched.records.values())[:_PREPARED]
     with _one_thread(), Randomness(steps if len(first.parts.random) else None) as randomness:
         randomness.seed(seed, 0, first.id)
@@ -86,7 +89,7 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int, disk
         sizes=sizes,
         disk=(0.0, 0.0) if disk is None else (_rate_of_disk(disk, values), _rate_of_disk(disk, prepared)),
     )
-    return Probe(measured, fetched.records)
+    return Probe(measured, {} if drew else fetched.records)  # a cache for random ones would freeze them
 
 
 @dataclass

@@ -276,7 +276,10 @@ class PackWork:
                 continue
             reads, size = reads + 1, size + payload_bytes(record[0])
             try:
-                value = self._reader.deterministic(private(record[0]))  # the source may keep what it gave
+                with self._reader.watch() as watch:
+                    value = self._reader.deterministic(private(record[0]))  # the source may keep what it gave
+                    if watch.moved() or not self._reader.current:
+                        continue  # a step that is random after all is found when the loader asks for the sample
                 encoded = encode(value, allow_pickle=self._cache.allow_pickle)
             except Exception:
                 continue
@@ -353,6 +356,8 @@ class ReadWork:
     def _bring(self, number: int) -> tuple[int, int]:
         """Put what is wanted of a package into the cache: how many were, and how many of them found a place."""
         cache = self._cache
+        if cache.uncached_steps:  # packages hold the output of a step that turned out to be random
+            return 0, 0
         found = self._packages.read(number, lambda ids: self._pending(ids) & ~cache.resident(ids))
         if found is None or len(found[0]) == 0:
             return 0, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,13 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache import MISS, SampleCache
-from stallfree.errors import InputError, StallfreeError
-from stallfree.loader.filling import Filling, InPlace, Samples, is_prepared, private, raise_from
+from stallfree.errors import InputError, StallfreeError, WaitError
+from stallfree.loader.filling import Filling, InPlace, Reclassified, Samples, is_prepared, private, raise_from
 from stallfree.loader.rows import Rows
-from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.compose import Compose, describe_step
+from stallfree.pipeline.determinism import StallfreeWarning
 from stallfree.pipeline.in_place import works_in_place
+from stallfree.pipeline.marks import mark_of, note_drew
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
+from stallfree.pipeline.watch import Watch, find_draw
 from stallfree.sources.mapped import MapSource, SubsetSource
 from stallfree.sources.throttle import ThrottledSource, payload_bytes
 from stallfree.stores import AnyCache, SpreadCache
@@ -57,9 +61,13 @@ class Reader:
         cache: holds what `deterministic` gave for a record (or the record, when `deterministic` is in `rest`); or None.
         deterministic: applied to a record before it is cached.
         rest: applied to what is cached, each time anew.
-        fresh: whether `rest`, or the source, draws random numbers.
         share: of the samples that this holds for; the others are cached as they are fetched. See `is_prepared`.
         whole: what is applied to those, each time anew.
+
+    Attributes:
+        uncached: how many steps turned out to be random while the cache was filled, with those after them. They are in
+            `rest` then. If it is more than there were, the source itself is random, and nothing is cached.
+        quiet: whether another process warns of that.
     """
 
     def __init__(
@@ -69,7 +77,6 @@ class Reader:
         deterministic: Compose,
         rest: Compose,
         *,
-        fresh: bool,
         share: float = 1.0,
         whole: Compose = _NOTHING,
     ) -> None:
@@ -77,27 +84,49 @@ class Reader:
         self.cache = cache
         self.deterministic = deterministic
         self.rest = rest
-        self.fresh = fresh
         self.share = share
         self.whole = whole
         self.io_threads = IO_THREADS
-        # Without a cache, a plain data set may augment its samples itself: they are drawn in the thread that is seeded.
-        plain = plain_beneath(source, 0) if cache is None else None
-        self.threads = plain is None and bool(getattr(source, "threads", True))
-        self.drawn = fresh and plain is not None
-        steps = Compose([*rest, *whole])
-        drawing: Callable[[Any], Any] | None = steps if len(steps) else None
-        if plain is not None:
-            drawing = _Drawing(plain[0].dataset, rest)
-        self.randomness = Randomness(drawing if fresh else None)
+        self.uncached, self.quiet = 0, False
+        self._steps, self._cached_steps = (*deterministic, *rest), len(deterministic)
+        self._home = os.getpid()
+        self._see_randomness()
         self._pool: ThreadPoolExecutor | None = None
         self._pid = -1
         self._ended = ""
 
+    def _see_randomness(self) -> None:
+        """Which generators are seeded, and watched."""
+        # Without a cache, a plain data set may augment its samples itself: they are drawn in the thread that is seeded.
+        beneath = plain_beneath(self.source, 0)
+        plain = None if self.caches else beneath
+        self.threads = plain is None and bool(getattr(self.source, "threads", True))
+        self.drawn = plain is not None
+        steps = Compose([*self.rest, *self.whole])
+        drawing: Callable[[Any], Any] | None = steps if len(steps) else None
+        if plain is not None:
+            drawing = _Drawing(plain[0].dataset, self.rest)
+        self.fresh = drawing is not None
+        self.randomness = Randomness(drawing)
+        self.marked = [mark_of(step) is False for step in self.deterministic]
+        self.origin: Any = self.source if beneath is None else beneath[0].dataset
+        self.watches_source = mark_of(self.origin) is not False
+        self._watch: Watch | None = None
+
+    @property
+    def caches(self) -> bool:
+        """Whether samples are stored."""
+        return self.cache is not None and self.uncached <= self._cached_steps
+
     @property
     def plain(self) -> bool:
         """Whether a hit is the sample, with nothing left to do."""
-        return self.cache is not None and len(self.rest) == 0 and self.share == 1
+        return self.caches and len(self.rest) == 0 and self.share == 1
+
+    @property
+    def current(self) -> bool:
+        """Whether what the cache holds was made by the steps that are in `deterministic` here."""
+        return self.caches and self.cache is not None and self.cache.uncached_steps == self.uncached
 
     @property
     def in_place(self) -> bool:
@@ -109,8 +138,8 @@ class Reader:
         """Start fetching what `ids` miss. Returns at once. Raises `InputError` after `end`."""
         self.check()
         pending = Pending(ids, {})
-        missing = ids if self.cache is None else ids[~self.cache.resident(ids)]
-        if isinstance(self.cache, SpreadCache):
+        missing = ids if self.cache is None or not self.caches else ids[~self.cache.resident(ids)]
+        if isinstance(self.cache, SpreadCache) and self.caches:
             for away in self.cache.away(np.unique(missing)):
                 pool = self._executor()
                 pending.asked.append((away, pool.submit(self._ask, away, pending.fetches, pool)))
@@ -154,8 +183,21 @@ class Reader:
         With `rows`, only for a reader that is `in_place`, they go there, and there are no values, if all of them fit.
         """
         self.check()
+        while True:
+            self.follow()
+            try:
+                return self._finish(pending, seed, epoch, skip=skip, rows=rows)
+            except Reclassified:  # a step turned out to be random: the batch is made again without that step's output
+                if rows is not None:
+                    rows.restart()
+
+    def _finish(
+        self, pending: Pending, seed: int, epoch: int | Sequence[int], *, skip: bool, rows: Rows | None
+    ) -> Samples:
         ids = pending.ids.tolist()
-        borrowed = None if rows is None or not isinstance(self.cache, SampleCache) else self.cache.borrow(pending.ids)
+        borrowed = None
+        if rows is not None and isinstance(self.cache, SampleCache) and self.current:
+            borrowed = self.cache.borrow(pending.ids)
         found = self._found(pending) if borrowed is None else borrowed.values
         missing = [at for at, value in enumerate(found) if value is MISS]
         samples = Samples([], [], hits=len(ids) - len(missing), misses=len(missing))
@@ -174,10 +216,16 @@ class Reader:
 
     def _found(self, pending: Pending) -> list[Any]:
         """What those that were asked have, and what is in the cache; `MISS` for the rest."""
-        if self.cache is None:
+        if self.cache is None or not self.current:
             return [MISS] * len(pending.ids)
-        if not isinstance(self.cache, SpreadCache):
-            return self.cache.get_many(pending.ids)
+        values = self._read(pending, self.cache)
+        if self.cache.uncached_steps != self.uncached:
+            raise Reclassified
+        return values
+
+    def _read(self, pending: Pending, cache: AnyCache) -> list[Any]:
+        if not isinstance(cache, SpreadCache):
+            return cache.get_many(pending.ids)
         if pending.settled is not None:
             with contextlib.suppress(CancelledError):
                 pending.settled.result()
@@ -191,9 +239,103 @@ class Reader:
                 found[at] = private(value) if id in given else value
                 given.add(id)
         left = [at for at, value in enumerate(found) if value is MISS]
-        for at, value in zip(left, self.cache.get_here(pending.ids[left]), strict=True):
+        for at, value in zip(left, cache.get_here(pending.ids[left]), strict=True):
             found[at] = value
         return found
+
+    def fill(self, ids: npt.NDArray[np.int64]) -> int:
+        """Fetch, prepare and store those of `ids` that the cache lacks; how many could not be had."""
+        self.check()
+        while True:
+            self.follow()
+            pending, samples = self.start(ids), Samples([], [])
+            found = self._found(pending)
+            missing = [at for at, value in enumerate(found) if value is MISS]
+            try:
+                Filling(self, ids.tolist(), found, pending.fetches, samples, True).run(missing, 0, [0] * len(ids))
+            except Reclassified:
+                continue
+            finally:
+                self._give_up(pending.fetches)
+            return len(samples.skipped)
+
+    def store(self, ids: list[int], values: list[Any]) -> None:
+        """Put what `deterministic` made into the cache. Raises `CodecError`."""
+        if self.cache is None or not self.caches or not ids:
+            return
+        if isinstance(self.cache, SampleCache):
+            self.cache.put_many(ids, values, uncached=self.uncached)
+        elif self.current:
+            self.cache.put_many(ids, values)
+
+    # -- steps that turn out to be random -----------------------------------------------------------------------------
+
+    def follow(self) -> bool:
+        """Do as the processes that share the cache have found: apply steps afresh that are random. Whether some are."""
+        if self.cache is None or self.cache.uncached_steps <= self.uncached:
+            return False
+        new = self._uncache(self.cache.uncached_steps)
+        if new and os.getpid() == self._home and not self.quiet:
+            self._warn("one of the samples was fetched or prepared")
+        return True
+
+    def watch(self) -> Watch:
+        """Sees whether the source or a step in `deterministic` draws."""
+        if self._watch is None:
+            self._watch = Watch(self.deterministic, self.origin)
+        return self._watch
+
+    def find_draw(self, id: int) -> None:
+        """Something drew random numbers while sample `id` was made: have it made without that from now on.
+
+        Raises `Reclassified`, for the batch to be made again, unless it was none of what is cached.
+        """
+        count = self._random_steps(id)
+        if count is None or self.cache is None:
+            return
+        with contextlib.suppress(WaitError):
+            self.cache.uncache_steps(count)
+        if self._uncache(count) and not self.quiet:
+            self._warn(f"sample {id} was fetched or prepared")
+        raise Reclassified
+
+    def _random_steps(self, id: int) -> int | None:
+        """How many of the steps, counted from the last cached one, may not be cached, after another look at `id`."""
+        with contextlib.suppress(Exception), Watch(self.origin) as watch:
+            record = private(self.source.fetch(id))
+            if watch.moved() and self.watches_source:
+                return self._cached_steps + 1
+            place = find_draw(self.deterministic, record, self.marked)
+            if place is not None:
+                return self._cached_steps - place
+        # It did not happen again. Where threads fetch, one of them may have drawn, for the pause before a retry.
+        return None if self.threads else self._cached_steps + 1
+
+    def _uncache(self, count: int) -> bool:
+        """Leave out the last `count` of the cached steps; whether this process did not know that yet."""
+        kept = self._cached_steps - count
+        new = note_drew(self._steps[kept] if kept >= 0 else self.origin)
+        self.uncached = count
+        self.deterministic, self.rest = Compose(self._steps[: max(0, kept)]), Compose(self._steps[max(0, kept) :])
+        self._see_randomness()
+        return new
+
+    def _warn(self, when: str) -> None:
+        if self.caches:
+            what, mark = f"the transform {describe_step(self.rest.transforms[0])}", "transform"
+            then = "its output is dropped from the cache, which holds samples as they are before it from now on"
+        else:
+            what, mark = f"the data set {type(self.origin).__name__}", "dataset"
+            then = "what was cached is dropped, and nothing is cached from now on"
+        warnings.warn(
+            f"{what} drew random numbers when {when}, though it did not for the first one. It counts as random: "
+            f"{then}. To have that from the start, mark it with stallfree.mark_random({mark}); if its output does not depend "
+            f"on what it draws, with stallfree.mark_deterministic({mark})",
+            StallfreeWarning,
+            stacklevel=2,
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
 
     def _prepare(
         self, ids: list[int], found: list[Any], samples: Samples, seed: int, epochs: Sequence[int], skip: bool
@@ -272,7 +414,7 @@ class Reader:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_pid": -1}
+        return {**self.__dict__, "_pool": None, "_pid": -1, "_watch": None}
 
 
 class _Drawing:

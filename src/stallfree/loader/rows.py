@@ -64,6 +64,10 @@ class Rows:
         """The sample that was put is right: go on to the next row."""
         self._filled += 1
 
+    def restart(self) -> None:
+        """Forget what was put: the batch is made again."""
+        self._filled, self._open = 0, True
+
     def copied(self) -> list[Any]:
         """The samples that were put, with memory of their own. Nothing is put any more."""
         self._open = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import os
@@ -31,6 +32,7 @@ from stallfree.loader.window_state import FILLERS, Field, WindowState
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.watch import Watch
 from stallfree.plans.window import WindowPlan, replace_count
 from stallfree.platform import need_linux
 from stallfree.sources import as_source
@@ -143,13 +145,13 @@ class SmartCacheDataset:
         )
         self._positions = self.plan.total if full_epoch else fit.size
         self._state = WindowState(self.cache.path, fit.size, self.replace_num, len(self.source), self._positions)
-        self.reader = Reader(self.source, self.cache, before, rest, fresh=len(rest) > 0)
+        self.reader = Reader(self.source, self.cache, before, rest)
         if self._state.epoch < 0:
             coming = set(self.plan.window(0).tolist())
             for id, value in sizes.read:
                 self.cache.count_fetch(1, payload_bytes(value))
-                if id in coming:
-                    self.cache.put(id, value)
+                if id in coming - sizes.drew:
+                    self.reader.store([id], [value])
         self._resume: int | None = None
         self._known: tuple[int, int, Ids] = (-1, -1, np.empty(0, np.int64))
         self._owner = os.getpid()
@@ -185,6 +187,7 @@ class SmartCacheDataset:
         Raises `WaitError` if, with `on_late="wait"`, replacements are not ready within 300 s.
         """
         self.reader.check()
+        self.reader.follow()
         epoch = parse_whole(epoch, "epoch", 0)
         self._look_after()
         start = self._state.start(epoch)
@@ -255,7 +258,7 @@ class SmartCacheDataset:
             time.sleep(_CHECK_SECONDS)
 
     def _filling(self, fillers: int) -> FillSetup:
-        reader = Reader(self.source, self.cache, self.reader.deterministic, Compose([]), fresh=False)
+        reader = copy.copy(self.reader)
         return FillSetup(reader, self._state, self.plan, fillers)
 
     def _ready(self, before: int, goal: int) -> int:
@@ -443,6 +446,7 @@ class _Sizes:
     def __init__(self, source: Source, before: Compose, id: int, value: Any, reach: WindowPlan) -> None:
         self.reach = reach
         self.read: list[tuple[int, Any]] = [(id, value)]
+        self.drew: set[int] = set()  # they are made again, by a reader that finds out what draws
         self._source = source
         self._before = before
 
@@ -452,7 +456,11 @@ class _Sizes:
         for id in self.reach.sequence(0, min(count, self.reach.total)).tolist():
             if id not in known:
                 try:  # steps may change their input, and the source may keep what it gave
-                    self.read.append((id, self._before(private(self._source.fetch(id)))))
+                    record = private(self._source.fetch(id))
+                    with Watch(self._before) as watch:
+                        self.read.append((id, self._before(record)))
+                        if watch.moved():
+                            self.drew.add(id)
                 except Exception as error:  # it will come again when the sample is asked for
                     log.info("sample %d could not be read to learn its size: %s", id, error)
         return [value for _, value in self.read]

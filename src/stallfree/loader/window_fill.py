@@ -85,7 +85,7 @@ class FillSetup:
         """
         failed = 0
         try:
-            failed = len(self.reader.finish(self.reader.start(ids), 0, 0, skip=True).skipped)
+            failed = self.reader.fill(ids)
         except StallfreeError:  # met again, and heard of, by whoever asks for the sample
             failed = len(ids)
         there = self.reader.cache.resident(ids)  # type: ignore[union-attr]
@@ -189,6 +189,7 @@ def fill_main(connection: Connection, setup: FillSetup, parent: int, child: bool
     poller.register(connection.fileno(), select.POLLIN)
     with contextlib.suppress(OSError, AttributeError):
         poller.register(os.pidfd_open(parent), select.POLLIN)
+    setup.reader.quiet = True
     mine: int | None = None
     busy = False
     while not poller.poll(0 if busy else _LOOK_SECONDS * 1000) and not orphaned(parent, child):

@@ -63,6 +63,7 @@ def worker_main(connection: Connection, setup: WorkerSetup, foreign: list[Connec
         other.close()
     inbox = _Inbox(connection.fileno(), setup)
     inbox.start()
+    setup.filler.reader.quiet = True  # the trainer warns
     problem = _prepare_process(setup)
     inbox.ahead = problem is None
     while (item := inbox.get()) is not None:

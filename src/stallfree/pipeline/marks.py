@@ -54,12 +54,15 @@ def mark_of(transform: object) -> bool | None:
     return mark if isinstance(mark, bool) else None
 
 
-def note_drew(transform: object) -> None:
-    """Remember in this process, and in objects that are pickled, that `transform` drew random numbers."""
+def note_drew(transform: object) -> bool:
+    """Remember, in this process and in what is pickled, that `transform` drew. False if that is known already."""
+    if drew(transform):
+        return False
     try:
         setattr(transform, DREW, True)
     except (AttributeError, TypeError):
         _drew[_identity(transform)] = transform
+    return True
 
 
 def drew(transform: object) -> bool:

@@ -7,13 +7,13 @@ draws one number from both: the numbers differ as soon as something else has dra
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from stallfree.pipeline.compose import Transform
+from stallfree.pipeline.compose import Transform, as_call
 from stallfree.pipeline.generators import find_generators, global_generators, handle_of
 from stallfree.pipeline.probe import same
 
@@ -75,11 +75,17 @@ def _twin_of(generator: np.random.RandomState) -> np.random.RandomState:
     return np.random.RandomState(type(generator._bit_generator)(_SEED))
 
 
-def find_draw(steps: Sequence[Transform], record: Any) -> int | None:
-    """Which of `steps`, applied to `record` one after the other, draws random numbers; None if none does."""
+def find_draw(steps: Iterable[Transform], record: Any, ignored: Sequence[bool]) -> int | None:
+    """Which of `steps`, applied to `record` one after the other, draws random numbers; None if none does.
+
+    Those are passed over for which `ignored` is true.
+    """
     with Watch(*steps) as watch:
         for place, step in enumerate(steps):
-            record = step(record)
-            if watch.moved():
+            try:
+                record = as_call(step)(record)
+            except Exception:
+                return place if watch.moved() and not ignored[place] else None
+            if watch.moved() and not ignored[place]:
                 return place
     return None

@@ -16,6 +16,8 @@ from stallfree.stores.values import DataKey, data_key
 
 Array = npt.NDArray[Any]
 
+_LOCK_SECONDS = 2.0
+
 
 class SharedOnHost:
     """Attach to it; the first process makes it, in a folder that the last one removes.
@@ -28,12 +30,14 @@ class SharedOnHost:
     Attributes:
         owner: the place of each sample among the servers.
         counters: of all these processes; this one has a row of its own.
+        uncached: one number, how many steps samples may not be cached with.
     """
 
     def __init__(self, key: DataKey, num_ids: int, places: list[str]) -> None:
         def initialize(folder: Path) -> None:
             np.save(folder / "owners.npy", owners(num_ids, places))
             np.zeros((CLAIMS + 1, len(Count)), np.int64).tofile(folder / "counters")
+            np.zeros(1, np.int64).tofile(folder / "uncached")
             (folder / "lock").touch(mode=0o600)
 
         sweep(default_root())
@@ -43,8 +47,16 @@ class SharedOnHost:
         self.owner: Array = np.load(path / "owners.npy", mmap_mode="r")
         rows: Array = np.memmap(path / "counters", np.int64, "r+", shape=(CLAIMS + 1, len(Count)))
         self.counters = Counters(rows)
+        self.uncached: Array = np.memmap(path / "uncached", np.int64, "r+", shape=(1,))
         self._lock = FileLock(path / "lock")
         self.claim()
+
+    def uncache(self, count: int) -> bool:
+        """Raise `uncached` to `count`; whether it was lower."""
+        with self._lock.hold(_LOCK_SECONDS, "noting that samples are not cached any more"):
+            lower = bool(self.uncached[0] < count)
+            self.uncached[0] = max(count, self.uncached[0])
+        return lower
 
     def claim(self) -> None:
         """Have counters for this process."""
@@ -54,5 +66,6 @@ class SharedOnHost:
         """Leave it; the last one out removes it."""
         self.owner = np.empty(0, np.int16)
         self.counters = Counters(np.zeros((1, len(Count)), np.int64))
+        self.uncached = np.zeros(1, np.int64)
         self._lock.close()
         self._folder.close()

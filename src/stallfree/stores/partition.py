@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from stallfree.cache import MISS, Aim, Policy, SampleCache
-from stallfree.cache.checks import checked_scores
+from stallfree.cache.checks import EVERY_STEP, checked_scores
 from stallfree.errors import CodecError, InputError
 from stallfree.pipeline.codec import encode, read_record
 from stallfree.pipeline.structure import Structure
@@ -161,6 +161,15 @@ class PartitionedCache:
     def count_fetch(self, reads: int, size: int) -> None:
         """Count `reads` fetches from the source that brought `size` bytes."""
         self.local.count_fetch(reads, size)
+
+    @property
+    def uncached_steps(self) -> int:
+        """See `SampleCache.uncached_steps`. 0, or `EVERY_STEP`: this kind of cache is then not used any more."""
+        return self.local.uncached_steps
+
+    def uncache_steps(self, count: int) -> bool:
+        """Do not use this cache any more, on this host; whether it was used until now. See `SampleCache`."""
+        return self.local.uncache_steps(EVERY_STEP)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

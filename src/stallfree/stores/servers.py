@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache.checks import MISS, checked_ids
+from stallfree.cache.checks import EVERY_STEP, MISS, checked_ids
 from stallfree.cache.counters import Count
 from stallfree.cache.policies import make_policy
 from stallfree.errors import CapacityError, CodecError, InputError
@@ -198,6 +198,15 @@ class ServerCache:
     def get_here(self, ids: Array) -> list[Any]:
         """`MISS` for all of `ids`."""
         return [MISS] * len(ids)
+
+    @property
+    def uncached_steps(self) -> int:
+        """See `SampleCache.uncached_steps`. 0, or `EVERY_STEP`: this kind of cache is then not used any more."""
+        return int(self._here.uncached[0])
+
+    def uncache_steps(self, count: int) -> bool:
+        """Do not use this cache any more, on this host; whether it was used until now. See `SampleCache`."""
+        return self._here.uncache(EVERY_STEP)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache import MISS, Aim, Policy, SampleCache
+from stallfree.cache.checks import EVERY_STEP
 from stallfree.errors import CapacityError, InputError, WaitError
 from stallfree.folders import is_path
 from stallfree.pipeline.codec import encode
@@ -219,6 +220,15 @@ class TieredCache:
     def set_scores(self, ids: Any, scores: Any) -> None:
         """As `SampleCache.set_scores`: they decide who is in memory."""
         self.memory.set_scores(ids, scores)
+
+    @property
+    def uncached_steps(self) -> int:
+        """See `SampleCache.uncached_steps`. 0, or `EVERY_STEP`: this kind of cache is then not used any more."""
+        return max(self.memory.uncached_steps, self.disk.uncached_steps)
+
+    def uncache_steps(self, count: int) -> bool:
+        """Do not use this cache any more, on this host; whether it was used until now. See `SampleCache`."""
+        return self.memory.uncache_steps(EVERY_STEP) | self.disk.uncache_steps(EVERY_STEP)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

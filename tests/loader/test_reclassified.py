@@ -1,0 +1,246 @@
+"""A step that draws for some samples only: it is found while a cache is filled, and its output is never frozen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset
+
+import stallfree as sf
+from stallfree.cache import MISS
+from stallfree.pipeline import StallfreeWarning
+
+COUNT = 24
+LENGTH = 64
+
+
+def padded(x: Any) -> Any:
+    return np.pad(x, (0, LENGTH - len(x)))
+
+
+def crop_or_pad(x: Any) -> Any:
+    """Draws for those that are too long: the first sample is not."""
+    if len(x) <= LENGTH:
+        return padded(x)
+    start = np.random.randint(0, len(x) - LENGTH)
+    return x[start : start + LENGTH]
+
+
+def doubled(x: Any) -> Any:
+    return x * 2
+
+
+class Signals(Dataset):  # type: ignore[type-arg]
+    """The first sample has 64 values, all others 200."""
+
+    def __init__(self, transform: Callable[[Any], Any] | None = None) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> Any:
+        record = np.arange(LENGTH if id == 0 else 200, dtype=np.float32) + 1000 * id
+        return record if self.transform is None else self.transform(record)
+
+
+def batches(loader: Any) -> list[Any]:
+    return [np.asarray(batch) for batch in loader]
+
+
+def differing(epochs: list[list[Any]]) -> list[int]:
+    """How many batches of each epoch differ from those of the one before."""
+    return [
+        sum(not np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+        for one, two in zip(epochs, epochs[1:], strict=False)
+    ]
+
+
+@contextmanager
+def one_warning(match: str) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [str(warning.message) for warning in caught if issubclass(warning.category, StallfreeWarning)]
+    assert len(found) == 1, found
+    assert match in found[0]
+
+
+def fresh_step() -> Any:
+    """`crop_or_pad` as an object of its own: that it drew is remembered with it."""
+
+    class CropOrPad:
+        def __call__(self, x: Any) -> Any:
+            return crop_or_pad(x)
+
+    return CropOrPad()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("form", ["prepared", 0.5])
+def test_a_transform(workers: int, form: str | float) -> None:
+    step = fresh_step()
+    plain = Signals()
+    with sf.CachedDataset(plain, capacity="1MiB", transform=sf.Compose([doubled, step]), form=form, seed=3) as cached:
+        assert len(cached.reader.deterministic) == 2
+        with one_warning("CropOrPad"), sf.DataLoader(cached, batch_size=4, num_workers=workers) as loader:
+            epochs = [batches(loader) for _ in range(3)]
+            later = cached.stats()
+        assert len(cached.reader.deterministic) == 1, "what comes before the step is still cached"
+        assert later.storage_reads <= 2 * COUNT, "the others come from the cache"
+        assert later.resident_items == COUNT
+    reference = [batches(epoch_loader(plain, sf.Compose([doubled, step]), epoch)) for epoch in range(3)]
+    assert differing(epochs) == [6, 6]
+    for ours, theirs in zip(epochs, reference, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class Piped(Signals):
+    """A source: fetch and pipeline apart."""
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__()
+        self.pipeline = sf.Compose(pipeline)
+
+    def fetch(self, id: int) -> Any:
+        return super().__getitem__(id)
+
+    def __getitem__(self, id: int) -> Any:
+        return self.pipeline(self.fetch(id))
+
+    def where(self, id: int) -> str:
+        return f"signal {id}"
+
+    def fingerprint(self) -> str:
+        return "signals"
+
+
+def epoch_loader(data: Any, transform: Any, epoch: int) -> Any:
+    """A loader without a cache, at `epoch`."""
+    loader = sf.DataLoader(Piped(transform), batch_size=4, seed=3)
+    loader.set_epoch(epoch)
+    return loader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_set_that_crops(workers: int) -> None:
+    data = Signals(fresh_step())
+    with sf.CachedDataset(data, capacity="1MiB") as cached:
+        with one_warning("Signals"), sf.DataLoader(cached, batch_size=4, num_workers=workers) as loader:
+            epochs = [batches(loader) for _ in range(3)]
+        assert cached.stats().resident_items == 0
+    assert differing(epochs) == [6, 6]
+    with pytest.raises(sf.InputError, match="drew random numbers"):
+        sf.CachedDataset(data, capacity="1MiB")  # it is known now
+
+
+def test_under_the_loader_of_torch() -> None:
+    with sf.CachedDataset(Signals(), capacity="1MiB", transform=fresh_step()) as cached:
+        loader = TorchLoader(cached, batch_size=4, num_workers=2)
+        epochs = [batches(loader) for _ in range(3)]
+        assert differing(epochs) == [6, 6]
+        with one_warning("CropOrPad"):
+            cached[1]
+
+
+def test_a_smart_cache() -> None:
+    with one_warning("CropOrPad"), sf.SmartCacheDataset(Signals(), fresh_step(), cache_num=8, replace_rate=0.25) as data:
+        with sf.DataLoader(data, batch_size=8) as loader:
+            seen: dict[int, list[Any]] = {}
+            for _ in range(6):
+                for batch in loader:
+                    for row in np.asarray(batch):
+                        seen.setdefault(int(row[0]) // 1000, []).append(row.tobytes())
+    repeated = [rows for id, rows in seen.items() if id and len(rows) > 2]
+    assert repeated
+    assert sum(len(set(rows)) > 1 for rows in repeated) > len(repeated) // 2
+
+
+def test_auto_decides_again(capsys: pytest.CaptureFixture[str]) -> None:
+    step = fresh_step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StallfreeWarning)
+        with sf.DataLoader(Piped([doubled, step]), batch_size=4, cache="auto", capacity="1MiB") as loader:
+            epochs = [batches(loader) for _ in range(4)]
+            assert loader.cached is None or step not in loader.cached.reader.deterministic
+        with sf.DataLoader(Signals(fresh_step()), batch_size=4, cache="auto", capacity="1MiB") as loader:
+            plain = [batches(loader) for _ in range(4)]
+            assert loader.decision.startswith("no cache")
+    assert differing(epochs) == differing(plain) == [6, 6, 6]
+    capsys.readouterr()
+
+
+def test_what_the_user_marks_stays(recwarn: pytest.WarningsRecorder) -> None:
+    step = sf.mark_deterministic(fresh_step())
+    with sf.CachedDataset(Signals(), capacity="1MiB", transform=sf.Compose([step, doubled])) as cached:
+        with sf.DataLoader(cached, batch_size=4) as loader:
+            epochs = [batches(loader) for _ in range(2)]
+        assert len(cached.reader.deterministic) == 2
+    assert differing(epochs) == [0]
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("store", ["memory", "disk", "tier"])
+def test_other_processes_follow(tmp_path: Path, store: str) -> None:
+    """Two attached data sets with steps of their own stand for two jobs."""
+    stores: dict[str, Any] = {
+        "memory": "memory",
+        "disk": tmp_path / "ssd",
+        "tier": sf.DiskTier(tmp_path / "tier", capacity="1MiB"),
+    }
+    options = {"capacity": "1MiB", "store": stores[store], "seed": 5, "form": "prepared", "name": "shared"}
+    first = sf.CachedDataset(Signals(), transform=fresh_step(), **options)
+    second = sf.CachedDataset(Signals(), transform=fresh_step(), **options)
+    with first, second, warnings.catch_warnings():
+        warnings.simplefilter("ignore", StallfreeWarning)
+        assert second.cache.get(0) is not MISS
+        alone = [second[0] for _ in range(2)]
+        first.__getitems__(range(COUNT))
+        assert second.cache.get(0) is MISS or store != "tier"
+        epochs = [np.stack(second.__getitems__(range(COUNT))) for _ in range(3)]
+        kept = len(second.reader.deterministic), second.cache.uncached_steps
+    assert np.array_equal(*alone)
+    for one, two in zip(epochs, epochs[1:], strict=False):
+        assert (one[1:] != two[1:]).any(axis=1).sum() > COUNT // 2
+    assert kept[0] == 0
+    assert kept[1] > 0
+
+
+def test_a_process_that_dies_while_it_drops(tmp_path: Path) -> None:
+    cache = sf.CachedDataset(Signals(), capacity="1MiB", transform=padded_or_cut).cache
+    try:
+        cache.put_many(range(4), [np.zeros(LENGTH, np.float32)] * 4)
+        cache._index.header[16] = 3  # as it is between the two stores of `uncache_steps`
+        assert cache.uncached_steps == 1
+        assert not cache.resident(range(COUNT)).any()
+        assert not cache.put_many([2], [np.zeros(LENGTH, np.float32)], uncached=0).any(), "made by other steps"
+        assert cache.put_many([2], [np.zeros(LENGTH, np.float32)], uncached=1).all()
+        assert not cache.uncache_steps(1), "known already"
+        assert cache.resident([2]).all()
+        assert cache.uncache_steps(2)
+        assert not cache.resident([2]).any()
+        assert cache.check() == []
+    finally:
+        cache.close()
+
+
+def padded_or_cut(x: Any) -> Any:
+    return padded(x) if len(x) < LENGTH else x[:LENGTH]
+
+
+def test_what_draws_rarely() -> None:
+    def rarely(x: Any) -> Any:
+        return x + (torch.rand(()).item() if x[0] == 17000 else 0)
+
+    with sf.CachedDataset(Signals(), capacity="1MiB", transform=rarely) as cached, one_warning("rarely"):
+        with sf.DataLoader(cached, batch_size=None) as loader:
+            epochs = [[np.asarray(sample) for sample in loader] for _ in range(3)]
+    assert differing(epochs) == [1, 1]
