@@ -103,6 +103,7 @@ class _Nothing:
     """Stands for a cache with nothing in it, in which nothing stays. Fetches are counted with the real one."""
 
     structure = None
+    uncached_steps = 0
 
     def __init__(self, cache: AnyCache) -> None:
         self._cache = cache
