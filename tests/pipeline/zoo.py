@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import gc
+import itertools
 import math
 import os
 import shutil
@@ -35,8 +36,6 @@ import zoo_state  # noqa: F401
 import zoo_steady  # noqa: F401
 from zoo_entry import ENTRIES, Entry
 from zoo_ways import PLAIN, WAYS, Epochs, Looked, Task, make, quiet, sealed, stacks
-
-import stallfree as sf
 
 MOST_CALLS = 0.1
 """Calls per sample and epoch after the first, up to which an entry counts as cached."""
@@ -138,7 +137,7 @@ def frozen(entry: Entry, plain: Epochs, found: Epochs) -> str:
 
 def _changes(epochs: Epochs, ids: list[int]) -> int:
     """Samples that differ from one epoch to the next."""
-    return sum(before[id] != after[id] for before, after in zip(epochs, epochs[1:], strict=False) for id in ids)
+    return sum(before[id] != after[id] for before, after in itertools.pairwise(epochs) for id in ids)
 
 
 def _still(epochs: Epochs, ids: list[int]) -> list[int]:
@@ -176,7 +175,9 @@ def _cached_table(verdicts: list[Verdict]) -> list[str]:
     good = sum(not vs for vs in bad.values())
     share = f" ({good / len(found):.0%})" if found else ""
     lines = [f"deterministic and cached: {good} of {len(found)} entries{share}"]
-    lines += [f"  {name:46} {_short(collections.Counter(v.way for v in vs))}: {vs[0].what}" for name, vs in bad.items() if vs]
+    lines += [
+        f"  {name:46} {_short(collections.Counter(v.way for v in vs))}: {vs[0].what}" for name, vs in bad.items() if vs
+    ]
     for way in ways:
         there = {v.entry.name: set() for vs in found.values() for v in vs if v.way == way}
         for vs in found.values():
@@ -184,7 +185,9 @@ def _cached_table(verdicts: list[Verdict]) -> list[str]:
                 if v.way == way:
                     there[v.entry.name].add(v.what)
         lines.append(f"  {way:20} {sum(what == {'cached'} for what in there.values())} of {len(there)}")
-    before = _by_entry(v for v in verdicts if v.entry.prefix and v.what in ("cached", "anew") and v.way.startswith(CACHING))
+    before = _by_entry(
+        v for v in verdicts if v.entry.prefix and v.what in ("cached", "anew") and v.way.startswith(CACHING)
+    )
     kept = sum(all(v.what == "cached" for v in vs) for vs in before.values())
     lines.append(f"steady first step of a random entry cached: {kept} of {len(before)}")
     lines += [f"  {name}" for name, vs in before.items() if any(v.what == "anew" for v in vs)]
@@ -197,10 +200,16 @@ def _others(verdicts: list[Verdict]) -> list[str]:
     for what in ("wrong", "error"):
         found = _by_entry(v for v in verdicts if v.what == what)
         lines.append(f"{what}: {len(found)} entries")
-        lines += [f"  {name:46} {_short(collections.Counter(v.way for v in vs))}: {vs[0].note[:200]}" for name, vs in found.items()]
+        lines += [
+            f"  {name:46} {_short(collections.Counter(v.way for v in vs))}: {vs[0].note[:200]}"
+            for name, vs in found.items()
+        ]
     found = _by_entry(v for v in verdicts if v.what == "refused" and v.entry.kind == "steady")
     lines.append(f"deterministic data sets refused: {len(found)}")
-    lines += [f"  {name:46} {_short(collections.Counter(v.way for v in vs))}: {vs[0].note[:160]}" for name, vs in found.items()]
+    lines += [
+        f"  {name:46} {_short(collections.Counter(v.way for v in vs))}: {vs[0].note[:160]}"
+        for name, vs in found.items()
+    ]
     return lines
 
 
@@ -222,7 +231,10 @@ def main() -> int:
     parser.add_argument("--ways", default="", help="ways whose name contains one of these texts, divided by ';'")
     parser.add_argument("--list", action="store_true", help="name all entries and ways")
     given = parser.parse_args()
-    words, texts = given.only.replace(",", " ").split(), [text.strip() for text in given.ways.split(";") if text.strip()]
+    words, texts = (
+        given.only.replace(",", " ").split(),
+        [text.strip() for text in given.ways.split(";") if text.strip()],
+    )
     entries = [e for e in ENTRIES if not words or any(word in f"{e.kind} {e.name}" for word in words)]
     ways = [way for way in WAYS if not texts or any(text in way for text in texts)]
     if given.list:

@@ -10,13 +10,10 @@ import datetime
 import functools
 import hashlib
 import io
-import itertools
 import json
 import logging
-import math
 import operator
 import pathlib
-import random as pyrandom
 import re
 import string
 import struct
@@ -34,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
-from zoo_entry import either_entry, encoded, images, labelled, named, rows, steady_entry, tensors, texts
+from zoo_entry import encoded, images, labelled, named, steady_entry, tensors, texts
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +161,9 @@ def top_k() -> Any:
 
 @steady_entry(tensors)
 def network_in_eval_mode() -> Any:
-    return nn.Sequential(nn.Unflatten(0, (1, 64)), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU()).eval()
+    return nn.Sequential(
+        nn.Unflatten(0, (1, 64)), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU()
+    ).eval()
 
 
 @steady_entry(tensors)
@@ -213,7 +212,7 @@ def rank_by_bisect() -> Any:
 @steady_entry(texts)
 def tokenise() -> Any:
     words: dict[str, int] = {}
-    words.update({word: place for place, word in enumerate("the quick brown fox jumps over a lazy dog".split(), 1)})
+    words.update({word: place for place, word in enumerate(["the", "quick", "brown", "fox", "jumps", "over"], 1)})
     return lambda text: torch.tensor([words.get(word, 0) for word in text.split()])
 
 

@@ -166,7 +166,7 @@ class Calls:
 def _is_entrys(file: str) -> bool:
     path = Path(file)
     if path.parent == HERE:
-        return path.name.startswith("zoo_") and path.name not in ("zoo_ways.py", "zoo_entry.py")
+        return path.name.startswith(("zoo_", "test_zoo")) and path.name not in ("zoo_ways.py", "zoo_entry.py")
     return any(part in file for part in COUNTED_FILES)
 
 
@@ -425,9 +425,7 @@ def _name() -> str:
     return f"zoo-{os.getpid()}-{next(_names)}"
 
 
-PLAIN: dict[str, Way] = {
-    f"{kind} {workers}": plain(kind, workers) for kind in ("sf", "torch") for workers in (0, 2)
-}
+PLAIN: dict[str, Way] = {f"{kind} {workers}": plain(kind, workers) for kind in ("sf", "torch") for workers in (0, 2)}
 """By loader and number of workers."""
 
 WAYS: dict[str, tuple[str, Way]] = {
