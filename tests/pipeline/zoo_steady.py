@@ -122,8 +122,8 @@ def item_by_itemgetter() -> Any:
 
 
 @steady_entry()
-def tensor_by_a_function_of_torch() -> Any:
-    return torch.from_numpy
+def negated_by_a_builtin() -> Any:
+    return operator.neg
 
 
 @steady_entry()
@@ -159,16 +159,23 @@ def top_k() -> Any:
     return lambda x: torch.topk(x, 5)[1]
 
 
+def with_fixed_weights(*layers: nn.Module) -> nn.Module:
+    network = nn.Sequential(*layers).eval().requires_grad_(False)
+    for weights in network.parameters():
+        weights.copy_(torch.linspace(-1, 1, weights.numel()).reshape(weights.shape))
+    return network
+
+
 @steady_entry(tensors)
 def network_in_eval_mode() -> Any:
-    return nn.Sequential(
+    return with_fixed_weights(
         nn.Unflatten(0, (1, 64)), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU()
-    ).eval()
+    )
 
 
 @steady_entry(tensors)
 def network_behind_a_function() -> Any:
-    network = nn.Sequential(nn.Unflatten(0, (1, 64)), nn.Conv1d(1, 4, 3), nn.Dropout(0.1)).eval()
+    network = with_fixed_weights(nn.Unflatten(0, (1, 64)), nn.Conv1d(1, 4, 3), nn.Dropout(0.1))
 
     def features(x: Any) -> Any:
         with torch.no_grad():
