@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 GUARD = 64
-PROBLEMS = {0: "done", 1: "unreadable", 2: "no memory", 3: "bad argument"}
+PROBLEMS = {0: "done", 1: "unreadable", 2: "no memory", 3: "bad argument", 4: "refused"}
 
 
 def pictures() -> list[bytes]:
@@ -58,7 +58,7 @@ def main() -> None:
     library, count, draw = ctypes.CDLL(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
     number, size = ctypes.c_int, ctypes.c_size_t
     library.stallfree_jpeg_size.argtypes = [ctypes.c_char_p, size, ctypes.c_void_p]
-    library.stallfree_decode.argtypes = [ctypes.c_char_p, size, *[number] * 8, ctypes.c_void_p]
+    library.stallfree_decode.argtypes = [ctypes.c_char_p, size, *[number] * 9, ctypes.c_void_p]
     found: dict[str, int] = {}
     whole = pictures()
     for _ in range(count):
@@ -78,6 +78,7 @@ def main() -> None:
             width,
             draw.randrange(2),
             draw.randrange(2),
+            draw.choice((0, 1, 1, 1, 2)),
         )
         problem = library.stallfree_decode(data, len(data), *arguments, out.ctypes.data)
         if not (out[-GUARD:] == 123).all():

@@ -5,7 +5,8 @@
  *
  * libjpeg has no interface for that. But the first two fields of its entropy decoder are functions, in libjpeg 6 and in
  * all that came of it, and whether they are is looked at before one is replaced. What is rare (progressive pictures,
- * arithmetic coding, restart markers, several scans) is left to libjpeg. With ENTROPY_OF_LIBJPEG defined, all is.
+ * arithmetic coding, restart markers, several scans) is left to libjpeg. So is all, where a test of built-in pictures
+ * finds a difference when the library is first used (see entropy.py).
  */
 #include <dlfcn.h>
 
@@ -216,21 +217,21 @@ static int of_libjpeg(void (*function)(void)) {
 }
 
 /* Decode the entropy of a picture whose decompression has been started, of which `count` columns from `from` on are
- * wanted; where that cannot be, libjpeg goes on to do it. */
-static void take_over(j_decompress_ptr jpeg, Entropy *entropy, JDIMENSION from, JDIMENSION count) {
+ * wanted; 0 where that cannot be: libjpeg goes on to do it. */
+static int take_over(j_decompress_ptr jpeg, Entropy *entropy, JDIMENSION from, JDIMENSION count) {
     static __thread Codes known[2][NUM_HUFF_TBLS];
     Replaced *replaced = (Replaced *)jpeg->entropy;
     if (jpeg->progressive_mode || jpeg->arith_code || jpeg->restart_interval || jpeg->data_precision != 8 ||
         jpeg_has_multiple_scans(jpeg) || jpeg->comps_in_scan != jpeg->num_components ||
         !of_libjpeg((void (*)(void))replaced->start_pass) || !of_libjpeg((void (*)(void))replaced->decode_mcu))
-        return;
+        return 0;
     for (int which = 0; which < jpeg->comps_in_scan; which++) {
         int dc = jpeg->cur_comp_info[which]->dc_tbl_no, ac = jpeg->cur_comp_info[which]->ac_tbl_no;
-        if (dc < 0 || dc >= NUM_HUFF_TBLS || ac < 0 || ac >= NUM_HUFF_TBLS) return;
+        if (dc < 0 || dc >= NUM_HUFF_TBLS || ac < 0 || ac >= NUM_HUFF_TBLS) return 0;
         const JHUFF_TBL *sources[2] = {jpeg->dc_huff_tbl_ptrs[dc], jpeg->ac_huff_tbl_ptrs[ac]};
         if (!sources[0] || !sources[1] || !make_codes(&known[0][dc], sources[0], 1) ||
             !make_codes(&known[1][ac], sources[1], 0))
-            return;
+            return 0;
         entropy->dc[which] = &known[0][dc], entropy->ac[which] = &known[1][ac];
     }
 #if JPEG_LIB_VERSION >= 70
@@ -243,4 +244,5 @@ static void take_over(j_decompress_ptr jpeg, Entropy *entropy, JDIMENSION from, 
     entropy->bits.at = jpeg->src->next_input_byte;
     entropy->bits.end = entropy->bits.at + jpeg->src->bytes_in_buffer;
     replaced->decode_mcu = decode_blocks;
+    return 1;
 }

@@ -32,14 +32,17 @@
 #define FOR_EACH_PROCESSOR
 #endif
 
-#define ABI 2 /* the same number stands in native.py */
+#define ABI 3 /* the same number stands in native.py */
 #define LANES 8
 #define SPARE 2 /* sides of what is decoded at less resolution, at least so many times those wanted */
 #define MOST_TAPS 128 /* each product loses half a 256th: with more, it would be seen */
 #define MOST_SIDE 65500 /* that of a JPEG */
 #define MOST_PIXELS 178956970 /* what is larger, Pillow refuses too */
 
-enum { DONE = 0, UNREADABLE = 1, NO_MEMORY = 2, BAD_ARGUMENT = 3 };
+enum { DONE = 0, UNREADABLE = 1, NO_MEMORY = 2, BAD_ARGUMENT = 3, REFUSED = 4 };
+
+/* Entropy decoding: libjpeg's; our own, and libjpeg's where that cannot be; our own, else REFUSED. */
+enum { OF_LIBJPEG = 0, OWN = 1, OWN_ALONE = 2 };
 
 typedef uint16_t Lanes __attribute__((vector_size(2 * LANES)));
 typedef uint64_t Halves __attribute__((vector_size(2 * LANES)));
@@ -294,7 +297,7 @@ static Span span_of(int start, int extent, int eighths, int most) {
     return span;
 }
 
-static void decode(Decoder *decoder, int top, int left, int height, int width, const Target *target) {
+static void decode(Decoder *decoder, int top, int left, int height, int width, int entropy, const Target *target) {
     struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
     Work *work = &decoder->work;
     int eighths = 8;
@@ -312,9 +315,10 @@ static void decode(Decoder *decoder, int top, int left, int height, int width, c
     JDIMENSION count = (JDIMENSION)horizontal.high + 1 - from;
     if (count > jpeg->output_width - from) count = jpeg->output_width - from;
     jpeg_crop_scanline(jpeg, &from, &count);
-#ifndef ENTROPY_OF_LIBJPEG
-    take_over(jpeg, &decoder->entropy, from, count);
-#endif
+    if (entropy != OF_LIBJPEG && !take_over(jpeg, &decoder->entropy, from, count) && entropy == OWN_ALONE) {
+        decoder->problem = REFUSED;
+        return;
+    }
     horizontal.start -= from, horizontal.low -= (int)from, horizontal.high -= (int)from;
     decoder->problem = make_work(work, vertical, horizontal, (int)count, target);
     if (decoder->problem) return;
@@ -341,7 +345,7 @@ static void decode(Decoder *decoder, int top, int left, int height, int width, c
 }
 
 /* Runs on `data`; `target` NULL: only `size` (height, width) is wanted, else a part of the picture. */
-static int run(const uint8_t *data, size_t length, int size[2], int top, int left, int height, int width,
+static int run(const uint8_t *data, size_t length, int size[2], int top, int left, int height, int width, int entropy,
                const Target *target) {
     Decoder *decoder = calloc(1, sizeof *decoder);
     if (!decoder) return NO_MEMORY;
@@ -360,7 +364,7 @@ static int run(const uint8_t *data, size_t length, int size[2], int top, int lef
         else if (target && (top < 0 || left < 0 || height > size[0] - top || width > size[1] - left))
             decoder->problem = BAD_ARGUMENT;
         else if (target)
-            decode(decoder, top, left, height, width, target);
+            decode(decoder, top, left, height, width, entropy, target);
     }
     int problem = decoder->problem;
     jpeg_destroy_decompress(&decoder->jpeg);
@@ -372,16 +376,16 @@ static int run(const uint8_t *data, size_t length, int size[2], int top, int lef
 
 /* Height and width of a JPEG. */
 EXPORT int stallfree_jpeg_size(const uint8_t *data, size_t length, int size[2]) {
-    return run(data, length, size, 0, 0, 0, 0, NULL);
+    return run(data, length, size, 0, 0, 0, 0, OF_LIBJPEG, NULL);
 }
 
 /* The part of a JPEG from (`top`, `left`), `height` x `width` pixels, resized to `out_height` x `out_width` at `out`. */
 EXPORT int stallfree_decode(const uint8_t *data, size_t length, int top, int left, int height, int width,
-                            int out_height, int out_width, int planar, int mirror, uint8_t *out) {
+                            int out_height, int out_width, int planar, int mirror, int entropy, uint8_t *out) {
     if (bad_sides(height, width) || bad_sides(out_height, out_width)) return BAD_ARGUMENT;
     Target target = {out, out_height, out_width, planar, mirror};
     int size[2];
-    return run(data, length, size, top, left, height, width, &target);
+    return run(data, length, size, top, left, height, width, entropy, &target);
 }
 
 /* -- what needs no other pixel ------------------------------------------------------------------------------------- */

@@ -19,12 +19,13 @@ from torch.nn.functional import interpolate
 
 from stallfree.cache.serial import one_thread
 from stallfree.pipeline.in_place import empty
+from stallfree.vision import entropy
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Layout: TypeAlias = Literal["HWC", "CHW"]
 
 LIBRARY = Path(__file__).with_name("_native.so")
-ABI = 2
+ABI = 3
 GREY = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in ITU-R BT.601, as Pillow and torchvision have them."""
 
@@ -54,9 +55,14 @@ def library() -> ctypes.CDLL | None:
     if found.stallfree_abi() != ABI:
         log.info("pictures are decoded whole and resized by torch: %s is of another version, install anew", LIBRARY)
         return None
+    return declared(found)
+
+
+def declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    """`found` with the types of its functions' arguments."""
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     found.stallfree_jpeg_size.argtypes = [ctypes.c_char_p, size, pointer]
-    found.stallfree_decode.argtypes = [ctypes.c_char_p, size, *[number] * 8, pointer]
+    found.stallfree_decode.argtypes = [ctypes.c_char_p, size, *[number] * 9, pointer]
     found.stallfree_resize.argtypes = [pointer, ctypes.c_int64, *[number] * 6, pointer]
     found.stallfree_blend.argtypes = [pointer, ctypes.c_int64, ctypes.c_float, ctypes.c_float, pointer]
     found.stallfree_blend.restype = None
@@ -65,6 +71,17 @@ def library() -> ctypes.CDLL | None:
     found.stallfree_sums.argtypes = [pointer, ctypes.c_int64, pointer]
     found.stallfree_sums.restype = None
     return found
+
+
+@functools.cache
+def entropy_decoding() -> int:
+    """What `stallfree_decode` is to use: our own decoding if it gives what libjpeg's gives; logs a warning if not."""
+    found = library()
+    assert found is not None
+    problem = entropy.problem_of(found)
+    if problem:
+        log.warning("the entropy of JPEGs is decoded by libjpeg, so a crop takes about a fifth longer: %s", problem)
+    return entropy.OF_LIBJPEG if problem else entropy.OWN
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
@@ -85,7 +102,9 @@ def decode_crop(data: bytes, crop: Crop, size: tuple[int, int], layout: Layout, 
     found = library()
     assert found is not None
     out = _empty(size, layout)
-    problem = found.stallfree_decode(data, len(data), *crop, *size, layout == "CHW", mirror, out.ctypes.data)
+    problem = found.stallfree_decode(
+        data, len(data), *crop, *size, layout == "CHW", mirror, entropy_decoding(), out.ctypes.data
+    )
     return None if problem else out
 
 

@@ -1,0 +1,201 @@
+"""What it costs to watch for draws of random numbers while a cache is filled."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+import stallfree as sf
+from benchmarks.contender import emit
+from benchmarks.fast_prep import make_pictures
+from benchmarks.harness import BenchmarkError, Check, Json, Options, Report, Spread, run_child, say, scratch_folder
+
+NAME = "watch_cost"
+QUESTION = (
+    "While a cache is filled, the deterministic steps are watched for draws of random numbers. How much longer does "
+    "that make the first epoch?"
+)
+WATCH = ""
+"""The function that looks for draws, as `module:name` or `module:Class.method`, where its callers look it up."""
+
+UNWATCHED: Any = False
+"""What it returns when nothing was drawn: all that it does in the rounds without it."""
+
+WANTED = 1.02
+PAIRS = 4
+"""First epochs with the watch and without, in turns, at least, in each round."""
+
+BATCH = 64
+WORKERS = (0, 2)
+STEPS = ("one step", "four steps")
+
+_names = count()
+
+
+def run(options: Options) -> Report:
+    if not WATCH:
+        raise BenchmarkError(f"WATCH in {Path(__file__).name} is empty: give the function that is to be left out")
+    rows, checks, raw = [], [], {}
+    with scratch_folder() as scratch:
+        photos = scratch / "photos"
+        what = make_pictures(photos, options.data, 128 if options.quick else 1000)
+        for steps in STEPS:
+            for workers in WORKERS:
+                case = f"{steps}, {workers or 'no'} workers"
+                common = {"photos": str(photos), "workers": workers, "steps": steps, "watch": WATCH}
+                rounds = []
+                for number in range(options.rounds):
+                    given = common | {"seconds": options.seconds, "first": number % 2}
+                    rounds.append(run_child("benchmarks.watch_cost", given, scratch=scratch))
+                    say(f"  round {number + 1}: {case}: {_ratio(rounds[-1]):.4f}")
+                ratio = Spread.of([_ratio(found) for found in rounds])
+                raw[case] = rounds
+                rows.append([case, *(_seconds(rounds, way) for way in ("without", "with")), ratio.show(".4f")])
+                checks.append(
+                    Check(
+                        f"the first epoch with the watch over that without, {case}",
+                        ratio.median, WANTED, "<=", ".4f", (ratio.low, ratio.high),
+                    )
+                )  # fmt: skip
+    return Report(
+        columns=["pipeline", "first epoch without, s", "with the watch, s", "ratio"],
+        rows=rows,
+        checks=checks,
+        notes=[
+            f"{what}, in memory, cached prepared in batches of {BATCH}. One step decodes with Pillow, resizes to "
+            "224x224 and scales; four steps do the same one by one. The steps are functions of the user's, not "
+            "marked. A first epoch begins with an empty cache and is timed from its first batch on, so trials on the "
+            f"first samples are not in it. {options.rounds} rounds in fresh processes, in each at least {PAIRS} pairs "
+            "of epochs with and without, either kind first in turn. A round's ratio is the median of its pairs' "
+            f"ratios. Without the watch, `{WATCH}` returns {UNWATCHED!r} and does nothing."
+        ],
+        versions={name: version(name) for name in ("stallfree", "torch", "pillow")},
+        raw=raw,
+    )
+
+
+def _ratio(found: Json) -> float:
+    return statistics.median(a / b for a, b in zip(found["with"], found["without"], strict=True))
+
+
+def _seconds(rounds: list[Json], way: str) -> str:
+    return Spread.of([statistics.median(found[way]) for found in rounds]).show(".2f")
+
+
+# -- one round -------------------------------------------------------------------------------------------------------
+
+
+def child() -> None:
+    given = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    figures: dict[str, list[float]] = {"with": [], "without": []}
+    _first_epoch(given)  # imports what is imported late, and reads the files once
+    end = time.perf_counter() + given["seconds"]
+    while len(figures["with"]) < PAIRS or time.perf_counter() < end:
+        order = ["with", "without"]
+        if (len(figures["with"]) + given["first"]) % 2:
+            order.reverse()
+        for way in order:
+            with replaced(given["watch"]) if way == "without" else _as_it_is():
+                figures[way].append(_first_epoch(given))
+    emit(figures)
+
+
+@contextmanager
+def replaced(name: str) -> Iterator[None]:
+    """The function `name` does nothing meanwhile. Workers that are forked meanwhile have it so too.
+
+    Raises `BenchmarkError` if there is none of that name.
+    """
+    module, _, path = name.partition(":")
+    *owners, last = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module)
+        for part in owners:
+            owner = getattr(owner, part)
+        usual = vars(owner)[last]
+    except (ImportError, AttributeError, KeyError) as error:
+        raise BenchmarkError(f"WATCH={name!r} names no function: {error!r}") from error
+    setattr(owner, last, lambda *_args, **_named: UNWATCHED)
+    try:
+        yield
+    finally:
+        setattr(owner, last, usual)
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+def _first_epoch(given: Json) -> float:
+    """Seconds of an epoch that begins with an empty cache."""
+    workers = given["workers"]
+    source = _Files(sorted(Path(given["photos"]).glob("*/*.jpg")))
+    steps = [prepare] if given["steps"] == STEPS[0] else [decode, resize, to_array, scale]
+    room = 4 * 224 * 224 * 3 * (len(source) + BATCH)
+    with sf.CachedDataset(
+        source, capacity=room, form="prepared", name=f"watch-{next(_names)}", transform=sf.Compose(steps)
+    ) as cached:
+        loader = sf.DataLoader(cached, BATCH, num_workers=workers, multiprocessing_context="fork")
+        gc.collect()
+        begun = time.perf_counter()
+        samples = sum(len(batch) for batch in loader)
+        taken = time.perf_counter() - begun
+        if samples != len(source) or len(cached.reader.deterministic) != len(steps):
+            raise AssertionError(f"{samples} samples of {len(source)}, cached after {cached.reader.deterministic}")
+        loader.close()
+    return taken
+
+
+class _Files:
+    """The bytes of files."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, id: int) -> bytes:
+        return self.files[id].read_bytes()
+
+
+def decode(data: bytes) -> Any:
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def resize(image: Any) -> Any:
+    return image.resize((224, 224), Image.Resampling.BILINEAR)
+
+
+def to_array(image: Any) -> npt.NDArray[np.uint8]:
+    return np.asarray(image).transpose(2, 0, 1)
+
+
+def scale(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    return pixels.astype(np.float32) / np.float32(255)
+
+
+def prepare(data: bytes) -> npt.NDArray[np.float32]:
+    return scale(to_array(resize(decode(data))))
+
+
+if __name__ == "__main__":
+    child()
