@@ -25,7 +25,7 @@ SOME = (
     *("drawn_in_a_pool_for_some", "steady_then_hidden", "data_set_that_crops_some", "data_set_with_rare_draws"),
 )
 SOME_STEADY = (
-    *("decode_resize_normalise", "normalise", "network_behind_a_function", "tokenise", "random_in_names_only"),
+    *("decode_resize_normalise", "normalise", "to_tensor", "tokenise", "random_in_names_only"),
     *("collects_statistics", "data_set_in_memory"),
 )
 QUICK = ("prepared, sf 0", "auto, sf 2", "auto, torch 0", "smart, sf 0", "whole, sf 0")

@@ -58,7 +58,8 @@ class Verdict:
     Attributes:
         entry, way: which.
         what: "fresh" or "frozen" for a random entry; "cached" or "anew" for a steady one, or the steady step before a
-            random one; "refused" for a data set that was not taken; "wrong" for other values; "error".
+            random one; "right" for one that may be either; "refused" for a data set that was not taken; "wrong" for other
+            values; "error".
         note: details.
     """
 
@@ -117,6 +118,8 @@ def _verdicts(entry: Entry, way: str, looked: Looked, plain: Epochs, expected: l
     elif any(epoch != expected for epoch in looked.epochs):
         yield Verdict(entry, way, "wrong", "values differ from those without a cache")
         return
+    if entry.kind == "either":
+        yield Verdict(entry, way, "right")
     if looked.calls >= 0:
         note = f"{looked.calls:.2f} calls per sample" + (f"; {looked.decision}" if looked.decision else "")
         yield Verdict(entry, way, "anew" if looked.calls > MOST_CALLS else "cached", note)
