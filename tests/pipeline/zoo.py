@@ -58,8 +58,8 @@ class Verdict:
     Attributes:
         entry, way: which.
         what: "fresh" or "frozen" for a random entry; "cached" or "anew" for a steady one, or the steady step before a
-            random one; "right" for one that may be either; "refused" for a data set that was not taken; "wrong" for other
-            values; "error".
+            random one; "right" for one that may be either; "refused" for a data set that was not taken; "wrong" for
+            other values; "error".
         note: details.
     """
 
