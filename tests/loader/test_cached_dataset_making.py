@@ -194,8 +194,8 @@ def test_first_records_that_no_step_takes(step: Any) -> None:
 
 
 def test_a_step_that_cannot_be_judged_warns_once_at_the_callers_line() -> None:
-    with pytest.warns(sf.StallfreeWarning, match="cannot tell whether the transform .*Opaque") as caught:
-        data = sf.CachedDataset(Numbers(3, [Opaque]), capacity="1MiB")
+    with pytest.warns(sf.StallfreeWarning, match="cannot tell whether the transform .*Handle") as caught:
+        data = sf.CachedDataset(Numbers(3, [Handle]), capacity="1MiB")
     data.close()
     assert [warning.filename for warning in caught] == [__file__]
 

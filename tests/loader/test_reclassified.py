@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,7 @@ def batches(loader: Any) -> list[Any]:
 
 def differing(epochs: list[list[Any]]) -> list[int]:
     """How many batches of each epoch differ from those of the one before."""
-    return [
-        sum(not np.array_equal(a, b) for a, b in zip(one, two, strict=True))
-        for one, two in zip(epochs, epochs[1:], strict=False)
-    ]
+    return [sum(not np.array_equal(a, b) for a, b in zip(one, two, strict=True)) for one, two in pairwise(epochs)]
 
 
 @contextmanager
@@ -152,13 +150,15 @@ def test_under_the_loader_of_torch() -> None:
 
 
 def test_a_smart_cache() -> None:
-    with one_warning("CropOrPad"), sf.SmartCacheDataset(Signals(), fresh_step(), cache_num=8, replace_rate=0.25) as data:
-        with sf.DataLoader(data, batch_size=8) as loader:
-            seen: dict[int, list[Any]] = {}
-            for _ in range(6):
-                for batch in loader:
-                    for row in np.asarray(batch):
-                        seen.setdefault(int(row[0]) // 1000, []).append(row.tobytes())
+    seen: dict[int, list[Any]] = {}
+    with (
+        one_warning("CropOrPad"),
+        sf.SmartCacheDataset(Signals(), fresh_step(), cache_num=8, replace_rate=0.25) as data,
+        sf.DataLoader(data, batch_size=8) as loader,
+    ):
+        for _ in range(6):
+            for row in np.concatenate(batches(loader)):
+                seen.setdefault(int(row[0]) // 1000, []).append(row.tobytes())
     repeated = [rows for id, rows in seen.items() if id and len(rows) > 2]
     assert repeated
     assert sum(len(set(rows)) > 1 for rows in repeated) > len(repeated) // 2
@@ -208,7 +208,7 @@ def test_other_processes_follow(tmp_path: Path, store: str) -> None:
         epochs = [np.stack(second.__getitems__(range(COUNT))) for _ in range(3)]
         kept = len(second.reader.deterministic), second.cache.uncached_steps
     assert np.array_equal(*alone)
-    for one, two in zip(epochs, epochs[1:], strict=False):
+    for one, two in pairwise(epochs):
         assert (one[1:] != two[1:]).any(axis=1).sum() > COUNT // 2
     assert kept[0] == 0
     assert kept[1] > 0
@@ -240,7 +240,10 @@ def test_what_draws_rarely() -> None:
     def rarely(x: Any) -> Any:
         return x + (torch.rand(()).item() if x[0] == 17000 else 0)
 
-    with sf.CachedDataset(Signals(), capacity="1MiB", transform=rarely) as cached, one_warning("rarely"):
-        with sf.DataLoader(cached, batch_size=None) as loader:
-            epochs = [[np.asarray(sample) for sample in loader] for _ in range(3)]
+    with (
+        sf.CachedDataset(Signals(), capacity="1MiB", transform=rarely) as cached,
+        one_warning("rarely"),
+        sf.DataLoader(cached, batch_size=None) as loader,
+    ):
+        epochs = [[np.asarray(sample) for sample in loader] for _ in range(3)]
     assert differing(epochs) == [1, 1]

@@ -130,7 +130,7 @@ class Filling:
             raise_from(sample_error(error, reader.source, id, "preparing"), error)
 
     def _apply_each(self, value: Any) -> Any:
-        """Apply the deterministic steps; what those draw that the user marked as deterministic makes no difference."""
+        """Apply the deterministic steps; but do not look at what those draw that may draw."""
         for step, marked in zip(self.reader.deterministic, self.reader.marked, strict=True):
             if marked and self.watch is not None:
                 self.drew |= self.watch.moved()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,8 +17,9 @@ from stallfree.loader.reader import plain_beneath
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.determinism import Split, split
+from stallfree.pipeline.libraries import may_draw
 from stallfree.pipeline.marks import drew, mark_of, note_drew
-from stallfree.pipeline.probe import Trial, run_step, try_calls
+from stallfree.pipeline.probe import run_step, try_calls
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.scan import scan
 from stallfree.pipeline.watch import Watch, find_draw
@@ -80,8 +80,8 @@ def _look_at(source: Source, steps: Compose, id: int) -> FirstLook:
             with Watch(parts.deterministic) as watch:
                 prepared = parts.deterministic(private(record))
                 moved = watch.moved()
-            marked = [mark_of(step) is False for step in parts.deterministic]
-            place = find_draw(parts.deterministic, private(record), marked) if moved else None
+            ignored = list(map(may_draw, parts.deterministic))
+            place = find_draw(parts.deterministic, private(record), ignored) if moved else None
             if place is None or not note_drew(parts.deterministic.transforms[place]):
                 break  # of a library whose base classes say that it is deterministic
         tried = len(parts.deterministic)
@@ -117,18 +117,13 @@ _INSIST = "if its samples are always the same, say so with stallfree.mark_determ
 
 def _read_watched(source: Source, id: int, plain: MapSource, inner: int) -> Any:
     """The record of `id`, after a look at whether the data set gives random samples. Reads the sample twice."""
-    dataset, records = plain.dataset, []
+    dataset = plain.dataset
     code = scan(dataset)
     if code.finding is not None:
         raise _refused(plain, f"its code uses {code.finding.what}", certain=code.finding.certain)
 
-    def read(where: Source, place: int) -> Any:
-        records.append(where.fetch(place))
-        return private(records[-1])
-
-    trial = try_calls(dataset, (lambda: read(source, id), lambda: read(plain, inner)), code.read)
-    if trial.random is None and len(records) == 2 and _same_pickles(*records):
-        trial = Trial(False, "", trial.output)
+    calls = (lambda: private(source.fetch(id)), lambda: private(plain.fetch(inner)))
+    trial = try_calls(dataset, calls, code.read)
     if trial.random is not False:
         raise _refused(plain, f"when sample {id} was read, {trial.why}", certain=trial.random is True)
     for other in _other_parts(dataset):
@@ -142,12 +137,6 @@ def _read_watched(source: Source, id: int, plain: MapSource, inner: int) -> Any:
 def _refused(plain: MapSource, why: str, *, certain: bool) -> InputError:
     what = "gives random samples" if certain else "may give random samples"
     return InputError(f"{_name(plain)} {what}: {why}; {_FREEZE}; or, {_INSIST}")
-
-
-def _same_pickles(a: Any, b: Any) -> bool | None:
-    with suppress(Exception):
-        return True if pickle.dumps(a) == pickle.dumps(b) else None
-    return None
 
 
 def _other_parts(dataset: Any) -> Iterator[int]:
@@ -212,8 +201,8 @@ def look_again(source: Source, before: Compose, first: Sample) -> tuple[Sample |
         if id == first.id or not (structure.fixed and structure.has_views):
             return None, first.value
         with suppress(Exception):  # it will come again when the sample is asked for
-            record = private(source.fetch(id))
-            with Watch(before) as watch:
+            with Watch(before, source) as watch:
+                record = private(source.fetch(id))
                 second = Sample(id, record, before(private(record)))
                 if watch.moved():
                     return None, first.value  # it will be found out what draws when the sample is asked for

@@ -20,6 +20,7 @@ from stallfree.loader.rows import Rows
 from stallfree.pipeline.compose import Compose, describe_step
 from stallfree.pipeline.determinism import StallfreeWarning
 from stallfree.pipeline.in_place import works_in_place
+from stallfree.pipeline.libraries import may_draw
 from stallfree.pipeline.marks import mark_of, note_drew
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
@@ -108,7 +109,7 @@ class Reader:
             drawing = _Drawing(plain[0].dataset, self.rest)
         self.fresh = drawing is not None
         self.randomness = Randomness(drawing)
-        self.marked = [mark_of(step) is False for step in self.deterministic]
+        self.marked = list(map(may_draw, self.deterministic))
         self.origin: Any = self.source if beneath is None else beneath[0].dataset
         self.watches_source = mark_of(self.origin) is not False
         self._watch: Watch | None = None
@@ -329,8 +330,8 @@ class Reader:
             then = "what was cached is dropped, and nothing is cached from now on"
         warnings.warn(
             f"{what} drew random numbers when {when}, though it did not for the first one. It counts as random: "
-            f"{then}. To have that from the start, mark it with stallfree.mark_random({mark}); if its output does not depend "
-            f"on what it draws, with stallfree.mark_deterministic({mark})",
+            f"{then}. To have that from the start, mark it with stallfree.mark_random({mark}); if its output does not "
+            f"depend on what it draws, with stallfree.mark_deterministic({mark})",
             StallfreeWarning,
             stacklevel=2,
         )

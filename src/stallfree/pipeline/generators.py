@@ -19,7 +19,7 @@ GENERATOR_TYPES = (np.random.Generator, np.random.RandomState, random.Random, to
 
 _OPAQUE = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.Tensor, type, ModuleType)
 _INERT = frozenset({str, bytes, int, float, bool, complex, type(None)})
-_CONTAINERS = (dict, list, tuple, set, frozenset)  # no others: iterating over a data set would load it
+CONTAINERS = (dict, list, tuple, set, frozenset)  # no others: iterating over a data set would load it
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,20 @@ def reachable(root: object) -> Iterator[object]:
     todo = [root]
     while todo:
         thing = todo.pop()
-        if id(thing) in seen or (isinstance(thing, _OPAQUE) and thing is not root):
+        if id(thing) in seen or (is_opaque(thing) and thing is not root):
             continue
         seen[id(thing)] = thing
         yield thing
-        todo.extend(reversed(list(_references(thing))))
+        todo.extend(reversed(list(references(thing))))
 
 
-def _references(thing: Any) -> Iterator[object]:
+def is_opaque(thing: object) -> bool:
+    """Whether `thing` is a value, class or module, which refers to no generator of its own."""
+    return isinstance(thing, _OPAQUE)
+
+
+def references(thing: Any) -> Iterator[object]:
+    """What `thing` refers to."""
     if isinstance(thing, (*GENERATOR_TYPES, *_OPAQUE)):
         return
     if isinstance(thing, FunctionType):
@@ -122,10 +128,10 @@ def _references(thing: Any) -> Iterator[object]:
         yield from (thing.__self__, thing.__func__)
     elif isinstance(thing, BuiltinFunctionType):
         yield thing.__self__
-    elif isinstance(thing, _CONTAINERS):
+    elif isinstance(thing, CONTAINERS):
         values = thing.values() if isinstance(thing, dict) else thing
         yield from (value for value in values if not _inert(value))
-        if type(thing) not in _CONTAINERS:
+        if type(thing) not in CONTAINERS:
             yield from attributes(thing).values()
     else:
         yield from _references_of_instance(thing)

@@ -60,6 +60,14 @@ def known(transform: Any) -> tuple[bool, str] | None:
     return None
 
 
+def may_draw(transform: Any) -> bool:
+    """Whether draws of `transform`, which is deterministic, do not matter: the user or its library says so.
+
+    A composition of albumentations draws whether to run also if it always runs.
+    """
+    return mark_of(transform) is False or known(transform) == (False, "albumentations")
+
+
 def _wrapped(transform: Any) -> Any:
     """The one transform that `transform` only passes its value to; None for all others."""
     if type(transform) is OnItem:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
+import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -89,6 +91,8 @@ def try_calls(thing: object, calls: Sequence[Callable[[], Any]], read: Set[str])
             states.append(state_of(thing))
     equal = same(*outputs)
     if equal is None:
+        equal = same_pickles(*outputs)
+    if equal is None:
         return Trial(None, f"its outputs, of type {type(outputs[0]).__name__}, cannot be compared", outputs[0])
     if not equal:
         return Trial(True, "it returned something else for the same input", outputs[0])
@@ -134,6 +138,13 @@ def same(a: Any, b: Any) -> bool | None:
     if image is not None and isinstance(a, image):
         return (a.mode, a.size, a.getpalette(), a.tobytes()) == (b.mode, b.size, b.getpalette(), b.tobytes())
     return _same_object(a, b)
+
+
+def same_pickles(a: Any, b: Any) -> bool | None:
+    """True if `a` and `b` have the same pickle; None if not, as equal values may have different ones."""
+    with contextlib.suppress(Exception):
+        return True if pickle.dumps(a) == pickle.dumps(b) else None
+    return None
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool | None:

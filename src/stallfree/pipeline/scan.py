@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from stallfree.pipeline._objects import class_functions, closure_values, is_library
-from stallfree.pipeline.generators import reachable
+from stallfree.pipeline._objects import attributes, class_functions, closure_values, is_library
+from stallfree.pipeline.generators import CONTAINERS, GENERATOR_TYPES, is_opaque, reachable, references
 
 _ENTROPY = {
     "os": ("urandom", "getrandom"),
@@ -44,6 +44,7 @@ _GENERATORS = (random.Random, np.random.RandomState, np.random.SeedSequence, np.
 """Without a seed they take one from the operating system, as `default_rng` does."""
 
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__getstate__", "__reduce__", "__del__")
+_UNCALLED = (*_CONSTRUCTORS, "__repr__", "__str__", "__format__")
 _ENTRIES = ("__call__", "forward", "__getitem__", "__getitems__")
 _SKIPPED = frozenset({"PUSH_NULL", "PRECALL", "CACHE", "NOP", "EXTENDED_ARG", "KW_NAMES", "NOT_TAKEN"})
 _CALLS = frozenset({"CALL", "CALL_FUNCTION", "CALL_METHOD"})
@@ -126,10 +127,8 @@ class _Calls:
         self._names: set[str] = set(_ENTRIES)
         self._methods: list[FunctionType] = []  # of reachable objects: called if their name is used
         self._classes: set[type] = set()
-        for thing in reachable(step):
-            if thing is step or not isinstance(thing, (FunctionType, MethodType, BuiltinFunctionType)):
-                self._object(thing)
-        self._callable(step)
+        self._held: dict[int, object] = {}
+        self._hold(step)
 
     def findings(self) -> Iterator[Finding]:
         known = [step for step in self._methods if self._is_used(step.__name__)]
@@ -144,23 +143,35 @@ class _Calls:
 
     def _is_used(self, name: str) -> bool:
         special = name.startswith("__") and name.endswith("__")
-        return (name in self._names or special) and name not in _CONSTRUCTORS
+        return (name in self._names or special) and name not in _UNCALLED
 
-    def _callable(self, thing: Any) -> None:
-        """Follow a call of `thing`."""
-        if isinstance(thing, MethodType):
-            self._callable(thing.__func__)
-        elif isinstance(thing, FunctionType):
-            self._function(thing)
-        elif isinstance(thing, type):
-            if not is_library(thing):
-                self._class(thing)
-                for base in thing.__mro__:
-                    for function in class_functions(base):
-                        if function.__name__ in _CONSTRUCTORS:
-                            self._function(function)
-        elif isinstance(thing, functools.partial):
-            self._callable(thing.func)
+    def _hold(self, thing: Any) -> None:
+        """Whatever `thing` is or holds may be called: functions, also in containers, and methods of objects."""
+        todo = [thing]
+        while todo:
+            thing = todo.pop()
+            if id(thing) in self._held or (is_opaque(thing) and not isinstance(thing, type)):
+                continue
+            self._held[id(thing)] = thing
+            if isinstance(thing, FunctionType):
+                self._function(thing)
+                todo += (*closure_values(thing).values(), *(thing.__defaults__ or ()))
+            elif isinstance(thing, (BuiltinFunctionType, MethodType, functools.partial, *CONTAINERS)):
+                todo += references(thing)
+            elif isinstance(thing, type):
+                self._made(thing)
+            elif not isinstance(thing, GENERATOR_TYPES):
+                self._object(thing)
+                todo += attributes(thing).values()
+
+    def _made(self, cls: type) -> None:
+        """An instance of `cls` may be made."""
+        if not is_library(cls):
+            self._class(cls)
+            for base in cls.__mro__:
+                for function in class_functions(base):
+                    if function.__name__ in _CONSTRUCTORS:
+                        self._function(function)
 
     def _function(self, function: FunctionType) -> None:
         if is_library(function):
@@ -224,15 +235,10 @@ class _Calls:
             if (kept := _updated(steps, place, code)) is not None:
                 self._updated[kept] = Finding(f"{kept}, which each call may change", False)
             if there is not _UNKNOWN:
-                self._loaded(there)
+                if not isinstance(there, ModuleType):
+                    self._hold(there)
                 source = self._sources.get(there) if isinstance(there, _NAMED) else None
                 yield from _made(there, steps, place) if source is None else (source,)
-
-    def _loaded(self, thing: Any) -> None:
-        if isinstance(thing, (FunctionType, MethodType, type, functools.partial)):
-            self._callable(thing)
-        elif not isinstance(thing, (ModuleType, BuiltinFunctionType)) and not is_library(type(thing)):
-            self._object(thing)
 
 
 def _attribute(owner: Any, name: str) -> Any:
