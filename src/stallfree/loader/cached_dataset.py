@@ -139,7 +139,8 @@ class CachedDataset:
         )
         try:
             whole = self.steps if mixture else Compose([])
-            self.reader = Reader(self.source, self.cache, before, rest, share=share or 1.0, whole=whole)
+            parts_of = self.source, self.cache, before, rest
+            self.reader = Reader(*parts_of, share=share or 1.0, whole=whole, steps=self.steps)
             self._keep(samples)
         except BaseException:
             self.cache.close()

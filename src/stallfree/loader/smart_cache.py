@@ -145,7 +145,7 @@ class SmartCacheDataset:
         )
         self._positions = self.plan.total if full_epoch else fit.size
         self._state = WindowState(self.cache.path, fit.size, self.replace_num, len(self.source), self._positions)
-        self.reader = Reader(self.source, self.cache, before, rest)
+        self.reader = Reader(self.source, self.cache, before, rest, steps=steps)
         if self._state.epoch < 0:
             coming = set(self.plan.window(0).tolist())
             for id, value in sizes.read:

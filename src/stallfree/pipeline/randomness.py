@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stallfree.pipeline.compose import Transform, flatten
@@ -32,16 +33,28 @@ class Randomness:
     generator that a step makes later is not seeded, so let steps make theirs in their constructors. At the end of the
     block all get back the state that they had at its start.
 
+    The seed of an owned generator depends on its place in `pipeline`: the first part that refers to it, and its number
+    there. So it is the same whatever part of the pipeline is left to do, and generators of other parts do not move it.
+
     When `transform` is None or has no steps, nothing is saved, seeded or restored.
 
     Three of the generators are global to the process, so only one thread of a process may prepare samples at a time.
+
+    Args:
+        transform: what draws.
+        pipeline: the parts of the whole that `transform` is taken from; the steps of `transform` if None.
     """
 
-    def __init__(self, transform: Transform | None) -> None:
-        self._transform = transform
+    def __init__(self, transform: Transform | None, pipeline: Iterable[object] | None = None) -> None:
         steps = flatten(transform)
-        self._handles: list[Handle] = [*global_generators(), *find_generators(steps)] if steps else []
-        self._seeders = [handle.seed for handle in self._handles]
+        self._arguments = transform, None if pipeline is None else tuple(pipeline)
+        shared = global_generators() if steps else []
+        owned = find_generators(steps) if steps else []
+        whole = steps if self._arguments[1] is None else self._arguments[1]
+        places = _places(whole, owned) if owned else []
+        self._seeders = [handle.seed for handle in shared]
+        self._owned = [(handle.seed, _mix(place + _STEP)) for handle, place in zip(owned, places, strict=True)]
+        self._handles = [*shared, *owned]
         self._saved: list[list[Any]] = []
 
     def seed(self, seed: int, epoch: int, id: int) -> None:
@@ -51,6 +64,8 @@ class Randomness:
             for seeder in self._seeders:
                 number = _mix(number + _STEP)  # one for each: equal seeds would make equal streams
                 seeder(number)
+            for seeder, place in self._owned:
+                seeder(_mix(number + place))
 
     def __enter__(self) -> Randomness:
         self._saved.append([handle.get() for handle in self._handles])
@@ -61,7 +76,17 @@ class Randomness:
             handle.set(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Randomness, (self._transform,)
+        return Randomness, self._arguments
+
+
+def _places(parts: Sequence[object], owned: Sequence[Handle]) -> list[int]:
+    """The place of each generator among `parts`; those that none of these refers to are numbered behind them."""
+    known: dict[int, int] = {}
+    for part, thing in enumerate(parts):
+        for number, handle in enumerate(find_generators(thing)):
+            known.setdefault(id(handle.generator), part << 32 | number)
+    behind = len(parts) << 32
+    return [known.get(id(handle.generator), behind + at) for at, handle in enumerate(owned)]
 
 
 def _mix(number: int) -> int:
