@@ -136,6 +136,7 @@ def equal(one: list[Any], other: list[Any]) -> bool:
 
 
 FORMS = ["fetched", "prepared", 0.5]
+REST = [None, "fetched", 0.5]
 
 
 @pytest.mark.parametrize("make", PIPELINES)
@@ -152,7 +153,7 @@ def test_any_number_of_forked_workers(form: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("form", [None, "prepared", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS)])
+@pytest.mark.parametrize("form", ["prepared", *(pytest.param(form, marks=pytest.mark.slow) for form in REST)])
 def test_any_way_to_start_workers(form: Any, method: str) -> None:
     assert equal(epochs(shared, form, 2, method), epochs(shared, None))
 

@@ -5,11 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from stallfree.pipeline.compose import Transform, flatten
 from stallfree.pipeline.generators import Handle, find_generators, global_generators
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _STEP = 0x9E3779B97F4A7C15
+
+
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """A seed of 0 to 2**63 - 1, drawn from `generator`, or from torch's default one, which `torch.manual_seed` governs.
+
+    torch's `DataLoader` and `RandomSampler` draw theirs in the same way, so each call moves the generator as one of
+    theirs does.
+    """
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def peek_seed() -> int:
+    """The seed that `draw_seed` would draw now; torch's generator stays as it is."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return draw_seed(generator)
 
 
 def sample_seed(seed: int, epoch: int, id: int) -> int:
