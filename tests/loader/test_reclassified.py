@@ -152,10 +152,7 @@ def test_under_the_loader_of_torch() -> None:
 
 
 def test_a_smart_cache() -> None:
-    with (
-        one_warning("CropOrPad"),
-        sf.SmartCacheDataset(Signals(), fresh_step(), cache_num=8, replace_rate=0.25) as data,
-    ):
+    with one_warning("CropOrPad"), sf.SmartCacheDataset(Signals(), fresh_step(), cache_num=8, replace_rate=0.25) as data:
         with sf.DataLoader(data, batch_size=8) as loader:
             seen: dict[int, list[Any]] = {}
             for _ in range(6):
