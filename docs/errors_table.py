@@ -113,6 +113,7 @@ WHEN = {
     "loader/same_order.py": "A loader is prepared by accelerate",
     "loader/shared_counts.py": "A cache is made",
     "loader/smart_cache.py": "A `SmartCacheDataset` is made or used",
+    "loader/window_ranks.py": "A `SmartCacheDataset` is made",
     "loader/window_size.py": "A `SmartCacheDataset` is made",
     "loader/window_state.py": "A `SmartCacheDataset` is made",
     "locks.py": "A cache or a group is used",

@@ -425,3 +425,19 @@ def test_a_forked_child_cannot_go_on_with_it(served: Served) -> None:
 
     assert Child(use).wait() == 0
     assert [read_stamp(batch)[1] for batch in iteration] == [1, 2]
+
+
+def shuffled() -> Any:
+    return sf.DataLoader(list(range(30)), 5, shuffle=True)
+
+
+def test_its_loader_draws_a_seed_that_follows_from_torchs_generator_here() -> None:
+    def order() -> list[int]:
+        with ProcessPrefetcher(shuffled, "cpu", timeout=PATIENCE) as prefetcher:
+            return [id for batch in prefetcher for id in batch.tolist()]
+
+    torch.manual_seed(1)
+    first, second = order(), order()
+    assert first != second
+    torch.manual_seed(1)
+    assert order() == first

@@ -102,11 +102,11 @@ def test_samples_are_those_without_a_cache(workers: int, room: str) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 1.0])
 def test_a_share_of_the_samples_is_kept_prepared_and_all_are_what_they_are(share: float) -> None:
     source = ThrottledSource(Numbers(COUNT, [squared, shaken]))
-    with sf.DataLoader(source, 8, shuffle=True) as without:
+    with sf.DataLoader(source, 8, shuffle=True, seed=1) as without:
         expected = epochs(without, 2)
     source.reset()
     with sf.CachedDataset(source, capacity=ROOM, form=share) as data:
-        with sf.DataLoader(data, 8, shuffle=True) as loader:
+        with sf.DataLoader(data, 8, shuffle=True, seed=1) as loader:
             assert epochs(loader, 2) == expected
         ids = np.arange(COUNT)
         prepared = is_prepared(ids, share) if share < 1 else np.ones(COUNT, bool)
@@ -233,16 +233,16 @@ def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(
 
 def test_workers_are_chosen_when_the_step_is_known(measured: Callable[[Measured], list[int]]) -> None:
     measured(rates(deterministic=0.0, whole=0.1, random=0.1))
-    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 0, None)
+    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, None)
     chosen._cpus = 8
-    chosen.begin()
+    chosen.begin(0)
     assert chosen.num_workers == 8  # 80/s; the step is not known
     reader = chosen._reader
     chosen.end(COUNT, 8.0, 0.0)
-    chosen.begin()
+    chosen.begin(0)
     assert chosen.num_workers == 8  # what the first epoch says of the step is not taken: much begins in it
     chosen.end(COUNT, 2.0, 0.0)
-    chosen.begin()
+    chosen.begin(0)
     assert chosen.num_workers == 4  # 20/s is what the step takes, twice that what is wanted
     assert chosen._reader is reader
     chosen.close()
@@ -253,13 +253,13 @@ def slow_epochs(chosen: auto.AutoCache) -> None:
     for _ in range(2):
         seconds = 2 * COUNT / chosen._expected
         chosen.end(COUNT, seconds, 0.9 * seconds)
-        chosen.begin()
+        chosen.begin(0)
 
 
 def test_another_decision_when_the_rates_have_changed(measured: Callable[[Measured], list[int]]) -> None:
     calls = measured(rates(storage={8: 1e5}, deterministic=0.0, whole=0.001))
-    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 0, 2)
-    chosen.begin()
+    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 2)
+    chosen.begin(0)
     assert chosen.cached is None  # storage is faster than prep
     measured(rates(storage={8: 20.0}, whole=0.001, deterministic=0.0))
     slow_epochs(chosen)
@@ -268,7 +268,7 @@ def test_another_decision_when_the_rates_have_changed(measured: Callable[[Measur
     assert "the rates have changed" in chosen.decision
     slow = chosen.cached.cache.name
     chosen.end(COUNT, 2.0, 0.1)
-    chosen.begin()
+    chosen.begin(0)
     assert len(calls) == 2  # as expected now
     assert chosen.cached.cache.name == slow
     chosen.close()
@@ -276,20 +276,20 @@ def test_another_decision_when_the_rates_have_changed(measured: Callable[[Measur
 
 def test_what_the_second_epoch_gave_is_what_is_expected(measured: Callable[[Measured], list[int]]) -> None:
     calls = measured(rates(storage={8: 1e5}, deterministic=0.0, whole=0.001))
-    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 0, 2)
-    chosen.begin()
+    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 2)
+    chosen.begin(0)
     seconds = COUNT / chosen._expected
     for slower, wanted in ((1.0, 1), (1.4, 1), (2.0, 1), (2.2, 2)):  # of the model; 2.1 would be 1.5 times the second
         chosen.end(COUNT, slower * seconds, 0.9 * slower * seconds)
-        chosen.begin()
+        chosen.begin(0)
         assert len(calls) == wanted
     chosen.close()
 
 
 def test_a_decision_stays_while_another_process_goes_by_it(measured: Callable[[Measured], list[int]]) -> None:
     calls = measured(rates(storage={8: 1e5}, deterministic=0.0, whole=0.001))
-    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 0, 2)
-    chosen.begin()
+    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 2)
+    chosen.begin(0)
     assert chosen._folder is not None
     other = SharedFolder(chosen._folder.path.name, initialize=lambda folder: pytest.fail("it is there"))
     measured(rates(storage={8: 20.0}, whole=0.001, deterministic=0.0))
@@ -383,11 +383,11 @@ def test_a_loader_that_is_not_closed_leaves_nothing_behind() -> None:
 def test_a_measurement_that_fails_later_leaves_the_cache_as_it_is(measured: Callable[[Measured], list[int]]) -> None:
     measured(rates())
     source = Given([np.full(8, id) for id in range(COUNT)], [shaken])
-    chosen = auto.AutoCache(source, 1 << 22, 0, 2)
-    reader = chosen.begin()
+    chosen = auto.AutoCache(source, 1 << 22, 2)
+    reader = chosen.begin(0)
     source.records[:] = [OSError("gone")] * COUNT
     slow_epochs(chosen)
-    assert chosen.begin() is reader
+    assert chosen.begin(0) is reader
     chosen.close()
 
 

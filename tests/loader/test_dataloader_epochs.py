@@ -74,7 +74,6 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     torch.manual_seed(99)
     assert orders(seed=1) == first
     assert orders(seed=1, num_workers=2) == first
-    assert orders(generator=torch.Generator().manual_seed(1)) == first
     assert orders(seed=2) != first
     assert orders(seed=-1) != first
     with sf.CachedDataset(dataset, capacity="32MiB", seed=1) as cached:
@@ -88,10 +87,10 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
 
 
 def test_an_epoch_that_was_broken_off_is_not_begun_again() -> None:
-    loader = sf.DataLoader(Made(30, picture), batch_size=8, shuffle=True)
+    loader = sf.DataLoader(Made(30, picture), batch_size=8, shuffle=True, seed=1)
     broken_off = next(iter(loader))[1].tolist()
     assert order(loader)[:8] != broken_off
-    whole = sf.DataLoader(Made(30, picture), batch_size=8, shuffle=True)
+    whole = sf.DataLoader(Made(30, picture), batch_size=8, shuffle=True, seed=1)
     assert order(whole)[:8] == broken_off
 
 
@@ -148,7 +147,7 @@ def test_what_collate_fn_draws(workers: int) -> None:
     """A mix-up in `collate_fn` is fresh for each batch and epoch, and does not depend on the workers."""
 
     def epochs(workers: int) -> list[Any]:
-        loader = sf.DataLoader(Made(12, picture), batch_size=4, collate_fn=noisy_collate, num_workers=workers)
+        loader = sf.DataLoader(Made(12, picture), batch_size=4, collate_fn=noisy_collate, num_workers=workers, seed=1)
         return [list(loader) for _ in range(2)]
 
     expected = epochs(0)

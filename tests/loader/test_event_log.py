@@ -149,7 +149,7 @@ def test_batches_that_fail_or_are_empty(tmp_path: Path) -> None:
 
 def test_the_log_changes_nothing(tmp_path: Path) -> None:
     def batches(log: Path | None) -> list[Any]:
-        loader = sf.DataLoader(Made(SAMPLES, floats), BATCH, shuffle=True, num_workers=1, event_log=log)
+        loader = sf.DataLoader(Made(SAMPLES, floats), BATCH, shuffle=True, seed=1, num_workers=1, event_log=log)
         return [batch for _ in range(2) for batch in loader]
 
     assert same(batches(None), batches(tmp_path / "run.jsonl"))

@@ -212,3 +212,16 @@ def test_a_loader_that_is_no_loader_of_ours(tmp_path: Path) -> None:
         assert one[1:] == two[1:]
         assert len(one[0]) == len(two[0]) == -(-len(one[2]) // 2)
         assert set(one[0]) | set(two[0]) == set(one[2])
+
+
+def test_ranks_that_draw_a_seed_have_one(tmp_path: Path) -> None:
+    """Each has another state of torch's generator, as scripts that seed by the rank do."""
+
+    def run(rank: int) -> Any:
+        torch.manual_seed(rank)
+        sampler = sf.ImportanceSampler(COUNT)
+        return [sampler.plan(epoch).ids.tolist() for epoch in range(2)]
+
+    first, *others = in_ranks(2, tmp_path, run)
+    assert others == [first]
+    assert first[0] != first[1]

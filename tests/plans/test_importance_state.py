@@ -29,7 +29,7 @@ from stallfree.plans.reduce import Ranks
         ({"cache": "memory"}, "has no resident"),
         ({"cache": Residents(11)}, "the cache is of 11 samples, num_samples is 10"),
         ({"seed": 1.5}, "seed=1.5: give a whole number"),
-        ({"seed": None}, "seed=None"),
+        ({"seed": "one"}, "seed='one': give a whole number"),
         ({"target_io": 0}, "target_io=0: give a number above 0, and 1 at most"),
         ({"target_io": 1.1}, "target_io=1.1"),
         ({"target_io": float("nan")}, "target_io=nan"),

@@ -152,7 +152,6 @@ def test_a_length_without_the_last_batch() -> None:
         ({"dataset": Numbers(24, 1)}, "the data set is another one (its code, parameters or files differ)"),
         ({"dataset": list(range(24))}, "the data set is another one (its code, parameters or files differ)"),
         ({"seed": 2}, "it has seed=1, this job gives seed=2"),
-        ({"seed": None}, "it has seed=1, this job gives seed=0"),
         ({"shuffle": True}, "it has shuffle=False, this job gives shuffle=True"),
         ({"collate_fn": as_list}, "collate_fn is another one (its code, parameters or files differ)"),
         ({"on_error": "skip"}, "it has on_error='raise', this job gives on_error='skip'"),

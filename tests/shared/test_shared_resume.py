@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import stallfree as sf
 
@@ -118,3 +119,64 @@ def test_a_state_comes_before_the_first_iteration() -> None:
         next(iter(shared))
         with pytest.raises(sf.InputError, match="in its group already: load the state before the first iteration"):
             shared.load_state_dict(state)
+
+
+def epochs_of(*loaders: sf.SharedLoader) -> list[list[Any]]:
+    """The batches of an epoch of each, which go on side by side."""
+    batches = [[batch.tolist() for batch in taken] for taken in zip(*loaders, strict=True)]
+    return [list(each) for each in zip(*batches, strict=True)]
+
+
+def test_jobs_without_a_seed_have_the_groups() -> None:
+    """The first job that iterates draws it; a new group has another."""
+
+    def run(seed: int) -> Any:
+        torch.manual_seed(seed)
+        with loader(seed=None) as one, loader(seed=None) as other:
+            assert one.seed is None
+            first, second = epochs_of(one, other)
+            assert one.seed == other.seed
+            assert first == second
+        return first
+
+    runs = [run(1), run(2)]
+    assert runs[0] != runs[1]
+    assert run(1) == runs[0]
+
+
+def test_a_seed_that_one_job_gives_is_the_groups() -> None:
+    with loader(seed=None) as one, loader(seed=7) as other, loader(seed=None) as third:
+        assert len(set(map(str, epochs_of(one, other, third)))) == 1
+        assert (one.seed, third.seed) == (7, 7)
+        with pytest.raises(sf.InputError, match="has seed=7, this job gives seed=8"):
+            loader(seed=8)
+
+
+def test_a_job_that_resumes_has_the_seed_of_its_state() -> None:
+    with loader(seed=None) as one:
+        taken = iter(one)
+        next(taken)
+        state = json.loads(json.dumps(one.state_dict()))
+        left = [batch.tolist() for batch in taken]
+    with loader(seed=None) as one, loader(seed=None) as other:
+        one.load_state_dict(state)
+        assert [batch.tolist() for batch in one] == left
+        list(other)
+        assert other.seed == one.seed
+    with (
+        loader(seed=1),
+        loader(seed=None) as other,
+        pytest.raises(sf.InputError, match="it has seed=1, this job gives seed="),
+    ):
+        other.load_state_dict(state)
+
+
+def test_a_group_draws_what_torchs_loader_draws() -> None:
+    torch.manual_seed(1)
+    with loader(seed=None) as one:
+        list(one), list(one)
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    plain = torch.utils.data.DataLoader(list(range(SAMPLES)), 4, shuffle=True)  # type: ignore[arg-type]
+    list(plain), list(plain)
+    assert torch.equal(drawn, torch.rand(3))

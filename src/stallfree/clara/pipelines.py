@@ -90,7 +90,7 @@ class Pipelines:
         self.close()
 
 
-def load(config: str | os.PathLike[str], /, *, seed: int = 0, **variables: Any) -> Pipelines:
+def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variables: Any) -> Pipelines:
     """The data pipelines that a training configuration of NVIDIA's Clara Train SDK (3.x, JSON) names.
 
         with load("train_config.json", DATASET_JSON="/data/list.json", DATA_ROOT="/data") as pipelines:
@@ -101,7 +101,7 @@ def load(config: str | os.PathLike[str], /, *, seed: int = 0, **variables: Any) 
 
     Args:
         config: path of the configuration, local or a fsspec URL.
-        seed: of order and augmentation.
+        seed: of order and augmentation; drawn from torch's generator if None.
         variables: what the placeholders in the strings of the configuration stand for, `{DATA_ROOT}` for instance.
             They go before values of the same name at the top of the configuration.
 
@@ -112,7 +112,7 @@ def load(config: str | os.PathLike[str], /, *, seed: int = 0, **variables: Any) 
     """
     if not is_path(config):
         raise InputError(f"config={config!r:.80}: give the path of a configuration in JSON")
-    seed, text = parse_whole(seed, "seed"), os.fspath(config)
+    seed, text = None if seed is None else parse_whole(seed, "seed"), os.fspath(config)
     found = read_json(text, "the configuration")
     sections = [name for name in ("train", "validate") if name in found]
     if not sections:
@@ -147,7 +147,7 @@ def _plan(section: Any, name: str, variables: Variables) -> tuple[Arguments, Dat
     return arguments, DataListSource(images, labels, pipeline, read=reads_bytes(steps))
 
 
-def _build(arguments: Arguments, source: DataListSource, seed: int) -> Pipeline:
+def _build(arguments: Arguments, source: DataListSource, seed: int | None) -> Pipeline:
     dataset: SmartCacheDataset | DataListSource = source
     if arguments.cached:
         dataset = SmartCacheDataset(

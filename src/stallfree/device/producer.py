@@ -26,6 +26,7 @@ from stallfree.device.slots import memory_of, poison
 from stallfree.device.staging import Place, Stager, pin
 from stallfree.errors import StorageError
 from stallfree.folders import remove_unused
+from stallfree.pipeline.randomness import draw_seed
 
 _REMOVE_SECONDS = 0.2
 """For the kernel to take away what a killed process held."""
@@ -35,19 +36,24 @@ _SWITCH_SECONDS = 0.001
 
 
 class Making:
-    """A function that is unpickled only when it is called: what that raises is then told like what the call raises."""
+    """A function that is unpickled only when it is called: what that raises is then told like what the call raises.
+
+    It seeds torch's generator of the new process with a number from the one here.
+    """
 
     def __init__(self, make_loader: Callable[[], Iterable[Any]]) -> None:
         self._make_loader = make_loader
+        self._seed = draw_seed()
         self._pickled = b""
 
     def __call__(self) -> Iterable[Any]:
         """What the function makes."""
+        torch.manual_seed(self._seed)
         make: Callable[[], Iterable[Any]] = pickle.loads(self._pickled)
         return make()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_pickled": bytes(ForkingPickler.dumps(self._make_loader))}
+        return {"_pickled": bytes(ForkingPickler.dumps(self._make_loader)), "_seed": self._seed}
 
 
 @dataclass(frozen=True)

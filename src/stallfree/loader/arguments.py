@@ -122,15 +122,14 @@ def context_of(given: Any) -> BaseContext:
         raise InputError(f"multiprocessing_context={given!r}: {error}; use 'fork', 'forkserver' or 'spawn'") from error
 
 
-def seed_of(dataset: Any, seed: Any, generator: Any) -> int:
-    """The seed: as given, else that of the generator, else that of the cached data set, else 0."""
+def seed_of(dataset: Any, seed: Any, generator: Any) -> int | None:
+    """The seed as given, else that of the cached data set; None if the first iteration is to draw it."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise InputError(f"generator={generator!r}: give a torch.Generator, or None")
-    if seed is None:
-        if generator is not None:
-            return generator.initial_seed()
-        return dataset.seed if isinstance(getattr(dataset, "reader", None), Reader) else 0
-    return parse_whole(seed, "seed")
+    if seed is not None:
+        return parse_whole(seed, "seed")
+    own = generator is None and isinstance(getattr(dataset, "reader", None), Reader)
+    return dataset.seed if own else None
 
 
 def _is_int(value: Any) -> bool:

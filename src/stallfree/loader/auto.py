@@ -76,7 +76,6 @@ class AutoCache:
     Args:
         dataset: a source or any map-style data set, without a cache.
         room: bytes of the cache.
-        seed: of the randomness.
         workers: number of worker processes; None leaves it open.
         tier: a disk that may be used below memory, where that pays.
 
@@ -86,7 +85,7 @@ class AutoCache:
         num_workers: worker processes.
     """
 
-    def __init__(self, dataset: Any, room: int, seed: int, workers: int | None, tier: DiskTier | None = None) -> None:
+    def __init__(self, dataset: Any, room: int, workers: int | None, tier: DiskTier | None = None) -> None:
         if isinstance(getattr(dataset, "reader", None), Reader):
             raise InputError(
                 f"cache='auto' with a {type(dataset).__name__}, which has a cache: give the data set without it, or "
@@ -94,7 +93,8 @@ class AutoCache:
             )
         self.cached: CachedDataset | None = None
         self.decision = ""
-        self._dataset, self._room, self._seed, self._workers, self._tier = dataset, room, seed, workers, tier
+        self._dataset, self._room, self._workers, self._tier = dataset, room, workers, tier
+        self._seed = 0
         self._cpus = cpu_count()
         self.num_workers = self._cpus if workers is None else workers
         self._folder: SharedFolder | None = None
@@ -106,8 +106,13 @@ class AutoCache:
         self._epochs = 0
         self._reader: Reader | None = None
 
-    def begin(self) -> Reader:
-        """Before an iteration: decide, if that is due. What gives the samples."""
+    def begin(self, seed: int) -> Reader:
+        """Before an iteration: decide, if that is due. What gives the samples.
+
+        Args:
+            seed: of the loader.
+        """
+        self._seed = seed
         if self._reader is None:
             self._decide()
         elif self._reader.uncached:

@@ -65,7 +65,7 @@ def measure_benefit(
     nothing: Any = _Nothing(cache)
     past.reader = Reader(reader.source, nothing, reader.deterministic, reader.rest)
     probe = _Probe(step, batch_size, workers, batches, clock or SystemClock())
-    rng = np.random.default_rng(dataset.seed & (2**64 - 1))
+    rng = np.random.default_rng((dataset.seed or 0) & (2**64 - 1))
     return probe.seconds(past, rng.permutation(len(dataset))) / probe.seconds(dataset, rng.permutation(resident))
 
 

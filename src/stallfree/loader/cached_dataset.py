@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import get_worker_info
 
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.errors import InputError
@@ -21,6 +22,7 @@ from stallfree.loader.shared_counts import SharedCounts
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.randomness import peek_seed
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
@@ -65,13 +67,16 @@ class CachedDataset:
         persist: keep the cache when the last process has left. Not with a `RedisStore`.
         transform: applied to the samples of `dataset` after its own steps, and split like them. A sample may be a pair
             of picture and label: `OnItem(0, step)` is for the picture alone.
-        seed: of the randomness.
+        seed: of the randomness. If None, stallfree's loader draws one for itself, and under torch's loader it follows
+            from torch's generator: by the seed that each iteration draws for its workers.
 
     Attributes:
         cache: the `SampleCache`, or with a `RedisStore` or a `DiskTier` a cache with the same methods.
         form: "fetched", "prepared", or the share of the samples that is cached prepared.
         steps: all that is applied to a record, the source's own pipeline and `transform`.
         decision: one line that says why. It goes to the log `stallfree` too, as information.
+        next_epoch: with a `seed`, the number of the epoch that the next iteration of stallfree's loaders has; they all
+            count in it, so that a new loader goes on where the last one was.
 
     Raises `InputError` (and its subclasses `CapacityError`, `FingerprintError`) for arguments that cannot be used,
     `SampleError` when none of the first samples can be had, `StorageError` when there is no shared memory left.
@@ -88,7 +93,7 @@ class CachedDataset:
         name: str | None = None,
         persist: bool = False,
         transform: Transform | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         _check_form(form)
         size, policy = parse_size(capacity, "capacity"), make_policy(policy)
@@ -98,7 +103,9 @@ class CachedDataset:
         found = (wished_store() or "memory") if self._wished else store
         self._store = found if isinstance(found, RedisStore) else None  # lives as long as its caches are used
         self.source: Source = as_source(dataset)
-        self.seed = parse_whole(seed, "seed")
+        self.seed = None if seed is None else parse_whole(seed, "seed")
+        self.next_epoch = 0
+        self._drawn: int | None = None
         self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         first = look(self.source, self.steps)
         self.form, self.decision = choose_form(
@@ -139,7 +146,8 @@ class CachedDataset:
         )
         try:
             whole = self.steps if mixture else Compose([])
-            self.reader = Reader(self.source, self.cache, before, rest, share=share or 1.0, whole=whole)
+            parts_of = self.source, self.cache, before, rest
+            self.reader = Reader(*parts_of, share=share or 1.0, whole=whole, steps=self.steps)
             self._keep(samples)
         except BaseException:
             self.cache.close()
@@ -162,7 +170,18 @@ class CachedDataset:
         """The samples of a whole batch: one look into the cache for all. Raises `SampleError`, `IndexError`."""
         wanted = checked_ids(ids, len(self.source))
         pending = self.reader.start(wanted)
-        return self.reader.finish(pending, self.seed, self._epoch_of(wanted), skip=False).values
+        return self.reader.finish(pending, self._seed_now(), self._epoch_of(wanted), skip=False).values
+
+    def _seed_now(self) -> int:
+        """The seed that was given; else one that all workers of an iteration of torch's loader have in common."""
+        worker = get_worker_info()
+        if self.seed is not None:
+            return self.seed
+        if worker is not None:
+            return worker.seed - worker.id
+        if self._drawn is None:
+            self._drawn = peek_seed()
+        return self._drawn
 
     def _epoch_of(self, ids: npt.NDArray[np.int64]) -> int | list[int]:
         """The epoch that was set, or how often each of `ids` has been asked for."""

@@ -40,6 +40,7 @@ from stallfree.loader.reader import Reader
 from stallfree.loader.same_order import check_same_order
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.randomness import draw_seed
 from stallfree.plans import ImportanceSampler
 from stallfree.sources import as_source
 from stallfree.stats import ImportanceStats, LoaderStats
@@ -70,12 +71,13 @@ class DataLoader:
         worker_init_fn: called in each worker with its number. Workers start with their first task: none, when all
             batches can be gathered out of the cache.
         multiprocessing_context: "fork", "forkserver", "spawn" or a context; Python's default if None.
-        generator: its `initial_seed()` is the seed.
+        generator: the seed is drawn from it in place of torch's default generator.
         prefetch_factor: batches under way per worker; 2 if None.
         persistent_workers: keep the workers from epoch to epoch. A new iteration then ends the one before.
         pin_memory_device: taken for compatibility.
         in_order: taken for compatibility; batches always come in order.
-        seed: of order and augmentation; that of the `CachedDataset`, or 0, if None.
+        seed: of order and augmentation. If None, that of the `CachedDataset` or `SmartCacheDataset`; else it is drawn
+            from torch's generator when the first iteration begins, as torch's loader draws it.
         with_ids: yield `Batch(data, ids, weights)`. With an `ImportanceSampler`, that is what comes in any case.
         on_error: "raise" a `SampleError` for a sample that cannot be had, or "skip" it: it is left out, counted, and
             the first ones are reported in the log. After an error, `next` goes on with the batch that follows.
@@ -157,18 +159,19 @@ class DataLoader:
         self.prefetch_factor = prefetch_factor
         self.persistent_workers = persistent_workers
         self.with_ids = with_ids
-        self.seed = seed_of(dataset, seed, generator)
+        self.seed = self._given = seed_of(dataset, seed, generator)
+        self._base_seed = 0  # of the workers' own generators
         reader = reader_of(dataset)
         self._auto: AutoCache | None = None
         if room is not None:
-            self._auto = AutoCache(dataset, room, self.seed, None if open_workers else num_workers, store)
+            self._auto = AutoCache(dataset, room, None if open_workers else num_workers, store)
             self.num_workers = num_workers = self._auto.num_workers
         self._options = Options(
             reader=reader,
             dataset=dataset,
             collate=None if collate_fn is default_collate else collate_fn,
             single=batch_size is None and batch_sampler is None,
-            seed=self.seed,
+            seed=self.seed or 0,
             skip=on_error == "skip",
             workers=num_workers,
             ahead=(prefetch_factor or 2) * max(1, num_workers),
@@ -187,6 +190,10 @@ class DataLoader:
         self._crews: list[weakref.ref[Crew]] = []  # made anew and never changed: any thread may ask for `stats`
         self._iteration: weakref.ref[Iteration] | None = None
         self._epoch = 0
+        self._pinned = False  # by `set_epoch` or a state
+        self._counts_in = (
+            dataset if seed is None and isinstance(dataset, CachedDataset) and self._given is not None else None
+        )
         self._resume: dict[str, Any] | None = None
         self._progress: Progress | None = None
         self._prefetcher = None if device is None else DevicePrefetcher(HostLoader(self), device)
@@ -215,14 +222,27 @@ class DataLoader:
         """
         if self._importance is None:
             return len(self._order)
-        return self._importance.steps(self._epoch if self._progress is None else self._progress.number)
+        return self._importance.steps(self._next_epoch() if self._progress is None else self._progress.number)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is epoch `epoch`. Without it, each iteration is another epoch, counted from 0."""
-        self._epoch = parse_whole(epoch, "epoch", 0)
+        """The next iteration is epoch `epoch`. Without it, each iteration is another epoch, counted from 0.
+
+        A `SmartCacheDataset`, an `ImportanceSampler`, a `DistributedSampler` and a `CachedDataset` with a seed count
+        the epochs of all loaders that are made over them: a new loader goes on with the next one.
+        """
+        self._epoch, self._pinned = parse_whole(epoch, "epoch", 0), True
         self._resume = self._progress = None
+
+    def _next_epoch(self) -> int:
+        """The number of the epoch that comes next, by what was set or by what counts it."""
+        if self._pinned:
+            return self._epoch
         if self._windowed is not None:
-            self._windowed.take_resume()
+            return self._windowed.next_epoch
+        if self._importance is not None:
+            return self._importance.sampler.next_epoch
+        counted = 0 if self._counts_in is None else self._counts_in.next_epoch
+        return max(self._epoch, counted, self._order.next_epoch)
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate(None) if self._prefetcher is None else iter(self._prefetcher)
@@ -235,10 +255,7 @@ class DataLoader:
         if self.shuffle and self._windowed is None:
             check_same_order()
         resume, self._resume = self._resume, None
-        if self._windowed is not None:
-            after = self._windowed.take_resume()
-            self._epoch = self._epoch if after is None else after
-        epoch, first = self._epoch, 0 if resume is None else resume["batches"]
+        epoch, first = self._next_epoch(), 0 if resume is None else resume["batches"]
         rest = None
         if resume is not None and resume["rest"] is not None:
             rest = [np.asarray(ids, np.int64) for ids in resume["rest"]]
@@ -254,6 +271,7 @@ class DataLoader:
             if self._windowed is not None:
                 ids = self._windowed.begin_epoch(epoch)
                 batches = (ids[positions] for positions in batches)
+        self._draw_seeds()
         self._options.reader.follow()
         if self._auto is not None:
             self._follow(self._auto)
@@ -263,23 +281,42 @@ class DataLoader:
                 before.close()
         crew = self._crew
         if crew is None or crew.closed:
-            # torch draws this number too, so that the same samplers give the same order here and there.
-            base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-            crew = Crew(self._options, base_seed, self._counts)
+            crew = Crew(self._options, self._base_seed, self._counts)
             self._crews = [*map(weakref.ref, self._living()), weakref.ref(crew)]
             self._crew = crew if self.persistent_workers else None
         crew.counts_waits = prefetcher is None
         if prefetcher is not None:
             crew.ring.slots.pin = prefetcher.pin
         self._progress = Progress(batches, epoch, first)
-        self._epoch = epoch + 1
+        self._epoch, self._pinned = epoch + 1, False
+        if self._counts_in is not None:
+            self._counts_in.next_epoch = epoch + 1
         iteration = Iteration(self, crew, self._progress, served, sees_steps=prefetcher is None)
         self._iteration = weakref.ref(iteration)
         return iteration
 
+    def _draw_seeds(self) -> None:
+        """Draw what torch's loader draws when an iteration begins, from the same generators.
+
+        So the same samplers give the same order here and there, and a model draws the same numbers.
+        """
+        if self._crew is None or self._crew.closed:
+            self._base_seed = draw_seed(self.generator)
+        if self.shuffle and self.generator is None:
+            draw_seed()  # as torch's RandomSampler
+        if self.seed is None:
+            self._set_seed(self._base_seed)
+
+    def _set_seed(self, seed: int) -> None:
+        if seed != self._options.seed and self._crew is not None:  # of persistent workers, which have the other one
+            self._crew.close()
+        self.seed = self._order.seed = seed
+        self._options = replace(self._options, seed=seed)
+
     def _follow(self, auto: AutoCache) -> None:
         """Do as `cache="auto"` decides."""
-        reader = auto.begin()
+        assert self.seed is not None
+        reader = auto.begin(self.seed)
         options = self._options
         if reader is options.reader and auto.num_workers == options.workers:
             return
@@ -323,7 +360,8 @@ class DataLoader:
 
     def state_at(self, position: tuple[Progress, int] | None) -> dict[str, Any]:
         """The state as it was when the iteration was at `position`, at most 64 batches ago."""
-        state = {"version": _STATE_VERSION, "epoch": self._epoch, "seed": self.seed, "order": self._order.describe()}
+        order, epoch = self._order.describe(), self._next_epoch()
+        state: dict[str, Any] = {"version": _STATE_VERSION, "epoch": epoch, "seed": self.seed, "order": order}
         if self._windowed is not None:
             state["window"] = self._windowed.state_dict()
         if position is None:
@@ -350,9 +388,10 @@ class DataLoader:
         missing = {"epoch", "seed", "order", "batches", "rest"} - state.keys()
         if missing:
             raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
-        if state["seed"] != self.seed:
+        if None not in (self._given, state["seed"]) and self._given != state["seed"]:
             raise InputError(
-                f"the state was taken with seed={state['seed']}, this loader has seed={self.seed}: give the same"
+                f"the state was taken with seed={state['seed']}, this loader has seed={self._given}: give the same, or "
+                "none"
             )
         order = self._order.describe()
         if state["order"] != order:
@@ -364,14 +403,15 @@ class DataLoader:
                     "same data set"
                 )
             self._windowed.load_state_dict(state["window"])
-            self._windowed.take_resume()  # the loader's own epoch, and the place in it, are in the state
         if self._importance is not None:
             if "importance" not in state:
                 raise InputError(
                     "the state has no losses: it was taken without an ImportanceSampler. Leave that out here too"
                 )
             self._importance.sampler.load_state_dict(state["importance"])
-        self._epoch = state["epoch"]
+        if state["seed"] is not None:
+            self._set_seed(state["seed"])
+        self._epoch, self._pinned = state["epoch"], True
         self._resume = {"batches": state["batches"], "rest": state["rest"]}
         self._progress = None
 

@@ -78,6 +78,7 @@ class Importance:
             self._packing = self._packing or _Packing(sampler, self._reader, self._context)
             self._packing.begin(draw, begun.batches, self._region(cache))
         packing = self._packing if draw.low.any() else None
+        assert sampler.seed is not None  # drawn with the plan
         rng = generator(sampler.seed, epoch, 3)
         residents: Any = sampler.cache
         if isinstance(residents, PartitionedCache):

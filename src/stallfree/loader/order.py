@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -12,6 +13,11 @@ from torch.utils.data import DistributedSampler
 from stallfree.errors import InputError
 from stallfree.loader.messages import Ids
 from stallfree.plans import make_plan
+
+_set: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
+"""The epoch that a loader set last in a sampler, which may outlive the loader; `_BY_USER` if the user sets it."""
+
+_BY_USER = -1
 
 
 class Order:
@@ -24,10 +30,11 @@ class Order:
         sampler: gives ids, or None.
         batch_sampler: gives lists of ids, or None.
         drop_last: leave out a last batch that is not full.
-        seed: of the loader's own plan.
+        seed: of the loader's own plan; may be set later, before the first batch.
 
     Attributes:
         own: whether the order is the loader's own plan, which (seed, epoch) decides.
+        seed: see above.
     """
 
     def __init__(
@@ -38,7 +45,7 @@ class Order:
         sampler: Iterable[Any] | None,
         batch_sampler: Iterable[Any] | None,
         drop_last: bool,
-        seed: int,
+        seed: int | None,
     ) -> None:
         self.own = sampler is None and batch_sampler is None
         self._samples = samples
@@ -47,10 +54,8 @@ class Order:
         self._sampler = sampler
         self._batch_sampler = batch_sampler
         self._drop_last = drop_last
-        self._seed = seed
+        self.seed = seed
         self._distributed = _distributed(batch_sampler if sampler is None else sampler)
-        self._told = None if self._distributed is None else self._distributed.epoch
-        self._user_tells = False
 
     def __len__(self) -> int:
         """Number of batches. Raises `TypeError` if the sampler has no length."""
@@ -73,14 +78,20 @@ class Order:
     def batches(self, epoch: int, first: int) -> Iterator[Ids]:
         """The ids of each batch of an epoch, from batch `first` on."""
         if self.own:
-            plan = make_plan(self._samples, shuffle=self._shuffle, seed=self._seed, epoch=epoch)
-            end = len(self) * self._size
-            return (plan.ids[at : at + self._size] for at in range(first * self._size, end, self._size))
-        self._tell_epoch(epoch)
+            return self._planned(epoch, first)
+        if self._distributed is not None and not self._set_by_user(self._distributed):
+            self._distributed.set_epoch(epoch)
+            _set[self._distributed] = epoch
         if self._batch_sampler is not None:
             return (self._checked(ids) for ids in self._batch_sampler)
         assert self._sampler is not None
         return self._chunks(self._sampler)
+
+    def _planned(self, epoch: int, first: int) -> Iterator[Ids]:
+        assert self.seed is not None
+        plan = make_plan(self._samples, shuffle=self._shuffle, seed=self.seed, epoch=epoch)
+        for at in range(first * self._size, len(self) * self._size, self._size):
+            yield plan.ids[at : at + self._size]
 
     def _chunks(self, sampler: Iterable[Any]) -> Iterator[Ids]:
         chunk: list[Any] = []
@@ -110,15 +121,21 @@ class Order:
         array = array.astype(np.int64)
         return np.where(array < 0, array + self._samples, array) if array.min() < 0 else array
 
-    def _tell_epoch(self, epoch: int) -> None:
-        """A `DistributedSampler` shuffles by its epoch, which users forget to set. Those who do set it decide."""
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that a `DistributedSampler` goes on with; 0 without one.
+
+        It shuffles by its epoch, which users forget to set. Then loaders count in it; those users who do set it decide.
+        """
         sampler = self._distributed
         if sampler is None:
-            return
-        self._user_tells = self._user_tells or sampler.epoch != self._told
-        if not self._user_tells:
-            sampler.set_epoch(epoch)
-            self._told = epoch
+            return 0
+        return sampler.epoch if sampler not in _set or self._set_by_user(sampler) else sampler.epoch + 1
+
+    def _set_by_user(self, sampler: DistributedSampler[Any]) -> bool:
+        if sampler.epoch != _set.get(sampler, 0):
+            _set[sampler] = _BY_USER
+        return _set.get(sampler) == _BY_USER
 
 
 def _distributed(sampler: Any) -> DistributedSampler[Any] | None:

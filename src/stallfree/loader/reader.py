@@ -64,6 +64,8 @@ class Reader:
         rest: applied to what is cached, each time anew.
         share: of the samples that this holds for; the others are cached as they are fetched. See `is_prepared`.
         whole: what is applied to those, each time anew.
+        steps: all that is applied to a record, as the user gave it: the seeds of generators go by their places there.
+            `deterministic` and `rest` if None.
 
     Attributes:
         uncached: how many steps turned out to be random while the cache was filled, with those after them. They are in
@@ -80,6 +82,7 @@ class Reader:
         *,
         share: float = 1.0,
         whole: Compose = _NOTHING,
+        steps: Compose | None = None,
     ) -> None:
         self.source = source
         self.cache = cache
@@ -90,6 +93,7 @@ class Reader:
         self.io_threads = IO_THREADS
         self.uncached, self.quiet = 0, False
         self._steps, self._cached_steps = (*deterministic, *rest), len(deterministic)
+        self._pipeline = self._steps if steps is None else (*steps,)
         self._home = os.getpid()
         self._see_randomness()
         self._pool: ThreadPoolExecutor | None = None
@@ -108,7 +112,8 @@ class Reader:
         if plain is not None:
             drawing = _Drawing(plain[0].dataset, self.rest)
         self.fresh = drawing is not None
-        self.randomness = Randomness(drawing)
+        dataset = None if beneath is None else beneath[0].dataset
+        self.randomness = Randomness(drawing, [dataset, *self._pipeline])
         self.marked = list(map(may_draw, self.deterministic))
         self.origin: Any = self.source if beneath is None else beneath[0].dataset
         self.watches_source = mark_of(self.origin) is not False

@@ -22,17 +22,18 @@ from stallfree.errors import InputError, WaitError
 from stallfree.folders import check_name
 from stallfree.loader.arguments import context_of
 from stallfree.loader.cached_dataset import checked_ids
-from stallfree.loader.filling import private
 from stallfree.loader.first_look import look
-from stallfree.loader.ranks import environment_number, job_name
+from stallfree.loader.ranks import job_name
 from stallfree.loader.reader import Reader
+from stallfree.loader.shared_counts import SharedCounts
 from stallfree.loader.window_fill import FillCrew, FillSetup
-from stallfree.loader.window_size import Fit, fit_budget, fit_count
+from stallfree.loader.window_ranks import RankSampler, checked_hosts, hosts_of_job
+from stallfree.loader.window_size import FirstSamples, Fit, fit_budget, fit_count
 from stallfree.loader.window_state import FILLERS, Field, WindowState
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source
-from stallfree.pipeline.watch import Watch
+from stallfree.pipeline.randomness import peek_seed
 from stallfree.plans.window import WindowPlan, replace_count
 from stallfree.platform import need_linux
 from stallfree.sources import as_source
@@ -48,6 +49,7 @@ _CHECK_SECONDS = 0.005
 
 log = logging.getLogger("stallfree")
 _made = itertools.count()
+_UNKNOWN: tuple[int, int, Ids] = (-1, -1, np.empty(0, np.int64))
 
 
 class SmartCacheDataset:
@@ -59,10 +61,12 @@ class SmartCacheDataset:
     its end, when as many leave. The window runs in circles over a random order of all samples. After NVIDIA's Clara
     Train SDK ("Smart Cache").
 
-    Any loader can be used; nothing is started or stopped by hand. `stallfree.DataLoader` says which epoch it is. With
-    another loader an epoch ends when a position is asked for a second time (and at least half of all positions have
-    been); with a sampler that repeats positions, call `set_epoch` before each epoch. Samples of the first window are
-    fetched as they are asked for; whatever is not in the cache for any reason comes from the source.
+    Any loader can be used; nothing is started or stopped by hand. Each iteration of a `stallfree.DataLoader` is an
+    epoch: the data set counts them, whichever loader it is. Of two loaders at the same time each has epochs of its own,
+    and the window moves on with every one. With another loader an epoch ends when a position is asked for a second time
+    (and at least half of all positions have been); with a sampler that repeats positions, call `set_epoch` before each
+    epoch. Samples of the first window are fetched as they are asked for; whatever is not in the cache for any reason
+    comes from the source.
 
     All ranks of a job on one host share one window: let `rank_sampler()` split it among them. They find one another by
     the variables that torchrun, SLURM and the like set; otherwise give them one `name`.
@@ -73,7 +77,8 @@ class SmartCacheDataset:
         cache_num: N, the samples of the window; all of them if there are fewer. This or `capacity`.
         replace_rate: share of the window that is replaced after each epoch, 0 to 1. With 0, for
             validation, nothing is replaced.
-        seed: of the order and of the randomness.
+        seed: of the order and of the randomness. If None, it follows from the state of torch's generator, which is not
+            moved; all ranks on a host have that of the first.
         capacity: bytes in place of a number of samples, as an int or such as "8GiB". N is then what fits, by the
             size of the first samples.
         num_fill_workers: processes that prepare replacements.
@@ -106,7 +111,7 @@ class SmartCacheDataset:
         *,
         cache_num: int | None = None,
         replace_rate: float = 0.1,
-        seed: int = 0,
+        seed: int | None = None,
         capacity: int | str | None = None,
         num_fill_workers: int = 1,
         on_late: str = "partial",
@@ -122,20 +127,21 @@ class SmartCacheDataset:
         _check(cache_num, capacity, replace_rate, num_fill_workers, on_late, on_error)
         context = context_of(multiprocessing_context)
         self.source: Source = as_source(data)
-        self.seed = parse_whole(seed, "seed")
+        self.seed = None if seed is None else parse_whole(seed, "seed")
         self.on_late, self.on_error, self.full_epoch = on_late, on_error, full_epoch
-        hosts = _hosts() if hosts is None else _checked_hosts(hosts)
+        hosts = hosts_of_job() if hosts is None else checked_hosts(hosts)
         steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         first = look(self.source, steps)
         before, rest = first.parts.deterministic, first.parts.random
-        order = {"seed": self.seed, "shuffle": shuffle, "reshuffle": reshuffle, "part": hosts}
+        # Ranks that draw a seed, and jobs that resume, have one size of window: another seed does not change it.
+        order = {"seed": self.seed or 0, "shuffle": shuffle, "reshuffle": reshuffle, "part": hosts}
         reach = WindowPlan(len(self.source), 1, 0, **order)  # type: ignore[arg-type]
-        sizes = _Sizes(self.source, before, first.id, first.prepared, reach)
+        sizes = FirstSamples(self.source, before, first.id, first.prepared, reach)
         fit = self._fit(cache_num, capacity, replace_rate, sizes)
         self.cache_num = fit.size
         self.replace_num = replace_count(fit.size, replace_rate, reach.total)
-        self.plan = WindowPlan(len(self.source), fit.size, self.replace_num, **order)  # type: ignore[arg-type]
-        key = fingerprint(self.source.fingerprint(), before, _FORMAT, fit.size, self.replace_num, sorted(order.items()))
+        arguments = sorted((order | {"seed": self.seed}).items())
+        key = fingerprint(self.source.fingerprint(), before, _FORMAT, fit.size, self.replace_num, arguments)
         self.cache = SampleCache(
             len(self.source),
             capacity=fit.capacity,
@@ -143,17 +149,21 @@ class SmartCacheDataset:
             name=f"{key[:20]}-smart-{_job()}" if name is None else check_name(name),
             example=fit.example,
         )
-        self._positions = self.plan.total if full_epoch else fit.size
-        self._state = WindowState(self.cache.path, fit.size, self.replace_num, len(self.source), self._positions)
-        self.reader = Reader(self.source, self.cache, before, rest)
+        self._positions = reach.total if full_epoch else fit.size
+        seed = peek_seed() if self.seed is None else self.seed
+        sizes_of = (fit.size, self.replace_num, len(self.source), self._positions)
+        self._state = WindowState(self.cache.path, *sizes_of, seed)
+        self._order: dict[str, Any] = order
+        self.plan = self._planned(self._state.seed if self.seed is None else self.seed)
+        self.reader = Reader(self.source, self.cache, before, rest, steps=steps)
         if self._state.epoch < 0:
             coming = set(self.plan.window(0).tolist())
             for id, value in sizes.read:
                 self.cache.count_fetch(1, payload_bytes(value))
                 if id in coming - sizes.drew:
                     self.reader.store([id], [value])
-        self._resume: int | None = None
-        self._known: tuple[int, int, Ids] = (-1, -1, np.empty(0, np.int64))
+        self._begun = SharedCounts(1)
+        self._known = _UNKNOWN
         self._owner = os.getpid()
         self._crew: FillCrew | None = None
         if self.replace_num and not current_process().daemon:
@@ -161,7 +171,10 @@ class SmartCacheDataset:
         self._end = weakref.finalize(self, _close, os.getpid(), self._crew, self._state)
         self.start()
 
-    def _fit(self, count: int | None, capacity: int | str | None, rate: float, sizes: _Sizes) -> Fit:
+    def _planned(self, seed: int) -> WindowPlan:
+        return WindowPlan(len(self.source), self.cache_num, self.replace_num, **{**self._order, "seed": seed})
+
+    def _fit(self, count: int | None, capacity: int | str | None, rate: float, sizes: FirstSamples) -> Fit:
         total = sizes.reach.total
         if capacity is None:
             assert count is not None
@@ -180,6 +193,11 @@ class SmartCacheDataset:
         if self._crew is not None and self._owner == os.getpid():
             self._crew.look_after()
 
+    @property
+    def next_epoch(self) -> int:
+        """The epoch after the newest that this object was asked for, by any loader and in its workers."""
+        return int(self._begun.array[0])
+
     def begin_epoch(self, epoch: int) -> Ids:
         """The ids of epoch `epoch`, one for each position. Loaders call this; the first call moves the window.
 
@@ -192,6 +210,7 @@ class SmartCacheDataset:
         self._look_after()
         start = self._state.start(epoch)
         ids = self._ids(epoch, self._advance(epoch) if start is None else start)
+        self._begun.array[0] = epoch + 1
         if self._state.epoch == epoch:
             self._state.asked[:] = epoch  # so that another loader goes on with the next
         return ids
@@ -278,6 +297,7 @@ class SmartCacheDataset:
             with self._state.hold():
                 self._state.put(epoch, self._state.start(epoch) or 0)
         self._state.asked[:] = epoch - 1
+        self._begun.array[0] = epoch
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
@@ -297,7 +317,7 @@ class SmartCacheDataset:
         epoch = self._epoch_of(positions)
         start = self._state.start(epoch)
         ids = self._ids(epoch, epoch * self.replace_num if start is None else start)[positions]
-        samples = self.reader.finish(self.reader.start(ids), self.seed, epoch, skip=skip)
+        samples = self.reader.finish(self.reader.start(ids), self.plan.seed, epoch, skip=skip)
         if samples.skipped:
             self._state.count(Field.SKIPPED, len(samples.skipped))
             for error in samples.skipped:
@@ -318,6 +338,7 @@ class SmartCacheDataset:
         elif newest > 0 and (last == newest - 2).all() and int((state.asked == newest).sum()) < half:
             newest -= 1  # another rank is ahead
         state.asked[positions] = np.maximum(state.asked[positions], newest)
+        self._begun.array[0] = max(int(self._begun.array[0]), newest + 1)
         return newest
 
     # -- by hand ------------------------------------------------------------------------------------------------------
@@ -343,14 +364,7 @@ class SmartCacheDataset:
 
     def rank_sampler(self, *, shuffle: bool = True, drop_last: bool = False) -> DistributedSampler[Any]:
         """Splits the window among the ranks of this host, as `LOCAL_RANK` and `LOCAL_WORLD_SIZE` say."""
-        return DistributedSampler(
-            self,  # type: ignore[arg-type]
-            num_replicas=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            rank=int(os.environ.get("LOCAL_RANK", "0")),
-            shuffle=shuffle,
-            seed=self.seed & 0x7FFFFFFF,
-            drop_last=drop_last,
-        )
+        return RankSampler(self, shuffle, drop_last)
 
     # -- state and statistics -----------------------------------------------------------------------------------------
 
@@ -363,7 +377,7 @@ class SmartCacheDataset:
         rest = [] if asked.all() or not asked.any() else np.flatnonzero(~asked).tolist()
         return {
             "version": 1,
-            "window": [self.plan.total, self.cache_num, self.replace_num, self.seed],
+            "window": [self.plan.total, self.cache_num, self.replace_num, self.plan.seed],
             "epoch": self._state.epoch,
             "starts": [list(pair) for pair in self._state.starts()],
             "over": bool(asked.any()),
@@ -377,7 +391,8 @@ class SmartCacheDataset:
             raise InputError(
                 f"the state has version {version!r}, expected 1: give what state_dict() of this release returned"
             )
-        mine = [self.plan.total, self.cache_num, self.replace_num, self.seed]
+        seed = int(state["window"][3]) if self.seed is None else self.seed
+        mine = [self.plan.total, self.cache_num, self.replace_num, seed]
         if state["window"] != mine:
             raise InputError(
                 f"the state is of another window: {state['window']} (samples, cache_num, replaced, seed), this is "
@@ -386,16 +401,17 @@ class SmartCacheDataset:
         shared = self._state
         with shared.hold():
             shared.put(-1, 0)
+            if seed != self.plan.seed:
+                shared.reorder(seed)
             for epoch, start in state["starts"]:
                 shared.put(epoch, start)
             shared.asked[:] = state["epoch"] if state["over"] else state["epoch"] - 1
             shared.asked[np.array(state["rest"], np.int64)] = state["epoch"] - 1
-        self._resume = max(0, state["epoch"] + (state["over"] and not state["rest"]))
-
-    def take_resume(self) -> int | None:
-        """The epoch with which a new loader goes on after `load_state_dict`; None the second time, or without one."""
-        epoch, self._resume = self._resume, None
-        return epoch
+        self._begun.array[0] = max(0, state["epoch"] + (state["over"] and not state["rest"]))
+        if seed != self.plan.seed:
+            self.plan, self._known = self._planned(seed), _UNKNOWN
+            if self._crew is not None:
+                self._crew.follow(self.plan)
 
     def stats(self) -> SmartCacheStats:
         """The counts of the cache and of the window, over all processes."""
@@ -420,6 +436,7 @@ class SmartCacheDataset:
         """Stop the fill processes and leave the cache. The last process out removes it. May be called twice."""
         self.reader.end(f"{self!r} is closed: make a new one to read samples")
         self._end()
+        self._begun.close()
         self.cache.close()
 
     def __enter__(self) -> SmartCacheDataset:
@@ -440,32 +457,6 @@ class SmartCacheDataset:
         return f"SmartCacheDataset({self.source!r}, cache_num={self.cache_num}, replace_num={self.replace_num})"
 
 
-class _Sizes:
-    """Reads the first samples of the window, to learn their size, and keeps what it read."""
-
-    def __init__(self, source: Source, before: Compose, id: int, value: Any, reach: WindowPlan) -> None:
-        self.reach = reach
-        self.read: list[tuple[int, Any]] = [(id, value)]
-        self.drew: set[int] = set()  # they are made again, by a reader that finds out what draws
-        self._source = source
-        self._before = before
-
-    def more(self, count: int) -> list[Any]:
-        """What the cache holds for `count` samples, as far as they can be had."""
-        known = {id for id, _ in self.read}
-        for id in self.reach.sequence(0, min(count, self.reach.total)).tolist():
-            if id not in known:
-                try:  # steps may change their input, and the source may keep what it gave
-                    record = private(self._source.fetch(id))
-                    with Watch(self._before) as watch:
-                        self.read.append((id, self._before(record)))
-                        if watch.moved():
-                            self.drew.add(id)
-                except Exception as error:  # it will come again when the sample is asked for
-                    log.info("sample %d could not be read to learn its size: %s", id, error)
-        return [value for _, value in self.read]
-
-
 def _check(
     cache_num: Any, capacity: Any, replace_rate: Any, num_fill_workers: Any, on_late: Any, on_error: Any
 ) -> None:
@@ -482,17 +473,6 @@ def _check(
         raise InputError(f"on_late={on_late!r}: use 'partial' or 'wait'")
     if on_error not in ("raise", "skip"):
         raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
-
-
-def _hosts() -> tuple[int, int]:
-    return environment_number("GROUP_RANK", 0), environment_number("GROUP_WORLD_SIZE", 1)
-
-
-def _checked_hosts(hosts: Any) -> tuple[int, int]:
-    number, count = hosts if isinstance(hosts, (tuple, list)) and len(hosts) == 2 else (0, 0)
-    if not (isinstance(number, int) and isinstance(count, int) and 0 <= number < count):
-        raise InputError(f"hosts={hosts!r:.80}: give (number of this host, number of hosts), such as (0, 2)")
-    return number, count
 
 
 def _job() -> str:

@@ -141,6 +141,14 @@ class FillCrew:
             theirs.close()
             self._processes.append((process, ours))
 
+    def follow(self, plan: WindowPlan) -> None:
+        """Prepare the samples of another plan from now on."""
+        started = bool(self._processes)
+        self.stop()
+        self._setup.plan = plan
+        if started:
+            self.start()
+
     def look_after(self) -> None:
         """Replace those that died, until that has happened too often. Does nothing if none was started."""
         dead = self._bury()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,10 +10,16 @@ from typing import Any, Protocol
 from stallfree.cache.layout import Meta, plan_layout
 from stallfree.cache.limits import free_memory
 from stallfree.errors import CapacityError
+from stallfree.loader.filling import private
 from stallfree.pipeline.codec import encode, record_size
+from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.structure import Structure
-from stallfree.plans.window import replace_count
+from stallfree.pipeline.watch import Watch
+from stallfree.plans.window import WindowPlan, replace_count
 from stallfree.units import format_size
+
+log = logging.getLogger("stallfree")
 
 _MEASURED = 8
 _MARGIN = 1.5
@@ -124,3 +131,29 @@ def _capacity(total: int, count: int, found: _Measured, size: float) -> int:
         except CapacityError:
             pass
         capacity += capacity // 16
+
+
+class FirstSamples:
+    """Reads the first samples of the window, to learn their size, and keeps what it read."""
+
+    def __init__(self, source: Source, before: Compose, id: int, value: Any, reach: WindowPlan) -> None:
+        self.reach = reach
+        self.read: list[tuple[int, Any]] = [(id, value)]
+        self.drew: set[int] = set()  # they are made again, by a reader that finds out what draws
+        self._source = source
+        self._before = before
+
+    def more(self, count: int) -> list[Any]:
+        """What the cache holds for `count` samples, as far as they can be had."""
+        known = {id for id, _ in self.read}
+        for id in self.reach.sequence(0, min(count, self.reach.total)).tolist():
+            if id not in known:
+                try:  # steps may change their input, and the source may keep what it gave
+                    record = private(self._source.fetch(id))
+                    with Watch(self._before) as watch:
+                        self.read.append((id, self._before(record)))
+                        if watch.moved():
+                            self.drew.add(id)
+                except Exception as error:  # it will come again when the sample is asked for
+                    log.info("sample %d could not be read to learn its size: %s", id, error)
+        return [value for _, value in self.read]

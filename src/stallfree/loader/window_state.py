@@ -27,6 +27,7 @@ _LOCK_SECONDS = 10.0
 _HEADER = 64
 _KEPT = 8
 _NEVER = -1
+_MASK = 2**64 - 1
 
 
 class Field(enum.IntEnum):
@@ -40,6 +41,7 @@ class Field(enum.IntEnum):
     LATE = 5  # epochs that began with fewer new samples than they should have
     WAITED = 6  # nanoseconds that an epoch's beginning waited for new samples
     SKIPPED = 7  # samples left out because of an error
+    SEED = 8  # of the order, modulo 2**64
     STARTS = 16  # (epoch, start) of the newest windows
 
 
@@ -52,16 +54,17 @@ class WindowState:
         replace: samples replaced per epoch.
         total: samples of the data set.
         positions: that may be asked for.
+        seed: of the order, for a state that is made here.
 
     Raises `FingerprintError` if the state there is of another window.
     """
 
-    def __init__(self, folder: Path, size: int, replace: int, total: int, positions: int) -> None:
-        self._arguments = (folder, size, replace, total, positions)
+    def __init__(self, folder: Path, size: int, replace: int, total: int, positions: int, seed: int) -> None:
+        self._arguments = (folder, size, replace, total, positions, seed)
         file = folder / "window"
         length = 8 * _HEADER + 8 * total + 4 * positions
         if not file.exists():
-            _make(file, length, [size, replace, total, positions])
+            _make(file, length, [size, replace, total, positions], seed)
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
         try:
             found = os.fstat(fd).st_size
@@ -106,6 +109,17 @@ class WindowState:
         row[0] = epoch
         self.header[Field.EPOCH] = epoch
 
+    @property
+    def seed(self) -> int:
+        """Of the order: that of the first process that came."""
+        return int(self.header[Field.SEED])
+
+    def reorder(self, seed: int) -> None:
+        """The order has another seed, and no window has begun. Under the lock."""
+        self.header[Field.SEED] = np.uint64(seed & _MASK).astype(np.int64)
+        self.unkept[:] = 0
+        self.put(-1, 0)
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Hold the lock. Raises `WaitError` when it is not free within 10 s."""
@@ -137,12 +151,13 @@ class WindowState:
         return WindowState, self._arguments
 
 
-def _make(file: Path, length: int, numbers: list[int]) -> None:
+def _make(file: Path, length: int, numbers: list[int], seed: int) -> None:
     """Make the file whole under another name and link it; whoever comes second takes the first one's."""
     draft = file.with_name(f"window-{os.getpid()}-{secrets.token_hex(4)}")
     header = np.zeros(_HEADER, np.int64)
     header[: len(numbers)] = numbers
     header[Field.EPOCH] = -1
+    header[Field.SEED] = np.uint64(seed & _MASK).astype(np.int64)
     header[Field.STARTS : Field.STARTS + 2 * _KEPT] = -1
     total, positions = numbers[2], numbers[3]
     try:

@@ -4,7 +4,7 @@ from stallfree.pipeline.compose import Compose, OnItem, Transform, flatten
 from stallfree.pipeline.determinism import Split, StallfreeWarning, Verdict, mark_deterministic, mark_random, split
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source
-from stallfree.pipeline.randomness import Randomness, sample_seed
+from stallfree.pipeline.randomness import Randomness, draw_seed, peek_seed, sample_seed
 
 __all__ = [
     "Compose",
@@ -15,10 +15,12 @@ __all__ = [
     "StallfreeWarning",
     "Transform",
     "Verdict",
+    "draw_seed",
     "fingerprint",
     "flatten",
     "mark_deterministic",
     "mark_random",
+    "peek_seed",
     "sample_seed",
     "split",
 ]

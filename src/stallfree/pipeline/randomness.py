@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
 
 from stallfree.pipeline.compose import Transform, flatten
 from stallfree.pipeline.generators import Handle, find_generators, global_generators
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _STEP = 0x9E3779B97F4A7C15
+
+
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """A seed of 0 to 2**63 - 1, drawn from `generator`, or from torch's default one, which `torch.manual_seed` governs.
+
+    torch's `DataLoader` and `RandomSampler` draw theirs in the same way, so each call moves the generator as one of
+    theirs does.
+    """
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def peek_seed() -> int:
+    """The seed that `draw_seed` would draw now; torch's generator stays as it is."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return draw_seed(generator)
 
 
 def sample_seed(seed: int, epoch: int, id: int) -> int:
@@ -32,16 +51,28 @@ class Randomness:
     generator that a step makes later is not seeded, so let steps make theirs in their constructors. At the end of the
     block all get back the state that they had at its start.
 
+    The seed of an owned generator depends on its place in `pipeline`: the first part that refers to it, and its number
+    there. So it is the same whatever part of the pipeline is left to do, and generators of other parts do not move it.
+
     When `transform` is None or has no steps, nothing is saved, seeded or restored.
 
     Three of the generators are global to the process, so only one thread of a process may prepare samples at a time.
+
+    Args:
+        transform: what draws.
+        pipeline: the parts of the whole that `transform` is taken from; the steps of `transform` if None.
     """
 
-    def __init__(self, transform: Transform | None) -> None:
-        self._transform = transform
+    def __init__(self, transform: Transform | None, pipeline: Iterable[object] | None = None) -> None:
         steps = flatten(transform)
-        self._handles: list[Handle] = [*global_generators(), *find_generators(steps)] if steps else []
-        self._seeders = [handle.seed for handle in self._handles]
+        self._arguments = transform, None if pipeline is None else tuple(pipeline)
+        shared = global_generators() if steps else []
+        owned = find_generators(steps) if steps else []
+        whole = steps if self._arguments[1] is None else self._arguments[1]
+        places = _places(whole, owned) if owned else []
+        self._seeders = [handle.seed for handle in shared]
+        self._owned = [(handle.seed, _mix(place + _STEP)) for handle, place in zip(owned, places, strict=True)]
+        self._handles = [*shared, *owned]
         self._saved: list[list[Any]] = []
 
     def seed(self, seed: int, epoch: int, id: int) -> None:
@@ -51,6 +82,8 @@ class Randomness:
             for seeder in self._seeders:
                 number = _mix(number + _STEP)  # one for each: equal seeds would make equal streams
                 seeder(number)
+            for seeder, place in self._owned:
+                seeder(_mix(number + place))
 
     def __enter__(self) -> Randomness:
         self._saved.append([handle.get() for handle in self._handles])
@@ -61,7 +94,17 @@ class Randomness:
             handle.set(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Randomness, (self._transform,)
+        return Randomness, self._arguments
+
+
+def _places(parts: Sequence[object], owned: Sequence[Handle]) -> list[int]:
+    """The place of each generator among `parts`; those that none of these refers to are numbered behind them."""
+    known: dict[int, int] = {}
+    for part, thing in enumerate(parts):
+        for number, handle in enumerate(find_generators(thing)):
+            known.setdefault(id(handle.generator), part << 32 | number)
+    behind = len(parts) << 32
+    return [known.get(id(handle.generator), behind + at) for at, handle in enumerate(owned)]
 
 
 def _mix(number: int) -> int:

@@ -162,3 +162,16 @@ def check_share(name: str, value: float, *, low: float = 0.0, high: float = 1.0)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value <= high:
         raise InputError(f"{name}={value!r}: give a number above {low:g}, and {high:g} at most")
     return float(value)
+
+
+def check_cache(cache: Any, samples: int, on_miss: str | None) -> None:
+    """Raise `InputError` for a cache that a plan cannot use."""
+    if cache is None:
+        if on_miss in ("swap", "substitute"):
+            raise InputError(f"on_miss={on_miss!r} needs a cache: give the .cache of a CachedDataset")
+        return
+    if not callable(getattr(cache, "resident", None)):
+        raise InputError(f"cache={cache!r:.80} has no resident(ids): give the .cache of a CachedDataset")
+    known = getattr(cache, "num_ids", samples)
+    if known != samples:
+        raise InputError(f"the cache is of {known} samples, num_samples is {samples}: give those of one data set")

@@ -13,14 +13,23 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.errors import InputError
+from stallfree.pipeline.randomness import draw_seed
 from stallfree.plans.begun import Begun, Marks
-from stallfree.plans.draws import check_share, ranks
+from stallfree.plans.draws import check_cache, check_share, ranks
 from stallfree.plans.jobs import Jobs
 from stallfree.plans.keeping import Ranked, Rotating
 from stallfree.plans.losses import Losses, pack, unpack
 from stallfree.plans.plan import Plan
-from stallfree.plans.reduce import agree, is_spread, ranks_of_job, resident_to_all, steps_of, wait_for_all
-from stallfree.plans.rules import PLANS, Draw, Known, Rule, draw_plan
+from stallfree.plans.reduce import (
+    agree,
+    is_spread,
+    of_first_rank,
+    ranks_of_job,
+    resident_to_all,
+    steps_of,
+    wait_for_all,
+)
+from stallfree.plans.rules import PLANS, Draw, Known, Rule, draw_plan, last_eighth
 from stallfree.plans.serving import ON_MISS
 from stallfree.units import parse_size, parse_whole
 
@@ -77,7 +86,8 @@ class ImportanceSampler:
         plan: see above.
         cache: the `SampleCache` of the data set (`CachedDataset.cache`), or whatever has `resident(ids)`. None: nothing
             counts as resident.
-        seed: of the draws, and of the order within an epoch.
+        seed: of the draws, and of the order within an epoch. If None, it is drawn from torch's generator with the first
+            plan, and all ranks have that of rank 0.
         target_io: storage operations per epoch, as a share of those the full plan would cost with this cache.
         p_min: no sample has a lower probability ("unbiased"). None: 0.4 * `target_io`.
         beta: power of the selection probability ("icache", "cis"): 1 draws about half of the samples, 2 a third.
@@ -126,7 +136,7 @@ class ImportanceSampler:
         *,
         plan: str = "unbiased",
         cache: Residency | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         target_io: float = 0.25,
         p_min: float | None = None,
         beta: float = 1.0,
@@ -146,7 +156,7 @@ class ImportanceSampler:
         given = getattr(getattr(cache, "policy", None), "name", "") == "importance"
         self.num_samples = parse_whole(num_samples, "num_samples", 1)
         _check_names(plan, normalize, score, on_miss)
-        _check_cache(cache, self.num_samples, on_miss)
+        check_cache(cache, self.num_samples, on_miss)
         if on_miss == "substitute" and plan in ("unbiased", "infobatch"):
             raise InputError(
                 f"on_miss='substitute' serves samples that were not drawn, and plan={plan!r} has weights for those "
@@ -161,7 +171,7 @@ class ImportanceSampler:
         if benefit is not None and not (number and 0 < benefit < math.inf):
             raise InputError(f"benefit={benefit!r}: give a number above 0, how many times faster with the cache")
         self.cache = cache
-        self.seed = parse_whole(seed, "seed")
+        self.seed = self._given = None if seed is None else parse_whole(seed, "seed")
         self.normalize = normalize
         swaps = packages is not None or (plan == "icache" and cache is not None)
         self.on_miss = on_miss or ("swap" if swaps else "fetch")
@@ -180,7 +190,7 @@ class ImportanceSampler:
             max_age=parse_whole(max_age, "max_age", 1),
             warm_up=parse_whole(warm_up, "warm_up", 0),
             full_every=0 if full_every is None else parse_whole(full_every, "full_every", 1),
-            full_from=_last_eighth(num_epochs, plan),
+            full_from=last_eighth(num_epochs, plan),
             rotating=plan == "unbiased" and given,
         )
         if self.rule.p_min > target_io:
@@ -197,7 +207,7 @@ class ImportanceSampler:
         self._keeping: Rotating | Ranked | None = None
         scored: Any = cache
         if given:
-            self._keeping = Rotating(scored, self.seed) if self.rule.rotating else Ranked(scored)
+            self._keeping = Rotating(scored) if self.rule.rotating else Ranked(scored)
         self._jobs: Jobs | None = None
         self._begun_draw: Draw | None = None
         self._others: list[list[Array]] = []  # the batches of all ranks, where this one tells the cache of all
@@ -222,11 +232,16 @@ class ImportanceSampler:
             else:
                 self.losses.pause_at = None
                 self.losses.collect()
-                draw = draw_plan(self.rule, self._known(), self.seed, epoch)
+                draw = draw_plan(self.rule, self._known(), self._seed_of_all(), epoch)
             self._take(draw)
             self._marks.apply(self._drawn)  # what was told since the snapshot
             self._marks.plan(draw.plan, self._drawn)
         return draw
+
+    def _seed_of_all(self) -> int:
+        if self.seed is None:
+            self.seed = of_first_rank(draw_seed())
+        return self.seed
 
     def _known(self) -> Known:
         """What has been told up to now, by all ranks."""
@@ -246,7 +261,7 @@ class ImportanceSampler:
         assert self._draw is not None
         epoch, known = self._draw.plan.epoch + 1, self._known()
         thread = ThreadPoolExecutor(1, thread_name_prefix="stallfree-plan")
-        self._ahead = epoch, thread.submit(draw_plan, self.rule, known, self.seed, epoch)
+        self._ahead = epoch, thread.submit(draw_plan, self.rule, known, self._seed_of_all(), epoch)
         thread.shutdown(wait=False)
 
     # -- losses -------------------------------------------------------------------------------------------------------
@@ -275,6 +290,8 @@ class ImportanceSampler:
         ranks, steps = ranks_of_job(), self._steps(epoch, batch_size, drop_last)
         self._others = []
         if self._keeping is not None:
+            if isinstance(self._keeping, Rotating):
+                self._keeping.seed = self._seed_of_all()
             self._keeping.begin(draw, self._importance() if ranks.first_here else None)
             self._others = steps if ranks.first_here and is_spread(self.cache) else []
             wait_for_all()  # nobody stores anything before the caches of all know what it is worth
@@ -397,8 +414,13 @@ class ImportanceSampler:
         """The next iteration is this epoch. Without it, each iteration is another one, counted from 0."""
         self._next, self._iterated = parse_whole(epoch, "epoch", 0), False
 
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that comes after the one that was served last."""
+        return self._next + self._iterated
+
     def __iter__(self) -> Iterator[int]:
-        self._next += self._iterated
+        self._next = self.next_epoch
         self._iterated = True
         plan, ranks = self.plan(self._next), ranks_of_job()
         steps = -(-len(plan.ids) // ranks.count)
@@ -441,12 +463,13 @@ class ImportanceSampler:
         missing = {"plan", "seed", "next", "iterated", "drawn", "marks", "losses", "draw", "begun"} - state.keys()
         if missing:
             raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
-        for name, mine in (("plan", self.rule.plan), ("seed", self.seed)):
-            if state[name] != mine:
+        for name, mine in (("plan", self.rule.plan), ("seed", self._given)):
+            if mine is not None and state[name] != mine:
                 raise InputError(
                     f"the state was taken with {name}={state[name]!r}, this sampler has {mine!r}: give the same"
                 )
         drawn = unpack(state["drawn"], np.int32)
+        self.seed = self._given if state["seed"] is None else state["seed"]
         self.losses.load(state["losses"])
         self._drawn[:] = drawn
         self._marks.load(state["marks"])
@@ -459,12 +482,6 @@ class ImportanceSampler:
             self._begun_draw = Draw.load(state["begun"], self.num_samples)
 
 
-def _last_eighth(epochs: int | None, plan: str) -> int:
-    """The first epoch of the last eighth, rounded up to whole epochs; -1 where it is not known, or does not matter."""
-    count = -1 if epochs is None else parse_whole(epochs, "num_epochs", 1)
-    return count - -(-count // 8) if count > 0 and plan == "infobatch" else -1
-
-
 def _check_names(plan: Any, normalize: Any, score: Any, on_miss: Any) -> None:
     for name, value, known in (
         ("plan", plan, PLANS),
@@ -474,15 +491,3 @@ def _check_names(plan: Any, normalize: Any, score: Any, on_miss: Any) -> None:
     ):
         if value not in known:
             raise InputError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
-
-
-def _check_cache(cache: Any, samples: int, on_miss: str | None) -> None:
-    if cache is None:
-        if on_miss in ("swap", "substitute"):
-            raise InputError(f"on_miss={on_miss!r} needs a cache: give the .cache of a CachedDataset")
-        return
-    if not callable(getattr(cache, "resident", None)):
-        raise InputError(f"cache={cache!r:.80} has no resident(ids): give the .cache of a CachedDataset")
-    known = getattr(cache, "num_ids", samples)
-    if known != samples:
-        raise InputError(f"the cache is of {known} samples, num_samples is {samples}: give those of one data set")

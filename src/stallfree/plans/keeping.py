@@ -54,11 +54,14 @@ class Rotating:
 
     So the residents change slowly, at no cost beside what the plan fetches anyway; none is lost before its turn, and
     each one that was served is as likely to go as the next.
+
+    Attributes:
+        seed: of the order in which they go. Set before the first epoch.
     """
 
-    def __init__(self, cache: ScoredCache, seed: int) -> None:
+    def __init__(self, cache: ScoredCache) -> None:
+        self.seed = 0
         self._telling = _Telling(cache)
-        self._seed = seed
         self._resident: Array | None = None  # when the epoch began
         self._luck = np.empty(0)
 
@@ -66,7 +69,7 @@ class Rotating:
         """A new epoch: nothing that is resident has been served. Without `importance` another rank tells the cache."""
         count = len(draw.resident)
         self._resident = draw.resident
-        self._luck = generator(self._seed, draw.plan.epoch, 2).random(count)
+        self._luck = generator(self.seed, draw.plan.epoch, 2).random(count)
         if importance is not None:
             self._telling.tell(np.arange(count), np.where(draw.resident, FRESH, 1.0))
 

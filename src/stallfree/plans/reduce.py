@@ -61,6 +61,15 @@ def agree(losses: Losses, *masks: Array) -> None:
     unite(*masks)
 
 
+def of_first_rank(number: int) -> int:
+    """`number` as rank 0 has it. Every rank must call it at the same time."""
+    if ranks_of_job().count == 1:
+        return number
+    given = torch.tensor(number)
+    distributed.broadcast(given, src=0, group=_group())
+    return int(given.item())
+
+
 def unite(*masks: Array) -> None:
     """Make each mask (bool) what it is for any rank. In place; every rank must call it at the same time."""
     if ranks_of_job().count == 1:

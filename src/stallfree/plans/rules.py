@@ -11,6 +11,7 @@ import numpy.typing as npt
 from stallfree.plans.draws import draw, generator, leaning, pruned, ranks, selective, shares, some_known
 from stallfree.plans.losses import pack, unpack
 from stallfree.plans.plan import Plan
+from stallfree.units import parse_whole
 
 Array = npt.NDArray[Any]
 
@@ -161,3 +162,9 @@ def draw_plan(rule: Rule, known: Known, seed: int, epoch: int) -> Draw:
     elif rule.plan in ("unbiased", "infobatch"):
         weights = (1 / by[ids]).astype(np.float32)
     return Draw(Plan(ids, weights, epoch), chances < 0.5, known.resident)
+
+
+def last_eighth(epochs: int | None, plan: str) -> int:
+    """The first epoch of the last eighth, rounded up to whole epochs; -1 where it is not known, or does not matter."""
+    count = -1 if epochs is None else parse_whole(epochs, "num_epochs", 1)
+    return count - -(-count // 8) if count > 0 and plan == "infobatch" else -1

@@ -34,7 +34,11 @@ class WindowPlan:
         shuffle: run over the samples in a random order, else in the order of their ids.
         reshuffle: take another random order for each pass. A sample is not twice in one window: it moves forward from
             one pass to the next by at most `total` - `size` places.
-        part: `(k, n)`: only every n-th sample of the order, from the k-th on, which is what host k of n has.
+        part: `(k, n)`: the k-th of n parts of the samples, which is what host k of n has. The parts do not depend on
+            the seed, so that no sample is lost where hosts have different ones.
+
+    Attributes:
+        seed: see above.
 
     Raises `InputError` for numbers that make no window.
     """
@@ -53,8 +57,8 @@ class WindowPlan:
         number, parts = part
         if not 0 <= number < parts:
             raise InputError(f"part={part}: give (number of this host, number of hosts), such as (0, 2)")
-        order = _generator(seed, 0).permutation(total) if shuffle else np.arange(total)
-        self._first = order[number::parts].astype(np.int64)
+        mine = (_generator(0, 0).permutation(total) if shuffle and parts > 1 else np.arange(total))[number::parts]
+        self._first = _generator(seed, 0).permutation(mine) if shuffle else mine
         self.total = len(self._first)
         if not 1 <= size <= self.total or not 0 <= replace <= self.total - size:
             raise InputError(
@@ -63,7 +67,7 @@ class WindowPlan:
             )
         self.size = size
         self.replace = replace
-        self._seed = seed
+        self.seed = seed
         self._reshuffle = reshuffle and shuffle and replace > 0
         # The pass that was computed last, since each needs the one before.
         self._last: tuple[int, Ids] = (
@@ -115,7 +119,7 @@ class WindowPlan:
     def _step(self, before: Ids, number: int) -> Ids:
         reach = self.total - self.size + 1
         places = np.arange(self.total)
-        drawn = _generator(self._seed, number).random(self.total)
+        drawn = _generator(self.seed, number).random(self.total)
         partners = places + (drawn * np.minimum(reach, self.total - places)).astype(np.int64)
         order: list[Any] = before.tolist()
         for place, partner in enumerate(partners.tolist()):
@@ -124,7 +128,7 @@ class WindowPlan:
 
     def shuffled(self, ids: Ids, epoch: int) -> Ids:
         """`ids` in an order that (seed, epoch) decides."""
-        return ids[_generator(self._seed, epoch, 1).permutation(len(ids))]
+        return ids[_generator(self.seed, epoch, 1).permutation(len(ids))]
 
 
 def _generator(seed: int, *numbers: int) -> np.random.Generator:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import secrets
 import select
 import socket
 from dataclasses import dataclass
@@ -42,7 +44,8 @@ class Terms:
     """What the first job of a group decides, and the others find.
 
     Attributes:
-        same: what all jobs must give alike; values are shown in messages, those of `_WORDS` are fingerprints.
+        same: what all jobs must give alike, or not at all (None); values are shown in messages, those of `_WORDS` are
+            fingerprints.
         chunk: samples that are prepared as one batch.
         workers: of the group.
         ahead: batches under way.
@@ -72,7 +75,8 @@ class Group:
         self.folder = self._attached.path
         try:
             self.terms = _read(self.folder)
-            differing = [key for key, value in terms.same.items() if self.terms.same.get(key) != value]
+            pairs = {key: (self.terms.same.get(key), value) for key, value in terms.same.items()}
+            differing = [key for key, pair in pairs.items() if pair[0] != pair[1] and None not in pair]
             if differing:
                 raise InputError(
                     f"this job does not fit into the group {name!r}: "
@@ -84,6 +88,22 @@ class Group:
         except BaseException:
             self._attached.close()
             raise
+
+    def agree_on_seed(self, seed: int) -> int:
+        """The seed of the group: `seed`, if it has none yet."""
+        file, draft = self.folder / "seed", self.folder / f"seed-{os.getpid()}-{secrets.token_hex(4)}"
+        given = self.terms.same["seed"]
+        try:
+            draft.write_text(str(seed if given is None else given))
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, file)
+            return int(file.read_text())
+        except (OSError, ValueError) as error:
+            raise StorageError(
+                f"the seed of the group in {self.folder} cannot be read: {error}. Give another name"
+            ) from error
+        finally:
+            draft.unlink(missing_ok=True)
 
     def claim(self) -> int:
         """A sign of life as a member, which ends with this process or with `release`."""

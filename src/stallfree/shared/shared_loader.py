@@ -7,12 +7,12 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from multiprocessing.context import BaseContext
 from typing import Any
 
-import torch
 import xxhash
 from torch.utils.data import default_collate
 
@@ -31,6 +31,7 @@ from stallfree.loader.ranks import find_ranks, job_name
 from stallfree.loader.reader import Reader
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
 from stallfree.shared.conductor import Setup
 from stallfree.shared.group import Group, Terms, difference_of_sizes
@@ -92,7 +93,8 @@ class SharedLoader:
         worker_init_fn: called in each worker with its number.
         multiprocessing_context: "fork", "forkserver", "spawn" or a context; Python's default if None.
         prefetch_factor: batches under way per worker; 2 if None. The first job decides.
-        seed: of order and augmentation; that of the `CachedDataset`, or 0, if None.
+        seed: of order and augmentation. If None, that of the `CachedDataset`, or that of the group: the first job that
+            iterates draws one from torch's generator.
         with_ids: yield `Batch(data, ids, weights)`.
         on_error: "raise" a `SampleError` for a sample that cannot be had, at every job, or "skip" it. A rank of whose
             part of a batch nothing is left then has one batch less than the others.
@@ -151,7 +153,7 @@ class SharedLoader:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.with_ids = with_ids
-        self.seed = seed_of(dataset, seed, None)
+        self.seed = self._given = seed_of(dataset, seed, None)
         self._ranks = find_ranks()
         reader = reader_of(dataset)
         self._samples = len(reader.source)
@@ -171,17 +173,17 @@ class SharedLoader:
         seconds = timeout or WAIT_SECONDS
         options = self._options(reader, collate, on_error == "skip", context, worker_init_fn, seconds)
         agreed = joined.terms
-        setup = Setup(
+        self._setup = Setup(
             folder=joined.folder,
             options=options(workers=agreed.workers, ahead=agreed.ahead, staging=agreed.staging),
-            base_seed=int(torch.empty((), dtype=torch.int64).random_().item()),
+            base_seed=0,
             order=self._order,
             detach=on_lag == "detach",
             lag_seconds=seconds / 2,  # less than the others wait
         )
         self._workers = agreed.workers
         self._seat = Seat(
-            Member(joined, setup, self._hello(join == "catchup"), seconds),
+            Member(joined, self._setup, self._hello(join == "catchup"), seconds),
             self._order,
             self._portions,
             options(workers=num_workers, ahead=terms.ahead, staging=None),
@@ -189,10 +191,10 @@ class SharedLoader:
             pin_memory,
             with_ids,
         )
+        self._group, self._shuffle = joined, bool(shuffle)
         self._joined = False
         self._resumed: int | None = None
         self._done: frozenset[int] = frozenset()
-        self._same = terms.same
         self._pass: weakref.ref[Pass] | None = None
         self._end = weakref.finalize(self, _close, os.getpid(), self._seat.member, joined)
 
@@ -206,7 +208,7 @@ class SharedLoader:
             dataset=self.dataset,
             collate=collate,
             single=False,
-            seed=self.seed,
+            seed=self.seed or 0,
             skip=skip,
             context=context,
             worker_init=worker_init,
@@ -221,7 +223,7 @@ class SharedLoader:
             "data set": fingerprint(reader_of(self.dataset).source.fingerprint()),
             "transform": fingerprint(_steps(self.dataset)),
             "collate_fn": fingerprint(collate),
-            "seed": self.seed,
+            "seed": self._given,
             "shuffle": shuffle,
             "on_error": on_error,
             "on_lag": on_lag,
@@ -232,6 +234,8 @@ class SharedLoader:
         try:
             self.chunk_size = joined.terms.chunk
             self._check_sizes(chunk_size, own_collate)
+            if self.seed is not None:
+                self._agree_on_seed(joined, self.seed)
         except BaseException:
             joined.close()
             raise
@@ -281,14 +285,34 @@ class SharedLoader:
         before = None if self._pass is None else self._pass()
         if before is not None:
             before.close()
+        drawn = draw_seed()
+        if self._shuffle:
+            draw_seed()  # as torch's RandomSampler
         done = self._done
         if not self._joined:
+            self._setup.base_seed = drawn
+            if self.seed is None:
+                self._set_seed(self._group.agree_on_seed(drawn))
             self._seat.next_epoch = self._seat.member.join(self._first_needed(done))
             self._joined = True
         self._done = frozenset()
         iteration = Pass(self._seat, self._seat.next_epoch, done)
         self._pass = weakref.ref(iteration)
         return iteration
+
+    def _agree_on_seed(self, group: Group, seed: int) -> None:
+        """Raise `InputError` if the group has another seed than `seed`."""
+        agreed = group.agree_on_seed(seed)
+        if agreed != seed:
+            raise InputError(
+                f"this job does not fit into the group {self.group!r}: it has seed={agreed}, this job gives "
+                f"seed={seed}. Give the same, or the name of another group"
+            )
+
+    def _set_seed(self, seed: int) -> None:
+        self.seed = self._order.seed = seed
+        self._setup.options = replace(self._setup.options, seed=seed)
+        self._seat.options = replace(self._seat.options, seed=seed)
 
     def _first_needed(self, done: frozenset[int]) -> int:
         """The number in the row of the first chunk that is needed when the batches `done` are not; or `NOWHERE`."""
@@ -316,16 +340,20 @@ class SharedLoader:
         known = isinstance(state, dict) and {"version", "epoch", "done", "terms"} <= state.keys()
         if not known or state["version"] != _STATE_VERSION:
             raise InputError("this is no state of a SharedLoader of this release: give what state_dict() returned")
-        if state["terms"] != self._terms():
-            raise InputError(
-                f"the state was taken with {state['terms']}, this loader has {self._terms()}: give the same"
-            )
+        seed, mine = state["terms"].get("seed"), self._terms()
+        if None in (seed, self.seed):
+            mine["seed"] = seed
+        if state["terms"] != mine:
+            raise InputError(f"the state was taken with {state['terms']}, this loader has {mine}: give the same")
+        if self.seed is None and seed is not None:
+            self._agree_on_seed(self._group, seed)
+            self._set_seed(seed)
         self._seat.next_epoch = self._resumed = int(state["epoch"])
         self._done = frozenset(number for start, stop in state["done"] for number in range(start, stop))
 
     def _terms(self) -> dict[str, Any]:
         """What must be the same for a position in one loader to be that position in another."""
-        same = {name: self._same[name] for name in ("seed", "shuffle")}
+        same = {"seed": self.seed, "shuffle": self._shuffle}
         sizes = {"samples": self._samples, "batch_size": self.batch_size, "chunk_size": self.chunk_size}
         return {**same, **sizes, "ranks": self._ranks.count, "drop_last": self.drop_last}
 

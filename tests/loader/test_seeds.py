@@ -1,0 +1,290 @@
+"""The seed follows torch's generator, is the same in all processes of an iteration, and is in the state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cached_data import Numbers, with_draws
+from loader_data import Made, jittered, picture
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+
+import stallfree as sf
+from children import Child
+
+COUNT = 20
+
+
+def own(dataset: Any = None, **arguments: Any) -> sf.DataLoader:
+    return sf.DataLoader(Made(COUNT, jittered) if dataset is None else dataset, 4, **{"shuffle": True, **arguments})
+
+
+def noisier(sample: Any) -> Any:
+    image, label = sample
+    return image + torch.rand(image.shape), label
+
+
+def epoch_of(loader: Any) -> tuple[list[int], dict[int, bytes]]:
+    """The order of an epoch, and what each sample was."""
+    samples = [(label, image.numpy().tobytes()) for images, labels in loader for image, label in pairs(images, labels)]
+    return [label for label, _ in samples], dict(samples)
+
+
+def pairs(images: torch.Tensor, labels: torch.Tensor) -> Any:
+    return zip(images, labels.tolist(), strict=True)
+
+
+def all_differ(epochs: list[tuple[list[int], dict[int, bytes]]], *, orders: bool = True) -> bool:
+    """Whether the order differs from epoch to epoch, and each sample does."""
+    if orders and len({tuple(order) for order, _ in epochs}) < len(epochs):
+        return False
+    return all(len({samples[id] for _, samples in epochs}) == len(epochs) for id in epochs[0][0])
+
+
+# -- the loader -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("workers", "seeds"), [(0, range(5)), (2, range(2))])
+def test_torchs_seed_decides(workers: int, seeds: range) -> None:
+    def run(seed: int) -> list[Any]:
+        torch.manual_seed(seed)
+        with own(num_workers=workers) as loader:
+            return [epoch_of(loader) for _ in range(2)]
+
+    runs = [run(seed) for seed in seeds]
+    assert all_differ([epoch for epochs in runs for epoch in epochs])
+    assert [run(seed) for seed in seeds] == runs
+
+
+def test_two_loaders_of_one_torch_seed_differ() -> None:
+    torch.manual_seed(1)
+    assert all_differ([epoch_of(own()), epoch_of(own())])
+
+
+def test_with_a_seed_of_its_own_torchs_does_not_count() -> None:
+    torch.manual_seed(1)
+    first = epoch_of(own(seed=3))
+    assert first == epoch_of(own(seed=3)) != epoch_of(own(seed=4))
+
+
+def test_a_generator_decides_and_moves_on() -> None:
+    def run() -> list[Any]:
+        generator = torch.Generator().manual_seed(7)
+        return [epoch_of(own(generator=generator)) for _ in range(3)]
+
+    first = run()
+    assert all_differ(first)
+    torch.manual_seed(5)
+    assert run() == first
+
+
+def made(kind: str) -> Callable[[], Any]:
+    """Makes loaders, each over the same things."""
+    data, generator, seeded = Made(COUNT, jittered), torch.Generator().manual_seed(1), {"seed": 5, "shuffle": None}
+    if kind == "loader":
+        return own
+    if kind == "generator":
+        return lambda: own(generator=generator)
+    if kind == "distributed":
+        sampler = DistributedSampler(data, num_replicas=1, rank=0)  # type: ignore[var-annotated, arg-type]
+        return lambda: own(data, sampler=sampler, **seeded)
+    if kind == "distributed, set":
+        sampler = DistributedSampler(data, num_replicas=1, rank=0)  # type: ignore[arg-type]
+        epochs = iter(range(9))
+
+        def with_epoch() -> Any:
+            sampler.set_epoch(next(epochs))
+            return own(data, sampler=sampler, **seeded)
+
+        return with_epoch
+    if kind == "importance":
+        chosen = sf.ImportanceSampler(COUNT, plan="full", seed=2)
+        return lambda: own(data, sampler=chosen, **seeded)
+    source = Made(COUNT, picture)
+    if kind == "smart":
+        window = sf.SmartCacheDataset(source, noisier, cache_num=COUNT, replace_rate=0.1, seed=5)
+        return lambda: own(window)
+    cached = sf.CachedDataset(source, capacity="4MiB", transform=noisier, seed=5 if kind == "cached, seed" else None)
+    return lambda: own(cached)
+
+
+KINDS = ["loader", "generator", "distributed", "distributed, set", "importance", "smart", "cached", "cached, seed"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_loader_per_epoch_repeats_nothing(kind: str) -> None:
+    make, epochs = made(kind), []
+    for _ in range(4):
+        loader = make()
+        data = [(batch.data if isinstance(batch, sf.Batch) else batch) for batch in loader]
+        epochs.append(epoch_of(data))
+        loader.close()
+    assert all_differ(epochs)
+    if isinstance(loader.dataset, sf.SmartCacheDataset | sf.CachedDataset):
+        loader.dataset.close()
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"shuffle": True},
+    {"shuffle": True, "generator": True},
+    {"generator": True},
+    {"sampler": True},
+    {"shuffle": True, "num_workers": 2},
+    {"shuffle": True, "num_workers": 2, "persistent_workers": True},
+    {"shuffle": True, "batch_size": None},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("seed", [None, 3])
+def test_the_model_draws_what_it_draws_with_torchs_loader(way: dict[str, Any], seed: int | None) -> None:
+    """Loops that draw numbers of their own, such as dropout, draw the same ones."""
+
+    def run(kind: Any, **more: Any) -> list[float]:
+        torch.manual_seed(11)
+        data = Made(COUNT, picture)
+        arguments = {"batch_size": 4, **way}
+        if "generator" in way:
+            arguments["generator"] = torch.Generator().manual_seed(1)
+        if "sampler" in way:
+            arguments["sampler"] = RandomSampler(data)  # type: ignore[arg-type]
+        loader, drawn = kind(data, **arguments, **more), [torch.rand(()).item()]
+        for _ in range(3):
+            drawn += [torch.rand(()).item() for _ in loader]
+        if isinstance(loader, sf.DataLoader):
+            loader.close()
+        return drawn
+
+    if "num_workers" in way and seed:
+        pytest.skip("it is the same with any number of workers")
+    assert run(sf.DataLoader, seed=seed) == run(DataLoader)
+
+
+def test_making_things_draws_nothing() -> None:
+    before = torch.get_rng_state()
+    data = Made(COUNT, picture)
+    loader = own(data)
+    sf.ImportanceSampler(COUNT)
+    with sf.CachedDataset(data, capacity="1MiB"), sf.SmartCacheDataset(data, noisier, cache_num=5):
+        loader.state_dict()
+        len(loader)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def in_a_new_process(run: Callable[[], Any], path: Any) -> Any:
+    """What `run` gives there, fit for JSON."""
+
+    def main() -> None:
+        torch.manual_seed(12345)
+        path.write_text(json.dumps(run()))
+
+    assert Child(main).wait() == 0
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["loader", "cached", "smart", "importance"])
+def test_a_resumed_job_continues_exactly(kind: str, persistent: bool, tmp_path: Any) -> None:
+    """In another process, whose generator has another state, and without a seed."""
+
+    def make() -> Any:
+        source, workers = Made(COUNT, picture), {"num_workers": 2, "persistent_workers": True} if persistent else {}
+        if kind == "loader":
+            return own(**workers)
+        if kind == "importance":
+            return own(sampler=sf.ImportanceSampler(COUNT, plan="full"), shuffle=None, **workers)
+        if kind == "smart":
+            return own(sf.SmartCacheDataset(source, noisier, cache_num=8, on_late="wait"), **workers)
+        return own(sf.CachedDataset(source, capacity="4MiB", transform=noisier), **workers)
+
+    def rest(loader: Any, first: Any) -> list[Any]:
+        epochs = [first, loader, loader]
+        found = []
+        for epoch in epochs:
+            data = [(batch.data if isinstance(batch, sf.Batch) else batch) for batch in epoch]
+            order, samples = epoch_of(data)
+            found.append([order, [samples[id].hex() for id in order]])
+        end(loader)
+        return found
+
+    def end(loader: Any) -> None:
+        loader.close()
+        if hasattr(loader.dataset, "close"):
+            loader.dataset.close()
+
+    def resumed() -> list[Any]:
+        loader = make()
+        loader.load_state_dict(state)
+        return rest(loader, iter(loader))
+
+    torch.manual_seed(3)
+    loader = make()
+    list(loader)
+    under_way = iter(loader)
+    next(under_way)
+    state = json.loads(json.dumps(loader.state_dict()))
+    left = rest(loader, under_way)
+    assert len(left[0][0]) > 0
+    assert in_a_new_process(resumed, tmp_path / "rest.json") == left
+
+
+def test_a_state_replaces_the_seed_that_persistent_workers_have() -> None:
+    with own(num_workers=1, persistent_workers=True) as one, own() as other:
+        list(one), list(other)
+        one.load_state_dict(other.state_dict())
+        assert epoch_of(one) == epoch_of(other)
+
+
+def test_a_state_from_before_the_first_epoch_has_no_seed() -> None:
+    state = own().state_dict()
+    assert state["seed"] is None
+    loader = own(seed=3)
+    loader.load_state_dict(state)
+    assert epoch_of(loader) == epoch_of(own(seed=3))
+
+
+# -- cached data sets under torch's loader ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(way, marks=pytest.mark.slow) for way in ("forkserver", "spawn"))]
+)
+def test_a_cached_data_set_follows_torchs_loader(method: str) -> None:
+    """All workers of an iteration have one seed, which is torch's."""
+
+    def run(seed: int, workers: int) -> list[dict[int, Any]]:
+        torch.manual_seed(seed)
+        with sf.CachedDataset(Numbers(12, [with_draws]), capacity="1MiB") as data:
+            options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": method if workers else None}
+            return [draws(DataLoader(data, 2, shuffle=True, **options)) for _ in range(2)]
+
+    first = run(1, 2)
+    assert run(1, 2) == run(1, 1) == first
+    here = run(1, 0)
+    assert run(1, 0) == here
+    for runs in ([*first, *run(2, 2)], [*here, *run(2, 0)]):
+        assert len({drawn for epoch in runs for drawn in epoch.values()}) == 12 * len(runs)
+
+
+def draws(loader: Any) -> dict[int, Any]:
+    found = {}
+    for _, labels, *drawn in loader:
+        found |= dict(zip(labels.tolist(), zip(*(each.tolist() for each in drawn), strict=True), strict=True))
+    return found
+
+
+def test_a_cached_data_set_leaves_torchs_generator_alone() -> None:
+    torch.manual_seed(1)
+    with sf.CachedDataset(Numbers(12, [with_draws]), capacity="1MiB") as data:
+        list(DataLoader(data, 2, shuffle=True))
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    list(DataLoader(Made(12, picture), 2, shuffle=True))  # type: ignore[arg-type]
+    assert torch.equal(torch.rand(3), drawn)
