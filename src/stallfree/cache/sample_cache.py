@@ -12,6 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ import numpy.typing as npt
 from stallfree.cache.arena import Arena, DiskArena, MemoryArena
 from stallfree.cache.checks import MISS, Closed, check_same, checked_ids, checked_scores, warn_of_capacity
 from stallfree.cache.counters import Count, Counters
+from stallfree.cache.create import create_files
 from stallfree.cache.index import DamagedError, Field, Index
-from stallfree.cache.layout import META, Meta, plan_layout
-from stallfree.cache.limits import allowed_capacity
+from stallfree.cache.layout import META, Meta
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.records import Aim, Borrowed, Found, Records, Views
 from stallfree.cache.recovery import check_disk
@@ -31,7 +32,7 @@ from stallfree.cache.writer import Record, Writer, fence
 from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
 from stallfree.folders import SharedFolder, Unheld, default_root, prepare_root, remove_unused, sweep, user_root
 from stallfree.locks import FileLock
-from stallfree.pipeline.codec import encode, record_size
+from stallfree.pipeline.codec import encode
 from stallfree.pipeline.structure import Structure
 from stallfree.platform import at_fork, need_linux
 from stallfree.stats import CacheStats
@@ -41,9 +42,6 @@ Array = npt.NDArray[Any]
 
 LOCK_SECONDS = 2.0
 """A writer that does not get the lock for so long gives up; the samples count as rejected."""
-
-_TYPICAL = 128 << 10
-"""Bytes of a record when no example was given."""
 
 _BACK_OFF = 50
 """Batches that are not stored after the lock was not free in time."""
@@ -90,26 +88,17 @@ class SampleCache:
         root = user_root(store) if on_disk else default_root()
         name = name or f"{fingerprint[:20]}-{policy.name}-{size}"
 
-        def initialize(folder: Path) -> None:
-            structure, typical = None, _TYPICAL
-            if example is not MISS:
-                structure, arrays = encode(example, allow_pickle=allow_pickle)
-                typical = record_size(structure, arrays)
-            meta = plan_layout(
-                num_ids,
-                allowed_capacity(size, folder, on_disk, name),
-                fingerprint=fingerprint,
-                policy=policy.name,
-                scored=policy.scored,
-                on_disk=on_disk,
-                structure=structure,
-                typical=typical,
-            )
-            Index.create(folder / "index", num_ids, meta.num_blocks, meta.block, **meta.kinds)
-            Arena.create(folder / "data", meta.block, meta.num_blocks)
-            (folder / "lock").touch(mode=0o600)
-            meta.save(folder)
-
+        initialize = partial(
+            create_files,
+            name=name,
+            num_ids=num_ids,
+            size=size,
+            fingerprint=fingerprint,
+            policy=policy,
+            on_disk=on_disk,
+            example=example,
+            allow_pickle=allow_pickle,
+        )
         prepare_root(root)
         sweep(root)
         try:

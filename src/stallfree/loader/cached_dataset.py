@@ -43,6 +43,9 @@ class CachedDataset:
     another loader than stallfree's the epoch of a sample is how often it has been asked for, or what `set_epoch` says;
     that is counted in shared memory, 4 bytes per sample, by all workers together.
 
+    A step that draws random numbers for any sample while the cache is filled counts as random from then on. What was
+    cached with it is dropped for all processes, and a `StallfreeWarning` names it.
+
     When it is made, the first sample is read and stored, and the last one too if samples are arrays that may vary in
     size.
 
