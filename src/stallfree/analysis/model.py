@@ -11,8 +11,10 @@ ahead runs dry now and then where F is near P or G; `sustained` follows the queu
 
 from __future__ import annotations
 
+import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from stallfree.errors import InputError
 
 _BATCHES = 1500
 """Batches that `sustained` follows; the first quarter is warm-up."""
+
+_WORKERS = 128
+"""Workers that `sustained` follows at most; more of them are taken as so many faster ones."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ def law(rates: Rates, hits: float, *, overlap: bool = True) -> tuple[float, str]
     return (rate, slower) if rate < compute else (compute, "compute")
 
 
+@lru_cache(maxsize=512)
 def sustained(rates: Rates, hits: float, loading: Loading, *, seed: int = 0) -> float:
     """Samples/s that a loader keeps up, when each sample hits with probability `hits`. At most `law`.
 
@@ -87,7 +93,8 @@ def sustained(rates: Rates, hits: float, loading: Loading, *, seed: int = 0) -> 
     bound, _ = law(rates, hits, overlap=loading.overlap)
     if loading.workers == 0:  # one after the other, in the training process
         return 1 / (1 / rates.fetch_at(hits) + 1 / rates.prep_at(hits) + 1 / rates.compute)
-    size, workers = loading.batch_size, loading.workers
+    size, workers = loading.batch_size, min(loading.workers, _WORKERS)
+    ahead = math.ceil(loading.ahead * workers / loading.workers)
     missed = np.random.default_rng(seed).binomial(size, 1 - hits, _BATCHES)
     step = size / rates.compute
     fetching = (missed / rates.storage).tolist()
@@ -95,22 +102,25 @@ def sustained(rates: Rates, hits: float, loading: Loading, *, seed: int = 0) -> 
     if not loading.overlap:
         working += (size - missed) / rates.cache
     preparing = (workers * working).tolist()
-    out = _handed_out(fetching, preparing, step, loading)
+    out = _handed_out(fetching, preparing, step, replace(loading, workers=workers, ahead=ahead))
     warm = _BATCHES // 4
-    return min(bound, size * (_BATCHES - 1 - warm) / (out[-1] - out[warm]))
+    timed = (_BATCHES - 1 - warm) // workers * workers  # whole rounds: with constant times workers end in bursts
+    seconds = out[warm + timed] - out[warm]
+    return min(bound, size * timed / seconds) if seconds > 0 else bound
 
 
 def _handed_out(fetching: list[float], preparing: list[float], step: float, loading: Loading) -> list[float]:
     """When each batch is handed out, by the seconds that its fetches take the line and its prep a worker."""
-    free = [0.0] * loading.workers
+    free, ahead, overlap = [0.0] * loading.workers, loading.ahead, loading.overlap
     line = 0.0
     out: list[float] = []
     for number, (fetch, prep) in enumerate(zip(fetching, preparing, strict=True)):
-        asked = out[number - loading.ahead] if number >= loading.ahead else 0.0
-        worker = free.index(min(free))
-        line = max(line, asked if loading.overlap else max(asked, free[worker])) + fetch
-        free[worker] = max(free[worker], line) + prep
-        out.append(max(free[worker], out[-1] + step if out else 0.0))
+        asked = out[number - ahead] if number >= ahead else 0.0
+        worker = free[0]
+        line = max(line, asked if overlap else max(asked, worker)) + fetch
+        done = max(worker, line) + prep
+        heapq.heapreplace(free, done)
+        out.append(max(done, out[-1] + step if out else 0.0))
     return out
 
 

@@ -3,96 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from stallfree.analysis.model import Loading, Rates, knee, law, sustained
+from stallfree.analysis.setting import WORTH, Setting
+from stallfree.report.figures import plural, speed
 from stallfree.units import format_size
 
-_NAMES = {"fetch": "F", "prep": "P", "compute": "G"}
+_BINDS = {
+    "fetch": "fetch binds (F)",
+    "prep": "prep binds (P)",
+    "compute": "compute binds (G)",
+    "cpu": "the CPUs, which prep, compute and the loader share, bind",
+}
 
-
-@dataclass(frozen=True)
-class Setting:
-    """A job on a machine.
-
-    Attributes:
-        rates: of one job, alone.
-        loading: its loader.
-        hits: share of samples that the cache serves.
-        cpus: cores that prepare.
-        together: samples/s of the job with all data in memory, if less than min(P, G); else infinite.
-        sample_bytes: mean bytes of a fetch; None if not known.
-        record_bytes: mean bytes of a cached sample; None if not known.
-        samples: of the data set.
-    """
-
-    rates: Rates
-    loading: Loading
-    hits: float
-    cpus: int
-    together: float
-    sample_bytes: float | None
-    record_bytes: float | None
-    samples: int
-
-    @property
-    def throughput(self) -> float:
-        """Samples/s that the job keeps up."""
-        return sustained(self.limited, self.hits, self.loading)
-
-    @property
-    def limited(self) -> Rates:
-        """The rates, the lower of P and G no higher than `together`."""
-        rates = self.rates
-        if rates.compute <= rates.prep_hit:
-            return replace(rates, compute=min(rates.compute, self.together))
-        factor = min(1.0, self.together / rates.prep_hit)
-        return replace(rates, prep=rates.prep * factor, prep_hit=rates.prep_hit * factor)
-
-    @property
-    def binds(self) -> str:
-        """What limits: "fetch", "prep", "compute", or "cpu" when they share the cores."""
-        _, part = law(self.limited, self.hits, overlap=self.loading.overlap)
-        return "cpu" if part != "fetch" and math.isfinite(self.together) else part
-
-    def with_cpus(self, cpus: float) -> Setting:
-        """With so many cores, and a worker on each: P in proportion."""
-        factor = cpus / self.cpus
-        rates = replace(self.rates, prep=self.rates.prep * factor, prep_hit=self.rates.prep_hit * factor)
-        workers = max(1, math.ceil(self.loading.workers * factor)) if self.loading.workers else 0
-        ahead = max(self.loading.ahead, math.ceil(self.loading.ahead * factor))
-        loading = replace(self.loading, workers=workers, ahead=ahead)
-        return replace(self, rates=rates, loading=loading, cpus=max(1, round(cpus)), together=self.together * factor)
-
-    def with_storage(self, bandwidth: float) -> Setting:
-        """With storage of so many bytes/s. `sample_bytes` must be known."""
-        assert self.sample_bytes
-        return replace(self, rates=replace(self.rates, storage=bandwidth / self.sample_bytes))
-
-    def with_devices(self, devices: float) -> Setting:
-        """With so many devices that share each batch: G in proportion."""
-        together = self.together * (devices if self.rates.compute <= self.rates.prep_hit else 1)
-        return replace(self, rates=replace(self.rates, compute=self.rates.compute * devices), together=together)
-
-    def with_jobs(self, jobs: int) -> Setting:
-        """What one of so many equal jobs on the host gets, each with a device of its own: 1/jobs of S, C and P."""
-        rates = self.rates
-        shared = replace(
-            rates,
-            prep=rates.prep / jobs,
-            prep_hit=rates.prep_hit / jobs,
-            storage=rates.storage / jobs,
-            cache=rates.cache / jobs,
-        )
-        return replace(self, rates=shared, together=self.together / jobs)
-
-    def with_hits(self, hits: float) -> Setting:
-        """With another share of hits."""
-        return replace(self, hits=hits)
-
-    def with_overlap(self) -> Setting:
-        """With a loader that fetches and prepares at once."""
-        return replace(self, loading=replace(self.loading, overlap=True))
+_LIMITS = {"fetch": "fetching", "prep": "prep", "compute": "the device", "cpu": "what the CPUs share"}
 
 
 @dataclass(frozen=True)
@@ -101,7 +25,8 @@ class Prediction:
 
     Attributes:
         throughput: samples/s of one job.
-        binds: "fetch", "prep", "compute", or "cpu" when they share the cores.
+        binds: "fetch", "prep", "compute", or "cpu" when they share the cores: what gains most when it is doubled.
+            Several with " and " between them where they are alike.
         F, P, G: fetch rate, prep rate, compute rate of that job, samples/s.
         hits: share of samples that the cache serves.
         now: samples/s of the job as it was measured, by the same model.
@@ -123,107 +48,127 @@ class Prediction:
         return "\n".join((*self.reasoning, "", *self.answers))
 
 
-def explain(before: Setting, after: Setting, *, devices: int, jobs: int, storage: float | None) -> Prediction:
+def explain(before: Setting, after: Setting, *, devices: int, storage: float | None) -> Prediction:
     """The prediction for `after`, which `before` became by those changes."""
-    rates, hits = after.rates, after.hits
+    rates, hits, jobs = after.rates, after.hits, after.jobs
     fetch, prep = rates.fetch_at(hits), rates.prep_at(hits)
-    throughput, now, binds = after.throughput, before.throughput, after.binds
+    throughput, now, binds = after.throughput, before.throughput, " and ".join(after.binding)
     each = f", for each of {jobs} jobs" if jobs > 1 else ""
     size = "" if after.record_bytes is None else f" ({format_size(hits * after.samples * after.record_bytes)})"
-    speed = "" if storage is None else f" (storage of {format_size(storage)}/s)"
+    bandwidth = "" if storage is None else f" (storage of {speed(storage)})"
     reasoning = [
         f"x = {hits:.1%} of the samples come out of the cache{size}",
-        f"F = 1 / (x/C + (1-x)/S) = {_mix(hits, rates.cache, rates.storage)} = {_rate(fetch)}{each}{speed}",
-        f"P = {_rate(prep)}{each} ({after.cpus} {_plural(after.cpus, 'CPU')})",
+        f"F = 1 / (x/C + (1-x)/S) = {_mix(hits, rates.cache, rates.storage)} = {_rate(fetch)}{each}{bandwidth}",
+        f"P = {_rate(prep)}{each} ({plural(after.cpus, 'CPU')})",
         f"G = {_rate(rates.compute)}" + (f" ({devices} devices)" if devices > 1 else ""),
     ]
     if math.isfinite(after.together):
         reasoning.append(f"prep, compute and the loader share the CPUs: together {_rate(after.together)}")
-    if not after.loading.overlap:
+    if not after.loading.workers:
+        reasoning.append("without workers fetch, prep and compute follow each other: 1 / (1/F + 1/P + 1/G)")
+    elif not after.loading.overlap:
         reasoning.append("a worker of this loader fetches and prepares in turn: 1 / (1/F + 1/P) is its limit")
-    limit, _ = law(after.limited, hits, overlap=after.loading.overlap)
-    what = {"cpu": "the CPUs, which prep, compute and the loader share, bind"}.get(
-        binds, f"{binds} binds ({_NAMES.get(binds)})"
+    reasoning.append(
+        f"{_bound(after)}: {_rate(throughput)}{each}, {throughput / now:.2f} times as many as now ({_rate(now)})"
     )
-    reasoning.append(f"{what}: {_rate(throughput)}{each}, {throughput / now:.2f} times as many as now ({_rate(now)})")
-    if throughput < 0.99 * limit:
+    if throughput < 0.99 * after.limit:
         reasoning.append(
-            f"that is {1 - throughput / limit:.1%} less than the limit of {_rate(limit)}: the parts are nearly equal, "
-            "and how many samples of a batch miss varies"
+            f"that is {1 - throughput / after.limit:.1%} less than the limit of {_rate(after.limit)}: the parts are "
+            "nearly equal, and how many samples of a batch miss varies"
         )
     return Prediction(throughput, binds, fetch, prep, rates.compute, hits, now, tuple(reasoning), _answers(after))
 
 
+def _bound(setting: Setting) -> str:
+    if len(setting.binding) == 1:
+        return _BINDS[setting.binding[0]]
+    return f"{limits(setting)} bind alike"
+
+
+def limits(setting: Setting) -> str:
+    """What binds, in words: "prep", "fetching and the device"."""
+    return " and ".join(_LIMITS[part] for part in setting.binding)
+
+
 def _answers(setting: Setting) -> tuple[str, ...]:
     """The questions of the paper, one line each."""
-    return tuple(
-        line
-        for line in (
-            _on_cache(setting),
-            _on_cpus(setting),
-            _on_storage(setting),
-            _on_device(setting),
-            _on_jobs(setting),
-        )
-        if line
-    )
+    lines = (_on_cache(setting), _on_cpus(setting), _on_storage(setting), _on_device(setting), _on_jobs(setting))
+    return tuple(line for line in lines if line)
 
 
 def _on_cache(setting: Setting) -> str:
-    enough = enough_cache(setting)
-    if enough is None:
-        return "cache: no cache ends the fetch stall; its own rate C is the limit"
+    enough = setting.whole_share()
+    whole = setting.with_hits(1.0)
     if enough == 0:
-        return "cache: none is needed, storage keeps up without one"
+        cheaper = f"; with all samples in it: {_gain(setting, whole)}, a hit costs less prep"
+        return f"cache: storage keeps up without one{cheaper if setting.gain(whole) > WORTH else ''}"
+    if enough is None:
+        gains = f"all samples in it: {_gain(setting, whole)}; " if setting.gain(whole) > WORTH else ""
+        return f"cache: {gains}no cache ends the fetch stall; its own rate C is the limit"
+    there = setting.with_hits(enough)
     size = f" ({format_size(enough * setting.samples * setting.record_bytes)})" if setting.record_bytes else ""
-    verb = "ends" if setting.hits < enough else "is enough to end"
-    return f"cache: {enough:.0%} of the samples{size} {verb} the fetch stall; more gains nothing"
+    more = f"all of them: {_gain(setting, whole)}" if there.gain(whole) > WORTH else "more gains nothing"
+    if setting.hits >= enough:
+        if setting.gain(whole) <= WORTH:
+            more = "more gains nothing"
+        return f"cache: {enough:.0%} of the samples{size} is enough to end the fetch stall; {more}"
+    if max(setting.gain(there), setting.gain(whole)) <= WORTH:
+        return f"cache: a larger one gains {_nothing(setting)}"
+    return f"cache: {_gain(setting, there)} with {enough:.0%} of the samples{size}, which ends the fetch stall; {more}"
 
 
 def _on_cpus(setting: Setting) -> str:
-    if setting.binds not in ("prep", "cpu"):
-        return f"more CPUs: gain nothing, {_binder(setting)} is the limit"
-    goal = min(setting.rates.fetch_at(setting.hits), setting.rates.compute)
-    need = math.ceil(setting.cpus * goal / min(setting.rates.prep_at(setting.hits), setting.together))
-    gain = _gain(setting, setting.with_cpus(2 * setting.cpus))
-    return f"more CPUs: {gain} with twice as many; {need} end the prep stall"
+    twice = setting.with_cpus(2 * setting.cpus)
+    if setting.gain(twice) <= WORTH:
+        return f"more CPUs: gain {_nothing(setting, 'prep', 'cpu')}"
+    need = setting.enough_cpus()
+    end = "" if need is None else f"; {need} end the prep stall"
+    return f"more CPUs: {_gain(setting, twice)} with twice as many{end}"
 
 
 def _on_storage(setting: Setting) -> str:
     if setting.hits >= 1:
         return "faster storage: gains nothing, all samples come out of the cache"
-    if not setting.sample_bytes:
+    if not setting.sample_bytes or not math.isfinite(setting.rates.storage):
         return ""
-    twice = setting.with_storage(2 * setting.rates.storage * setting.sample_bytes)
-    goal = min(setting.limited.prep_at(setting.hits), setting.limited.compute)
-    left = 1 / goal - setting.hits / setting.rates.cache
-    need = math.inf if left <= 0 else (1 - setting.hits) / left * setting.sample_bytes
-    if twice.throughput < 1.01 * setting.throughput:
-        return f"faster storage: gains nothing, {_binder(setting)} is the limit"
-    return f"faster storage: {_gain(setting, twice)} if twice as fast; {format_size(need)}/s ends the fetch stall"
+    twice = setting.with_storage(2 * setting.rates.storage * setting.jobs * setting.sample_bytes)
+    if setting.gain(twice) <= WORTH:
+        if setting.binding == ("fetch",):
+            return "faster storage: gains less than 2%, the cache's own rate C is the limit"
+        return f"faster storage: gains {_nothing(setting, 'fetch')}"
+    need = setting.enough_storage()
+    end = "" if need is None else f"; {speed(need)} ends the fetch stall"
+    return f"faster storage: {_gain(setting, twice)} if twice as fast{end}"
 
 
 def _on_device(setting: Setting) -> str:
-    if setting.binds != "compute":
-        return f"a faster device: gains nothing, {_binder(setting)} is the limit"
-    return f"a faster device: {_gain(setting, setting.with_devices(2))} if twice as fast"
+    twice = setting.with_devices(2)
+    if setting.gain(twice) <= WORTH:
+        return f"a faster device: gains {_nothing(setting, 'compute')}"
+    return f"a faster device: {_gain(setting, twice)} if twice as fast"
 
 
 def _on_jobs(setting: Setting) -> str:
     """How many jobs the host feeds without a stall: each its own loader, and with batches prepared once for all."""
-    slowest = min(setting.rates.fetch_at(setting.hits), setting.rates.prep_at(setting.hits), setting.together)
-    fed = int(slowest * 1.01 / setting.rates.compute)
+    slowest = min(setting.rates.fetch_at(setting.hits), setting.limited.prep_at(setting.hits))
+    if not setting.loading.overlap:
+        slowest = 1 / (1 / setting.rates.fetch_at(setting.hits) + 1 / setting.limited.prep_at(setting.hits))
+    fed = int(slowest * setting.jobs * 1.01 / setting.rates.compute) if setting.loading.workers else 0
     if fed < 1:
         return "jobs on this host: not even one is fed without stalls; if batches are prepared once, more cost nothing"
     return f"jobs on this host: {fed} are fed without stalls; if batches are prepared once, any number"
 
 
+def _nothing(setting: Setting, *parts: str) -> str:
+    """Why something gains nothing that is one of `parts`, or none of them."""
+    if len(setting.binding) > 1 and set(setting.binding) & set(parts):
+        others = " and ".join(_LIMITS[part] for part in setting.binding if part not in parts)
+        return f"less than 2% alone, {others} must gain as well"
+    return f"less than 2%, {limits(setting)} {'is' if len(setting.binding) == 1 else 'are'} the limit"
+
+
 def _gain(before: Setting, after: Setting) -> str:
-    return f"{after.throughput / before.throughput:.2f}x"
-
-
-def _binder(setting: Setting) -> str:
-    return {"fetch": "fetching", "prep": "prep", "compute": "the device", "cpu": "what the CPUs share"}[setting.binds]
+    return f"{before.gain(after):.2f}x"
 
 
 def _mix(hits: float, cache: float, storage: float) -> str:
@@ -236,33 +181,3 @@ def _mix(hits: float, cache: float, storage: float) -> str:
 
 def _rate(value: float) -> str:
     return f"{value:,.0f} samples/s" if math.isfinite(value) else "no limit"
-
-
-def _plural(count: int, word: str) -> str:
-    return word if count == 1 else f"{word}s"
-
-
-def best_share(setting: Setting) -> float | None:
-    """The share of samples to cache: the least that ends the fetch stall; None if that gains less than 2%."""
-    enough = enough_cache(setting)
-    share = 1.0 if enough is None else enough
-    gain = setting.with_hits(share).throughput / setting.with_hits(0.0).throughput
-    return share if gain > 1.02 else None
-
-
-def enough_cache(setting: Setting) -> float | None:
-    """The least share of hits at which fetching holds nothing up; None if even 1 is too little.
-
-    Where a worker fetches and prepares in turn, each miss costs its time: there it is the least share within 2% of
-    what caching all samples gives.
-    """
-    if setting.loading.overlap:
-        return knee(setting.limited)
-    goal = 0.98 * setting.with_hits(1.0).throughput
-    low, high = 0.0, 1.0
-    if setting.with_hits(low).throughput >= goal:
-        return low
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        low, high = (low, middle) if setting.with_hits(middle).throughput >= goal else (middle, high)
-    return high

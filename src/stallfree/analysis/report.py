@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -17,20 +17,20 @@ import torch
 
 from stallfree.analysis.job import Job
 from stallfree.analysis.model import Loading, Rates
-from stallfree.analysis.prediction import Prediction, Setting, best_share, explain
+from stallfree.analysis.prediction import Prediction, explain, limits
+from stallfree.analysis.setting import WORTH, Setting, Sharing
 from stallfree.analysis.stopwatch import Rate
 from stallfree.cache.limits import free_memory
 from stallfree.errors import InputError
 from stallfree.folders import is_path
 from stallfree.platform import cpu_count
+from stallfree.report.figures import speed
 from stallfree.report.page import report_page
 from stallfree.report.terminal import render_report
 from stallfree.units import format_size, parse_rate, parse_size
 
 FORMAT, VERSION = "stallfree-report", 1
 _SECTIONS = ("job", "rates", "runs", "shares", "machine", "advice", "curves", "notes", "bottleneck")
-_WORTH = 1.02
-"""Advice that gains less is not given."""
 
 
 class Report:
@@ -117,7 +117,7 @@ class Report:
                 )
             after = after.with_storage(bandwidth)
         after = after.with_devices(devices).with_jobs(jobs)
-        return explain(before, after, devices=devices, jobs=jobs, storage=bandwidth)
+        return explain(before, after, devices=devices, storage=bandwidth)
 
     def hits_of(self, cache: int | str) -> float:
         """The share of hits that a cache of this size gives: that of the samples it holds. Raises `InputError`."""
@@ -144,18 +144,19 @@ class Report:
         if not job["parted"]:
             found = _apart(found)
         loading = Loading(job["batch_size"], job["num_workers"], job["ahead"], job["loader"] == "stallfree")
-        warm = self.data["runs"]["warm"]["value"]
-        shared = warm is not None and warm < 0.99 * min(found.prep_hit, found.compute)
-        return Setting(
+        setting = Setting(
             found,
             loading,
             job["cache_share"],
             cores,
-            float(warm) if shared else math.inf,
+            None,
             job["sample_bytes"],
             job["record_bytes"],
             job["samples"],
         )
+        runs = [self.data["runs"][name]["value"] for name in ("cold", "warm")]
+        fastest = max((float(value) for value in runs if value is not None), default=math.inf)
+        return replace(setting, sharing=_sharing(setting, fastest, own_cpu=machine["device"] == "cpu"))
 
 
 def check_cache(cache: int | str) -> None:
@@ -237,9 +238,10 @@ def make_report(
     data["advice"] = _advice(setting, data)
     data["bottleneck"] = _bottleneck(setting, data)
     data["curves"] = _curves(setting)
-    if math.isfinite(setting.together):
+    if setting.sharing is not None:
+        reached = max(float(rates[name]) for name in ("cold", "warm") if rates[name].value is not None)
         data["notes"].append(
-            f"with all data in memory the job reaches {setting.together:,.0f} samples/s where min(P, G) is "
+            f"the job reaches {reached:,.0f} samples/s where min(P, G) is "
             f"{min(setting.rates.prep_hit, setting.rates.compute):,.0f}: prep, compute and the loader share the CPUs"
         )
     return report
@@ -249,6 +251,23 @@ def _apart(rates: Rates) -> Rates:
     """Rates of a data set whose prep cannot be run without reading: P out of memory has the reading C in it."""
     seconds = max(1e-12, 1 / rates.prep - 1 / rates.cache)
     return Rates(rates.compute, 1 / seconds, 1 / seconds, rates.storage, rates.cache)
+
+
+def _sharing(setting: Setting, fastest: float, *, own_cpu: bool) -> Sharing | None:
+    """How prep, compute and the loader share the CPUs, if the job does not reach what they give alone.
+
+    The CPUs work on a sample as long as the job takes for it at its fastest. What is not prep is the step, where that
+    runs on them and not on a device of its own, and the loader.
+    """
+    alone = setting.with_hits(1.0)
+    if not setting.loading.workers or fastest >= 0.99 * alone.limit:
+        return None
+    whole = 1 / fastest
+    if not setting.loading.overlap:
+        whole -= 1 / setting.rates.cache
+    others = max(0.0, whole - 1 / setting.rates.prep_hit)
+    step = min(others, 1 / setting.rates.compute) if own_cpu else 0.0
+    return Sharing(step, others - step)
 
 
 def _fetch_rate(setting: Setting, rates: dict[str, Rate]) -> Rate:
@@ -277,12 +296,12 @@ def _shares(rate: float, rates: dict[str, Rate], *, cold: bool) -> dict[str, flo
 
 def _advice(now: Setting, data: dict[str, Any]) -> list[dict[str, Any]]:
     """What to do, in the order of what it gains."""
-    speed = now.throughput
+    rate = now.throughput
     found: list[dict[str, Any]] = []
 
     def offer(do: str, why: str, then: Setting) -> None:
-        if then.throughput > _WORTH * speed:
-            found.append({"do": do, "why": why, "throughput": then.throughput, "gain": then.throughput / speed})
+        if then.throughput > WORTH * rate:
+            found.append({"do": do, "why": why, "throughput": then.throughput, "gain": then.throughput / rate})
 
     ours = now.with_overlap()
     if not now.loading.overlap:
@@ -291,8 +310,9 @@ def _advice(now: Setting, data: dict[str, Any]) -> list[dict[str, Any]]:
             "a worker then fetches the next batches while it prepares one: min(F, P, G) in place of their sum",
             ours,
         )
-    enough = best_share(now)
-    if enough is not None and enough > now.hits:
+    enough = now.whole_share()
+    enough = 1.0 if enough is None else enough
+    if enough > now.hits:
         size = f" ({format_size(enough * now.samples * now.record_bytes)})" if now.record_bytes else ""
         then = now.with_hits(enough)
         offer(
@@ -305,13 +325,13 @@ def _advice(now: Setting, data: dict[str, Any]) -> list[dict[str, Any]]:
         offer(
             f"Raise num_workers from {workers} to {cpus}, one for each CPU",
             "each worker prepares on a core of its own",
-            now.with_cpus(cpus) if workers else _with_a_worker(now).with_cpus(cpus),
+            now.with_workers(cpus),
         )
     offer(f"Take twice as many CPUs ({2 * max(cpus, now.cpus)})", "P doubles", now.with_cpus(2 * max(cpus, now.cpus)))
     if now.sample_bytes and math.isfinite(now.rates.storage):
         bandwidth = now.rates.storage * now.sample_bytes
         offer(
-            f"Put the data on storage twice as fast ({format_size(2 * bandwidth)}/s)",
+            f"Put the data on storage twice as fast ({speed(2 * bandwidth)})",
             f"S doubles from {now.rates.storage:,.0f}",
             now.with_storage(2 * bandwidth),
         )
@@ -319,21 +339,19 @@ def _advice(now: Setting, data: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda item: -float(item["gain"]))
 
 
-def _with_a_worker(now: Setting) -> Setting:
-    loading = Loading(now.loading.batch_size, 1, max(2, now.loading.ahead), now.loading.overlap)
-    return Setting(**{**vars(now), "loading": loading})
-
-
 def _bottleneck(now: Setting, data: dict[str, Any]) -> str:
     cold, warm = data["shares"]["cold"], data["shares"]["warm"]
     rates = f"F {_f(now)}, P {data['rates']['P']['value']:,.0f}, G {now.rates.compute:,.0f} samples/s"
     fetch, prep, busy = f"{cold['fetch_stall']:.0%}", f"{warm['prep_stall']:.0%}", f"{cold['compute']:.0%}"
+    if len(now.binding) > 1:
+        what = limits(now)
+        return f"{what[0].upper()}{what[1:]} limit alike: the job gains when both or all of them do ({rates})."
     return {
         "fetch": f"Storage is the limit: with cold files {fetch} of the time is a wait for it ({rates}).",
         "prep": f"Prep is the limit: {prep} of the time is a wait for it, even out of memory ({rates}).",
         "cpu": f"The CPUs are the limit, which prep, compute and the loader share: {prep} is wait ({rates}).",
         "compute": f"The device is the limit, and is fed: it computes {busy} of the time ({rates}).",
-    }[now.binds]
+    }[now.binding[0]]
 
 
 def _f(setting: Setting) -> str:
@@ -352,7 +370,7 @@ def _curves(now: Setting) -> dict[str, Any]:
             "F": [_finite(one.rates.fetch_at(one.hits)) for one in there],
             "P": [_finite(one.rates.prep_at(one.hits)) for one in there],
             "G": [_finite(one.rates.compute) for one in there],
-            "best": best_share(now),
+            "best": now.best_share(),
         },
         "cpus": {"x": cpus, "throughput": [now.with_cpus(count).throughput for count in cpus], "now": now.cpus},
         "storage": {"x": [], "throughput": [], "now": None},

@@ -1,0 +1,265 @@
+"""A job on a machine, and the same job with more of one thing: what its parts give, and which of them binds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+
+from stallfree.analysis.model import Loading, Rates, knee, law, sustained
+from stallfree.loader.choice import Choice
+
+WORTH = 1.02
+"""What gains less is not advised, and is said to gain less than 2%."""
+
+_ALIKE = 0.99
+"""Parts that gain within 1% of the best bind alike."""
+
+_MOST = 4096
+"""How many times as many CPUs, or as fast a storage, counts as without a limit."""
+
+_TRIES = 12
+_NEAR = 1.04
+"""What queues of finite length lose where the parts are nearly equal may be left."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What others than prep take of the CPUs that they share with it: seconds per sample.
+
+    Attributes:
+        step: of the training step, less on a faster device.
+        rest: of the loader and the training process.
+    """
+
+    step: float
+    rest: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A job on a machine.
+
+    Attributes:
+        rates: of one job, alone.
+        loading: its loader.
+        hits: share of samples that the cache serves.
+        cpus: cores that prepare.
+        sharing: set where prep, compute and the loader share the cores, so that together they are slower than each.
+        sample_bytes: mean bytes of a fetch; None if not known.
+        record_bytes: mean bytes of a cached sample; None if not known.
+        samples: of the data set.
+        jobs: equal jobs on the machine; the rates are those of one of them.
+    """
+
+    rates: Rates
+    loading: Loading
+    hits: float
+    cpus: int
+    sharing: Sharing | None
+    sample_bytes: float | None
+    record_bytes: float | None
+    samples: int
+    jobs: int = 1
+
+    @cached_property
+    def throughput(self) -> float:
+        """Samples/s that the job keeps up."""
+        return sustained(self.limited, self.hits, self.loading)
+
+    @property
+    def limit(self) -> float:
+        """Samples/s by the law, without what short queues lose."""
+        if not self.loading.workers:
+            return self.throughput
+        return law(self.limited, self.hits, overlap=self.loading.overlap)[0]
+
+    @property
+    def limited(self) -> Rates:
+        """The rates; P is no higher than what the shared CPUs give."""
+        rates = self.rates
+        return replace(rates, prep=self._shared(rates.prep), prep_hit=self._shared(rates.prep_hit))
+
+    @property
+    def together(self) -> float:
+        """Samples/s that the CPUs give to prep, compute and the loader together; infinite where they do not share."""
+        return math.inf if self.sharing is None else self._work(self.rates.prep_at(self.hits))
+
+    def _shared(self, prep: float) -> float:
+        return min(prep, self._work(prep))
+
+    def _work(self, prep: float) -> float:
+        if self.sharing is None:
+            return math.inf
+        return 1 / (1 / prep + self.sharing.step + self.sharing.rest)
+
+    @cached_property
+    def binding(self) -> tuple[str, ...]:
+        """What limits: the parts whose doubling gains most, of "fetch", "prep" or "cpu", and "compute".
+
+        Where doubling one part gains less than 2%, several bind alike: the fewest that gain when they are doubled
+        together.
+        """
+        cpu = "cpu" if self.together < self.rates.prep_at(self.hits) else "prep"
+        doubled: dict[str, Callable[[Setting], Setting]] = {
+            "fetch": Setting.with_double_fetch,
+            cpu: lambda now: now.with_cpus(2 * now.cpus),
+            "compute": lambda now: now.with_devices(2),
+        }
+        for count in (1, 2):
+            gains = {names: self._gain([doubled[name] for name in names]) for names in combinations(doubled, count)}
+            best = max(gains.values())
+            if best > WORTH:
+                alike = {name for names, gain in gains.items() if gain >= _ALIKE * best for name in names}
+                return tuple(name for name in doubled if name in alike)
+        return tuple(doubled)
+
+    def _gain(self, changes: list[Callable[[Setting], Setting]]) -> float:
+        then = self
+        for change in changes:
+            then = change(then)
+        return self.gain(then)
+
+    def gain(self, then: Setting) -> float:
+        """How many times as fast `then` is."""
+        return then.throughput / self.throughput
+
+    # -- the same job with other things -------------------------------------------------------------------------------
+
+    def with_cpus(self, cpus: int) -> Setting:
+        """With so many cores that prepare, and a worker on each: P in proportion, and what the cores share."""
+        if cpus == self.cpus:
+            return self
+        factor = cpus / self.cpus
+        rates = replace(self.rates, prep=self.rates.prep * factor, prep_hit=self.rates.prep_hit * factor)
+        sharing = self.sharing and _scaled(self.sharing, 1 / factor)
+        workers = max(1, math.ceil(self.loading.workers * factor)) if self.loading.workers else cpus
+        ahead = max(self.loading.ahead, math.ceil(self.loading.ahead * factor))
+        loading = replace(self.loading, workers=workers, ahead=ahead)
+        return replace(self, rates=rates, loading=loading, cpus=cpus, sharing=sharing)
+
+    def with_workers(self, workers: int) -> Setting:
+        """With so many workers on the same machine: P in proportion, and what the cores share stays."""
+        then = self.with_cpus(workers)
+        if self.sharing is None:
+            return then
+        freed = 1 / self.rates.prep_hit - 1 / then.rates.prep_hit
+        return replace(then, sharing=replace(self.sharing, rest=self.sharing.rest + freed))
+
+    def with_double_fetch(self) -> Setting:
+        """With F twice as high: storage and cache."""
+        rates = self.rates
+        return replace(self, rates=replace(rates, storage=2 * rates.storage, cache=2 * rates.cache))
+
+    def with_storage(self, bandwidth: float) -> Setting:
+        """With storage of so many bytes/s. `sample_bytes` must be known."""
+        assert self.sample_bytes
+        return replace(self, rates=replace(self.rates, storage=bandwidth / self.sample_bytes / self.jobs))
+
+    def with_devices(self, devices: float) -> Setting:
+        """With so many devices that share each batch: G in proportion."""
+        sharing = self.sharing and replace(self.sharing, step=self.sharing.step / devices)
+        return replace(self, rates=replace(self.rates, compute=self.rates.compute * devices), sharing=sharing)
+
+    def with_jobs(self, jobs: int) -> Setting:
+        """What one of so many equal jobs on the host gets, each with a device of its own: 1/jobs of S, C and P."""
+        rates = self.rates
+        shared = replace(
+            rates,
+            prep=rates.prep / jobs,
+            prep_hit=rates.prep_hit / jobs,
+            storage=rates.storage / jobs,
+            cache=rates.cache / jobs,
+        )
+        sharing = self.sharing and _scaled(self.sharing, jobs)
+        return replace(self, rates=shared, sharing=sharing, jobs=self.jobs * jobs)
+
+    def with_hits(self, hits: float) -> Setting:
+        """With another share of hits."""
+        return replace(self, hits=hits)
+
+    def with_overlap(self) -> Setting:
+        """With a loader that fetches and prepares at once."""
+        return replace(self, loading=replace(self.loading, overlap=True))
+
+    def with_choice(self, choice: Choice, nothing: Choice) -> Setting:
+        """With the cache that was chosen, by what it changes against `nothing` in the same model."""
+        prep = self.rates.prep
+        if not self.loading.overlap:  # there a sample is fetched and prepared in turn
+            prep = 1 / (1 / self.rates.storage + 1 / prep)
+        if math.isfinite(nothing.prep):
+            prep *= choice.prep / nothing.prep
+        rates = Rates(self.rates.compute, prep, prep, choice.fetch, choice.fetch)
+        size, workers = self.loading.batch_size, max(1, choice.workers)
+        loading = Loading(size, workers, max(self.loading.ahead, 2 * workers), overlap=True)
+        return replace(self, rates=rates, loading=loading, hits=choice.hits, cpus=workers)
+
+    # -- what is enough -----------------------------------------------------------------------------------------------
+
+    def enough_cpus(self) -> int | None:
+        """The fewest cores that prepare with which more gain less than 2%; None if these are enough."""
+        goal = self.with_cpus(_MOST * self.cpus).limit
+        low, high = self.cpus, _MOST * self.cpus
+        if self.limit * WORTH >= goal:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.with_cpus(middle).limit * WORTH >= goal else (middle, high)
+        for _ in range(_TRIES):  # what short queues lose takes some more
+            there = self.with_cpus(high)
+            if there.gain(there.with_cpus(4 * high)) <= _NEAR:
+                break
+            high = math.ceil(1.06 * high)
+        return high
+
+    def enough_storage(self) -> float | None:
+        """The least bandwidth with which more gains less than 2%, bytes/s; None if this is enough."""
+        assert self.sample_bytes
+        now = self.rates.storage * self.sample_bytes * self.jobs
+        goal = self.with_storage(_MOST * now).limit
+        if self.limit * WORTH >= goal:
+            return None
+        low, high = 1.0, float(_MOST)
+        while high / low > 1.001:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if self.with_storage(middle * now).limit * WORTH >= goal else (middle, high)
+        for _ in range(_TRIES):
+            there = self.with_storage(high * now)
+            if there.gain(there.with_storage(4 * high * now)) <= _NEAR:
+                break
+            high *= 1.06
+        return high * now
+
+    def enough_cache(self) -> float | None:
+        """The least share of hits at which fetching holds nothing up; None if even 1 is too little.
+
+        Where a worker fetches and prepares in turn, each miss costs its time: there it is the least share within 2% of
+        what caching all samples gives.
+        """
+        if self.loading.overlap and self.loading.workers:
+            return knee(self.limited)
+        goal = self.with_hits(1.0).limit / WORTH
+        low, high = 0.0, 1.0
+        if self.with_hits(low).limit >= goal:
+            return low
+        while high - low > 1e-3:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.with_hits(middle).limit >= goal else (middle, high)
+        return high
+
+    def whole_share(self) -> float | None:
+        """`enough_cache` in whole percents, which are enough as well."""
+        enough = self.enough_cache()
+        return None if enough is None else min(1.0, math.ceil(round(100 * enough, 6)) / 100)
+
+    def best_share(self) -> float | None:
+        """The share of samples to cache: the least that ends the fetch stall; None if that gains less than 2%."""
+        enough = self.enough_cache()
+        share = 1.0 if enough is None else enough
+        return share if self.with_hits(0.0).gain(self.with_hits(share)) > WORTH else None
+
+
+def _scaled(sharing: Sharing, factor: float) -> Sharing:
+    return Sharing(sharing.step * factor, sharing.rest * factor)

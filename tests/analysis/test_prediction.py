@@ -1,0 +1,210 @@
+"""Predictions agree with themselves: what is named as the limit is what helps, and what is advised gains."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from report_data import make
+
+from stallfree import Report
+from stallfree.analysis.prediction import Prediction
+from stallfree.analysis.setting import Setting
+
+rate = st.floats(10, 1e5)
+tied = st.sampled_from([100.0, 1000.0, 1010.0, 3000.0])  # so that parts are nearly equal often
+any_rate = st.one_of(rate, tied)
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # to shrink a failure takes minutes
+CORES = {"prep": "more CPUs", "cpu": "more CPUs", "compute": "a faster device"}
+
+
+class DoubleFetch(Report):
+    """A report of the same job, whose storage and cache are twice as fast."""
+
+    def setting(self) -> Setting:
+        found = super().setting()
+        rates = replace(found.rates, storage=2 * found.rates.storage, cache=2 * found.rates.cache)
+        return replace(found, rates=rates)
+
+
+def doubled(report: Report, asked: dict[str, Any], parts: tuple[str, ...]) -> float:
+    """Samples/s with these parts twice as fast."""
+    changed = dict(asked)
+    if {"prep", "cpu"} & set(parts):
+        changed["cpus"] = 2 * (asked.get("cpus") or report.setting().cpus)
+    if "compute" in parts:
+        changed["devices"] = 2
+    return (DoubleFetch(report.data) if "fetch" in parts else report).predict(**changed).throughput
+
+
+def check(report: Report, asked: dict[str, Any]) -> Prediction:
+    """What is said of `asked` holds, by further predictions."""
+    told = report.predict(**asked)
+    named = tuple(told.binds.split(" and "))
+    assert set(named) <= {"fetch", "prep", "cpu", "compute"}
+    cpu = "cpu" if "cpu" in named else "prep"
+    gains = {part: doubled(report, asked, (part,)) / told.throughput for part in ("fetch", cpu, "compute")}
+    best = max(gains.values())
+    if best > 1.02:  # each that is named gains as much as any
+        assert all(gains[part] >= 0.98 * best for part in named), (named, gains)
+    else:  # none gains alone, all that are named gain together
+        assert len(named) > 1
+        assert doubled(report, asked, named) > 1.02 * told.throughput
+    answers = {line.split(":")[0]: line.split(": ", 1)[1] for line in told.answers}
+    for part, gain in gains.items():
+        if part == "fetch":
+            continue
+        said = re.match(r"([\d.]+)x", answers[CORES[part]])
+        assert (said is not None) == (gain > 1.02), (part, gain, answers)
+        assert said is None or float(said[1]) == pytest.approx(gain, abs=0.006)
+    if best > 1.02:
+        for part, line in CORES.items():
+            if part in named and part in gains:
+                assert "less than" not in answers[line]
+    check_cpus(report, asked, answers["more CPUs"])
+    check_storage(report, asked, told, answers.get("faster storage", ""))
+    check_cache(report, asked, told, answers["cache"])
+    return told
+
+
+def check_cpus(report: Report, asked: dict[str, Any], line: str) -> None:
+    need = re.search(r"([\d,]+) end the prep stall", line)
+    if need is None:
+        return
+    given, enough = asked.get("cpus") or report.setting().cpus, int(need[1].replace(",", ""))
+    assert enough > given
+    there = report.predict(**{**asked, "cpus": enough})
+    more = report.predict(**{**asked, "cpus": 4 * enough})
+    assert more.throughput <= 1.05 * there.throughput
+
+
+def check_storage(report: Report, asked: dict[str, Any], told: Prediction, line: str) -> None:
+    size = report.data["job"]["sample_bytes"]
+    if not line or "all samples" in line:
+        return
+    data = copy.deepcopy(report.data)
+    data["rates"]["S"]["value"] *= 2
+    gain = Report(data).predict(**asked).throughput / told.throughput
+    said = re.match(r"([\d.]+)x", line)
+    assert (said is not None) == (gain > 1.02)
+    need = re.search(r"([\d.,]+) (\w*B)/s ends", line)
+    if need is not None:
+        factor = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[need[2]]
+        enough = float(need[1].replace(",", "")) * factor
+        assert enough > 0.99 * report.data["rates"]["S"]["value"] * size
+        assert told.throughput <= report.predict(**{**asked, "storage": enough}).throughput * 1.01
+
+
+def check_cache(report: Report, asked: dict[str, Any], told: Prediction, line: str) -> None:
+    whole = report.predict(**{**asked, "cache": "100%"}).throughput
+    if "larger one gains less" in line:
+        assert whole <= 1.02 * told.throughput
+    said = re.match(r"([\d.]+)x with (\d+)%", line)
+    if said is not None:
+        assert told.hits * 100 < int(said[2])
+        there = report.predict(**{**asked, "cache": f"{said[2]}%"}).throughput
+        assert there / told.throughput == pytest.approx(float(said[1]), abs=0.006)
+        if "more gains nothing" in line:
+            assert whole <= 1.021 * there
+
+
+jobs = st.fixed_dictionaries(
+    {
+        "G": any_rate,
+        "P": any_rate,
+        "S": any_rate,
+        "C": st.floats(100, 1e6),
+        "hit": st.floats(1, 3),  # P of hits, as many times P
+        "shared": st.one_of(st.just(1.0), st.floats(0.4, 1.0)),  # the warm job, as a share of min(P, G)
+        "workers": st.integers(0, 8),
+        "parted": st.booleans(),
+        "host": st.sampled_from([1, 2, 24]),
+    }
+)
+questions = st.fixed_dictionaries(
+    {},
+    optional={
+        "cache": st.sampled_from(["0%", "35%", "90%", "100%"]),
+        "cpus": st.sampled_from([1, 2, 5, 24]),
+        "devices": st.sampled_from([1, 4]),
+        "jobs": st.sampled_from([1, 3]),
+    },
+)
+
+
+def report_of(job: dict[str, Any]) -> Report:
+    rates = {name: job[name] for name in "GPSC"} | {"P_hit": job["P"] * job["hit"]}
+    if not job["parted"]:
+        rates["P"] = rates["P_hit"] = 1 / (1 / job["P"] + 1 / job["C"])
+    rates["warm"] = job["shared"] * min(rates["P_hit"], rates["G"])
+    rates["cold"] = min(rates["warm"], rates["S"])
+    report = make(rates, parted=job["parted"], num_workers=job["workers"])
+    report.data["machine"]["cpus"] = job["host"]
+    return report
+
+
+def check_job(job: dict[str, Any], asked: dict[str, Any]) -> None:
+    if asked.get("devices", 1) > 1:  # twice as many as those
+        job, asked = {**job, "G": job["G"] * asked["devices"]}, {**asked, "devices": 1}
+    check(report_of(job), asked)
+
+
+@settings(deadline=None, max_examples=40, phases=PHASES)
+@given(jobs, questions)
+def test_what_is_named_and_advised_is_what_helps(job: dict[str, Any], asked: dict[str, Any]) -> None:
+    check_job(job, asked)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=2000, phases=PHASES)
+@given(jobs, questions)
+def test_what_is_named_and_advised_is_what_helps_for_2000_jobs(job: dict[str, Any], asked: dict[str, Any]) -> None:
+    check_job(job, asked)
+
+
+def test_with_enough_cpus_the_device_is_named_and_helps() -> None:
+    job = {"G": 2984, "P": 1600, "P_hit": 1600, "S": 40_000, "warm": 1420, "cold": 1400}
+    told = check(make(job, num_workers=2), {"cpus": 24, "cache": "100%"})
+    assert told.binds == "compute"
+    assert told.throughput == pytest.approx(2984)
+    answers = "\n".join(told.answers)
+    assert "a faster device: 2.00x if twice as fast" in answers
+    assert "more CPUs: gain less than 2%, the device is the limit" in answers
+    assert "end the prep stall" not in answers
+
+
+def test_parts_that_bind_alike_are_all_named() -> None:
+    told = check(make({"G": 1000, "P": 1000, "S": 50_000, "warm": 1000, "cold": 1000}), {})
+    assert told.binds == "prep and compute"
+    assert "prep and the device bind alike" in str(told)
+    assert "more CPUs: gain less than 2% alone, the device must gain as well" in told.answers
+    report = make({"G": 1000, "P": 1000, "S": 50_000, "warm": 1000, "cold": 1000})
+    assert report.data["bottleneck"].startswith("Prep and the device limit alike")
+
+
+def test_a_bandwidth_comes_back_in_the_units_of_disks() -> None:
+    text = str(make({}).predict(storage="530MB/s"))
+    assert "(storage of 530 MB/s)" in text
+    assert "iB/s" not in text
+    assert "MB/s ends the fetch stall" in str(make({}).predict())
+    advice = "".join(item["do"] for item in make({}).data["advice"])
+    assert "storage twice as fast (25 MB/s)" in advice
+
+
+def test_without_workers_nothing_is_shared() -> None:
+    report = make({"G": 1000, "P": 1000, "S": 50_000, "warm": 490, "cold": 480}, num_workers=0)
+    told = check(report, {})
+    assert told.throughput == pytest.approx(1 / (1 / 1000 + 1 / 1000 + 1 / 50_000))
+    assert told.binds == "prep"
+    assert check(report, {"cpus": 4}).binds == "compute"
+
+
+def test_jobs_that_are_fed_are_counted_on_the_whole_host() -> None:
+    report = make({"G": 100, "P": 450, "S": 5000, "warm": 100, "cold": 100})
+    for jobs in (1, 2, 4, 8):
+        assert report.predict(jobs=jobs).answers[-1].startswith("jobs on this host: 4 are fed")
