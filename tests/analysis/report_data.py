@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stallfree.analysis.job import Job
-from stallfree.analysis.report import Report, Sizes, make_report
+from stallfree.analysis.report import Remedy, Report, Sizes, make_report
 from stallfree.analysis.stopwatch import Rate
 
 
@@ -28,7 +28,14 @@ class Source(Samples):
     """One that separates fetch from prep, as far as a report can tell."""
 
 
-def make(rates: dict[str, float | None], *, parted: bool = True, cache: Any = None, **changed: Any) -> Report:
+def make(
+    rates: dict[str, float | None],
+    *,
+    parted: bool = True,
+    cache: Any = None,
+    remedy: Remedy | None = None,
+    **changed: Any,
+) -> Report:
     """A report with these rates: G, P, P_hit, S, C, cold, warm; 10,000 samples of 50,000 bytes."""
     source = Source(10_000)
     job = Job(source, print, 32, 4, torch.device("cpu"), source=source)
@@ -50,4 +57,4 @@ def make(rates: dict[str, float | None], *, parted: bool = True, cache: Any = No
         for name, value in merged.items()
     }
     sizes = Sizes(50_000.0 if parted else None, 50_000.0, 150_528.0)
-    return make_report(job, found, sizes, 0.0, cache, [])
+    return make_report(job, found, sizes, 0.0, cache, [], remedy)

@@ -288,6 +288,37 @@ def test_nothing_is_left_to_run_after_an_interrupt(monkeypatch: pytest.MonkeyPat
         quick(Records(), step)
 
 
+@sf.mark_deterministic
+def slow(record: Any) -> Any:
+    """Prep that takes 2 ms."""
+    time.sleep(0.002)
+    return np.full(100, record[1], np.float32), record[1]
+
+
+@pytest.mark.parametrize("parted", [True, False])
+def test_a_job_bound_by_prep_is_advised_the_automatic_cache_first(parted: bool) -> None:
+    source = Records()
+    source.pipeline = sf.Compose([slow])
+    report = quick(source if parted else Whole(), seconds=0.2)
+    assert report.data["bottleneck"].startswith("Prep is the limit")
+    first = report.data["advice"][0]
+    assert first["do"].startswith("Use sf.DataLoader(dataset, 4, cache='auto', capacity=")
+    assert first["gain"] > 3
+    assert first["memory_bytes"] > 64 * 400
+    others = [item["do"] for item in report.data["advice"][1:]]
+    assert others[-1].startswith("Take twice as many CPUs")
+
+
+class Whole(torch.utils.data.Dataset[Any]):
+    """A plain data set with slow prep of its own."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, id: int) -> Any:
+        return slow((b"", id))
+
+
 def test_the_report_says_what_the_loader_would_choose() -> None:
     report = quick(sf.testing.ThrottledSource(Records(), bandwidth="2MB/s"), cache="1MiB", seconds=0.2)
     (line,) = [note for note in report.data["notes"] if "cache='auto', capacity=1048576" in note]

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stallfree.analysis.job import Bare, Cold, Endless, Held, Job, Records, make_job, read_some
-from stallfree.analysis.report import Report, Sizes, check_cache, make_report, parse_share
+from stallfree.analysis.report import Remedy, Report, Sizes, check_cache, make_report, parse_share
 from stallfree.analysis.residency import read_file, resident_share
 from stallfree.analysis.stopwatch import Limits, Rate, steady_rate
 from stallfree.cache.limits import free_memory, free_space
-from stallfree.errors import InputError
+from stallfree.errors import InputError, StallfreeError
 from stallfree.folders import default_root
 from stallfree.loader import CachedDataset, DataLoader
 from stallfree.loader.choice import choose, explain
@@ -34,6 +34,7 @@ from stallfree.loader.measure import measure
 from stallfree.loader.reader import IO_THREADS
 from stallfree.pipeline.compose import Compose
 from stallfree.platform import cpu_count
+from stallfree.sources.mapped import as_source
 from stallfree.units import parse_size
 
 RUNS = {
@@ -135,9 +136,8 @@ class _Analysis:
             self._real(some, full)
             record_bytes = _record_bytes(full) or some.sample_bytes
             sizes = Sizes(some.sample_bytes, record_bytes, self._prepared_bytes)
-            if full is not None:
-                self._recommend(cache, record_bytes or 0.0)
-        return make_report(job, self._rates, sizes, self._fetch_seconds, cache, self._notes)
+            remedy = self._remedy(cache, record_bytes or 0.0)
+        return make_report(job, self._rates, sizes, self._fetch_seconds, cache, self._notes, remedy)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -234,22 +234,31 @@ class _Analysis:
         self._time("warm", self._steps(job.dataset, Endless(some.ids)), self._warm_up)
         self._check_in(some, "the warm job")
 
-    def _recommend(self, cache: int | str | None, record_bytes: float) -> None:
-        """What `DataLoader(cache="auto")` would choose, with the S and the G that were measured here."""
+    def _remedy(self, cache: int | str | None, record_bytes: float) -> Remedy | None:
+        """What `DataLoader(cache="auto")` would choose, with the S and the G that were measured here.
+
+        None for a data set whose samples are random and cannot be told from their prep: nothing of it can be cached.
+        """
         job, rates = self._job, self._rates
         room = free_memory() // 2
         if isinstance(cache, str) and cache.strip().endswith("%"):
             room = int(parse_share(cache, "cache") * len(job.source) * record_bytes)
         elif cache is not None:
             room = parse_size(cache, "cache")
-        measured = replace(
-            measure(job.source, job.steps, look(job.source, job.steps), seed=0).measured,
-            storage={IO_THREADS * max(1, job.num_workers): float(rates["S"])},
-            fetching=self._fetch_seconds,
-            compute=float(rates["G"]),
-        )
+        source = job.source if job.parted else as_source(job.dataset)
+        steps = job.steps if job.parted else source.pipeline
+        try:
+            measured = measure(source, steps, look(source, steps), seed=0).measured
+        except StallfreeError as error:
+            self._note(f"sf.DataLoader(..., cache='auto') would cache nothing: {error}")
+            return None
+        if job.parted:
+            storage = {IO_THREADS * max(1, job.num_workers): float(rates["S"])}
+            measured = replace(measured, storage=storage, fetching=self._fetch_seconds)
+        measured = replace(measured, compute=float(rates["G"]))
         chosen = choose(measured, room, workers=None, cpus=cpu_count())
-        self._notes.append(f"sf.DataLoader(..., cache='auto', capacity={room}): {explain(measured, chosen, room)}")
+        self._note(f"sf.DataLoader(..., cache='auto', capacity={room}): {explain(measured, chosen, room)}")
+        return Remedy(measured, chosen, room)
 
     # -- tools --------------------------------------------------------------------------------------------------------
 

@@ -23,8 +23,9 @@ from stallfree.analysis.stopwatch import Rate
 from stallfree.cache.limits import free_memory
 from stallfree.errors import InputError
 from stallfree.folders import is_path
+from stallfree.loader.choice import Choice, Measured, expect
 from stallfree.platform import cpu_count
-from stallfree.report.figures import speed
+from stallfree.report.figures import plural, speed
 from stallfree.report.page import report_page
 from stallfree.report.terminal import render_report
 from stallfree.units import format_size, parse_rate, parse_size
@@ -187,6 +188,22 @@ class Sizes:
     prepared: float
 
 
+@dataclass(frozen=True)
+class Remedy:
+    """What `DataLoader(cache="auto")` would choose in so much `room`, and the measurements that say why."""
+
+    measured: Measured
+    choice: Choice
+    room: int
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the records in the cache."""
+        share = self.choice.share or 0.0
+        parts = zip((1 - share, share), self.measured.sizes, strict=True)
+        return self.choice.hits * self.measured.samples * sum(part * size for part, size in parts if part)
+
+
 def make_report(
     job: Job,
     rates: dict[str, Rate],
@@ -194,6 +211,7 @@ def make_report(
     fetch_seconds: float,
     cache: int | str | None,
     notes: Sequence[str],
+    remedy: Remedy | None = None,
 ) -> Report:
     """The report that follows from the runs of an analysis; `fetch_seconds` of the processor are for each fetch."""
     data: dict[str, Any] = {
@@ -235,7 +253,7 @@ def make_report(
     setting = report.setting()
     data["rates"]["F"] = _fetch_rate(setting, rates).json()
     data["shares"] = {name: _shares(float(rates[name]), rates, cold=name == "cold") for name in ("cold", "warm")}
-    data["advice"] = _advice(setting, data)
+    data["advice"] = _advice(setting, data, remedy)
     data["bottleneck"] = _bottleneck(setting, data)
     data["curves"] = _curves(setting)
     if setting.sharing is not None:
@@ -294,49 +312,89 @@ def _shares(rate: float, rates: dict[str, Rate], *, cold: bool) -> dict[str, flo
     }
 
 
-def _advice(now: Setting, data: dict[str, Any]) -> list[dict[str, Any]]:
-    """What to do, in the order of what it gains."""
-    rate = now.throughput
-    found: list[dict[str, Any]] = []
+class _Offers:
+    """What gains something, with what it takes: first what needs no other hardware, then the rest, by gain."""
 
-    def offer(do: str, why: str, then: Setting) -> None:
-        if then.throughput > WORTH * rate:
-            found.append({"do": do, "why": why, "throughput": then.throughput, "gain": then.throughput / rate})
+    def __init__(self, now: Setting) -> None:
+        self._now = now
+        self._found: list[tuple[bool, float, dict[str, Any]]] = []
 
-    ours = now.with_overlap()
+    def add(self, do: str, why: str, then: Setting, *, memory: float = 0.0, hardware: bool = False) -> None:
+        """Take it, if it gains 2%."""
+        gain = self._now.gain(then)
+        if gain > WORTH:
+            why += f"; takes {format_size(memory)} of memory" if memory else ""
+            item = {"do": do, "why": why, "throughput": then.throughput, "gain": gain, "memory_bytes": round(memory)}
+            self._found.append((hardware, -gain, item))
+
+    def items(self) -> list[dict[str, Any]]:
+        """All of them, in their order."""
+        return [item for *_, item in sorted(self._found, key=lambda found: found[:2])]
+
+
+def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[dict[str, Any]]:
+    """What to do: first the remedies of the library, then other hardware, each in the order of what it gains."""
+    offers = _Offers(now)
     if not now.loading.overlap:
-        offer(
+        offers.add(
             "Use stallfree.DataLoader with a source that separates fetch from prep (sf.ImageFolder, sf.FileDataset)",
             "a worker then fetches the next batches while it prepares one: min(F, P, G) in place of their sum",
-            ours,
+            now.with_overlap(),
         )
-    enough = now.whole_share()
-    enough = 1.0 if enough is None else enough
-    if enough > now.hits:
-        size = f" ({format_size(enough * now.samples * now.record_bytes)})" if now.record_bytes else ""
-        then = now.with_hits(enough)
-        offer(
-            f"Cache {enough:.0%} of the samples{size}: sf.CachedDataset(dataset, capacity=...)",
-            f"F rises from {_f(now)} to {_f(then)}, and P is {then.rates.prep_at(enough):,.0f}",
-            then,
-        )
-    cpus, workers = data["machine"]["cpus"], now.loading.workers
+    _offer_caches(offers, now, remedy)
+    cpus, workers, job = data["machine"]["cpus"], now.loading.workers, data["job"]
     if workers < cpus:
-        offer(
+        ahead = now.loading.ahead / max(1, workers) * (cpus - workers)
+        offers.add(
             f"Raise num_workers from {workers} to {cpus}, one for each CPU",
             "each worker prepares on a core of its own",
             now.with_workers(cpus),
+            memory=ahead * job["batch_size"] * (job["prepared_bytes"] or 0),
         )
-    offer(f"Take twice as many CPUs ({2 * max(cpus, now.cpus)})", "P doubles", now.with_cpus(2 * max(cpus, now.cpus)))
+    twice = 2 * max(cpus, now.cpus)
+    offers.add(f"Take twice as many CPUs ({twice})", "P doubles", now.with_cpus(twice), hardware=True)
     if now.sample_bytes and math.isfinite(now.rates.storage):
         bandwidth = now.rates.storage * now.sample_bytes
-        offer(
+        offers.add(
             f"Put the data on storage twice as fast ({speed(2 * bandwidth)})",
             f"S doubles from {now.rates.storage:,.0f}",
             now.with_storage(2 * bandwidth),
+            hardware=True,
         )
-    offer("Use a device twice as fast", f"G doubles from {now.rates.compute:,.0f}", now.with_devices(2))
-    return sorted(found, key=lambda item: -float(item["gain"]))
+    why = f"G doubles from {now.rates.compute:,.0f}"
+    offers.add("Use a device twice as fast", why, now.with_devices(2), hardware=True)
+    return offers.items()
+
+
+def _offer_caches(offers: _Offers, now: Setting, remedy: Remedy | None) -> None:
+    """What `cache="auto"` would choose, and a cache of what is fetched, unless that takes more and gains less."""
+    auto, taken = now, math.inf
+    if remedy is not None and remedy.choice.share is not None:
+        choice, taken = remedy.choice, remedy.memory
+        nothing = expect(remedy.measured, None, remedy.room, max(1, now.loading.workers))
+        auto = now.with_choice(choice, nothing)
+        room = format_size(min(remedy.room, 1.05 * taken))
+        what = {0.0: "as fetched", 1.0: "prepared"}.get(choice.share or 0.0, "prepared, others as fetched")
+        offers.add(
+            f"Use sf.DataLoader(dataset, {now.loading.batch_size}, cache='auto', capacity='{room}')",
+            f"{choice.hits:.0%} of the samples are cached {what}: P rises from {now.rates.prep_at(now.hits):,.0f} to "
+            f"{auto.rates.prep_at(choice.hits):,.0f}, F from {_f(now)} to {_f(auto)}, with "
+            f"{plural(choice.workers, 'worker')}",
+            auto,
+            memory=taken,
+        )
+    enough = now.whole_share()
+    enough = 1.0 if enough is None else enough
+    size = enough * now.samples * (now.record_bytes or 0.0)
+    then = now.with_hits(enough)
+    if enough > now.hits and not (taken <= size and now.gain(auto) >= now.gain(then)):
+        capacity = f"'{format_size(1.05 * size)}'" if size else "..."
+        offers.add(
+            f"Cache {enough:.0%} of the samples: sf.CachedDataset(dataset, capacity={capacity})",
+            f"F rises from {_f(now)} to {_f(then)}, and P is {then.rates.prep_at(enough):,.0f}",
+            then,
+            memory=size,
+        )
 
 
 def _bottleneck(now: Setting, data: dict[str, Any]) -> str:

@@ -20,6 +20,9 @@ _ALIKE = 0.99
 _MOST = 4096
 """How many times as many CPUs, or as fast a storage, counts as without a limit."""
 
+_FAR = 256
+"""No machine has so many times as many CPUs."""
+
 _TRIES = 12
 _NEAR = 1.04
 """What queues of finite length lose where the parts are nearly equal may be left."""
@@ -112,7 +115,7 @@ class Setting:
             gains = {names: self._gain([doubled[name] for name in names]) for names in combinations(doubled, count)}
             best = max(gains.values())
             if best > WORTH:
-                alike = {name for names, gain in gains.items() if gain >= _ALIKE * best for name in names}
+                alike = {name for names, gain in gains.items() if gain >= max(WORTH, _ALIKE * best) for name in names}
                 return tuple(name for name in doubled if name in alike)
         return tuple(doubled)
 
@@ -199,7 +202,7 @@ class Setting:
     # -- what is enough -----------------------------------------------------------------------------------------------
 
     def enough_cpus(self) -> int | None:
-        """The fewest cores that prepare with which more gain less than 2%; None if these are enough."""
+        """The fewest cores that prepare with which more gain less than 2%; None if these are enough, or none are."""
         goal = self.with_cpus(_MOST * self.cpus).limit
         low, high = self.cpus, _MOST * self.cpus
         if self.limit * WORTH >= goal:
@@ -211,8 +214,8 @@ class Setting:
             there = self.with_cpus(high)
             if there.gain(there.with_cpus(4 * high)) <= _NEAR:
                 break
-            high = math.ceil(1.06 * high)
-        return high
+            high = math.ceil(1.1 * high)
+        return high if high <= _FAR * self.cpus else None
 
     def enough_storage(self) -> float | None:
         """The least bandwidth with which more gains less than 2%, bytes/s; None if this is enough."""
@@ -229,7 +232,7 @@ class Setting:
             there = self.with_storage(high * now)
             if there.gain(there.with_storage(4 * high * now)) <= _NEAR:
                 break
-            high *= 1.06
+            high *= 1.1
         return high * now
 
     def enough_cache(self) -> float | None:

@@ -63,7 +63,7 @@ def render_report(data: Mapping[str, Any], *, width: int = 80, colour: bool = Fa
         _rates(data["rates"]),
         *_section("Bottleneck"),
         _plain(data["bottleneck"]),
-        *_section("What to do, in order of gain"),
+        *_section("What to do: first without other hardware, each in order of gain"),
         _advice(data["advice"]),
     ]
     if data["notes"]:
