@@ -34,6 +34,7 @@ def make(
     parted: bool = True,
     cache: Any = None,
     remedy: Remedy | None = None,
+    measured: dict[str, Rate] | None = None,
     **changed: Any,
 ) -> Report:
     """A report with these rates: G, P, P_hit, S, C, cold, warm; 10,000 samples of 50,000 bytes."""
@@ -56,5 +57,6 @@ def make(
         else Rate(float(value), 0.99 * value, 1.01 * value, 100)
         for name, value in merged.items()
     }
+    found |= measured or {}
     sizes = Sizes(50_000.0 if parted else None, 50_000.0, 150_528.0)
     return make_report(job, found, sizes, 0.0, cache, [], remedy)

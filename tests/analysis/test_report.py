@@ -13,7 +13,9 @@ from report_data import make
 
 from stallfree import InputError, Report
 from stallfree.analysis.report import Remedy
+from stallfree.analysis.stopwatch import Rate, rate_of
 from stallfree.loader.choice import Measured, choose
+from stallfree.report import report_page
 
 
 def test_shares_are_differences_of_times() -> None:
@@ -215,3 +217,35 @@ def test_a_loader_that_fetches_and_prepares_in_turn_gains_from_every_hit() -> No
     assert told[0] == pytest.approx(1 / (1 / 200 + 1 / 800), rel=0.1)
     assert report.data["curves"]["cache"]["best"] > 0.9
     assert any("stallfree.DataLoader" in item["do"] for item in report.data["advice"])
+
+
+def uncertain(**measured: Rate) -> Report:
+    """A report with these rates beside the usual ones."""
+    return make({}, measured=measured)
+
+
+def test_with_too_few_batches_there_is_no_advice_and_no_interval() -> None:
+    report = uncertain(S=rate_of([1.0, 2.0, 30.0, 31.0, 32.0], [32] * 5), cold=rate_of([0.5], [32]))
+    data = report.data
+    assert data["advice"] == []
+    assert data["bottleneck"].startswith("Too few batches to say what limits: ")
+    assert "more needed for S, cold." in data["bottleneck"]
+    assert data["rates"]["F"]["low"] is None
+    text = str(report)
+    assert "()" not in text
+    assert "(1)" not in text
+    assert "no change that was looked at" not in text
+    assert text.count("Too few batches to say") == 2
+    assert "too few batches: 19 more needed" in text
+    assert "Too few batches to say" in report_page(data)
+    assert "no change that was looked at" not in report_page(data)
+
+
+def test_a_warm_run_that_is_slower_than_the_cold_one_is_said() -> None:
+    def note(warm: Rate) -> str:
+        notes = uncertain(cold=Rate(250.0, 245.0, 255.0, 50), warm=warm).data["notes"]
+        return next((note for note in notes if "slower with all data in memory" in note), "")
+
+    assert "(200 samples/s) than with cold files (250): other work" in note(Rate(200.0, 195.0, 205.0, 50))
+    assert "their intervals overlap" in note(Rate(248.0, 240.0, 256.0, 50))
+    assert note(Rate(260.0, 240.0, 280.0, 50)) == ""

@@ -253,8 +253,10 @@ def make_report(
     setting = report.setting()
     data["rates"]["F"] = _fetch_rate(setting, rates).json()
     data["shares"] = {name: _shares(float(rates[name]), rates, cold=name == "cold") for name in ("cold", "warm")}
-    data["advice"] = _advice(setting, data, remedy)
-    data["bottleneck"] = _bottleneck(setting, data)
+    few = {name: rate.more for name, rate in rates.items() if rate.more and name != "copy"}
+    data["advice"] = [] if few else _advice(setting, data, remedy)
+    data["bottleneck"] = _too_few(few) if few else _bottleneck(setting, data)
+    data["notes"] += _slower_warm(rates["cold"], rates["warm"])
     data["curves"] = _curves(setting)
     if setting.sharing is not None:
         reached = max(float(rates[name]) for name in ("cold", "warm") if rates[name].value is not None)
@@ -293,7 +295,9 @@ def _fetch_rate(setting: Setting, rates: dict[str, Rate]) -> Rate:
     storage = rates["S"]
     if not math.isfinite(value):
         return Rate(None, note="storage was not measured by itself")
-    spread = 0.0 if not storage.value or storage.high is None else storage.high / storage.value - 1
+    if not storage.value or storage.high is None:
+        return Rate(value, repeats=storage.repeats, note=storage.note, more=storage.more)
+    spread = storage.high / storage.value - 1
     return Rate(value, value * (1 - spread), value * (1 + spread), storage.repeats)
 
 
@@ -310,6 +314,31 @@ def _shares(rate: float, rates: dict[str, Rate], *, cold: bool) -> dict[str, flo
         "prep_stall": (warm - step - copy) / whole,
         "fetch_stall": (whole - warm) / whole,
     }
+
+
+def _too_few(few: dict[str, int]) -> str:
+    """Why there is no advice."""
+    most = max(few.values())
+    return (
+        f"Too few batches to say what limits: {most} more needed for {', '.join(few)}. Give more `seconds`, "
+        "or a smaller `batch_size`."
+    )
+
+
+def _slower_warm(cold: Rate, warm: Rate) -> list[str]:
+    """A note, if the job was slower with its data in memory."""
+    if cold.value is None or warm.value is None or warm.value >= cold.value:
+        return []
+    apart = cold.low is not None and warm.high is not None and warm.high < cold.low
+    why = (
+        "other work on the machine or a change of its speed between the two is likely, so measure again"
+        if apart
+        else "their intervals overlap, so no fetch stall can be seen"
+    )
+    return [
+        f"the job was slower with all data in memory ({warm.value:,.0f} samples/s) than with cold files "
+        f"({cold.value:,.0f}): {why}"
+    ]
 
 
 class _Offers:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 _BLOCKS, _FEW_BLOCKS = 10, 5
-_T95 = {10: 2.262, 5: 2.776}
-"""Student's t for so many blocks, two-sided 95%."""
+_T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Student's t for so many figures, two-sided 95%; that of ten for more, which errs on the wide side."""
+
+_WIDE = 0.5
+"""Half width, as a share of the rate, of an interval that says nothing: it is wider than the value."""
+
+_USEFUL = 0.25
+"""Half width that as many batches aim at as are said to be needed."""
+
+ROUNDS_FOR_INTERVAL = 3
+"""Rounds from which their spread gives the interval; before, it is that of the batches within them."""
 
 _LOOK_SECONDS = 0.1
 
@@ -30,6 +40,8 @@ class Rate:
         high: upper end.
         repeats: batches that were timed.
         note: what to know about it; may be empty.
+        more: batches that are missing for an interval that says something; 0 if there is one.
+        rounds: the value of each round, if there were several.
     """
 
     value: float | None
@@ -37,10 +49,12 @@ class Rate:
     high: float | None = None
     repeats: int = 0
     note: str = ""
+    more: int = 0
+    rounds: tuple[float, ...] = ()
 
     def json(self) -> dict[str, Any]:
         """As a report holds it."""
-        return asdict(self)
+        return asdict(self) | {"rounds": list(self.rounds)}
 
     def __float__(self) -> float:
         return math.inf if self.value is None else self.value
@@ -109,12 +123,47 @@ def rate_of(ends: Sequence[float], sizes: Sequence[int], note: str = "") -> Rate
     value = sum(sizes) / ends[-1]
     blocks = _BLOCKS if len(ends) >= 2 * _BLOCKS else _FEW_BLOCKS
     if len(ends) < blocks:
-        return Rate(value, repeats=len(ends), note=note or f"only {len(ends)} batches: no interval")
+        return _too_few(value, len(ends), 2 * _BLOCKS - len(ends))
     cuts = np.linspace(0, len(ends), blocks + 1).astype(int)[1:] - 1
     times = np.diff(np.asarray(ends)[cuts], prepend=0.0)
     counts = np.diff(np.cumsum(sizes)[cuts], prepend=0)
     if times.min() <= 0:
-        return Rate(value, repeats=len(ends), note=note)
-    rates = counts / times
-    half = _T95[blocks] * float(rates.std(ddof=1)) / math.sqrt(blocks)
-    return Rate(value, max(0.0, value - half), value + half, len(ends), note)
+        return _too_few(value, len(ends), 2 * _BLOCKS)
+    return _with_interval(value, half_width(counts / times), len(ends), note)
+
+
+def half_width(figures: Sequence[float] | npt.NDArray[Any]) -> float:
+    """Half of the 95% interval of the mean of some figures, two at least."""
+    count = len(figures)
+    return _T95[min(count, max(_T95))] * float(np.std(figures, ddof=1)) / math.sqrt(count)
+
+
+def combined(rounds: Sequence[Rate]) -> Rate:
+    """The rate of several rounds, with an interval that holds what changes from round to round as well.
+
+    From three rounds on that is the interval of their mean, by their spread. Of fewer, it is all that their own
+    intervals hold.
+    """
+    known = [rate for rate in rounds if rate.value is not None]
+    if len(known) < 2:
+        return known[0] if known else rounds[0]
+    values = tuple(float(rate) for rate in known)
+    value, repeats, note = math.fsum(values) / len(values), sum(rate.repeats for rate in known), ""
+    if len(known) >= ROUNDS_FOR_INTERVAL:
+        found = _with_interval(value, half_width(values), repeats, note)
+    elif any(rate.low is None or rate.high is None for rate in known):
+        found = _too_few(value, repeats, max(1, 2 * _BLOCKS - repeats))
+    else:
+        ends = [end for rate in known for end in (rate.low, rate.high) if end is not None]
+        found = _with_interval(value, max(abs(end - value) for end in ends), repeats, note)
+    return replace(found, rounds=values)
+
+
+def _with_interval(value: float, half: float, repeats: int, note: str) -> Rate:
+    if half > _WIDE * value:
+        return _too_few(value, repeats, math.ceil(repeats * (half / value / _USEFUL) ** 2) - repeats)
+    return Rate(value, value - half, value + half, repeats, note)
+
+
+def _too_few(value: float, repeats: int, more: int) -> Rate:
+    return Rate(value, repeats=repeats, note=f"too few batches: {more} more needed", more=more)

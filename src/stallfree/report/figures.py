@@ -88,6 +88,19 @@ def _width(interval: Measured) -> float:
     return float(interval["high"] - interval["low"]) if known else 0.0
 
 
+def interval(measured: Measured) -> str:
+    """The interval of a rate with what stands before and after it, `" (800 to 825)"`; empty if there is none."""
+    ends = spread(measured)
+    return f" ({ends})" if ends else ""
+
+
+def no_advice(data: Mapping[str, Any]) -> str:
+    """Why a report without advice has none."""
+    if any(measured.get("more") for group in ("rates", "runs") for measured in data[group].values()):
+        return str(data["bottleneck"])
+    return "Nothing: no change that was looked at makes this job faster."
+
+
 def percent(share: float) -> str:
     """`share` of 1 as a percentage: `"38%"`, or `"0.4%"` below one."""
     return f"{share:.1%}" if 0 < share < 0.00995 else f"{share:.0%}"

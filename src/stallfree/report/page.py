@@ -16,6 +16,7 @@ from stallfree.report.figures import (
     gain,
     job_line,
     machine_line,
+    no_advice,
     number,
     percent,
     rate,
@@ -43,7 +44,7 @@ def report_page(data: Mapping[str, Any]) -> str:
             f'<p class="job">{escape(job_line(data))}</p>\n</header>\n<main>\n',
             f'<p class="verdict">{escape(data["bottleneck"])}</p>\n',
             _runs(data),
-            _advice(data["advice"]),
+            _advice(data),
             _rates(data["rates"]),
             _curves(data["curves"]),
             _notes(data["notes"]),
@@ -84,11 +85,11 @@ def _figure_of(measured: Mapping[str, Any]) -> str:
     )
 
 
-def _advice(advice: Sequence[Mapping[str, Any]]) -> str:
-    if not advice:
-        items = "<p>Nothing: no change that was looked at makes this job faster.</p>\n"
+def _advice(data: Mapping[str, Any]) -> str:
+    if not data["advice"]:
+        items = f"<p>{escape(no_advice(data))}</p>\n"
     else:
-        items = '<ol class="advice">\n' + "".join(_advised(item) for item in advice) + "</ol>\n"
+        items = '<ol class="advice">\n' + "".join(_advised(item) for item in data["advice"]) + "</ol>\n"
     return f'<section aria-labelledby="advice">\n<h2 id="advice">What to do</h2>\n{items}</section>\n'
 
 

@@ -19,8 +19,10 @@ from stallfree.report.figures import (
     SHARES,
     expect,
     gain,
+    interval,
     job_line,
     machine_line,
+    no_advice,
     number,
     percent,
     rate,
@@ -64,7 +66,7 @@ def render_report(data: Mapping[str, Any], *, width: int = 80, colour: bool = Fa
         *_section("Bottleneck"),
         _plain(data["bottleneck"]),
         *_section("What to do: first without other hardware, each in order of gain"),
-        _advice(data["advice"]),
+        _advice(data),
     ]
     if data["notes"]:
         parts += [*_section("Notes"), Group(*(_item("-", _plain(note)) for note in data["notes"]))]
@@ -88,7 +90,7 @@ def _shares(data: Mapping[str, Any], width: int) -> RenderableType:
         measured, shares = data["runs"][run], data["shares"][run]
         head = Text.assemble((f"{run} ", "bold"), f"({meaning}): {rate(measured)}")
         if measured["value"] is not None:
-            head.append(f" samples/s ({spread(measured)})")
+            head.append(f" samples/s{interval(measured)}")
         rows += ["", head]
         if measured["note"]:
             rows.append(_plain(measured["note"], "dim"))
@@ -128,11 +130,11 @@ def _rates(rates: Mapping[str, Any]) -> RenderableType:
     return table
 
 
-def _advice(advice: list[Mapping[str, Any]]) -> RenderableType:
-    if not advice:
-        return Text("Nothing: no change that was looked at makes this job faster.")
+def _advice(data: Mapping[str, Any]) -> RenderableType:
+    if not data["advice"]:
+        return _plain(no_advice(data))
     items = []
-    for count, item in enumerate(advice, 1):
+    for count, item in enumerate(data["advice"], 1):
         reached = MISSING if item["throughput"] is None else f"{number(item['throughput'])} samples/s"
         text = Text.assemble(
             (str(_plain(item["do"])), "bold"), f"  ({reached}, {gain(item['gain'])})\n", _plain(item["why"])
