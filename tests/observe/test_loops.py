@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.observe.loops import Pass, Row, Thread
+from stallfree.observe.loops import Pass, Row, Thread, _figures, _text
 
 
 class Loader:
@@ -50,3 +53,43 @@ def test_time_between_waits_counts_once_if_any_loop_is_under_way(history: list[t
         between += under_way and not waiting
     assert thread.between == between
     assert thread.first + thread.waited == sum(wait for _, _, wait, _ in history)
+
+
+def summary(
+    first: float, waited: float, between: float, *, workers: int = 2, persistent: bool = False, passes: int = 5
+) -> dict[str, Any]:
+    """What was found of a loader of so many passes of 20 batches."""
+    figures = _figures(passes, 20 * passes, None, first, waited, between)
+    row = {"dataset": "Pictures", "batch_size": 32, "num_workers": workers, "where": "train.py:9", "loaders": 1}
+    return {
+        "target": "train.py",
+        "loaders": [{**row, "persistent_workers": persistent, **figures}],
+        "total": figures,
+    }
+
+
+def test_the_headline_counts_the_first_batch_of_each_pass() -> None:
+    found = summary(first=3.0, waited=0.8, between=7.4)
+    assert found["total"]["stall_share"] == pytest.approx(3.8 / 11.2)
+    assert "waited for data 33.9% of the time of its loops" in _text(found)
+
+
+@pytest.mark.parametrize(
+    ("found", "named", "further"),
+    [
+        (summary(3.0, 0.1, 15.0), True, False),  # workers start in each pass, and that is all
+        (summary(3.0, 4.0, 7.4), True, True),
+        (summary(3.0, 0.1, 7.4, workers=0), False, True),
+        (summary(3.0, 0.1, 7.4, persistent=True), False, True),
+        (summary(3.0, 0.1, 7.4, passes=1), False, True),
+        (summary(3.0, 27.0, 1.0), False, True),  # a first batch takes as long as others do, times the workers
+        (summary(0.05, 0.05, 7.4), False, False),
+    ],
+)
+def test_persistent_workers_are_named_where_their_start_is_the_reason(
+    found: dict[str, Any], named: bool, further: bool
+) -> None:
+    text = _text(found)
+    assert ("train.py:9 are started again" in text) == named
+    assert ("persistent_workers=True" in text) == named
+    assert ("what would end these waits" in text) == further

@@ -47,12 +47,14 @@ class Row:
         first: seconds from the beginning of a pass to its first batch, over all passes.
         waited: seconds in `next` after that.
         between: seconds between one call of `next` and the following one.
+        keeps: whether its workers stay from one pass to the next.
     """
 
     def __init__(self, loader: Any, key: tuple[Any, ...]) -> None:
         self.data, self.batch_size, self.workers, self.where = key
         self.key = key
         self.loader = ref(loader)
+        self.keeps = bool(getattr(loader, "persistent_workers", False))
         self.loaders = 1
         self.passes = self.batches = 0
         self.first = self.waited = self.between = 0.0
@@ -179,11 +181,6 @@ class Watch:
         sys.meta_path.insert(0, self)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._stop)
-
-    @property
-    def found_nothing(self) -> bool:
-        """Whether the script came to its end, in this very process, and iterated no loader."""
-        return not self.rows and not self.failed and os.getpid() == self._pid
 
     # -- taking its place -----------------------------------------------------------------------------------------
 
@@ -358,6 +355,7 @@ class Watch:
                     "num_workers": row.workers,
                     "where": row.where,
                     "loaders": row.loaders,
+                    "persistent_workers": row.keeps,
                     **_figures(row.passes, row.batches, row.samples, row.first, row.waited, row.between),
                 }
                 for row in self.rows
@@ -381,7 +379,8 @@ def _close(one: Pass) -> None:
 def _figures(
     passes: int, batches: int, samples: int | None, first: float, waited: float, between: float
 ) -> dict[str, Any]:
-    share = waited / (waited + between) if waited + between else 0.0
+    whole = first + waited + between
+    share = (first + waited) / whole if whole else 0.0
     return {
         "passes": passes,
         "batches": batches,
@@ -404,8 +403,8 @@ def _say(text: str) -> None:
 
 def _nothing(target: str) -> str:
     return (
-        f"error: {target} iterated no torch.utils.data.DataLoader (nor a stallfree.DataLoader) in its own process, so "
-        "there is nothing to time: give the script that trains\n"
+        f"stallfree: {target} iterated no torch.utils.data.DataLoader (nor a stallfree.DataLoader) in its own process, "
+        "so there is nothing to time: give the script that trains\n"
     )
 
 
@@ -421,7 +420,7 @@ def _text(found: dict[str, Any]) -> str:
     if len(loaders) > 1:
         lines.append(["total", "", *_cells(total)])
     head = f"stallfree: {found['target']} waited for data {total['stall_share']:.1%} of the time of its loops"
-    return f"\n{head}\n\n{_table(lines)}\n{_advice(total)}\n"
+    return f"\n{head}\n\n{_table(lines)}\n{_advice(found)}\n"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -440,16 +439,35 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
     return text
 
 
-def _advice(total: dict[str, Any]) -> str:
-    """One sentence: what to do next."""
-    first, whole = total["first_seconds"], total["waited_seconds"] + total["between_seconds"]
-    if total["stall_share"] >= SMALL_SHARE:
-        return (
-            "Next: `stallfree analyze` tells whether fetching or preparing is too slow, and what would end these waits."
-        )
-    if total["passes"] > 1 and first > SMALL_SHARE * (first + whole):
-        return (
-            f"Next: the first batches of {total['passes']} passes took {first:.1f} s, so try persistent_workers=True; "
-            "`stallfree analyze` tells more."
-        )
-    return "Next: nothing, data arrive in time; `stallfree analyze` tells how much faster the device may get."
+def _advice(found: dict[str, Any]) -> str:
+    """One or two sentences: what to do next."""
+    total = found["total"]
+    if total["stall_share"] < SMALL_SHARE:
+        return "Next: nothing, data arrive in time; `stallfree analyze` tells how much faster the device may get."
+    whole = total["first_seconds"] + total["waited_seconds"] + total["between_seconds"]
+    starting = [row for row in found["loaders"] if _starting(row) > SMALL_SHARE * whole]
+    seconds, left = sum(map(_starting, starting)), total["stall_share"] * whole
+    left -= sum(_starting(row) * row["passes"] / (row["passes"] - 1) for row in starting)  # once they have to start
+    told = "`stallfree analyze` tells whether fetching or preparing is too slow, and what would end these waits."
+    if not starting:
+        return f"Next: {told}"
+    places = ", ".join(row["where"] for row in starting)
+    cure = (
+        f"the workers of {places} are started again in each pass, which took {seconds:.1f} s in all: give the loader "
+        "persistent_workers=True."
+    )
+    return f"Next: {cure}" + (f" Then {told}" if left >= SMALL_SHARE * whole else "")
+
+
+def _starting(row: dict[str, Any]) -> float:
+    """Seconds of the waits for first batches that were for the start of workers, which need not be started again.
+
+    A worker that is there makes its first batch in the time that the others take it: that of a batch, times the
+    workers.
+    """
+    passes, later = row["passes"], row["batches"] - row["passes"]
+    if passes < 2 or not row["num_workers"] or row["persistent_workers"]:
+        return 0.0
+    each = (row["waited_seconds"] + row["between_seconds"]) / later if later > 0 else 0.0
+    again = (row["first_seconds"] / passes - each * row["num_workers"]) * (passes - 1)
+    return max(0.0, float(again))

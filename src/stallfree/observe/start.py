@@ -43,15 +43,11 @@ def main() -> None:
         exec(code, names)
     except SystemExit as end:
         watch.failed = bool(end.code)
-        if watch.found_nothing:
-            raise SystemExit(USER_ERROR) from None
         raise
     except BaseException as error:
         watch.failed = True
         _hide_these_frames(error)
         raise
-    if watch.found_nothing:
-        raise SystemExit(USER_ERROR)
 
 
 def _beside(name: str) -> Any:
