@@ -82,6 +82,22 @@ def test_long_words_fit_a_phone(open_page: Open) -> None:
     assert overflow(open_page(report_page(data), 375)) <= 0
 
 
+@pytest.mark.parametrize("highest", [1300.0, 40_000.0])
+def test_no_line_is_cut_off(open_page: Open, highest: float) -> None:
+    data = report()
+    curve = data["curves"]["cache"]
+    curve["G"] = [highest] * len(curve["x"])
+    curve["F"] = [min(rate, highest) for rate in curve["F"]]
+    opened = open_page(report_page(data))
+    axis = opened.page.evaluate(
+        "(({type, range}) => ({type, range}))(document.getElementById('chart-cache').layout.yaxis)"
+    )
+    low, high = (10**end if axis["type"] == "log" else end for end in axis["range"])
+    for trace in traces(opened, "chart-cache").values():
+        assert low < min(trace["y"])
+        assert max(trace["y"]) < high
+
+
 def test_the_charts_are_the_json(page: Opened) -> None:
     opened, data = page, report()
     epoch = traces(opened, "chart-epoch")

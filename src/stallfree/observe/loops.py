@@ -446,8 +446,7 @@ def _advice(found: dict[str, Any]) -> str:
         return "Next: nothing, data arrive in time; `stallfree analyze` tells how much faster the device may get."
     whole = total["first_seconds"] + total["waited_seconds"] + total["between_seconds"]
     starting = [row for row in found["loaders"] if _starting(row) > SMALL_SHARE * whole]
-    seconds, left = sum(map(_starting, starting)), total["stall_share"] * whole
-    left -= sum(_starting(row) * row["passes"] / (row["passes"] - 1) for row in starting)  # once they have to start
+    seconds = sum(map(_starting, starting))
     told = "`stallfree analyze` tells whether fetching or preparing is too slow, and what would end these waits."
     if not starting:
         return f"Next: {told}"
@@ -456,7 +455,7 @@ def _advice(found: dict[str, Any]) -> str:
         f"the workers of {places} are started again in each pass, which took {seconds:.1f} s in all: give the loader "
         "persistent_workers=True."
     )
-    return f"Next: {cure}" + (f" Then {told}" if left >= SMALL_SHARE * whole else "")
+    return f"Next: {cure}" + (f" Then {told}" if total["waited_seconds"] >= SMALL_SHARE * whole else "")
 
 
 def _starting(row: dict[str, Any]) -> float:

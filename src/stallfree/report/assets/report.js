@@ -24,11 +24,14 @@ function drawEpoch() {
   }), OPTIONS);
 }
 
-// The highest value shown: lines far above the throughput would press it to the bottom.
-function ceiling(lines) {
-  const known = (values) => values.filter((value) => value !== null);
-  const top = Math.max(...known(lines[0]));
-  return 1.12 * Math.max(...lines.map((line) => Math.max(...known(line).map((value) => Math.min(value, 1.8 * top)))));
+// An axis that shows every value of all lines: from 0, or in powers of ten where some are far above the throughput.
+function rateAxis(lines) {
+  const known = (values) => values.filter((value) => value !== null && value > 0);
+  const all = known(lines.flat());
+  const top = Math.max(...all);
+  if (top <= 3 * Math.max(...known(lines[0]))) return { range: [0, 1.12 * top], tickformat: "~s" };
+  const range = [Math.log10(Math.min(...all)) - 0.1, Math.log10(top) + 0.1];
+  return { type: "log", range, tickformat: "~s", dtick: range[1] - range[0] > 1.5 ? 1 : "D2" };
 }
 
 function drawCurve(name, lines, mark, label, xaxis, mode) {
@@ -45,7 +48,7 @@ function drawCurve(name, lines, mark, label, xaxis, mode) {
   Plotly.react(chart, traces, layout({ l: 56, r: 16, t: 26, b: lines.length > 1 ? 84 : 48 }, {
     showlegend: lines.length > 1,
     legend: { orientation: "h", x: 0, y: -0.22, traceorder: "reversed", itemclick: false, itemdoubleclick: false },
-    xaxis, yaxis: { range: [0, ceiling(lines.map(([key]) => curve[key]))], tickformat: "~s", title: { text: "samples/s", standoff: 6 } },
+    xaxis, yaxis: { ...rateAxis(lines.map(([key]) => curve[key])), title: { text: "samples/s", standoff: 6 } },
     shapes: place === null ? [] : [{
       type: "line", x0: at, x1: at, y0: 0, y1: 1, yref: "paper", line: { color: colour("accent"), width: 2, dash: "dot" },
     }],
