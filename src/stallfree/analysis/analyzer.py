@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stallfree.analysis.job import Bare, Cold, Endless, Held, Job, Records, make_job, read_some
+from stallfree.analysis.progress import RUNS, Bar
 from stallfree.analysis.report import Remedy, Report, Sizes, check_cache, make_report, parse_share
 from stallfree.analysis.residency import read_file, resident_share
-from stallfree.analysis.stopwatch import Limits, Rate, steady_rate
+from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, Limits, Rate, combined, steady_rate
 from stallfree.cache.limits import free_memory, free_space
 from stallfree.errors import InputError, StallfreeError
 from stallfree.folders import default_root
@@ -37,20 +38,14 @@ from stallfree.platform import cpu_count
 from stallfree.sources.mapped import as_source
 from stallfree.units import parse_size
 
-RUNS = {
-    "G": "G: batches on the device",
-    "copy": "copies to the device",
-    "P": "P: records in memory, no device",
-    "P_hit": "P of hits: out of the cache",
-    "S": "S: cold files, no prep",
-    "C": "C: out of the cache, no prep",
-    "cold": "the job, cold",
-    "warm": "the job, all in memory",
-}
-"""The runs of an analysis, in their order."""
-
 _MOST_CACHE = 4 << 30
 """Bytes of the cache that the samples are put into; only what they need is taken."""
+
+MOST_ROUNDS = 5
+"""All runs are made so many times at most, in turns."""
+
+_NARROW = 0.02
+"""Half width of all intervals, as a share of the rate, at which there are rounds enough."""
 
 _COLD_RESIDENT = 0.05
 """Share of a file's pages that may be in memory for it to count as cold."""
@@ -70,9 +65,9 @@ def analyze(
 ) -> Report:
     """Measure where a training job waits.
 
-    Eight runs are made, each until its 95% interval is within 1% or `seconds` are over: G, batches that are on the
-    device already; P, fetch from memory and no device, without and with a cache; S, cold files and no prep; C, out of
-    the cache; the job itself with cold files, and with all data in memory. Files are put out of memory with
+    Eight runs are made in turns, in up to five rounds, until all 95% intervals are within 2%. They are G, batches that
+    are on the device already; P, fetch from memory and no device, without and with a cache; S, cold files and no prep;
+    C, out of the cache; the job itself with cold files, and with all data in memory. Files are put out of memory with
     `posix_fadvise` and what is there is checked with `mincore`; the report says where that was not possible.
 
     A data set of stallfree (`CachedDataset`, `ImageFolder`, any `Source`) runs under `stallfree.DataLoader`, any other
@@ -87,8 +82,8 @@ def analyze(
         num_workers: worker processes of the loader.
         cache: how much the job may cache, as bytes, "4GiB" or a share such as "50%"; a `CachedDataset` has its own.
         device: where `step` works; the CPU if None.
-        seconds: the longest time for one run.
-        progress: show a bar on standard error.
+        seconds: the longest time for one of the eight runs, in all rounds together.
+        progress: show a bar on standard error, if that is a terminal.
         loader_arguments: other arguments of the loader, such as `collate_fn`.
 
     Raises `InputError` for arguments that cannot be used, a data set smaller than a batch, and a step that raises.
@@ -103,103 +98,152 @@ def analyze(
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not number or not seconds > 0:
         raise InputError(f"seconds={seconds!r}: give the longest time for one run, above 0")
-    with _bar(progress) as tell:
-        return _Analysis(job, Limits(min(1.0, seconds / 2), seconds), tell).run(cache)
+    rounds = rounds_in(seconds)
+    with Bar(progress, rounds) as tell, Analysis(job, seconds, rounds, tell) as analysis:
+        while analysis.wants_round():
+            analysis.round()
+        return analysis.report(cache)
 
 
-class _Analysis:
-    """The runs, one after the other.
+def rounds_in(seconds: float) -> int:
+    """Rounds for so many seconds of each run: at most five, and a second at least for each."""
+    return int(max(1, min(MOST_ROUNDS, seconds)))
+
+
+class Analysis:
+    """The runs of an analysis, all of them in each of several rounds.
+
+    Alternating the runs keeps a change of the machine's speed from meeting one rate alone, and the spread over the
+    rounds gives intervals that hold such changes as well.
 
     Args:
         job: what is analysed.
-        limits: of a run.
-        tell: hears the name of a run and how much of it is over.
+        seconds: the longest time for one kind of run, in all rounds together.
+        rounds: the most there are.
+        tell: is called with the number of the round, the name of a run and how much of it is over.
     """
 
-    def __init__(self, job: Job, limits: Limits, tell: Callable[[str, float], None]) -> None:
-        self._job, self._limits, self._tell = job, limits, tell
-        self._rates: dict[str, Rate] = {}
+    def __init__(
+        self,
+        job: Job,
+        seconds: float,
+        rounds: int,
+        tell: Callable[[int, str, float], None] = lambda round_, name, share: None,
+    ) -> None:
+        self._job, self._tell, self._most = job, tell, rounds
+        self._limits = Limits(min(1.0, seconds / 2) / rounds, seconds / rounds)
+        self._budget = len(RUNS) * seconds
+        self._rounds: list[dict[str, Rate]] = []
         self._notes: list[str] = []
         self._there: list[int] = []
-        self._fetch_seconds = 0.0
-        self._prepared_bytes = 0.0
+        self._fetch_seconds: list[float] = []
+        self._spent = 0.0
+        self._full: CachedDataset | None = None
+        self._ready = False
 
-    def run(self, cache: int | str | None) -> Report:
-        """All of them."""
-        job = self._job
-        some = read_some(job)
-        self._compute(some)
-        held, full = self._memory(some)
-        with nullcontext() if full is None else full:
-            self._prep(some, held, full)
-            self._fetch(some, full)
-            self._real(some, full)
-            record_bytes = _record_bytes(full) or some.sample_bytes
-            sizes = Sizes(some.sample_bytes, record_bytes, self._prepared_bytes)
-            remedy = self._remedy(cache, record_bytes or 0.0)
-        return make_report(job, self._rates, sizes, self._fetch_seconds, cache, self._notes, remedy)
+    def __enter__(self) -> Analysis:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._full is not None:
+            self._full.close()
+
+    def wants_round(self) -> bool:
+        """Whether a further round is due: not all intervals are within 2%, and there is time for as long a round."""
+        done = len(self._rounds)
+        if done == 0:
+            return True
+        if done >= self._most or self._spent * (done + 1) / done > self._budget:
+            return False
+        return done < ROUNDS_FOR_INTERVAL or any(not _narrow(rate) for rate in self._rates().values())
+
+    def round(self) -> None:
+        """Each run once."""
+        started = time.perf_counter()
+        self._rounds.append({})
+        if not self._ready:
+            self._prepare()
+        self._compute()
+        self._prep()
+        self._fetch()
+        self._real()
+        self._spent += time.perf_counter() - started
+
+    def report(self, cache: int | str | None = None) -> Report:
+        """What the rounds found; of a job that may cache so much, `cache="auto"` tried as well."""
+        rates = self._rates()
+        record_bytes = _record_bytes(self._full) or self._some.sample_bytes
+        sizes = Sizes(self._some.sample_bytes, record_bytes, self._prepared_bytes)
+        remedy = self._remedy(rates, cache, record_bytes or 0.0)
+        fetching = sum(self._fetch_seconds) / max(1, len(self._fetch_seconds))
+        return make_report(self._job, rates, sizes, fetching, cache, self._notes, remedy)
+
+    def _rates(self) -> dict[str, Rate]:
+        return {name: combined([found[name] for found in self._rounds]) for name in self._rounds[0]}
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _compute(self, some: Records) -> None:
+    def _prepare(self) -> None:
+        """What all rounds need: some samples, batches of them, and a cache that holds as many as it can."""
         job = self._job
-        few = _first_batches(job, some, 4)
-        self._prepared_bytes = _bytes_of(few[0]) / job.batch_size
-        there = [_to(batch, job.device) for batch in few]
-        for batch in there[:3]:
+        self._some = some = read_some(job)
+        self._few = _first_batches(job, some, 4)
+        self._prepared_bytes = _bytes_of(self._few[0]) / job.batch_size
+        self._on_device = [_to(batch, job.device) for batch in self._few]
+        for batch in self._on_device[:3]:
             job.train(batch)
+        if job.parted:
+            self._held = Held(some.values, job.steps)
+            room = min(free_memory() // 4, free_space(default_root().parent) * 3 // 4, _MOST_CACHE)
+            name = f"analyze-{os.getpid()}-{secrets.token_hex(4)}"
+            self._full = CachedDataset(self._held, capacity=room, form=job.form, name=name)
+            for _ in self._batches(self._full, range(len(some.ids))):
+                pass
+            self._there = np.flatnonzero(self._full.cache.resident(np.arange(len(self._full)))).tolist()
+        self._ready = True
+
+    def _compute(self) -> None:
+        job = self._job
 
         def steps() -> Iterator[int]:
             while True:
-                for batch in there:
+                for batch in self._on_device:
                     job.train(batch)
                     yield job.batch_size
 
         self._time("G", steps(), 2)
         if job.device.type == "cpu":
-            self._rates["copy"] = Rate(None, note="nothing to copy: the device is the CPU")
+            self._rounds[-1]["copy"] = Rate(None, note="nothing to copy: the device is the CPU")
             return
 
         def copies() -> Iterator[int]:
             while True:
-                for batch in few:
+                for batch in self._few:
                     _to(batch, job.device)
                     job.wait()
                     yield job.batch_size
 
         self._time("copy", copies(), 2)
 
-    def _memory(self, some: Records) -> tuple[Held | None, CachedDataset | None]:
-        """The samples in the memory of the process, and in a cache that holds as many as it can."""
-        if not self._job.parted:
-            return None, None
-        held = Held(some.values, self._job.steps)
-        room = min(free_memory() // 4, free_space(default_root().parent) * 3 // 4, _MOST_CACHE)
-        name = f"analyze-{os.getpid()}-{secrets.token_hex(4)}"
-        return held, CachedDataset(held, capacity=room, form=self._job.form, name=name)
-
-    def _prep(self, some: Records, held: Held | None, full: CachedDataset | None) -> None:
-        job, few = self._job, range(len(some.ids))
-        if held is not None and full is not None:
-            self._time("P", self._batches(held, Endless(few)), self._warm_up)
-            for _ in self._batches(full, few):
-                pass
-            self._there = np.flatnonzero(full.cache.resident(np.arange(len(full)))).tolist()
-            self._time("P_hit", self._batches(full, Endless(self._there)), self._warm_up)
+    def _prep(self) -> None:
+        job, some, rates = self._job, self._some, self._rounds[-1]
+        if self._full is not None:
+            self._time("P", self._batches(self._held, Endless(range(len(some.ids)))), self._warm_up)
+            self._time("P_hit", self._batches(self._full, Endless(self._there)), self._warm_up)
             return
         self._bring_in(some)
         self._time("P", self._batches(job.dataset, Endless(some.ids)), self._warm_up)
-        self._rates["P_hit"] = self._rates["P"]
+        rates["P_hit"] = rates["P"]
         self._check_in(some, "P")
 
-    def _fetch(self, some: Records, full: CachedDataset | None) -> None:
-        job = self._job
+    def _fetch(self) -> None:
+        job, some, full, rates = self._job, self._some, self._full, self._rounds[-1]
         if full is not None:
             cold = self._cold(some)
             with _ChildTime() as slow:
                 self._time("S", self._batches(Bare(job.source), slow.count(cold), collate_fn=_count), self._warm_up)
             self._check_out(cold)
-            self._fetch_seconds = max(0.0, slow.seconds_each - self._fetch_from_memory(some))
+            self._fetch_seconds.append(max(0.0, slow.seconds_each - self._fetch_from_memory(some)))
             self._time("C", _cache_reads(full, self._there, job.batch_size), 2)
         elif some.files:
             cold = self._cold(some)
@@ -209,7 +253,7 @@ class _Analysis:
             self._time("C", _file_reads(Endless(some.ids), some, job), 1)
         else:
             why = "no file was seen to be opened, so storage cannot be told from prep; a Source keeps them apart"
-            self._rates["S"] = self._rates["C"] = Rate(None, note=why)
+            rates["S"] = rates["C"] = Rate(None, note=why)
 
     def _fetch_from_memory(self, some: Records) -> float:
         """Seconds of the processor for a fetch that costs nothing: what the loader itself takes."""
@@ -224,8 +268,9 @@ class _Analysis:
             steady_rate(batches, job.ahead, limits)
         return fast.seconds_each
 
-    def _real(self, some: Records, full: CachedDataset | None) -> None:
-        job, cold = self._job, self._cold(some)
+    def _real(self) -> None:
+        job, some, full = self._job, self._some, self._full
+        cold = self._cold(some)
         self._time("cold", self._steps(job.dataset if full is None else _Uncached(job), cold), self._warm_up)
         if full is not None:
             self._time("warm", self._steps(full, Endless(self._there)), self._warm_up)
@@ -234,12 +279,12 @@ class _Analysis:
         self._time("warm", self._steps(job.dataset, Endless(some.ids)), self._warm_up)
         self._check_in(some, "the warm job")
 
-    def _remedy(self, cache: int | str | None, record_bytes: float) -> Remedy | None:
+    def _remedy(self, rates: dict[str, Rate], cache: int | str | None, record_bytes: float) -> Remedy | None:
         """What `DataLoader(cache="auto")` would choose, with the S and the G that were measured here.
 
         None for a data set whose samples are random and cannot be told from their prep: nothing of it can be cached.
         """
-        job, rates = self._job, self._rates
+        job = self._job
         room = free_memory() // 2
         if isinstance(cache, str) and cache.strip().endswith("%"):
             room = int(parse_share(cache, "cache") * len(job.source) * record_bytes)
@@ -254,7 +299,8 @@ class _Analysis:
             return None
         if job.parted:
             storage = {IO_THREADS * max(1, job.num_workers): float(rates["S"])}
-            measured = replace(measured, storage=storage, fetching=self._fetch_seconds)
+            fetching = sum(self._fetch_seconds) / len(self._fetch_seconds)
+            measured = replace(measured, storage=storage, fetching=fetching)
         measured = replace(measured, compute=float(rates["G"]))
         chosen = choose(measured, room, workers=None, cpus=cpu_count())
         self._note(f"sf.DataLoader(..., cache='auto', capacity={room}): {explain(measured, chosen, room)}")
@@ -268,7 +314,9 @@ class _Analysis:
 
     def _time(self, name: str, batches: Iterator[int], warm_up: int) -> None:
         with closing(batches):  # type: ignore[type-var]
-            self._rates[name] = steady_rate(batches, warm_up, self._limits, lambda share: self._tell(name, share))
+            round_ = len(self._rounds) - 1
+            show = partial(self._tell, round_, name)
+            self._rounds[-1][name] = steady_rate(batches, warm_up, self._limits, show)
 
     def _batches(self, dataset: Any, ids: Any, **changed: Any) -> Iterator[int]:
         """The job's loader, without a device."""
@@ -363,6 +411,11 @@ class _closing:
             shutdown()
 
 
+def _narrow(rate: Rate) -> bool:
+    """Whether the interval is within 2% of the rate, or there is no rate."""
+    return rate.value is None or (rate.high is not None and rate.high - rate.value <= _NARROW * rate.value)
+
+
 def _count(samples: list[Any]) -> torch.Tensor:
     """A collate function that does nothing."""
     return torch.tensor(len(samples))
@@ -441,30 +494,3 @@ def _each(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_each(item, change) for item in value)
     return value
-
-
-class _bar:
-    """A bar on standard error for the runs of an analysis."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description:<34}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-            disable=not wanted,
-        )
-
-    def __enter__(self) -> Callable[[str, float], None]:
-        self._progress.start()
-        self._task = self._progress.add_task("reading some samples", total=len(RUNS))
-        names = list(RUNS)
-
-        def tell(name: str, share: float) -> None:
-            self._progress.update(self._task, description=RUNS[name], completed=names.index(name) + share)
-
-        return tell
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()

@@ -20,7 +20,9 @@ def analyze(
         str | None, typer.Option(help="What the job may cache, such as 4GiB or 50%.", show_default="no cache")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where the step works.", show_default="cpu")] = None,
-    seconds: Annotated[float, typer.Option(help="The longest time for each of the eight runs.")] = 10.0,
+    seconds: Annotated[
+        float, typer.Option(help="The longest time for each of the eight runs, all rounds together.")
+    ] = 10.0,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON, for `stallfree predict`.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write it as a page that works offline.")] = None,
 ) -> None:
