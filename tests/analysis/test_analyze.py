@@ -304,8 +304,8 @@ class Timed(Analysis):
 
     def round(self) -> None:
         self._prepare()
-        given = {"G": 5000, "P": 400, "P_hit": 400, "S": 3000, "C": 50_000, "cold": 400, "warm": 400}
-        self._rounds.append({name: Rate(float(value), 0.99 * value, 1.01 * value, 100) for name, value in given.items()})
+        given = {"G": 5000.0, "P": 400.0, "P_hit": 400.0, "S": 3000.0, "C": 50_000.0, "cold": 400.0, "warm": 400.0}
+        self._rounds.append({name: Rate(value, 0.99 * value, 1.01 * value, 100) for name, value in given.items()})
         self._rounds[-1]["copy"] = Rate(None)
         self._fetch_seconds.append(0.0)
 

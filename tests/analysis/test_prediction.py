@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from report_data import make
 from stallfree import Report
 from stallfree.analysis.prediction import Prediction
 from stallfree.analysis.setting import Setting
+from stallfree.analysis.stopwatch import Rate, combined, next_half_width
 
 rate = st.floats(10, 1e5)
 tied = st.sampled_from([100.0, 1000.0, 1010.0, 3000.0])  # so that parts are nearly equal often
@@ -154,7 +156,7 @@ def check_job(job: dict[str, Any], asked: dict[str, Any]) -> None:
     check(report_of(job), asked)
 
 
-@settings(deadline=None, max_examples=40, phases=PHASES)
+@settings(deadline=None, max_examples=25, phases=PHASES)
 @given(jobs, questions)
 def test_what_is_named_and_advised_is_what_helps(job: dict[str, Any], asked: dict[str, Any]) -> None:
     check_job(job, asked)
@@ -208,3 +210,36 @@ def test_jobs_that_are_fed_are_counted_on_the_whole_host() -> None:
     report = make({"G": 100, "P": 450, "S": 5000, "warm": 100, "cold": 100})
     for jobs in (1, 2, 4, 8):
         assert report.predict(jobs=jobs).answers[-1].startswith("jobs on this host: 4 are fed")
+
+
+def in_rounds(rng: np.random.Generator, rounds: int) -> Report:
+    """A report of a machine whose speed, that of its storage too, drifts by 5% from round to round."""
+    speeds = 1 + 0.05 * rng.standard_normal(rounds)
+    truth = {"G": 5000.0, "P": 900.0, "P_hit": 900.0, "S": 300.0, "C": 50_000.0, "cold": 300.0, "warm": 900.0}
+    noise = 1 + 0.005 * rng.standard_normal((len(truth), rounds))
+    measured = {
+        name: combined([Rate(float(value * speed * off), repeats=50) for speed, off in zip(speeds, offs, strict=True)])
+        for (name, value), offs in zip(truth.items(), noise, strict=True)
+    }
+    return make({}, measured=measured)
+
+
+def test_the_interval_is_that_of_the_predictions_of_all_rounds() -> None:
+    report = in_rounds(np.random.default_rng(5), 5)
+    for cache in ("0%", "100%"):
+        told = report.predict(cache=cache)
+        hits = report.hits_of(cache)
+        each = [report.setting(number).with_hits(hits).throughput for number in range(5)]
+        assert told.low is not None
+        assert told.high is not None
+        assert told.throughput - told.low == pytest.approx(next_half_width(each))
+        assert told.high - told.throughput == pytest.approx(next_half_width(each))
+
+
+def test_an_interval_needs_three_rounds() -> None:
+    rng = np.random.default_rng(6)
+    assert in_rounds(rng, 2).predict().low is None
+    told = in_rounds(rng, 3).predict()
+    assert told.low is not None
+    assert f"({told.low:,.0f} to {told.high:,.0f})" in str(told)
+    assert make({}).predict().low is None

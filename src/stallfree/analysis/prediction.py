@@ -32,6 +32,8 @@ class Prediction:
         now: samples/s of the job as it was measured, by the same model.
         reasoning: how the figures came about, a line each.
         answers: what would help, and what would not, a line each.
+        low, high: the 95% interval for the throughput of such a run, by the spread of the prediction over the rounds of
+            the analysis; None if there were too few.
     """
 
     throughput: float
@@ -43,13 +45,17 @@ class Prediction:
     now: float
     reasoning: tuple[str, ...]
     answers: tuple[str, ...]
+    low: float | None = None
+    high: float | None = None
 
     def __str__(self) -> str:
         return "\n".join((*self.reasoning, "", *self.answers))
 
 
-def explain(before: Setting, after: Setting, *, devices: int, storage: float | None) -> Prediction:
-    """The prediction for `after`, which `before` became by those changes."""
+def explain(
+    before: Setting, after: Setting, *, devices: int, storage: float | None, half: float | None = None
+) -> Prediction:
+    """The prediction for `after`, which `before` became by those changes; `half` is that of its interval."""
     rates, hits, jobs = after.rates, after.hits, after.jobs
     fetch, prep = rates.fetch_at(hits), rates.prep_at(hits)
     throughput, now, binds = after.throughput, before.throughput, " and ".join(after.binding)
@@ -68,15 +74,19 @@ def explain(before: Setting, after: Setting, *, devices: int, storage: float | N
         reasoning.append("without workers fetch, prep and compute follow each other: 1 / (1/F + 1/P + 1/G)")
     elif not after.loading.overlap:
         reasoning.append("a worker of this loader fetches and prepares in turn: 1 / (1/F + 1/P) is its limit")
+    wide = half is None or half > throughput / 2
+    low, high = (None, None) if half is None or wide else (throughput - half, throughput + half)
+    ends = "" if low is None or high is None else f" ({low:,.0f} to {high:,.0f})"
     reasoning.append(
-        f"{_bound(after)}: {_rate(throughput)}{each}, {throughput / now:.2f} times as many as now ({_rate(now)})"
+        f"{_bound(after)}: {_rate(throughput)}{ends}{each}, {throughput / now:.2f} times as many as now ({_rate(now)})"
     )
     if throughput < 0.99 * after.limit:
         reasoning.append(
             f"that is {1 - throughput / after.limit:.1%} less than the limit of {_rate(after.limit)}: the parts are "
             "nearly equal, and how many samples of a batch miss varies"
         )
-    return Prediction(throughput, binds, fetch, prep, rates.compute, hits, now, tuple(reasoning), _answers(after))
+    told = (tuple(reasoning), _answers(after))
+    return Prediction(throughput, binds, fetch, prep, rates.compute, hits, now, *told, low, high)
 
 
 def _bound(setting: Setting) -> str:

@@ -19,7 +19,7 @@ from stallfree.analysis.job import Job
 from stallfree.analysis.model import Loading, Rates
 from stallfree.analysis.prediction import Prediction, explain, limits
 from stallfree.analysis.setting import WORTH, Setting, Sharing
-from stallfree.analysis.stopwatch import Rate
+from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, Rate, next_half_width
 from stallfree.cache.limits import free_memory
 from stallfree.errors import InputError
 from stallfree.folders import is_path
@@ -104,21 +104,31 @@ class Report:
         for name, value in (("cpus", cpus), ("devices", devices), ("jobs", jobs)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise InputError(f"{name}={value!r}: give an int of 1 or more")
-        before = after = self.setting()
-        if cache is not None:
-            after = after.with_hits(self.hits_of(cache))
-        if cpus is not None:
-            after = after.with_cpus(cpus)
         bandwidth = None if storage is None else parse_rate(storage, "storage")
-        if bandwidth is not None:
-            if not after.sample_bytes:
-                raise InputError(
-                    f"storage={storage!r}: the report does not know how many bytes a sample has, so it cannot say what "
-                    "another bandwidth gives; analyse a data set that separates fetch from prep, such as sf.FileDataset"
-                )
-            after = after.with_storage(bandwidth)
-        after = after.with_devices(devices).with_jobs(jobs)
-        return explain(before, after, devices=devices, storage=bandwidth)
+        hits = None if cache is None else self.hits_of(cache)
+        before = self.setting()
+        if bandwidth is not None and not before.sample_bytes:
+            raise InputError(
+                f"storage={storage!r}: the report does not know how many bytes a sample has, so it cannot say what "
+                "another bandwidth gives; analyse a data set that separates fetch from prep, such as sf.FileDataset"
+            )
+
+        def changed(now: Setting) -> Setting:
+            then = now if hits is None else now.with_hits(hits)
+            then = then if cpus is None else then.with_cpus(cpus)
+            then = then if bandwidth is None else then.with_storage(bandwidth)
+            return then.with_devices(devices).with_jobs(jobs)
+
+        after = changed(before)
+        rounds = [changed(self.setting(number)).throughput for number in range(self._rounds())]
+        half = next_half_width(rounds) if len(rounds) >= ROUNDS_FOR_INTERVAL else None
+        return explain(before, after, devices=devices, storage=bandwidth, half=half)
+
+    def _rounds(self) -> int:
+        """Rounds in which everything was measured."""
+        measured = [*self.data["rates"].items(), *self.data["runs"].items()]
+        counts = [len(found["rounds"]) for name, found in measured if name not in ("F", "copy") and found["value"]]
+        return min(counts, default=0)
 
     def hits_of(self, cache: int | str) -> float:
         """The share of hits that a cache of this size gives: that of the samples it holds. Raises `InputError`."""
@@ -131,13 +141,15 @@ class Report:
             raise InputError(f"cache={cache!r}: the size of a sample is not known; give a share such as '50%'")
         return min(1.0, size / (float(record) * int(job["samples"])))
 
-    def setting(self) -> Setting:
-        """The job as it was measured."""
-        job, rates, machine = self.data["job"], self.data["rates"], self.data["machine"]
+    def setting(self, number: int | None = None) -> Setting:
+        """The job as it was measured, in all rounds or in that of this number."""
+        job, machine = self.data["job"], self.data["machine"]
 
-        def rate(name: str) -> float:
-            value = rates[name]["value"]
-            return math.inf if value is None else float(value)
+        def rate(name: str, group: str = "rates") -> float:
+            found = self.data[group][name]
+            if found["value"] is None:
+                return math.inf
+            return float(found["value"] if number is None else found["rounds"][number])
 
         cores = max(1, min(job["num_workers"] or 1, machine["cpus"]))
         missing = 1 / (1 / rate("P") + job["fetch_cpu_seconds"] / cores)
@@ -155,8 +167,8 @@ class Report:
             job["record_bytes"],
             job["samples"],
         )
-        runs = [self.data["runs"][name]["value"] for name in ("cold", "warm")]
-        fastest = max((float(value) for value in runs if value is not None), default=math.inf)
+        runs = [rate(name, "runs") for name in ("cold", "warm")]
+        fastest = max((value for value in runs if math.isfinite(value)), default=math.inf)
         return replace(setting, sharing=_sharing(setting, fastest, own_cpu=machine["device"] == "cpu"))
 
 

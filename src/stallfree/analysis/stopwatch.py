@@ -138,6 +138,11 @@ def half_width(figures: Sequence[float] | npt.NDArray[Any]) -> float:
     return _T95[min(count, max(_T95))] * float(np.std(figures, ddof=1)) / math.sqrt(count)
 
 
+def next_half_width(figures: Sequence[float]) -> float:
+    """Half of the 95% interval, about the mean of some figures, for another one that is found like them."""
+    return half_width(figures) * math.sqrt(len(figures) + 1)
+
+
 def combined(rounds: Sequence[Rate]) -> Rate:
     """The rate of several rounds, with an interval that holds what changes from round to round as well.
 
