@@ -71,6 +71,17 @@ def test_slow_batches_are_timed_even_if_warm_up_takes_all_the_time(clock: Clock)
     assert clock.now - 100 == pytest.approx(12)
 
 
+def test_the_start_of_workers_is_not_timed_in_a_short_run(clock: Clock) -> None:
+    start = [3.0] + [0.01] * 9  # longer than the run itself
+    found = steady_rate(ticks(clock, start + [0.1] * 100), 10, Limits(0.2, 2, 5))
+    assert found.value == pytest.approx(80)
+    assert clock.now - 100 == pytest.approx(3.09 + 0.2, abs=0.4)
+    clock.now = 100.0
+    varied = steady_rate(ticks(clock, start + [0.1, 0.3] * 100), 10, Limits(0.2, 2, 5))
+    assert varied.value == pytest.approx(40, rel=0.2)
+    assert clock.now - 100 == pytest.approx(3.09 + 1.0, abs=0.4)
+
+
 def test_nothing_to_time(clock: Clock) -> None:
     found = steady_rate(ticks(clock, [1.0]), 4, Limits(1, 10))
     assert found.value is None

@@ -24,7 +24,7 @@ from stallfree.analysis.job import Bare, Cold, Endless, Held, Job, Records, make
 from stallfree.analysis.progress import RUNS, Bar
 from stallfree.analysis.report import Remedy, Report, Sizes, check_cache, make_report, parse_share
 from stallfree.analysis.residency import read_file, resident_share
-from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, Limits, Rate, combined, steady_rate
+from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, ChildTime, Limits, Rate, combined, steady_rate
 from stallfree.cache.limits import free_memory, free_space
 from stallfree.errors import InputError, StallfreeError
 from stallfree.folders import default_root
@@ -131,7 +131,7 @@ class Analysis:
         tell: Callable[[int, str, float], None] = lambda round_, name, share: None,
     ) -> None:
         self._job, self._tell, self._most = job, tell, rounds
-        self._limits = Limits(min(1.0, seconds / 2) / rounds, seconds / rounds)
+        self._limits = Limits(min(1.0, seconds / 2) / rounds, seconds / rounds, seconds / 2)
         self._budget = len(RUNS) * seconds
         self._rounds: list[dict[str, Rate]] = []
         self._notes: list[str] = []
@@ -240,10 +240,10 @@ class Analysis:
         job, some, full, rates = self._job, self._some, self._full, self._rounds[-1]
         if full is not None:
             cold = self._cold(some)
-            with _ChildTime() as slow:
+            with ChildTime() as slow:
                 self._time("S", self._batches(Bare(job.source), slow.count(cold), collate_fn=_count), self._warm_up)
             self._check_out(cold)
-            self._fetch_seconds.append(max(0.0, slow.seconds_each - self._fetch_from_memory(some)))
+            self._fetch_seconds.append(self._fetch_cost(some, slow))
             self._time("C", _cache_reads(full, self._there, job.batch_size), 2)
         elif some.files:
             cold = self._cold(some)
@@ -255,18 +255,21 @@ class Analysis:
             why = "no file was seen to be opened, so storage cannot be told from prep; a Source keeps them apart"
             rates["S"] = rates["C"] = Rate(None, note=why)
 
-    def _fetch_from_memory(self, some: Records) -> float:
-        """Seconds of the processor for a fetch that costs nothing: what the loader itself takes."""
+    def _fetch_cost(self, some: Records, slow: ChildTime) -> float:
+        """Seconds of the processor for a fetch: those of the run of S, less what start and loader take."""
         held, job = Held(some.values, Compose([])), self._job
-        limits = Limits(self._limits.least / 4, self._limits.least / 2)
+        with ChildTime() as start:
+            for _ in self._batches(held, range(min(len(held), job.batch_size)), collate_fn=_count):
+                pass
+        limits = Limits(self._limits.least / 2, self._limits.least)
         with (
-            _ChildTime() as fast,
+            ChildTime() as fast,
             closing(
                 self._batches(held, fast.count(Endless(range(len(held)))), collate_fn=_count)  # type: ignore[type-var]
             ) as batches,
         ):
             steady_rate(batches, job.ahead, limits)
-        return fast.seconds_each
+        return max(0.0, slow.each(start) - fast.each(start))
 
     def _real(self) -> None:
         job, some, full = self._job, self._some, self._full
@@ -358,30 +361,6 @@ class Analysis:
     def _note(self, text: str) -> None:
         if text not in self._notes:
             self._notes.append(text)
-
-
-class _ChildTime:
-    """Seconds of the processor that worker processes took, which have ended at the end of the block, per sample."""
-
-    def __enter__(self) -> _ChildTime:
-        self._before = self._now()
-        self._samples = 0
-        self.seconds_each = 0.0
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds_each = (self._now() - self._before) / max(1, self._samples)
-
-    def count(self, ids: Iterable[int]) -> Iterator[int]:
-        """`ids`, counted as they go by."""
-        for id in ids:
-            self._samples += 1
-            yield id
-
-    @staticmethod
-    def _now() -> float:
-        times = os.times()
-        return times.children_user + times.children_system
 
 
 class _Uncached(Bare):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -66,11 +67,13 @@ class Limits:
 
     Attributes:
         least: seconds that are timed at least.
-        most: seconds after which it ends in any case, warm-up included.
+        most: seconds after which it ends in any case, warm-up included; but half as long is timed after a longer one.
+        warm: seconds after which warm-up ends in any case; half of `most` if None.
     """
 
     least: float = 1.0
     most: float = 10.0
+    warm: float | None = None
 
 
 def steady_rate(
@@ -81,17 +84,18 @@ def steady_rate(
 ) -> Rate:
     """The rate at which samples are delivered by `batches`, an iterator that gives the size of each batch.
 
-    The first `warm_up` batches come out of queues that were filled while nobody looked, and are not timed, unless they
-    take half of `limits.most`. The run ends
-    when the interval (batch means: ten blocks, Student's t) is within 1% of the rate and `limits.least` seconds have
-    been timed, after `limits.most`, or with the iterator. `on_progress` hears how much is over at the most, 0 to 1.
+    The first `warm_up` batches wait for the start of workers or come out of queues that were filled before, and are not
+    timed, unless they take longer than `limits.warm`. The run ends when the interval (batch means: ten blocks,
+    Student's t) is within 1% of the rate and `limits.least` seconds have been timed, after `limits.most`, or with the
+    iterator. `on_progress` is called with how much is over at the most, 0 to 1.
     """
+    warm = limits.most / 2 if limits.warm is None else limits.warm
     ends: list[float] = []
     sizes: list[int] = []
     started = looked = begun = time.perf_counter()
     for number, size in enumerate(batches, 1):
         now = time.perf_counter()
-        if number <= warm_up and now - started < limits.most / 2:
+        if number <= warm_up and now - started < warm:
             begun = now
         else:
             ends.append(now - begun)
@@ -99,16 +103,16 @@ def steady_rate(
         if now - looked >= _LOOK_SECONDS:
             looked = now
             on_progress(min(1.0, (now - started) / limits.most))
-            if _over(ends, sizes, now - started, limits):
+            if _over(ends, sizes, begun - started, limits):
                 break
     on_progress(1.0)
     return rate_of(ends, sizes)
 
 
-def _over(ends: Sequence[float], sizes: Sequence[int], seconds: float, limits: Limits) -> bool:
+def _over(ends: Sequence[float], sizes: Sequence[int], warmed: float, limits: Limits) -> bool:
     if not ends:
         return False
-    if seconds >= limits.most:
+    if ends[-1] >= limits.most - min(warmed, limits.most / 2):
         return True
     if ends[-1] < limits.least:
         return False
@@ -172,3 +176,31 @@ def _with_interval(value: float, half: float, repeats: int, note: str) -> Rate:
 
 def _too_few(value: float, repeats: int, more: int) -> Rate:
     return Rate(value, repeats=repeats, note=f"too few batches: {more} more needed", more=more)
+
+
+class ChildTime:
+    """Seconds of the processor that worker processes took, which have ended at the end of the block."""
+
+    def __enter__(self) -> ChildTime:
+        self._before = self._now()
+        self._samples = 0
+        self.seconds = 0.0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = self._now() - self._before
+
+    def each(self, start: ChildTime) -> float:
+        """Seconds per sample that was counted, without those that `start` took."""
+        return max(0.0, self.seconds - start.seconds) / max(1, self._samples)
+
+    def count(self, ids: Iterable[int]) -> Iterator[int]:
+        """`ids`, counted as they go by."""
+        for id in ids:
+            self._samples += 1
+            yield id
+
+    @staticmethod
+    def _now() -> float:
+        times = os.times()
+        return times.children_user + times.children_system
