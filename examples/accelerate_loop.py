@@ -2,16 +2,15 @@
 
     accelerate launch --num_processes 2 accelerate_loop.py
 
-`Accelerator.prepare` deals out the samples of torch's loader among the processes and leaves stallfree's as it is, so
-the loader is given the sampler and the device itself. Nothing else changes.
+`prepare` does for stallfree's loader what `Accelerator.prepare` does for torch's: each process gets the same samples.
 """
 
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import DistributedSampler
 
 import stallfree as sf
+from stallfree.integrations.accelerate import prepare
 
 
 class Points(torch.utils.data.Dataset):
@@ -30,20 +29,18 @@ def main() -> None:
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
     with sf.CachedDataset(Points(), capacity="4MiB") as data:
-        sampler = DistributedSampler(data, accelerator.num_processes, accelerator.process_index)
-        device = accelerator.device
-        with sf.DataLoader(data, batch_size=16, sampler=sampler, num_workers=1, device=device) as loader:
-            for epoch in range(3):
-                sampler.set_epoch(epoch)
-                seen, total = 0, 0.0
-                for points, labels in loader:
-                    loss = nn.functional.binary_cross_entropy_with_logits(model(points).squeeze(1), labels)
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    seen, total = seen + len(points), total + loss.item()
-                everywhere = int(accelerator.reduce(torch.tensor(seen, device=device)))
-                accelerator.print(f"epoch {epoch}: {everywhere} samples, loss {total / len(loader):.2f}")
+        loader = prepare(accelerator, sf.DataLoader(data, batch_size=16, shuffle=True, num_workers=1))
+        for epoch in range(3):
+            seen, total = 0, 0.0
+            for points, labels in loader:
+                loss = nn.functional.binary_cross_entropy_with_logits(model(points).squeeze(1), labels)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                seen, total = seen + len(points), total + loss.item()
+            everywhere = int(accelerator.reduce(torch.tensor(seen, device=accelerator.device)))
+            accelerator.print(f"epoch {epoch}: {everywhere} samples, loss {total / len(loader):.2f}")
+        loader.close()
     accelerator.end_training()
 
 

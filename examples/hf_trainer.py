@@ -1,7 +1,7 @@
 """Train with Hugging Face's `Trainer` on stallfree's loader. Wants `pip install transformers accelerate`.
 
-One method is overridden. With several processes, give `sampler=DistributedSampler(...)` in place of `shuffle=True`:
-what a `Trainer` does to its own loader it does not do to this one.
+One method is overridden. `prepare` does to the loader what a `Trainer` does to its own: with several processes, each
+gets its part of the samples.
 """
 
 import tempfile
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import stallfree as sf
+from stallfree.integrations.accelerate import prepare
 
 
 class Points(torch.utils.data.Dataset):
@@ -41,7 +42,8 @@ class FastTrainer(Trainer):
 
     def get_train_dataloader(self):
         size, workers = self.args.per_device_train_batch_size, self.args.dataloader_num_workers
-        return sf.DataLoader(self.train_dataset, batch_size=size, shuffle=True, num_workers=workers)
+        loader = sf.DataLoader(self.train_dataset, batch_size=size, shuffle=True, num_workers=workers)
+        return prepare(self.accelerator, loader)
 
 
 def main() -> None:

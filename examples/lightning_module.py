@@ -1,7 +1,7 @@
 """Train with PyTorch Lightning on stallfree's loader, and see what each epoch waits for.
 
-Wants `pip install 'stallfree[lightning]'`. On several devices give `sampler=DistributedSampler(...)` in place of
-`shuffle=True`: Lightning deals out the samples of torch's loader only.
+Wants `pip install 'stallfree[lightning]'`. On several devices Lightning deals the samples out, as those of torch's
+loader.
 """
 
 import logging

@@ -388,33 +388,6 @@ def test_a_loader_without_a_length_has_none() -> None:
 # -- other devices ----------------------------------------------------------------------------------------------------
 
 
-def test_on_a_cpu_batches_pass_without_a_thread() -> None:
-    given = [{"x": torch.tensor([number])} for number in range(4)]
-    prefetcher = DevicePrefetcher(given, "cpu")
-    before = prefetching()
-    for _ in range(2):
-        for found, batch in zip(prefetcher, given, strict=True):
-            assert found is batch
-            assert prefetching() == before
-    assert list(DevicePrefetcher(batches(2), "cpu", transform_on_device=lambda batch: int(batch[0]))) == [0, 1]
-
-
-def test_on_a_cpu_a_generator_is_closed_when_the_epoch_is_broken_off() -> None:
-    closed = []
-
-    class Loader:
-        def __iter__(self) -> Iterator[int]:
-            try:
-                yield from range(5)
-            finally:
-                closed.append(True)
-
-    for _ in DevicePrefetcher(Loader(), "cpu"):
-        break
-    gc.collect()
-    assert closed == [True]
-
-
 def test_where_there_are_no_streams_batches_are_sent_when_they_are_asked_for() -> None:
     found = list(DevicePrefetcher([{"x": torch.ones(3), "n": 5}], "meta", transform_on_device=lambda b: b | {"m": 1}))
     assert [(batch["x"].device.type, batch["n"], batch["m"]) for batch in found] == [("meta", 5, 1)]

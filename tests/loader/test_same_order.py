@@ -1,16 +1,21 @@
-"""A shuffled loader on several ranks is spoken of, and refused where a library was trusted to deal samples out."""
+"""A loader that gives all samples to each of several ranks says so, and others do not."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
+import stallfree as sf
 from stallfree.errors import InputError
-from stallfree.loader.same_order import check_same_order
 from stallfree.pipeline import StallfreeWarning
+
+DATA: Any = range(8)
 
 
 @pytest.fixture
@@ -20,33 +25,77 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(variable, value)
 
 
-def accelerated(monkeypatch: pytest.MonkeyPatch, state: dict[str, int]) -> None:
-    stand_in = SimpleNamespace(PartialState=type("PartialState", (), {"_shared_state": state}))
-    monkeypatch.setitem(sys.modules, "accelerate.state", stand_in)  # type: ignore[arg-type]
+def windowed() -> sf.SmartCacheDataset:
+    return sf.SmartCacheDataset(DATA, None, cache_num=4, replace_rate=0.5)
+
+
+ALL_TO_EACH: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "in order": (dict, r"ranks='auto'.*ranks=\(0, 1\)"),
+    "shuffled": (lambda: {"shuffle": True}, r"ranks='auto'.*ranks=\(0, 1\)"),
+    "RandomSampler": (lambda: {"sampler": RandomSampler(DATA)}, "DistributedSampler in place of the sampler"),
+    "BatchSampler": (lambda: {"batch_sampler": BatchSampler(SequentialSampler(DATA), 2, False)}, "DistributedSampler"),
+    "window": (lambda: {"dataset": windowed()}, r"all samples of the window.*sampler=dataset\.rank_sampler\(\)"),
+}
+DEALT: dict[str, Callable[[], dict[str, Any]]] = {
+    "ranks": lambda: {"ranks": "auto", "seed": 1},
+    "all are meant": lambda: {"ranks": (0, 1)},
+    "all are meant, with a sampler": lambda: {"ranks": (0, 1), "sampler": RandomSampler(DATA)},
+    "DistributedSampler": lambda: {"sampler": DistributedSampler(DATA, 4, 1)},
+    "in a BatchSampler": lambda: {"batch_sampler": BatchSampler(DistributedSampler(DATA, 4, 1), 2, False)},
+    "ids of the user's own": lambda: {"sampler": [4, 5]},
+    "ImportanceSampler": lambda: {"sampler": sf.ImportanceSampler(len(DATA)), "batch_size": 2},
+    "window": lambda: {"dataset": (data := windowed()), "sampler": data.rank_sampler()},
+}
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("case", ALL_TO_EACH)
+def test_a_warning_names_the_cure(case: str) -> None:
+    make, cure = ALL_TO_EACH[case]
+    options = {"dataset": DATA, **make()}
+    with (
+        sf.DataLoader(**options) as loader,
+        pytest.warns(StallfreeWarning, match=f"each of the 4 ranks.*{cure}") as seen,
+    ):
+        iter(loader)
+    assert seen[0].filename == __file__
+    close(options)
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("case", DEALT)
+def test_no_false_warning(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "ImportanceSampler":  # knows its ranks by torch.distributed
+        monkeypatch.delenv("RANK"), monkeypatch.delenv("WORLD_SIZE"), monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    options = {"dataset": DATA, **DEALT[case]()}
+    with warnings.catch_warnings(), sf.DataLoader(**options) as loader:
+        warnings.simplefilter("error", StallfreeWarning)
+        assert list(loader)
+    close(options)
 
 
 def test_one_rank() -> None:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), sf.DataLoader(DATA, shuffle=True) as loader:
         warnings.simplefilter("error")
-        check_same_order()
+        assert len(list(loader)) == len(DATA)
 
 
-@pytest.mark.usefixtures("ranks")
-def test_several_ranks() -> None:
-    with pytest.warns(StallfreeWarning, match="each of the 4 ranks gets all samples.*sampler=.*DistributedSampler"):
-        check_same_order()
+def close(options: dict[str, Any]) -> None:
+    if isinstance(options["dataset"], sf.SmartCacheDataset):
+        options["dataset"].close()
 
 
-@pytest.mark.usefixtures("ranks")
-def test_under_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerated(monkeypatch, {"num_processes": 4})
-    with pytest.raises(InputError, match=r"Accelerator\.prepare leaves a stallfree\.DataLoader as it is.*Distributed"):
-        check_same_order()
-
-
-@pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("state", [{}, {"num_processes": 1}])
-def test_accelerate_without_processes(monkeypatch: pytest.MonkeyPatch, state: dict[str, int]) -> None:
-    accelerated(monkeypatch, state)
-    with pytest.warns(StallfreeWarning, match="4 ranks"):
-        check_same_order()
+@pytest.mark.parametrize("processes", [None, 1, 4])
+def test_a_loader_that_accelerate_prepares(processes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate reads this attribute, and leaves a loader as it is if it is True."""
+    state = {} if processes is None else {"num_processes": processes}
+    stand_in = SimpleNamespace(PartialState=type("PartialState", (), {"_shared_state": state}))
+    monkeypatch.setitem(sys.modules, "accelerate.state", stand_in)  # type: ignore[arg-type]
+    assert sf.DataLoader(DATA, ranks=(1, 4))._is_accelerate_prepared
+    if processes == 4:
+        with pytest.raises(
+            InputError, match=r"all samples of a stallfree\.DataLoader\. Use stallfree\.integrations\.acc"
+        ):
+            _ = sf.DataLoader(DATA)._is_accelerate_prepared
+    else:
+        assert sf.DataLoader(DATA)._is_accelerate_prepared

@@ -79,7 +79,7 @@ class Feeder:
         self._transform = transform
         self._stopped = False
         self._thread = threading.Thread(target=self._run, args=(source,), name="stallfree-prefetch", daemon=True)
-        _alive.add(self)
+        end_at_exit(self)
         self._thread.start()
 
     def give_back(self, place: Place) -> None:
@@ -155,7 +155,12 @@ class Feeder:
         return item
 
 
-_alive: weakref.WeakSet[Feeder] = weakref.WeakSet()
+_alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def end_at_exit(feeder: Any) -> None:
+    """`stop` and `join` it when the program ends."""
+    _alive.add(feeder)
 
 
 @atexit.register

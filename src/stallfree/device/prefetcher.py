@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stallfree.device.ahead import Ahead, HostIteration
 from stallfree.device.backend import Backend, Cuda, Stream
 from stallfree.device.feeder import Feeder, Item, Snapshot, Transform
 from stallfree.device.leaves import take_apart
@@ -36,14 +37,15 @@ class DevicePrefetcher:
     on the device; strides without gaps are kept. Tensors that cannot be pinned, such as sparse ones, are sent by their
     own `.to()`, with one warning for each type.
 
-    On a CPU, batches pass as they are, without a thread. Where there are no streams ("mps" and others) they are sent
-    when they are asked for.
+    On a CPU, the thread takes one batch ahead, and batches pass as they are. Random numbers are drawn as without it:
+    what draws them in this process, and not in a worker, runs when the next batch is asked for. Where there are no
+    streams ("mps" and others) batches are taken and sent when they are asked for.
 
     Args:
         loader: any iterable. Each iteration begins it anew, when the one before is over.
         device: such as "cuda", "cuda:1" or "cpu".
         depth: batches that are ready or on their way, beside the one in use. The host is never further ahead of the
-            device than that.
+            device than that. On a CPU it is always one.
         keep: "fresh": a batch is memory of its own, for as long as it is referred to. "ring": the memory of the device
             stands, for `depth` + 1 batches, and a batch is valid until the next one is asked for. What streams other
             than the current one do with it has to be done by then.
@@ -77,8 +79,8 @@ class DevicePrefetcher:
         self._places: list[Place] = []
         self._stream: Stream | None = None
         self._stager: Stager | None = None
-        self._feeder: Feeder | None = None  # the last one
-        self._iteration: weakref.ref[_Iteration] | None = None
+        self._feeder: Feeder | Ahead | None = None  # the last one
+        self._iteration: weakref.ref[_Iteration | HostIteration] | None = None
         self._consumed: Snapshot | None = None  # the state of the loader after the last batch that was given
 
     def __len__(self) -> int:
@@ -88,35 +90,34 @@ class DevicePrefetcher:
     def __iter__(self) -> Iterator[Any]:
         self.close()
         self._consumed = None
-        if self._backend is None:
-            return self._pass_on()
         backend = self._backend
-        if self._stager is None:
-            self._stream = backend.new_stream()
-            self._stager = Stager(backend, standing=self.keep == "ring")
-            self._places = [Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)]
+        if backend is None and self.device.type != "cpu":
+            return self._pass_on()
         loader: Any = self.loader
         source = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
         snapshot = _snapshots(self.loader)
         self._consumed = None if snapshot is None else snapshot()
-        self._feeder = Feeder(
-            source,
-            snapshot,
-            backend,
-            self._stream,
-            self._stager,
-            self._places,
-            self.transform_on_device,
-        )
-        iteration = _Iteration(self, backend, self._feeder)
+        iteration: _Iteration | HostIteration
+        if backend is None:
+            self._feeder = Ahead(source, snapshot)
+            iteration = HostIteration(self, self._feeder)
+        else:
+            self._feeder = feeder = self._feed(backend, source, snapshot)
+            iteration = _Iteration(self, backend, feeder)
         self._iteration = weakref.ref(iteration)
         return iteration
 
+    def _feed(self, backend: Backend, source: Iterator[Any], snapshot: Callable[[], Snapshot] | None) -> Feeder:
+        if self._stager is None:
+            self._stream = backend.new_stream()
+            self._stager = Stager(backend, standing=self.keep == "ring")
+            self._places = [Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)]
+        return Feeder(source, snapshot, backend, self._stream, self._stager, self._places, self.transform_on_device)
+
     def _pass_on(self) -> Iterator[Any]:
         for batch in self.loader:
-            if self.device.type != "cpu":
-                leaves, rebuild = take_apart(batch)
-                batch = rebuild([send_itself(leaf, self.device) for leaf in leaves])
+            leaves, rebuild = take_apart(batch)
+            batch = rebuild([send_itself(leaf, self.device) for leaf in leaves])
             yield batch if self.transform_on_device is None else self.transform_on_device(batch)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -132,6 +133,11 @@ class DevicePrefetcher:
                 "DataLoader"
             )
         return self.loader.state_dict() if self._consumed is None else self._told(self._consumed)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the loader has been asked for batches that may not have been given here."""
+        return self._consumed is not None
 
     def _snapshot(self) -> Snapshot:
         """The state now, to be told later."""

@@ -12,6 +12,7 @@ import torch
 
 from stallfree.cache import SampleCache
 from stallfree.errors import InputError
+from stallfree.loader.ranks import check_ranks
 from stallfree.loader.reader import Reader
 from stallfree.plans import ImportanceSampler
 from stallfree.stores import AnyCache, DiskTier, PartitionedCache
@@ -51,6 +52,29 @@ def check_sampling(
         iterable = not isinstance(value, type) and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
         if value is not None and not iterable:
             raise InputError(f"{name}={value!r} cannot be iterated: give one that yields ids")
+
+
+def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any, *, windowed: bool) -> None:
+    """Raise `InputError` for `ranks` that cannot be used, and where something else deals the samples out."""
+    check_ranks(ranks)
+    inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+    if isinstance(inner, ImportanceSampler):
+        raise InputError(
+            f"a {type(sampler).__name__} was put around the ImportanceSampler, which deals out its samples itself: "
+            "give Lightning's Trainer use_distributed_sampler=False"
+        )
+    if ranks is None or (ranks != "auto" and ranks[1] == 1):
+        return
+    if sampler is not None or batch_sampler is not None:
+        raise InputError(
+            f"ranks={ranks!r} and a sampler were given: ranks deals out the loader's own order, so leave out one of "
+            "them"
+        )
+    if windowed:
+        raise InputError(
+            f"ranks={ranks!r} with a SmartCacheDataset, whose window is that of one host: give "
+            "sampler=dataset.rank_sampler() instead"
+        )
 
 
 def check_auto(cache: Any, capacity: Any, store: Any, sampler: Any) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.data
 from torch.utils.data import default_collate
 
 from stallfree.device import DevicePrefetcher
@@ -22,6 +23,7 @@ from stallfree.loader.arguments import (
     check_functions,
     check_importance,
     check_numbers,
+    check_ranked,
     check_sampling,
     context_of,
     seed_of,
@@ -36,24 +38,24 @@ from stallfree.loader.importance import Importance
 from stallfree.loader.iteration import Iteration
 from stallfree.loader.order import Order
 from stallfree.loader.output import check_output
-from stallfree.loader.reader import Reader
-from stallfree.loader.same_order import check_same_order
+from stallfree.loader.ranks import agreed, has_process_group, numbered, rank_and_count
+from stallfree.loader.reader import Reader, reader_of
+from stallfree.loader.same_order import check_prepared, check_same_order, check_same_window
+from stallfree.loader.samplers import shown_samplers
 from stallfree.loader.smart_cache import SmartCacheDataset
-from stallfree.pipeline.compose import Compose
+from stallfree.loader.state import STATE_VERSION, check_state
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.plans import ImportanceSampler
-from stallfree.sources import as_source
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.stores import DiskTier
 from stallfree.units import parse_size, parse_whole
 
-_STATE_VERSION = 1
 
-
-class DataLoader:
+class DataLoader(torch.utils.data.DataLoader[Any]):
     """Batches of a map-style data set, prepared ahead by worker processes into standing shared memory.
 
-    The arguments of `torch.utils.data.DataLoader` mean what they mean there; differences and additions:
+    The arguments of `torch.utils.data.DataLoader` mean what they mean there; differences and additions are below. It is
+    a subclass, so that other libraries take it for a loader; nothing is inherited but the names.
 
     Args:
         dataset: a `CachedDataset`, a source, or any map-style data set.
@@ -91,6 +93,11 @@ class DataLoader:
             says what and why. See `decision` and `cached`. None: no cache but that of a `CachedDataset`.
         capacity: bytes for that cache, as an int or such as "16GiB"; jobs on this host with the same data share it.
         store: a `DiskTier` that this cache may use below memory, where that pays.
+        ranks: (rank, number of ranks), or "auto" for those of `torch.distributed`, or else of RANK and WORLD_SIZE: deal
+            one order out among the ranks, as torch's `DistributedSampler` does. Each sample is on one rank. So that all
+            ranks have equally many, the first ones are repeated, or the last ones left out with `drop_last`. All ranks
+            use the seed of rank 0. A state may be loaded with another number of ranks. `(0, 1)`: this process has all
+            samples, without a warning that there are several ranks.
         output: "torch", or "numpy": yield arrays where there are tensors, ids and weights included, in the same memory.
             They hold a batch as tensors do. `InputError` while iterating for what NumPy has no form for (bfloat16).
         event_log: file that gets a line per event, for `stallfree simulate` to draw (see `stallfree.events`): who
@@ -105,6 +112,19 @@ class DataLoader:
     A batch is memory of its own for as long as one of its tensors is alive: kept batches are never overwritten. Raises
     `InputError` for arguments that cannot be used; while iterating `SampleError`, `WorkerError` and `WaitError`.
     """
+
+    multiprocessing_context: Any = None  # torch's property accepts one only with workers
+    _dataset_kind = 0  # map-style: what torch's constructor sets, which is not called
+    _iterator = None
+
+    _epoch = 0  # of the next iteration, unless something else counts epochs
+    _pinned = False  # by `set_epoch` or a state
+    _base_seed = 0  # of the workers' own generators
+    _resume: dict[str, Any] | None = None
+    _progress: Progress | None = None
+    _crew: Crew | None = None  # of persistent workers
+    _iteration: weakref.ref[Iteration] | None = None
+    _given_by: weakref.ref[DevicePrefetcher] | None = None
 
     def __init__(
         self,
@@ -136,31 +156,34 @@ class DataLoader:
         store: DiskTier | None = None,
         event_log: str | os.PathLike[str] | None = None,
         output: str = "torch",
+        ranks: tuple[int, int] | str | None = None,
     ) -> None:
         room = check_auto(cache, capacity, store, sampler)
         open_workers, num_workers = num_workers is None and room is not None, 0 if num_workers is None else num_workers
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, persistent_workers)
         check_sampling(batch_size, shuffle, sampler, batch_sampler, drop_last)
         check_functions(collate_fn, worker_init_fn, on_error)
+        check_ranked(ranks, sampler, batch_sampler, windowed=isinstance(dataset, SmartCacheDataset))
         self.arrays = check_output(output, pin_memory, device)
         self.dataset = dataset
         self.batch_size = batch_size if batch_sampler is None else None
         self.shuffle = bool(shuffle)
-        self.sampler = sampler
-        self.batch_sampler = batch_sampler
         self.num_workers = num_workers
-        self.collate_fn = collate_fn
+        self.collate_fn: Any = collate_fn
         self.pin_memory = pin_memory
         self.drop_last = drop_last
         self.timeout = timeout
         self.worker_init_fn = worker_init_fn
-        self.multiprocessing_context = context_of(multiprocessing_context)
+        context = context_of(multiprocessing_context)
+        self.multiprocessing_context = None if multiprocessing_context is None else context
         self.generator = generator
         self.prefetch_factor = prefetch_factor
         self.persistent_workers = persistent_workers
         self.with_ids = with_ids
+        self.on_error, self.staging, self.cache, self.capacity, self.store = on_error, staging, cache, capacity, store
+        self.event_log, self.output, self.ranks = event_log, output, ranks
+        self.pin_memory_device, self.in_order = pin_memory_device, in_order
         self.seed = self._given = seed_of(dataset, seed, generator)
-        self._base_seed = 0  # of the workers' own generators
         reader = reader_of(dataset)
         self._auto: AutoCache | None = None
         if room is not None:
@@ -175,7 +198,7 @@ class DataLoader:
             skip=on_error == "skip",
             workers=num_workers,
             ahead=(prefetch_factor or 2) * max(1, num_workers),
-            context=self.multiprocessing_context,
+            context=context,
             worker_init=worker_init_fn,
             seconds=timeout or WAIT_SECONDS,
             staging=None if staging is None else parse_size(staging, "staging"),
@@ -184,34 +207,32 @@ class DataLoader:
         )
         self._log = self._options.log
         self._windowed = dataset if isinstance(dataset, SmartCacheDataset) else None
-        self._order, self._importance = self._plan(reader, batch_size)
+        self._order, self._importance = self._plan(reader, batch_size, sampler, batch_sampler)
+        self.sampler, self.batch_sampler = shown_samplers(self, self._order, sampler, batch_sampler)
+        self._agree = numbered(f"{len(reader.source)}-{batch_size}") if ranks is not None else ""
         self._counts = {**new_counts(), "num_workers": num_workers}
-        self._crew: Crew | None = None  # of persistent workers
         self._crews: list[weakref.ref[Crew]] = []  # made anew and never changed: any thread may ask for `stats`
-        self._iteration: weakref.ref[Iteration] | None = None
-        self._epoch = 0
-        self._pinned = False  # by `set_epoch` or a state
         self._counts_in = (
             dataset if seed is None and isinstance(dataset, CachedDataset) and self._given is not None else None
         )
-        self._resume: dict[str, Any] | None = None
-        self._progress: Progress | None = None
         self._prefetcher = None if device is None else DevicePrefetcher(HostLoader(self), device)
         self.device = None if self._prefetcher is None else self._prefetcher.device
 
-    def _plan(self, reader: Reader, batch_size: int | None) -> tuple[Order, Importance | None]:
+    def _plan(
+        self, reader: Reader, batch_size: int | None, sampler: Any, batch_sampler: Any
+    ) -> tuple[Order, Importance | None]:
         """What says which samples an epoch has, and in which order."""
-        samples, mixed, sampler = len(reader.source), self.shuffle, self.sampler
+        samples, mixed = len(reader.source), self.shuffle
         if self._windowed is not None:  # a whole epoch of it has an order of its own
             samples, mixed = len(self._windowed), self.shuffle and not self._windowed.full_epoch
-        order = Order(samples, self.batch_size, mixed, sampler, self.batch_sampler, self.drop_last, self.seed)
+        size, drop = self.batch_size, self.drop_last
+        order = Order(samples, size, mixed, sampler, batch_sampler, drop, self.seed, self.ranks)
         if not isinstance(sampler, ImportanceSampler):
             return order, None
         if reader.share < 1:
             raise InputError("an ImportanceSampler wants samples of one form: give form='fetched' or 'prepared'")
         check_importance(sampler, reader.cache, samples, batch_size, windowed=self._windowed is not None)
-        context = self.multiprocessing_context
-        return order, Importance(sampler, reader, context, self.batch_size or 1, self.drop_last)
+        return order, Importance(sampler, reader, self._options.context, size or 1, drop)
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
@@ -231,7 +252,7 @@ class DataLoader:
         the epochs of all loaders that are made over them: a new loader goes on with the next one.
         """
         self._epoch, self._pinned = parse_whole(epoch, "epoch", 0), True
-        self._resume = self._progress = None
+        self._resume = self._progress = self._given_by = None
 
     def _next_epoch(self) -> int:
         """The number of the epoch that comes next, by what was set or by what counts it."""
@@ -244,18 +265,32 @@ class DataLoader:
         counted = 0 if self._counts_in is None else self._counts_in.next_epoch
         return max(self._epoch, counted, self._order.next_epoch)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self._iterate(None) if self._prefetcher is None else iter(self._prefetcher)
 
     def prefetched_by(self, prefetcher: DevicePrefetcher) -> Iterator[Any]:
         """Batches of the host for a prefetcher, which pins the slots, and says what the training loop waits for."""
         return self._iterate(prefetcher)
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Read by `Accelerator.prepare`, which leaves this loader as it is, and does not put torch's in its place."""
+        check_prepared(knows_ranks=self._order.knows_ranks)
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        """Accelerate sets it, too."""
+
     def _iterate(self, prefetcher: DevicePrefetcher | None) -> Iterator[Any]:
-        if self.shuffle and self._windowed is None:
-            check_same_order()
+        if not self._order.knows_ranks:
+            if self._windowed is None:
+                check_same_order(sampler=not self._order.own)
+            else:
+                check_same_window()
         resume, self._resume = self._resume, None
-        epoch, first = self._next_epoch(), 0 if resume is None else resume["batches"]
+        epoch = self._next_epoch()
+        first, dealt = self._order.place(*(0, None) if resume is None else (resume["batches"], resume["dealt"]))
         rest = None
         if resume is not None and resume["rest"] is not None:
             rest = [np.asarray(ids, np.int64) for ids in resume["rest"]]
@@ -267,7 +302,7 @@ class DataLoader:
         if rest is not None:
             batches = iter(rest)
         else:
-            batches = self._order.batches(epoch, first) if served is None else served.batches
+            batches = self._order.batches(epoch, first, dealt["start"]) if served is None else served.batches
             if self._windowed is not None:
                 ids = self._windowed.begin_epoch(epoch)
                 batches = (ids[positions] for positions in batches)
@@ -287,7 +322,8 @@ class DataLoader:
         crew.counts_waits = prefetcher is None
         if prefetcher is not None:
             crew.ring.slots.pin = prefetcher.pin
-        self._progress = Progress(batches, epoch, first)
+        self._progress = Progress(batches, epoch, first, dealt)
+        self._given_by = None if prefetcher is None else weakref.ref(prefetcher)
         self._epoch, self._pinned = epoch + 1, False
         if self._counts_in is not None:
             self._counts_in.next_epoch = epoch + 1
@@ -304,8 +340,11 @@ class DataLoader:
             self._base_seed = draw_seed(self.generator)
         if self.shuffle and self.generator is None:
             draw_seed()  # as torch's RandomSampler
-        if self.seed is None:
-            self._set_seed(self._base_seed)
+        seed, drawn = self._base_seed if self.seed is None else self.seed, self.seed is None
+        name, self._agree = self._agree, ""
+        if name and rank_and_count(self.ranks)[1] > 1 and (drawn or has_process_group()):
+            seed = agreed(seed, name)
+        self._set_seed(seed)
 
     def _set_seed(self, seed: int) -> None:
         if seed != self._options.seed and self._crew is not None:  # of persistent workers, which have the other one
@@ -351,7 +390,10 @@ class DataLoader:
         whose place is then decided for the rest of the epoch. Take the state in the process that iterates,
         between two batches. It is fit for JSON.
         """
-        return self.state_at(self.position) if self._prefetcher is None else self._prefetcher.state_dict()
+        given_by = None if self._given_by is None else self._given_by()
+        if given_by is not None and given_by.ahead:
+            return given_by.state_dict()  # type: ignore[no-any-return]
+        return self.state_at(self.position)
 
     @property
     def position(self) -> tuple[Progress, int] | None:
@@ -361,15 +403,15 @@ class DataLoader:
     def state_at(self, position: tuple[Progress, int] | None) -> dict[str, Any]:
         """The state as it was when the iteration was at `position`, at most 64 batches ago."""
         order, epoch = self._order.describe(), self._next_epoch()
-        state: dict[str, Any] = {"version": _STATE_VERSION, "epoch": epoch, "seed": self.seed, "order": order}
+        state: dict[str, Any] = {"version": STATE_VERSION, "epoch": epoch, "seed": self.seed, "order": order}
         if self._windowed is not None:
             state["window"] = self._windowed.state_dict()
         if position is None:
-            state |= self._resume or {"batches": 0, "rest": None}
+            state |= self._resume or {"batches": 0, "rest": None, "dealt": None}
         else:
             progress, batches = position
             rest = None if self._order.own else progress.rest(batches)
-            state |= {"epoch": progress.number, "batches": batches, "rest": rest}
+            state |= {"epoch": progress.number, "batches": batches, "rest": rest, "dealt": progress.dealt}
         if self._importance is not None:
             state["importance"] = self._importance.sampler.state_dict()
         return state
@@ -379,41 +421,20 @@ class DataLoader:
 
         Raises `InputError` for what is no state, and for one of another version, seed or order.
         """
-        version = state.get("version") if isinstance(state, dict) else None
-        if version != _STATE_VERSION:
-            raise InputError(
-                f"the state has version {version!r}, expected {_STATE_VERSION}: give what state_dict() of this "
-                "release returned"
-            )
-        missing = {"epoch", "seed", "order", "batches", "rest"} - state.keys()
-        if missing:
-            raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
-        if None not in (self._given, state["seed"]) and self._given != state["seed"]:
-            raise InputError(
-                f"the state was taken with seed={state['seed']}, this loader has seed={self._given}: give the same, or "
-                "none"
-            )
-        order = self._order.describe()
-        if state["order"] != order:
-            raise InputError(f"the state was taken with {state['order']}, this loader has {order}: give the same")
-        if self._windowed is not None:
-            if "window" not in state:
-                raise InputError(
-                    "the state has no window: it was taken with a data set that is no SmartCacheDataset. Give the "
-                    "same data set"
-                )
-            self._windowed.load_state_dict(state["window"])
-        if self._importance is not None:
-            if "importance" not in state:
-                raise InputError(
-                    "the state has no losses: it was taken without an ImportanceSampler. Leave that out here too"
-                )
-            self._importance.sampler.load_state_dict(state["importance"])
+        windowed, importance = self._windowed, self._importance
+        given = None if self._agree else self._given  # with `ranks`, the state has the seed of rank 0
+        check_state(
+            state, self._order.describe(), given, window=windowed is not None, importance=importance is not None
+        )
+        if windowed is not None:
+            windowed.load_state_dict(state["window"])
+        if importance is not None:
+            importance.sampler.load_state_dict(state["importance"])
         if state["seed"] is not None:
             self._set_seed(state["seed"])
         self._epoch, self._pinned = state["epoch"], True
-        self._resume = {"batches": state["batches"], "rest": state["rest"]}
-        self._progress = None
+        self._resume = {"batches": state["batches"], "rest": state["rest"], "dealt": state.get("dealt")}
+        self._progress = self._given_by = None
 
     def count_wait(self, seconds: float) -> None:
         """A prefetcher's training loop has waited for a batch."""
@@ -474,11 +495,3 @@ class DataLoader:
             self._progress = None
         if self._auto is not None and progress.first == 0:
             self._auto.end(samples, seconds, waited)
-
-
-def reader_of(dataset: Any) -> Reader:
-    reader = getattr(dataset, "reader", None)
-    if isinstance(reader, Reader):
-        return reader
-    source = as_source(dataset)
-    return Reader(source, None, Compose([]), source.pipeline)

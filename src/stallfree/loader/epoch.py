@@ -34,14 +34,16 @@ class Progress:
         batches: the ids of each batch that is left.
         number: of the epoch.
         first: number of the first of `batches`; those before it were handed out by an earlier process.
+        dealt: how the epoch is dealt out among the ranks; see `Order.place`.
 
     Attributes:
         first: number of the first batch of this process.
         handed_out: batches handed out, those before `first` included.
     """
 
-    def __init__(self, batches: Iterator[Ids], number: int, first: int) -> None:
+    def __init__(self, batches: Iterator[Ids], number: int, first: int, dealt: dict[str, int] | None = None) -> None:
         self.number = number
+        self.dealt = dealt
         self.first = first
         self.handed_out = first
         self._batches = batches

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, WaitError
+from stallfree.units import parse_whole
 
 _JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 """Variables that the ranks of one job have in common."""
+
+AGREE_SECONDS = 300.0
+"""Longest wait for the value of rank 0."""
+
+_LOOK_SECONDS = 0.02
+
+Ids = npt.NDArray[np.int64]
 
 
 def job_name() -> str | None:
@@ -38,12 +51,17 @@ class Ranks:
     here: int
 
 
+def has_process_group() -> bool:
+    """Whether `torch.distributed` is initialised."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def find_ranks() -> Ranks:
     """As `torch.distributed` says if it is initialised, else the variables that torchrun sets; else one alone.
 
     Raises `InputError` for variables that are no numbers, or contradict each other.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if has_process_group():
         rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     else:
         rank, count = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
@@ -63,3 +81,84 @@ def environment_number(variable: str, default: int) -> int:
         return int(given) if given else default
     except ValueError as error:
         raise InputError(f"{variable}={given!r} in the environment: give a whole number, or unset it") from error
+
+
+# -- the part of each rank in one order -------------------------------------------------------------------------------
+
+
+def check_ranks(ranks: Any) -> None:
+    """Raise `InputError` unless `ranks` is None, "auto" or a pair (rank, number of ranks)."""
+    if ranks is None or (isinstance(ranks, str) and ranks == "auto"):
+        return
+    if not isinstance(ranks, (tuple, list)) or len(ranks) != 2:
+        raise InputError(f"ranks={ranks!r}: give (rank, number of ranks), 'auto', or None")
+    rank, count = parse_whole(ranks[0], "ranks[0]", 0), parse_whole(ranks[1], "ranks[1]", 1)
+    if rank >= count:
+        raise InputError(f"ranks={ranks!r}: the rank is counted from 0, so give one from 0 to {count - 1}")
+
+
+def rank_and_count(ranks: tuple[int, int] | str | None) -> tuple[int, int]:
+    """The rank and the number of ranks that a checked argument `ranks` stands for. None stands for (0, 1)."""
+    if ranks is None:
+        return 0, 1
+    if isinstance(ranks, str):
+        found = find_ranks()
+        return found.rank, found.count
+    return int(ranks[0]), int(ranks[1])
+
+
+def share(samples: int, count: int, *, drop_last: bool) -> int:
+    """How many of `samples` each rank has."""
+    return samples // count if drop_last else -(-samples // count)
+
+
+def deal(ids: Ids, rank: int, count: int, *, drop_last: bool) -> Ids:
+    """The ids of one rank: every `count`-th one, from number `rank` on, as torch's `DistributedSampler` deals.
+
+    All ranks get equally many. The first ids are repeated for that, or the last ones left out with `drop_last`.
+    """
+    if count == 1:
+        return ids
+    return np.resize(ids, share(len(ids), count, drop_last=drop_last) * count)[rank::count]
+
+
+# -- one value for all ranks ------------------------------------------------------------------------------------------
+
+_names: Counter[str] = Counter()
+
+
+def numbered(name: str) -> str:
+    """`name` with the number of its calls in this process: the same in all ranks if they do the same."""
+    _names[name] += 1
+    return f"{name}/{_names[name]}"
+
+
+def agreed(value: int, name: str) -> int:
+    """The value that rank 0 gave for `name`, through the store of the default process group.
+
+    Rank 0 does not wait. `name` is used once in a process group; see `numbered`.
+
+    Raises `InputError` without a process group, `WaitError` if rank 0 does not give a value in time.
+    """
+    if not has_process_group():
+        raise InputError(
+            "ranks=... was given without seed=..., and there is no process group through which the ranks can use one "
+            "seed: give seed=, the same in all ranks, or call torch.distributed.init_process_group() first"
+        )
+    if torch.distributed.get_world_size() == 1:
+        return value
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store, key, rank = _get_default_store(), f"stallfree/{name}", torch.distributed.get_rank()
+    if rank == 0:
+        store.set(key, str(value))
+        return value
+    end = time.monotonic() + AGREE_SECONDS
+    while not store.check([key]):  # not `wait`, which Ctrl-C does not interrupt
+        if time.monotonic() > end:
+            raise WaitError(
+                f"rank {rank} has waited {AGREE_SECONDS:g} s for the seed of rank 0 ({name}): make and iterate the "
+                "loaders with ranks=... in the same order in all ranks, or give seed="
+            )
+        time.sleep(_LOOK_SECONDS)
+    return int(store.get(key))

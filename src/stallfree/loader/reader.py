@@ -25,7 +25,7 @@ from stallfree.pipeline.marks import mark_of, note_drew
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
 from stallfree.pipeline.watch import Watch, find_draw
-from stallfree.sources.mapped import MapSource, SubsetSource
+from stallfree.sources.mapped import MapSource, SubsetSource, as_source
 from stallfree.sources.throttle import ThrottledSource, payload_bytes
 from stallfree.stores import AnyCache, SpreadCache
 
@@ -442,3 +442,12 @@ def plain_beneath(source: Source, id: int) -> tuple[MapSource, int] | None:
             id = int(inner.indices[id])
         inner = inner.source
     return (inner, id) if isinstance(inner, MapSource) else None
+
+
+def reader_of(dataset: Any) -> Reader:
+    """The reader of a data set of stallfree; one without a cache for any other."""
+    reader = getattr(dataset, "reader", None)
+    if isinstance(reader, Reader):
+        return reader
+    source = as_source(dataset)
+    return Reader(source, None, Compose([]), source.pipeline)

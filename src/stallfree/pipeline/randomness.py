@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,27 @@ from stallfree.pipeline.generators import Handle, find_generators, global_genera
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _STEP = 0x9E3779B97F4A7C15
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def before_drawing(wait: Callable[[], None]) -> Iterator[None]:
+    """Within it, this thread calls `wait` before it touches a generator that is global to the process."""
+    _thread.wait = wait
+    try:
+        yield
+    finally:
+        del _thread.wait
+
+
+def wait_to_draw() -> None:
+    """Called before a global generator is seeded: returns when nothing else in the process draws. See `before_drawing`.
+
+    In a thread that is not within `before_drawing`, returns at once.
+    """
+    wait = getattr(_thread, "wait", None)
+    if wait is not None:
+        wait()
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
@@ -86,6 +109,8 @@ class Randomness:
                 seeder(_mix(number + place))
 
     def __enter__(self) -> Randomness:
+        if self._handles:
+            wait_to_draw()
         self._saved.append([handle.get() for handle in self._handles])
         return self
 

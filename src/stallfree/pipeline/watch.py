@@ -16,6 +16,7 @@ import torch
 from stallfree.pipeline.compose import Transform, as_call
 from stallfree.pipeline.generators import find_generators, global_generators, handle_of
 from stallfree.pipeline.probe import same
+from stallfree.pipeline.randomness import wait_to_draw
 
 _SEED = 0x5DEECE66
 
@@ -43,6 +44,7 @@ class Watch:
         self._states: list[Any] = []
 
     def __enter__(self) -> Watch:
+        wait_to_draw()
         self._before.append([handle.get() for handle in self._handles])
         self._start()
         return self

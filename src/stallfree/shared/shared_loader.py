@@ -25,10 +25,9 @@ from stallfree.loader.arguments import (
     seed_of,
 )
 from stallfree.loader.crew import Options
-from stallfree.loader.dataloader import reader_of
 from stallfree.loader.order import Order
 from stallfree.loader.ranks import find_ranks, job_name
-from stallfree.loader.reader import Reader
+from stallfree.loader.reader import Reader, reader_of
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.randomness import draw_seed

@@ -1,0 +1,69 @@
+"""Hugging Face's `accelerate`: deals out the samples of a loader among the processes.
+
+    from stallfree.integrations.accelerate import prepare
+
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loader = prepare(accelerator, sf.DataLoader(dataset, batch_size=16, shuffle=True))
+
+`Accelerator.prepare` itself leaves a stallfree loader as it is, and raises `InputError` if there are several processes.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler
+
+from stallfree.errors import InputError
+from stallfree.loader import DataLoader
+from stallfree.plans import ImportanceSampler
+
+_DECIDED = {"batch_size": 1, "shuffle": None, "sampler": None, "drop_last": False, "ranks": (0, 1)}
+"""Arguments of the loader in Accelerate's: its batch sampler has decided all of this."""
+
+
+def prepare(accelerator: Any, loader: DataLoader) -> Any:
+    """What `accelerator.prepare` makes of torch's loader, with stallfree's loader in it.
+
+    Each process gets the samples that it would get from torch's loader with the same arguments. The batches are put on
+    the device of the process, and `accumulate` and `gather_for_metrics` see the end of each epoch. What decides the
+    order is what decides it for torch's loader: `generator`, `seed`, or the settings of the accelerator.
+
+    Use and close what this returns, and not `loader`. `skip_first_batches` makes torch's loader of it, for one epoch.
+
+    Raises `InputError` for another loader, and for one whose samples are dealt out already.
+    """
+    _check(accelerator, loader)
+    sampler = loader.sampler
+    if isinstance(sampler, RandomSampler) and sampler.generator is None and loader.seed is not None:
+        sampler.generator = torch.Generator().manual_seed(loader.seed)
+    twin = torch.utils.data.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
+    prepared = accelerator.prepare_data_loader(twin)
+    arguments = {name: getattr(loader, name) for name in signature(DataLoader).parameters}
+    changed = {**_DECIDED, "batch_sampler": prepared.base_dataloader.batch_sampler}
+    prepared.base_dataloader = _Prepared(**{**arguments, **changed})
+    return prepared
+
+
+class _Prepared(DataLoader):
+    """A loader without a state: Accelerate would take one for each batch, which reads the rest of the sampler."""
+
+    @property
+    def state_dict(self) -> Any:
+        raise AttributeError("a loader that Accelerate has prepared has no state_dict()")
+
+
+def _check(accelerator: Any, loader: Any) -> None:
+    if not isinstance(loader, DataLoader):
+        raise InputError(f"prepare was given a {type(loader).__name__}: give it a stallfree.DataLoader")
+    if loader.ranks is not None or isinstance(loader.sampler, (DistributedSampler, ImportanceSampler)):
+        raise InputError(
+            "prepare was given a loader whose samples are dealt out already, by ranks= or its sampler: use that loader "
+            "as it is, or leave them out"
+        )
+    if loader.batch_sampler is None:
+        raise InputError("prepare was given a loader with batch_size=None: give it a batch_size, as Accelerate needs")
+    if accelerator.use_stateful_dataloader:
+        raise InputError("prepare was given an Accelerator with use_stateful_dataloader=True: leave that out")

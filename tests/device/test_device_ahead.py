@@ -1,0 +1,389 @@
+"""On a CPU a thread takes one batch ahead, and draws no random numbers beside the model."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stallfree as sf
+from children import Child
+from stallfree.device import DevicePrefetcher
+from stallfree.device.ahead import Ahead
+
+PATIENCE = 10.0
+COUNT = 6
+
+
+def prefetching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "stallfree-prefetch"]
+
+
+class Noted:
+    """A data set, or a loader, that notes what was asked of it; `until` waits for that."""
+
+    def __init__(self) -> None:
+        self.asked = [threading.Event() for _ in range(COUNT)]
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> torch.Tensor:
+        self.asked[id].set()
+        return torch.tensor([id])
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[id] for id in range(COUNT))
+
+    def fingerprint(self) -> str:
+        return str(id(self))
+
+    def until(self, id: int) -> None:
+        assert self.asked[id].wait(PATIENCE)
+
+
+# -- overlap ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def around(loader: Any) -> Iterator[DevicePrefetcher]:
+    prefetcher = DevicePrefetcher(loader, "cpu")
+    yield prefetcher
+    prefetcher.close()
+
+
+WAYS: dict[str, Callable[[Noted], Any]] = {
+    "an iterable": around,
+    "a generator": lambda noted: around(iter(noted)),
+    "torch's loader": lambda noted: around(torch.utils.data.DataLoader(noted)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_next_batch_is_asked_for_before_the_step_has_ended(way: str) -> None:
+    noted = Noted()
+    with WAYS[way](noted) as batches:
+        for id, batch in enumerate(batches):
+            assert int(batch) == id
+            if id + 1 < COUNT:
+                noted.until(id + 1)  # this is the step
+        assert id == COUNT - 1
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_batches_out_of_a_cache_are_taken_ahead(own: bool) -> None:
+    """Without workers. While the cache is filled, its generators are watched, so that waits for the step to end."""
+    ended = time.monotonic() + PATIENCE
+    with (
+        sf.CachedDataset(Noted(), capacity="1MiB", form="prepared") as data,
+        sf.DataLoader(data, device="cpu" if own else None) as loader,
+        around(loader) as prefetcher,
+    ):
+        batches = loader if own else prefetcher
+        torch.manual_seed(1)
+        for _ in batches:
+            torch.rand(1)  # would be taken for a draw of the data set
+        for number, batch in enumerate(batches):
+            assert int(batch) == number
+            while loader.stats().batches < min(COUNT + number + 2, 2 * COUNT) and time.monotonic() < ended:
+                threading.Event().wait(0.001)
+            assert loader.stats().batches == min(COUNT + number + 2, 2 * COUNT)
+
+
+def test_a_sampler_that_draws_its_seed_first_does_not_end_the_overlap() -> None:
+    noted = Noted()
+    torch.manual_seed(0)
+    order = [int(batch) for batch in torch.utils.data.DataLoader(noted, shuffle=True)]  # type: ignore[arg-type]
+    for event in noted.asked:
+        event.clear()
+    torch.manual_seed(0)
+    with around(torch.utils.data.DataLoader(noted, shuffle=True)) as batches:  # type: ignore[arg-type]
+        for number, batch in enumerate(batches):
+            assert int(batch) == order[number]
+            if 1 <= number < COUNT - 1:
+                noted.until(order[number + 1])
+
+
+def test_it_is_one_batch_ahead_and_no_more() -> None:
+    noted = Noted()
+    prefetcher = DevicePrefetcher(noted, "cpu", depth=4)
+    iterator = iter(prefetcher)
+    next(iterator)
+    noted.until(1)
+    next(iterator)
+    noted.until(2)
+    assert [event.is_set() for event in noted.asked] == [True] * 3 + [False] * 3
+    prefetcher.close()
+    assert not prefetching()
+    assert not noted.asked[3].is_set()
+
+
+def test_batches_pass_as_they_are_and_the_transform_runs_in_the_training_loop() -> None:
+    given = [{"x": torch.tensor([number])} for number in range(4)]
+    prefetcher = DevicePrefetcher(given, "cpu")
+    for _ in range(2):
+        for found, batch in zip(prefetcher, given, strict=True):
+            assert found is batch
+    where = DevicePrefetcher([1, 2], "cpu", transform_on_device=lambda _: threading.get_ident())
+    assert list(where) == [threading.get_ident()] * 2
+
+
+def test_batches_are_memory_of_their_own() -> None:
+    """They come out of slots, which are used again when nothing refers to a batch."""
+    with sf.DataLoader(Noted(), num_workers=1, device="cpu", shuffle=True, seed=1) as loader:
+        kept = list(loader)
+        list(loader)
+        assert sorted(map(int, kept)) == list(range(COUNT))
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+
+
+class Drawing:
+    """Draws from all global generators."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> torch.Tensor:
+        return torch.rand(3) + random.random() + np.random.random()
+
+
+def by_itself() -> Iterator[torch.Tensor]:
+    return (Drawing()[id] for id in range(COUNT))
+
+
+class Slow(Noted):
+    """Takes longer than until the model draws."""
+
+    def __getitem__(self, id: int) -> torch.Tensor:
+        threading.Event().wait(0.005)
+        return super().__getitem__(id)
+
+
+class ByItself:
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return by_itself()
+
+
+DRAWN: dict[str, Callable[[], Any]] = {
+    "an iterable": ByItself,
+    "torch's loader": lambda: torch.utils.data.DataLoader(Drawing(), batch_size=2),  # type: ignore[arg-type]
+    "torch's loader, shuffled": lambda: torch.utils.data.DataLoader(Drawing(), shuffle=True),  # type: ignore[arg-type]
+    "stallfree's": lambda: sf.DataLoader(Drawing(), seed=1),
+    "stallfree's cache": lambda: sf.DataLoader(sf.CachedDataset(Slow(), capacity="1MiB", form="prepared")),
+    "stallfree's collate": lambda: sf.DataLoader(
+        Noted(), batch_size=2, seed=1, collate_fn=lambda batch: torch.stack(batch) + torch.rand(1) + np.random.random()
+    ),
+}
+
+
+def train(batches: Any) -> list[float]:
+    """What a model that draws, too, computes."""
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    found = []
+    for _ in range(2):
+        for batch in batches:
+            found += batch.flatten().tolist()
+            threading.Event().wait(0.002)  # for a thread that draws now to be seen
+            found += [float(torch.rand(1)), float(np.random.random()), random.random()]
+    return found
+
+
+@pytest.mark.parametrize("way", DRAWN)
+def test_all_random_numbers_are_those_without_a_prefetcher(way: str) -> None:
+    expected = train(DRAWN[way]())
+    with around(DRAWN[way]()) as prefetcher:
+        assert train(prefetcher) == expected
+
+
+def test_what_draws_does_not_run_during_a_step() -> None:
+    """Also when it is stopped there; and the state can be asked for meanwhile."""
+    stepping = [False]
+    during: list[bool] = []
+
+    class Watching(Drawing):
+        def __getitem__(self, id: int) -> torch.Tensor:
+            during.append(stepping[0])
+            return super().__getitem__(id)
+
+    with sf.DataLoader(Watching(), device="cpu") as loader:
+        iterator = iter(loader)
+        for given in range(1, 4):
+            next(iterator)
+            stepping[0] = True
+            assert loader.state_dict()["batches"] == given
+            threading.Event().wait(0.002)  # for a thread that does not wait to be seen
+            stepping[0] = False
+        stepping[0] = True
+        del iterator
+        gc.collect()
+        for thread in prefetching():
+            thread.join()
+    assert during
+    assert not any(during)
+
+
+# -- errors and ends --------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """Raises in the place of a batch, and goes on."""
+
+    def __init__(self) -> None:
+        self.at = -1
+
+    def __iter__(self) -> Failing:
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at == 2:
+            raise OSError("unreadable")
+        if self.at == COUNT:
+            raise StopIteration
+        return self.at
+
+
+def test_an_error_comes_in_its_place() -> None:
+    iterator = iter(DevicePrefetcher(Failing(), "cpu"))
+    assert [next(iterator), next(iterator)] == [0, 1]
+    with pytest.raises(OSError, match="unreadable"):
+        next(iterator)
+    assert list(iterator) == [3, 4, 5]
+    assert list(iterator) == []
+
+
+def test_a_transform_that_ends_the_loop_is_an_error() -> None:
+    def transform(_: int) -> int:
+        raise StopIteration
+
+    with pytest.raises(sf.errors.StallfreeError, match="transform_on_device raised StopIteration"):
+        list(DevicePrefetcher([1, 2], "cpu", transform_on_device=transform))
+
+
+def test_closing_early_leaves_no_thread_and_closes_the_generator() -> None:
+    closed = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[int]:
+            try:
+                yield from range(5)
+            finally:
+                closed.append(True)
+
+    prefetcher = DevicePrefetcher(Loader(), "cpu")
+    for _ in prefetcher:
+        break
+    prefetcher.close()
+    assert not prefetching()
+    assert closed == [True]
+    for _ in DevicePrefetcher(Loader(), "cpu"):
+        break
+    gc.collect()
+    for thread in prefetching():
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert closed == [True, True]
+
+
+def test_ctrl_c_at_any_point_of_the_wait() -> None:
+    """The loop may go on, and ends."""
+    main, interrupts = threading.get_ident(), [0]
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code is Ahead.take.__code__:
+                interrupts[0] += 1
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    def interrupted() -> Iterator[int]:
+        for number in range(COUNT):
+            signal.pthread_kill(main, signal.SIGINT)
+            yield number
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        for _ in range(20):
+            iterator = iter(DevicePrefetcher(interrupted(), "cpu"))
+            found: list[int] = []
+            while len(found) < COUNT:
+                try:
+                    found.append(next(iterator))
+                except KeyboardInterrupt:
+                    continue
+                except StopIteration:
+                    break
+            assert found == sorted(set(found))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert interrupts[0]
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    go = threading.Event()
+    main = threading.get_ident()
+
+    def slow() -> Iterator[int]:
+        while not iterator._ahead._waiting:  # type: ignore[attr-defined]
+            go.wait(0.001)
+        while not go.wait(0.01):  # again, as it may have come before the wait
+            signal.pthread_kill(main, signal.SIGINT)
+        yield from range(3)
+
+    iterator = iter(DevicePrefetcher(slow(), "cpu"))
+    try:
+        next(iterator)
+    except KeyboardInterrupt:
+        go.set()
+    assert list(iterator) == [0, 1, 2]
+
+
+def test_in_a_forked_child() -> None:
+    prefetcher = DevicePrefetcher(Noted(), "cpu")
+    iterator = iter(prefetcher)
+    next(iterator)
+
+    def run() -> None:
+        with pytest.raises(sf.errors.StallfreeError, match="begun in the parent process"):
+            next(iterator)
+        assert [int(batch) for batch in prefetcher] == list(range(COUNT))
+        prefetcher.close()
+
+    assert Child(run).wait() == 0
+    assert [int(batch) for batch in iterator] == list(range(1, COUNT))
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("given", range(COUNT + 1))
+def test_a_state_counts_what_was_given_and_not_what_was_taken_ahead(own: bool, given: int) -> None:
+    def make() -> sf.DataLoader:
+        return sf.DataLoader(range(COUNT), shuffle=True, seed=2, device="cpu" if own else None)
+
+    with make() as loader:
+        prefetcher = loader if own else DevicePrefetcher(loader, "cpu")
+        iterator = iter(prefetcher)
+        before = [int(next(iterator)) for _ in range(given)]
+        state = loader.state_dict()
+        assert state == prefetcher.state_dict()
+        assert state["batches"] == given
+        after = [int(batch) for batch in iterator]
+        prefetcher.close()
+    with make() as other:
+        other.load_state_dict(state)
+        assert [int(batch) for batch in other] == after
+    assert sorted(before + after) == list(range(COUNT))

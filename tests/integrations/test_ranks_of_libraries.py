@@ -1,0 +1,293 @@
+"""Two processes that train one model: each sees the samples that it sees with torch's loader, or a warning says not.
+
+Every test starts two processes, which do the same with both loaders and compare what they were given.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+
+import stallfree as sf
+from children import Child
+from stallfree.pipeline import StallfreeWarning
+
+SAMPLES, EPOCHS = 14, 2
+Seen = list[list[list[int]]]  # by epoch and batch
+
+
+class Points(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, id: int) -> Any:
+        return {"x": torch.tensor([float(id)]), "labels": id}
+
+
+def needs(*packages: str) -> None:
+    """Imported here, and not in each of the processes."""
+    for package in packages:
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install {package}")
+
+
+def in_two_processes(function: Callable[[int], None]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def run(rank: int) -> None:
+        rank_and_job = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": 1}
+        os.environ.update({name: str(value) for name, value in (rank_and_job | where).items()})
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", StallfreeWarning)
+        function(rank)
+        gc.collect()  # ends loaders, which a forked process does not do when it ends
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    children = [Child(run, rank) for rank in range(2)]
+    assert [child.wait() for child in children] == [0, 0]
+
+
+def seen_in(loader: Any, epochs: int = EPOCHS) -> Seen:
+    return [[batch["labels"].tolist() for batch in loader] for _ in range(epochs)]
+
+
+def torch_loader(**options: Any) -> Any:
+    return torch.utils.data.DataLoader(Points(), batch_size=3, **options)
+
+
+def own_loader(**options: Any) -> sf.DataLoader:
+    return sf.DataLoader(Points(), batch_size=3, num_workers=1, **options)
+
+
+def both_ranks(seen: Seen) -> list[list[int]]:
+    """The ids of both ranks, by epoch."""
+    everywhere: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everywhere, seen)
+    return [sorted(id for part in everywhere for batch in part[epoch] for id in batch) for epoch in range(len(seen))]
+
+
+# -- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+
+def plain(rank: int) -> None:
+    torch.distributed.init_process_group("gloo")
+    for shuffle in (False, True):
+        theirs, mine = (DistributedSampler(Points(), shuffle=shuffle, seed=3) for _ in range(2))
+        pair = torch_loader(sampler=theirs), own_loader(sampler=mine)
+        for epoch in (0, 1, 7):
+            theirs.set_epoch(epoch), mine.set_epoch(epoch)
+            assert seen_in(pair[0], 1) == seen_in(pair[1], 1)
+        loader = own_loader(shuffle=shuffle)
+        with pytest.warns(StallfreeWarning, match="each of the 2 ranks gets all samples. Give ranks='auto'"):
+            assert sorted(id for batch in seen_in(loader, 1)[0] for id in batch) == list(
+                range(SAMPLES)
+            )  # as with torch's
+        assert both_ranks(seen_in(own_loader(shuffle=shuffle, ranks="auto"))) == [list(range(SAMPLES))] * EPOCHS
+
+
+def test_plain_ddp() -> None:
+    in_two_processes(plain)
+
+
+# -- Accelerate -------------------------------------------------------------------------------------------------------
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "in order": dict,
+    "shuffled": lambda: {"shuffle": True},
+    "shuffled, drop_last": lambda: {"shuffle": True, "drop_last": True},
+    "a sampler": lambda: {"sampler": SequentialSampler(Points())},
+}
+
+
+def accelerated(cases: list[str], rank: int) -> None:
+    from accelerate import Accelerator
+
+    from stallfree.integrations.accelerate import prepare
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    for case in cases:
+        torch.manual_seed(4)
+        expected = seen_in(accelerator.prepare(torch_loader(**CASES[case]())))
+        torch.manual_seed(4)
+        loader = prepare(accelerator, own_loader(**CASES[case]()))
+        assert seen_in(loader) == expected, case
+        assert isinstance(loader, sf.DataLoader)
+        assert accelerator.prepare(loader) is loader
+        for _ in loader:
+            end = accelerator.gradient_state.end_of_dataloader
+        assert end
+        loader.close()
+        with pytest.raises(
+            sf.InputError, match=r"all samples of a stallfree\.DataLoader\. Use stallfree\.integrations"
+        ):
+            accelerator.prepare(own_loader(**CASES[case]()))
+    dealt = own_loader(shuffle=True, ranks="auto")
+    assert accelerator.prepare(dealt) is dealt
+    assert both_ranks(seen_in(dealt)) == [list(range(SAMPLES))] * EPOCHS
+
+
+def split(rank: int) -> None:
+    """Other settings of the accelerator, a custom batch sampler, resuming, and loaders that cannot be prepared."""
+    from accelerate import Accelerator, skip_first_batches
+    from accelerate.utils import DataLoaderConfiguration
+
+    from stallfree.integrations.accelerate import prepare
+
+    settings = DataLoaderConfiguration(split_batches=True, even_batches=False, use_seedable_sampler=True, data_seed=3)
+    accelerator = Accelerator(cpu=True, dataloader_config=settings)
+    data, options = Points(), {"batch_size": 4, "shuffle": True}
+    theirs = accelerator.prepare(torch.utils.data.DataLoader(data, **options))
+    mine = prepare(accelerator, sf.DataLoader(data, **options))
+    assert seen_in(mine) == seen_in(theirs)
+    assert seen_in(skip_first_batches(mine, 2), 1) == seen_in(skip_first_batches(theirs, 2), 1)
+    by_batches = BatchSampler(SequentialSampler(data), 2, False)
+    theirs = accelerator.prepare(torch.utils.data.DataLoader(data, batch_sampler=by_batches))
+    mine = prepare(accelerator, sf.DataLoader(data, batch_sampler=by_batches))
+    assert seen_in(mine) == seen_in(theirs)
+    seeded = [seen_in(prepare(accelerator, sf.DataLoader(data, seed=9, **options)), 1) for _ in range(2)]
+    assert seeded[0] == seeded[1]
+    for loader, said in (
+        (own_loader(ranks="auto"), "dealt out already"),
+        (own_loader(sampler=DistributedSampler(data)), "dealt out already"),
+        (sf.DataLoader(data, batch_size=None), "batch_size=None"),
+        (torch_loader(), "give it a stallfree.DataLoader"),
+    ):
+        with pytest.raises(sf.InputError, match=said):
+            prepare(accelerator, loader)
+
+
+def test_accelerate() -> None:
+    needs("accelerate")
+    in_two_processes(partial(accelerated, ["in order", "shuffled"]))
+
+
+@pytest.mark.slow
+def test_accelerate_in_all_cases() -> None:
+    needs("accelerate")
+    in_two_processes(partial(accelerated, list(CASES)))
+    in_two_processes(split)
+
+
+# -- Lightning --------------------------------------------------------------------------------------------------------
+
+
+def lightning(cases: list[str], workers: bool, rank: int) -> None:
+    import lightning.pytorch as pl
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    class Line(pl.LightningModule):
+        def __init__(self, make: Callable[[], Any]) -> None:
+            super().__init__()
+            self.line, self.make, self.seen = torch.nn.Linear(1, 1), make, []  # type: ignore[var-annotated]
+
+        def on_train_epoch_start(self) -> None:
+            self.seen.append([])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen[-1].append(batch["labels"].tolist())
+            return self.line(batch["x"]).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    class Hook(Line):
+        def train_dataloader(self) -> Any:
+            return self.make()
+
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+
+    def train(kind: Any, make: Callable[[], Any], **settings: Any) -> Any:
+        settings = dict.fromkeys(names, False) | {"max_epochs": EPOCHS, "strategy": "ddp", "devices": 2} | settings
+        model, trainer = kind(make), pl.Trainer(accelerator="cpu", **settings)
+        trainer.fit(model) if kind is Hook else trainer.fit(model, make())
+        assert type(trainer.train_dataloader) is type(make())
+        return model.seen
+
+    for case in cases:
+        for kind in (Line, Hook):
+            expected = train(kind, lambda: torch_loader(**CASES[case]()))  # noqa: B023
+            assert train(kind, lambda: own_loader(**CASES[case]())) == expected, case  # noqa: B023
+    dealt = train(Line, lambda: own_loader(shuffle=True, ranks="auto"))
+    assert both_ranks(dealt) == [list(range(SAMPLES))] * EPOCHS
+    with pytest.warns(StallfreeWarning, match="each of the 2 ranks gets all samples"):
+        train(Line, own_loader, use_distributed_sampler=False, max_epochs=1)
+    if workers:
+        with pytest.raises(sf.InputError, match="use_distributed_sampler=False"):
+            train(Line, lambda: own_loader(sampler=sf.ImportanceSampler(SAMPLES)))
+        options = {"with_ids": True, "on_error": "skip", "seed": 7, "output": "torch", "staging": "1MiB", "timeout": 50}
+        made = own_loader(shuffle=True, **options)
+        again = pl.utilities.data._update_dataloader(made, SequentialSampler(Points()))
+        assert {name: getattr(again, name) for name in options} == options
+
+
+def test_lightning() -> None:
+    needs("lightning.pytorch")
+    in_two_processes(partial(lightning, ["in order", "shuffled"], False))
+
+
+@pytest.mark.slow
+def test_lightning_in_all_cases() -> None:
+    needs("lightning.pytorch")
+    in_two_processes(partial(lightning, list(CASES), True))
+
+
+# -- Hugging Face's Trainer -------------------------------------------------------------------------------------------
+
+
+def trainer(rank: int) -> None:
+    from transformers import Trainer, TrainingArguments
+    from transformers.utils import logging as quiet
+
+    from stallfree.integrations.accelerate import prepare
+
+    quiet.set_verbosity_error()
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line, self.seen = torch.nn.Linear(1, 1), []  # type: ignore[var-annotated]
+
+        def forward(self, x: Any, labels: Any) -> Any:
+            self.seen.append(labels.tolist())
+            return (self.line(x).squeeze(1) - labels).square().mean(), x
+
+    class Prepared(Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            size, collate = self.args.per_device_train_batch_size, self.data_collator
+            return prepare(self.accelerator, sf.DataLoader(Points(), size, shuffle=True, collate_fn=collate))
+
+    class Bare(Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return sf.DataLoader(Points(), 3, shuffle=True)
+
+    def train(kind: Any) -> Any:
+        given = {"num_train_epochs": EPOCHS, "per_device_train_batch_size": 3, "use_cpu": True, "disable_tqdm": True}
+        settings = TrainingArguments(f"/tmp/none-{rank}", **given, save_strategy="no", report_to="none", seed=5)
+        model = Model()
+        kind(model, settings, train_dataset=Points()).train()
+        return model.seen
+
+    assert train(Prepared) == train(Trainer)
+    with pytest.warns(StallfreeWarning, match="each of the 2 ranks gets all samples. Give ranks='auto'"):
+        train(Bare)
+
+
+def test_trainer() -> None:
+    needs("accelerate", "transformers")
+    in_two_processes(trainer)
