@@ -19,7 +19,7 @@ import numpy.typing as npt
 from stallfree.channel import Channel
 from stallfree.errors import StallfreeError, WaitError, WorkerError
 from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, Result
-from stallfree.pipeline.codec import read_record
+from stallfree.pipeline.codec import read_own_record
 from stallfree.remote import RemoteTraceback
 from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.conductor import Setup
@@ -315,12 +315,12 @@ class Member:
                 raise Gone from None
             if line.leased < keep:
                 line.lease(number, result.slot, memory)
-                chunk.data = read_record(memory, copy=False, allow_pickle=True)
+                chunk.data = read_own_record(memory, copy=False)
                 return chunk
-            chunk.data = read_record(memory, copy=True, allow_pickle=True)
+            chunk.data = read_own_record(memory, copy=True)
         elif result.status == PRIVATE:
             assert result.memory is not None
-            chunk.data = read_record(result.memory, copy=False, allow_pickle=True)
+            chunk.data = read_own_record(result.memory, copy=False)
         elif result.status == FAILED:
             chunk.error, trace = unpack_note(result.note)
             chunk.error.__cause__ = RemoteTraceback(trace)
