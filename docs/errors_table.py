@@ -26,6 +26,7 @@ TOPICS = {
     "Cache": (
         "cache/",
         "folders.py",
+        "owned.py",
         "locks.py",
         "units.py",
         "platform.py",
@@ -121,6 +122,7 @@ WHEN = {
     "loader/window_state.py": "A `SmartCacheDataset` is made",
     "locks.py": "A cache or a group is used",
     "observe/metrics.py": "Metrics are made",
+    "owned.py": "A cache is made, or a process attaches to it",
     "pipeline/compose.py": "A pipeline is made or runs",
     "pipeline/fingerprint.py": "A cache is made",
     "pipeline/marks.py": "A transform is marked",

@@ -20,7 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 BEYOND_MACOS = {
-    os: "posix_fallocate posix_fadvise eventfd eventfd_read eventfd_write sched_getaffinity pidfd_open pipe2",
+    os: (
+        "posix_fallocate posix_fadvise eventfd eventfd_read eventfd_write sched_getaffinity pidfd_open pipe2 O_PATH "
+        "listxattr"
+    ),
     socket: "SOCK_CLOEXEC SOCK_NONBLOCK MSG_NOSIGNAL SO_PEERCRED",
     select: "epoll POLLRDHUP",
     signal: "sigtimedwait SIGIO",

@@ -245,15 +245,14 @@ def test_the_mode_of_a_root_that_is_there_is_not_changed(root: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 def test_a_root_of_another_user(root: Path) -> None:
     os.chown(root, 12345, -1)
-    with pytest.raises(FingerprintError, match=r"belongs to user 12345 .* you are user 0"):
+    with pytest.raises(FingerprintError, match=r"belongs to user 12345, and you are user 0"):
         open_folder(root)
     assert list(root.iterdir()) == []
 
 
 def test_a_root_that_is_a_file_or_a_link(tmp_path: Path, root: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot be made"):
-        open_folder(tmp_path / "file")
     (tmp_path / "link").symlink_to(root)
-    with pytest.raises(FingerprintError, match="is no folder"):
-        open_folder(tmp_path / "link")
+    for name in ("file", "link"):
+        with pytest.raises(StorageError, match="cannot be made"):
+            open_folder(tmp_path / name)

@@ -5,6 +5,8 @@ A cache, a staging ring and a throttle each live in a folder of their own below 
 so whoever can get the lock for itself alone knows that nobody is attached. The last one out removes the folder, and
 what killed processes left behind is removed by the next `sweep`.
 
+No other user can replace the root (see owned.py), nor anything in it; so paths below it stay what they were.
+
 A folder is made under another name and renamed when it is whole: nobody ever sees half of one. Folders that lack the
 file `attached` are not ours and are never touched.
 
@@ -33,6 +35,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
+from stallfree.owned import opened_base
 from stallfree.platform import OPEN, fcntl, need_linux, shares_memory, user_id
 
 ATTACH_SECONDS = 10.0
@@ -58,7 +61,7 @@ def default_root() -> Path:
     if not shares_memory():
         return _own_root()
     if given := os.environ.get("STALLFREE_ROOT"):
-        base = Path(given).absolute()
+        base = Path(os.path.realpath(given))
         if not _open_to_others(base):
             return base
     else:
@@ -127,21 +130,50 @@ def user_root(store: str | Path) -> Path:
     if not is_path(store):
         raise InputError(f"store={store!r:.80}: give 'memory', the path of a folder, a RedisStore or a DiskTier")
     need_linux(f"a cache on a disk (store={str(store)!r})", "use store='memory'")
-    return Path(store).expanduser().absolute() / f"stallfree-{user_id()}"
+    return Path(os.path.realpath(Path(store).expanduser())) / f"stallfree-{user_id()}"
 
 
-def prepare_root(root: Path) -> None:
-    """Make `root` with mode 0700 if it is missing. Raises `FingerprintError` if it is not this user's alone."""
-    try:
+def prepare_root(root: Path) -> Path:
+    """Make `root` with mode 0700 if it is missing; its path without links.
+
+    Raises `FingerprintError` if it is not this user's alone, or if another user could replace it.
+    """
+    if not shares_memory():
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = os.lstat(root)
+        return root
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        return _checked_root(root, make=True)
     except OSError as error:
         raise StorageError(f"the folder {root} for shared data cannot be made: {error}. Give another folder") from error
+
+
+def is_root(root: Path) -> bool:
+    """Whether there is a folder `root`. Raises as `prepare_root` does if it is not this user's alone."""
     if not shares_memory():
-        return
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user_id():
+        return root.is_dir()
+    try:
+        _checked_root(root, make=False)
+    except OSError:
+        return False
+    return True
+
+
+def _checked_root(root: Path, make: bool) -> Path:
+    """The path of `root` without links, once its owner and those of the folders above it are checked."""
+    base = Path(os.path.realpath(root.parent))
+    with opened_base(base) as parent:
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(root.name, 0o700, dir_fd=parent)
+        fd = os.open(root.name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        try:
+            found = os.fstat(fd)
+        finally:
+            os.close(fd)
+    if found.st_uid != user_id():
         raise FingerprintError(
-            f"{root} belongs to user {found.st_uid} or is no folder, and you are user {user_id()}: "
+            f"{root} belongs to user {found.st_uid}, and you are user {user_id()}: "
             "a cache is read by its own user only. Give another folder"
         )
     if found.st_mode & 0o022:
@@ -149,6 +181,7 @@ def prepare_root(root: Path) -> None:
             f"other users may write to {root} (mode {stat.S_IMODE(found.st_mode):o}): "
             f"a cache is written by its own user only. Give another folder, or `chmod 700 {root}`"
         )
+    return base / root.name
 
 
 def check_name(name: str) -> str:
@@ -183,12 +216,12 @@ class SharedFolder:
     def __init__(
         self, name: str, *, root: str | Path | None = None, initialize: Callable[[Path], None], persist: bool = False
     ) -> None:
-        self.root = default_root() if root is None else Path(root)
-        self.path = self.root / check_name(name)
+        check_name(name)
+        self.root = prepare_root(default_root() if root is None else Path(root))
+        self.path = self.root / name
         self.persist = persist
         self.created = False
         self._owner = os.getpid()
-        prepare_root(self.root)
         self._fd = self._attach_or_create(initialize) if shares_memory() else self._take(initialize)
 
     def _take(self, initialize: Callable[[Path], None]) -> int:
@@ -305,7 +338,7 @@ class Unheld:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not (path / _ATTACHED).exists():
+        if not is_root(path.parent) or not (path / _ATTACHED).exists():
             raise StorageError(f"{path} is gone: nobody uses it any more. Make it anew")
 
     def close(self) -> None:
@@ -337,7 +370,7 @@ def _discard(fd: int, making: Path) -> None:
 def sweep(root: Path) -> list[str]:
     """Remove the folders below `root` that no process is attached to and that need not persist; their names."""
     removed: list[str] = []
-    if not shares_memory():
+    if not shares_memory() or not is_root(root):
         return removed
     with contextlib.suppress(OSError):
         for entry in list(root.iterdir()):

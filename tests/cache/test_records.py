@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +15,13 @@ from stallfree.errors import CodecError, InputError, StorageError
 from stallfree.pipeline.codec import read_record, split_record
 
 PICTURE = (torch.zeros(3, 50, dtype=torch.uint8), 0)
+
+
+class Point(NamedTuple):
+    """A named tuple, beside whose text its record has no fixed size."""
+
+    id: int
+    text: str
 
 
 def picture(id: int) -> tuple[torch.Tensor, int]:
@@ -151,6 +159,20 @@ def test_a_record_that_needs_pickle_can_be_passed_on_unread() -> None:
         assert other.get(1) is MISS  # it is not loaded there
         with pytest.raises(CodecError):
             whole(record)
+
+
+def test_a_named_tuple_whose_class_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error where the cache is trusted, and a miss where its records came over a network. It is kept."""
+    with make(20, 400, name="trusted") as cache, make(20, 400, name="none", allow_pickle=False) as other:
+        for each in (cache, other):
+            each.put(1, Point(1, "text"))
+        with monkeypatch.context() as patch:
+            patch.delattr(sys.modules[__name__], "Point")
+            assert other.get(1) is MISS
+            with pytest.raises(CodecError, match=r"named tuple \S*test_records\.Point.*: import \S*test_records where"):
+                cache.get(1)
+        assert cache.get(1) == other.get(1) == Point(1, "text")
+        assert cache.stats().damaged == other.stats().damaged == 0
 
 
 def test_put_records_wants_one_for_each_id() -> None:

@@ -5,6 +5,7 @@ The jobs do what the tests tell them, so nothing here depends on who is faster.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from group_jobs import (
     BATCH,
@@ -31,6 +33,8 @@ from group_jobs import (
     right,
     together,
 )
+
+from stallfree.shared import member
 
 SLOTS = 2 + 4 * 2  # of the ring of two jobs and a worker: two per worker, four per job
 FAR = BATCHES // 2  # so many batches are more than the ring holds
@@ -203,6 +207,37 @@ def test_the_conductor_is_killed(on_lag: str, team: Team) -> None:
         for job in (first, second):
             job.begin()
     team.bury()
+
+
+@pytest.mark.parametrize(("timeout", "after"), [(60, 0.1), (3, 60)])
+def test_the_conductor_is_stopped(timeout: float, after: float, team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than it may be, or than a batch is waited for: another one takes its place. It does nothing more."""
+    monkeypatch.setattr(member, "_STOPPED_SECONDS", after)
+    monkeypatch.setattr(member, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(member, "_ANSWER_SECONDS", 0.5)
+    first, second = team.jobs(2, timeout=timeout)
+    begun = [first.take(2), second.take(5)]
+    stopped = conductor_of(first, second)
+    stopped.suspend()
+    rests = together([first, second], "rest")
+    assert {right([*before, *rest]) for before, rest in zip(begun, rests, strict=True)} == {0}
+    assert [job.stats().takeovers for job in (first, second)] == [1, 1]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        stopped.resume()
+    assert {right(batches) for batches in together([first, second], "epoch")} == {1}
+    assert conductor_of(first, second) != stopped
+
+
+def test_a_conductor_that_is_stopped_while_a_job_joins(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "_STOPPED_SECONDS", 0.1)
+    monkeypatch.setattr(member, "_LOOK_SECONDS", 0.1)
+    (first,) = team.jobs(1)
+    begun = first.take(2)
+    conductor_of(first).suspend()
+    second = team.job(join="catchup")
+    batches = second.epoch()
+    assert right(batches) in (0, 1)  # the group goes on without the first job, if that does nothing for a second
+    assert right([*begun, *first.rest()]) == 0
 
 
 def test_workers_are_killed(team: Team) -> None:

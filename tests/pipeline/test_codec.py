@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import json
 import mmap
+import os
 import pickle
 import struct
 import sys
 import weakref
 from collections import OrderedDict, namedtuple
-from typing import Any
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,9 +24,11 @@ from hypothesis import strategies as st
 
 from stallfree.errors import CodecError
 from stallfree.pipeline.codec import (
+    MissingClassError,
     decode_leaf,
     encode,
     open_record,
+    read_own_record,
     read_record,
     split_record,
     stack_build,
@@ -223,6 +229,132 @@ def test_a_new_class_of_the_same_name_is_used(monkeypatch: pytest.MonkeyPatch) -
     again.__module__ = Sample.__module__
     monkeypatch.setattr(sys.modules[Sample.__module__], "Sample", again)
     assert type(read_record(old, copy=True)) is again
+
+
+# --- named tuples by name ------------------------------------------------------------------------------------------
+
+
+def named(module: str, qualname: str, *fields: str) -> np.ndarray[Any, Any]:
+    """A record of a named tuple of that name, forged."""
+    tree = json.dumps(["n", module, qualname, fields, list(range(len(fields)))], separators=(",", ":"))
+    structure = structure_of("\n".join([tree, *["int"] * len(fields)]).encode())
+    out = np.zeros(4096, np.uint8)
+    write_record(structure, [np.zeros(8, np.uint8)] * len(fields), out)
+    return out
+
+
+class Trap:
+    """Runs code when it is looked at."""
+
+    looked: ClassVar[list[str]] = []
+
+    def __get__(self, *_: Any) -> Any:
+        self.looked.append("descriptor")
+        return Sample
+
+    def __getattr__(self, name: str) -> Any:
+        self.looked.append(name)
+        return Sample
+
+    @property
+    def __class__(self) -> Any:
+        self.looked.append("class")
+        return type
+
+
+class Meta(type):
+    """A class of classes that runs code when they are looked at."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        Trap.looked.append(name)
+        return super().__getattribute__(name)
+
+    def __getattr__(cls, name: str) -> Any:
+        Trap.looked.append(name)
+        return Sample
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        Trap.looked.append("subclass")
+        return True
+
+
+class Looked(metaclass=Meta):
+    """No named tuple."""
+
+    trap = Trap()
+    _fields = ("image", "label")
+
+
+class Lazy(ModuleType):
+    """A module that imports what is looked up in it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        Trap.looked.append(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_a_record_imports_nothing(tmp_path: Path, allow_pickle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "forged_module.py").write_text("class Sample(tuple): _fields = ('a',)\nraise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("forged_module", "antigravity", "concurrent.futures.nothing"):
+        with pytest.raises(MissingClassError, match=rf"named tuple {module}\.Sample.*import {module} where"):
+            read_record(named(module, "Sample", "a"), copy=True, allow_pickle=allow_pickle)
+    assert not {"forged_module", "antigravity"} & sys.modules.keys()
+
+
+@pytest.mark.parametrize(
+    "qualname",
+    [
+        "trap",
+        "trap.Sample",
+        "Looked",
+        "Looked.trap",
+        "Looked.Sample",
+        "Looked.__class__",
+        "lazily",
+        "Loose.__base__",
+        "Sample.__class__",
+        "Sample.image",
+        "Sample.__new__.__globals__",
+        "sys.modules",
+        "os.stat_result",
+        "tuple",
+        "",
+        ".",
+    ],
+)
+def test_only_plain_classes_are_found(qualname: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names lead through modules and classes, not through what runs code when it is looked at."""
+    module = Lazy("forged")
+    inside = {"trap": Trap(), "Looked": Looked, "Loose": Loose, "Sample": Sample, "sys": sys, "tuple": tuple, "os": os}
+    vars(module).update(inside, __getattr__=lambda name: Trap.looked.append(name) or Sample)
+    monkeypatch.setitem(sys.modules, "forged", module)
+    monkeypatch.setitem(sys.modules, "object", Trap())
+    Trap.looked.clear()
+    for name in ("forged", "object"):
+        with pytest.raises(CodecError, match=r"named tuple|malformed"):
+            read_record(named(name, qualname, "image", "label"), copy=True, allow_pickle=True)
+    assert Trap.looked == []
+    assert type(read_record(named("forged", "Sample", "image", "label"), copy=True)) is Sample
+
+
+def test_other_fields_than_the_class_has() -> None:
+    with pytest.raises(MissingClassError, match="with the fields image, and the class of that name is another one"):
+        read_record(named(Sample.__module__, "Sample", "image"), copy=True)
+
+
+def test_what_a_worker_of_this_job_wrote_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pickle does, by which torch passes batches on."""
+    code = "import collections\nSample = collections.namedtuple('Sample', 'a')"
+    (tmp_path / "lazily_imported.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert read_own_record(named("lazily_imported", "Sample", "a"), copy=True) == (0,)
+    del sys.modules["lazily_imported"]
+    with pytest.raises(ModuleNotFoundError):
+        read_own_record(named("never_there", "Sample", "a"), copy=True)
+    with pytest.raises(CodecError, match="not here"):
+        read_own_record(named("sys", "Sample", "a"), copy=True)
 
 
 # --- views and copies -----------------------------------------------------------------------------------------------

@@ -19,15 +19,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import psutil
 import pytest
-import torch
+from job_store import JobStore
 from node_tools import until
-from nodes import LIMIT, Here, Nodes
+from nodes import Here, Nodes
 
 _NEW_NAMES, _NEW_NETWORK = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET
 _ALL = 0x0003  # ETH_P_ALL
@@ -260,7 +259,9 @@ class Hosts(Nodes):
                 self.run_on(
                     number, _move, os.getpid(), self.network.file(number), f"host{number}", self.network.addresses[0]
                 )
-            self.run(_meet_at, self.run_on(0, _keep_job_store))
+            self.job_store.close()
+            self.job_store = JobStore(self.network.addresses[0], self.network.file(0))
+            self.run(_meet_at, self.job_store.port)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -279,7 +280,6 @@ class Hosts(Nodes):
 def _move(here: Here, tests: int, namespace: str, name: str, master: str) -> None:
     """Have this node live on a host, for as long as the process of the tests is there: the bridge ends with it."""
     threading.Thread(target=_end_with, args=(os.pidfd_open(tests),), daemon=True).start()
-    here.kept.pop("job store", None)
     enter(namespace)
     _checked(_libc.unshare(_NEW_NAMES))
     socket.sethostname(name)
@@ -290,15 +290,6 @@ def _end_with(process: int) -> None:
     """End this process when another one has ended, of which this is a descriptor."""
     select.select([process], [], [])
     os._exit(1)
-
-
-def _keep_job_store(here: Here) -> int:
-    limit = timedelta(seconds=LIMIT)
-    kept = torch.distributed.TCPStore(
-        os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False, timeout=limit
-    )
-    here.kept["job store"] = kept
-    return int(kept.port)
 
 
 def _meet_at(here: Here, port: int) -> None:

@@ -69,9 +69,9 @@ def where(address: Address) -> str | tuple[str, int]:
     return address.path or (address.host, address.port)
 
 
-def server_at(address: Address) -> int | None:
-    """The process that answers at an address."""
-    return identify(where(address), address.password)
+def server_at(address: Address, seconds: float = PATIENCE) -> int | None:
+    """The process that answers at an address, however busy the machine is; None if nobody does."""
+    return identify(where(address), address.password, seconds)
 
 
 def ask(address: Address, *commands: str) -> bytes:

@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,8 +25,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from job_store import JobStore
 from redis_servers import Server
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from children import Child
 from stallfree import Compose, RedisStore
@@ -224,14 +223,6 @@ def _live(connection: Connection, here: Here, root: Path) -> None:
         connection.send(answer)
 
 
-def _keep_job_store(here: Here) -> int:
-    """What the nodes meet at; torchrun keeps it, or the process of rank 0 does."""
-    limit = timedelta(seconds=LIMIT)
-    kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-    here.kept["job store"] = kept
-    return int(kept.port)
-
-
 def _meet_at(here: Here, port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
 
@@ -260,8 +251,8 @@ class Nodes:
             theirs.close()
             self._ends.append(ours)
             self.processes.append(process)
-        port = self.run_on(0, _keep_job_store)
-        self.run(_meet_at, port)
+        self.job_store = JobStore()
+        self.run(_meet_at, self.job_store.port)
 
     def begin(self, number: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """Have a node run `function(here, *arguments)`, which can be imported. What it gives is in `answer`."""
@@ -328,6 +319,7 @@ class Nodes:
                 process.kill()
                 process.join()
             process.close()
+        self.job_store.close()
         try:
             until(lambda: not _left(self.folder), "the folders of the nodes are empty")
         finally:

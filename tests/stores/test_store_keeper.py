@@ -220,7 +220,7 @@ def test_it_gives_up_a_server_that_dies_again_and_again(make: Callable[..., Fold
     folder.start(*WAITS)  # another one tries anew
     again = told(folder.path)
     assert again["keeper"] != seen.keeper
-    assert identify(str(folder.path / "socket"), "secret") == again["pid"]
+    assert identify(str(folder.path / "socket"), "secret", PATIENCE) == again["pid"]
 
 
 @needs_server
@@ -267,7 +267,7 @@ def test_a_new_keeper_takes_the_port_of_the_last_one(make: Callable[..., Folder]
         third = until(lambda: (now := told(folder.path))["keeper"] != second["keeper"] and now, "another keeper")
         assert third["port"] != first["port"]
         assert first["clerk"] == second["clerk"] == third["clerk"] not in (first["port"], third["port"])
-        assert identify(("127.0.0.1", third["port"]), "secret") == third["pid"]
+        assert identify(("127.0.0.1", third["port"]), "secret", PATIENCE) == third["pid"]
 
 
 @needs_server

@@ -7,11 +7,11 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed
+from job_store import JobStore
 from node_tools import PATIENCE, make_node, needs_server, server_at, told, until
 
 from children import Child
@@ -34,30 +34,9 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-class Master:
-    """The job's store, as torchrun keeps it."""
-
-    def __init__(self) -> None:
-        limit = timedelta(seconds=PATIENCE)
-        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-        self.port = self._store.port
-
-    def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-
-    def close(self) -> None:
-        self._store = None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def first_store() -> None:
-    """The first one makes a pipe that stays for the life of the process."""
-    Master().close()
-
-
 @pytest.fixture
-def master() -> Iterator[Master]:
-    store = Master()
+def master() -> Iterator[JobStore]:
+    store = JobStore()
     yield store
     store.close()
 
@@ -111,7 +90,7 @@ def run(folder: Path, places: list[tuple[Place, str]]) -> list[tuple[list[str], 
 
 
 @needs_server
-def test_all_processes_of_three_nodes_find_the_same_servers_in_the_same_order(tmp_path: Path, master: Master) -> None:
+def test_all_processes_of_three_nodes_find_the_same_servers_in_the_same_order(tmp_path: Path, master: JobStore) -> None:
     places = [(Place(number, 3, "127.0.0.1", master.port), f"node{number}") for number in (2, 0, 1, 0)]
     found = run(tmp_path, places)
     assert [names for names, _, _, _ in found] == [[HOST, f"{HOST}#1", f"{HOST}#2"]] * 4
@@ -128,7 +107,7 @@ def test_all_processes_of_three_nodes_find_the_same_servers_in_the_same_order(tm
 
 
 @needs_server
-def test_ranks_that_share_a_server_are_one_node(tmp_path: Path, master: Master) -> None:
+def test_ranks_that_share_a_server_are_one_node(tmp_path: Path, master: JobStore) -> None:
     places = [(Place(rank, 4, "127.0.0.1", master.port), f"node{rank // 2}") for rank in range(4)]
     found = run(tmp_path, places)
     assert [names for names, _, _, _ in found] == [[HOST, f"{HOST}#1"]] * 4
@@ -137,7 +116,7 @@ def test_ranks_that_share_a_server_are_one_node(tmp_path: Path, master: Master) 
 
 
 @needs_server
-def test_what_an_earlier_attempt_left_behind_is_passed_over(tmp_path: Path, master: Master) -> None:
+def test_what_an_earlier_attempt_left_behind_is_passed_over(tmp_path: Path, master: JobStore) -> None:
     """An address where nobody is, and one where somebody is who does not know that password."""
     with make_node("other", interface="127.0.0.1") as other:
         assert other.public is not None
@@ -159,14 +138,14 @@ def test_one_node_asks_nobody() -> None:
 # --- who does not come ------------------------------------------------------------------------------------------------
 
 
-def test_nodes_that_do_not_come_are_named(master: Master) -> None:
+def test_nodes_that_do_not_come_are_named(master: JobStore) -> None:
     master.set("stallfree/4/one/2", "here")
     master.set("stallfree/4/another/3", "here")
     with pytest.raises(WaitError, match=r"of the 4 nodes of the job, number 0, 3 did not make the store 'one'"):
         meet(Stand.at(1), "one", Place(1, 4, "127.0.0.1", master.port), seconds=1)
 
 
-def test_a_server_that_does_not_answer_is_named(master: Master) -> None:
+def test_a_server_that_does_not_answer_is_named(master: JobStore) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
@@ -179,7 +158,7 @@ def test_a_server_that_does_not_answer_is_named(master: Master) -> None:
 
 
 @needs_server
-def test_a_node_whose_server_answers_and_whose_clerk_cannot_be_reached_is_named(master: Master) -> None:
+def test_a_node_whose_server_answers_and_whose_clerk_cannot_be_reached_is_named(master: JobStore) -> None:
     with make_node(interface="127.0.0.1") as node, socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # as behind a firewall
         public = node.public
@@ -207,14 +186,14 @@ def test_nobody_where_the_nodes_should_meet() -> None:
             meet(Stand.at(1), "one", Place(0, 2, "127.0.0.1", port), seconds=0.2)
 
 
-def test_the_meeting_place_may_go_away(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_meeting_place_may_go_away(master: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting.time, "sleep", lambda seconds: master.close())
     with pytest.raises(WaitError, match=rf"MASTER_PORT={master.port}, went away while the store 'one' was made"):
         meet(Stand.at(1), "one", Place(0, 2, "127.0.0.1", master.port), seconds=PATIENCE)
 
 
 @pytest.mark.parametrize("told", ["{", "[]", '{"version": 1}', "7"])
-def test_a_node_of_another_release(master: Master, told: str) -> None:
+def test_a_node_of_another_release(master: JobStore, told: str) -> None:
     master.set("stallfree/2/one/1", told)
     with pytest.raises(InputError, match="node 1 of the job runs another release"):
         meet(Stand.at(1), "one", Place(0, 2, "127.0.0.1", master.port), seconds=PATIENCE)
@@ -283,7 +262,7 @@ def test_an_environment_that_makes_no_sense(given: dict[str, str], said: str, mo
         find_place()
 
 
-def test_a_process_group_tells_it_too(monkeypatch: pytest.MonkeyPatch, master: Master) -> None:
+def test_a_process_group_tells_it_too(monkeypatch: pytest.MonkeyPatch, master: JobStore) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)

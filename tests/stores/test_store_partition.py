@@ -6,10 +6,11 @@ import os
 import pickle
 import random
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -372,6 +373,24 @@ def test_samples_that_only_pickle_can_hold_are_refused_unless_pickles_are_allowe
         caches[0].put_many(range(4), [Odd(id) for id in range(4)])
         assert settle(caches) == 4
         assert [value.id for value in caches[1].get_many(range(4))] == [0, 1, 2, 3]
+
+
+def test_named_tuples_whose_class_is_not_imported_are_misses(
+    two: list[Office], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with parts(two, NUM) as caches:
+        caches[0].put_many(range(4), [Pair(id, str(id)) for id in range(4)])
+        assert settle(caches) == 4
+        assert caches[1].get_many(range(4))[2] == Pair(2, "2")
+        monkeypatch.delattr(sys.modules[__name__], "Pair")
+        assert show(caches[1].get_many(range(4))) == [None] * 4
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    id: int
+    text: str
 
 
 class Odd:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -48,6 +49,23 @@ def client(server: Server) -> redis.Redis:
 def attach(servers: list[Server], num_ids: int = 1000, **options: Any) -> ServerCache:
     given = {"capacity": "1GiB", "name": "train", "fingerprint": "f", "timeout": ENOUGH} | options
     return ServerCache(num_ids, addresses=[server.tcp for server in servers], **given)
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    id: int
+    text: str
+
+
+def test_a_named_tuple_whose_class_is_not_imported_is_a_miss(
+    pair: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attach(pair) as cache:
+        until(lambda: bool(cache.put(1, Pair(1, "one")) or cache.resident([1])[0]), "it is stored")
+        assert cache.get(1) == Pair(1, "one")
+        monkeypatch.delattr(sys.modules[__name__], "Pair")
+        assert cache.get(1) is MISS
 
 
 def really_held(servers: list[Server]) -> tuple[int, int]:

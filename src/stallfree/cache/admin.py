@@ -10,7 +10,7 @@ from stallfree.cache.layout import META, Meta
 from stallfree.cache.policies import Policy
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import InputError, StorageError
-from stallfree.folders import check_name, default_root, in_use, is_persistent, remove_unused, sweep, user_root
+from stallfree.folders import check_name, default_root, in_use, is_persistent, is_root, remove_unused, sweep, user_root
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def caches_root(store: str | Path = "memory") -> Path:
 
 def list_caches(root: Path) -> list[CacheInfo]:
     """The caches below `root`, by name."""
-    if not root.is_dir():
+    if not is_root(root):
         return []
     return [_info(path) for path in sorted(root.iterdir()) if _is_cache(path)]
 
@@ -79,7 +79,7 @@ def _info(path: Path) -> CacheInfo:
 def remove(root: Path, name: str) -> None:
     """Remove the cache `name` below `root`. Raises `InputError` if there is none or a process is attached to it."""
     path = root / check_name(name)
-    if not _is_cache(path):
+    if not is_root(root) or not _is_cache(path):
         there = ", ".join(info.name for info in list_caches(root)) or "none"
         raise InputError(f"there is no cache {name!r} in {root}: give one that is there ({there})")
     if not remove_unused(path):

@@ -20,7 +20,7 @@ from stallfree.cache.layout import Meta
 from stallfree.cache.recovery import blocks_of, chains
 from stallfree.cache.writer import checksum, checksum_of, fence
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import read_leaves, read_record, stack_build
+from stallfree.pipeline.codec import MissingClassError, read_leaves, read_record, stack_build
 
 Array = npt.NDArray[Any]
 
@@ -95,7 +95,8 @@ class Records:
     Args:
         meta: what the cache is made of.
         index, arena: its parts.
-        allow_pickle: whether pickled leaves are loaded.
+        allow_pickle: whether pickled leaves are loaded. Then what the cache holds is trusted: a record of a class that
+            is not imported here raises `MissingClassError`, and is a miss otherwise.
     """
 
     def __init__(self, meta: Meta, index: Index, arena: Arena, allow_pickle: bool) -> None:
@@ -269,6 +270,10 @@ class Records:
                 if found.checksum is not None and checksum(record, id) != found.checksum[position]:
                     raise CodecError("the checksum is wrong")
                 values[position] = read_record(record, copy=True, allow_pickle=self._allow_pickle)
+            except MissingClassError:
+                if self._allow_pickle:
+                    raise
+                found.good[position] = False
             except CodecError:
                 found.good[position] = False
                 found.damaged.append(position)

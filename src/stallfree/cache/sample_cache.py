@@ -99,7 +99,7 @@ class SampleCache:
             example=example,
             allow_pickle=allow_pickle,
         )
-        prepare_root(root)
+        root = prepare_root(root)
         sweep(root)
         try:
             self._attach_to(name, root, policy, allow_pickle, initialize, persist)

@@ -173,6 +173,11 @@ class Crew:
         for lane in self._lanes:
             lane.check()
 
+    @property
+    def stuck(self) -> bool:
+        """Whether its workers hang at their start, and another process should start them."""
+        return self._workers is not None and self._workers.stuck
+
     def describe(self, task: Task) -> str:
         """Who has that task, for messages."""
         return "the gathering thread" if self._workers is None else self._workers.describe(task)

@@ -15,7 +15,7 @@ from stallfree.errors import StallfreeError, WaitError
 from stallfree.loader.crew import KEPT, Crew
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.reader import Pending
-from stallfree.pipeline.codec import read_record
+from stallfree.pipeline.codec import read_own_record
 from stallfree.remote import RemoteTraceback, unpack_error
 from stallfree.units import format_size
 
@@ -241,7 +241,7 @@ class Epoch:
         if result.status == READY and ring.leased < KEPT:
             memory = ring.slots.view(result.slot, result.size)
             ring.lease(result.slot, memory)
-            data = read_record(memory, copy=False, allow_pickle=True)
+            data = read_own_record(memory, copy=False)
         else:
             try:
                 if result.status == FAILED:
@@ -261,7 +261,7 @@ class Epoch:
             return result.value
         self.crew.counts["private_copies"] += 1
         if result.status == READY:
-            return read_record(self.crew.ring.slots.view(result.slot, result.size), copy=True, allow_pickle=True)
+            return read_own_record(self.crew.ring.slots.view(result.slot, result.size), copy=True)
         if not self.crew.warned_of_size:
             self.crew.warned_of_size = True
             limit = self.crew.ring.slots.limit
@@ -271,7 +271,7 @@ class Epoch:
                 "shared memory is full" if limit is None else f"slots of {format_size(limit)}",
             )
         assert result.memory is not None
-        return read_record(result.memory, copy=False, allow_pickle=True)
+        return read_own_record(result.memory, copy=False)
 
     def _publish(self, waiting: float = 0.0) -> None:
         self._status.publish(self._now, self.progress.number, self.crew.counts, waiting)

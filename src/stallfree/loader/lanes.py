@@ -27,6 +27,7 @@ from stallfree.loader.fill import Filler, failure
 from stallfree.loader.messages import (
     GATHERER,
     NO_SLOT,
+    STARTED,
     STOP_MESSAGE,
     UNDONE,
     Result,
@@ -42,7 +43,16 @@ LIVES = 3
 
 _STOP_SECONDS = 5.0
 _NO_MORE = 1 << 62
+_REPORT_SECONDS = 2.0
 _trainer_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def report_seconds(method: str, attempt: int) -> float:
+    """How long a process may take to report in; longer after each attempt, should the machine be busy.
+
+    One that is not forked has copied no lock, and imports as long as it takes.
+    """
+    return _REPORT_SECONDS * 2**attempt if method == "fork" else float("inf")
 
 
 class GatherLane:
@@ -145,8 +155,15 @@ class GatherLane:
 class _Worker:
     process: BaseProcess
     channel: Channel
+    due: float  # when it must have reported in
     tasks: list[Task] = field(default_factory=list)
     dead: bool = False
+    reported: bool = False
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it should have reported in, and has not: the fork copied a lock that another thread held."""
+        return not self.reported and time.monotonic() > self.due
 
     @property
     def busy(self) -> bool:
@@ -157,11 +174,13 @@ class _Worker:
 class WorkerLane:
     """Worker processes, each started with its first task. One that dies is replaced, and its batches are done again.
 
-    A batch that has killed three workers has a `WorkerError` for its result. `submit` and `poll` raise `InputError`
+    A forked worker that does not report in hangs, as it copied a lock that another thread held: it is replaced too. A
+    batch that has killed three workers has a `WorkerError` for its result. `submit` and `poll` raise `InputError`
     when something cannot be sent to a worker.
 
     Attributes:
         replaced: how many workers died.
+        hung: forked workers that did not report in, since one did.
     """
 
     def __init__(self, setup: WorkerSetup, context: BaseContext) -> None:
@@ -171,6 +190,12 @@ class WorkerLane:
         self._wanted = 0
         self._workers: list[_Worker | None] = [None] * setup.workers
         self.replaced = 0
+        self.hung = 0
+
+    @property
+    def stuck(self) -> bool:
+        """Whether all its forks hang, each further one probably too."""
+        return self.hung > len(self._workers)
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:
@@ -216,6 +241,10 @@ class WorkerLane:
             try:
                 while (message := worker.channel.receive()) is not None:
                     result = unpack_result(message)
+                    if result.status == STARTED:
+                        worker.reported = True
+                        self.hung = 0
+                        continue
                     result.worker = number
                     results.append(result)
                     worker.tasks = [t for t in worker.tasks if (t.token, t.number) != (result.token, result.number)]
@@ -231,15 +260,17 @@ class WorkerLane:
         return False
 
     def check(self) -> None:
-        """Look for workers that died while another process keeps their end of the connection open."""
+        """Look for workers that died while another process keeps their end of the connection open, or that hang."""
         for worker in self._workers:
-            if worker is not None and not worker.process.is_alive():
+            if worker is not None and (worker.hangs or not worker.process.is_alive()):
                 worker.dead = True
 
     def _replace(self, number: int, dead: _Worker, results: list[Result]) -> None:
         """Make sure that it is dead, and give its tasks to a fresh one."""
         self._workers[number] = None
         self.replaced += 1
+        hung = dead.hangs
+        self.hung += hung
         exit_code = _end(dead, time.monotonic() + _STOP_SECONDS)
         tasks = []
         for task in dead.tasks:
@@ -247,7 +278,7 @@ class WorkerLane:
                 results.append(Result(UNDONE, task.token, task.number, task.slot))
             else:
                 tasks.append(task)
-        if tasks and self._lives_left(tasks[0]) <= 0:
+        if tasks and not hung and self._lives_left(tasks[0]) <= 0:
             results.append(failure(tasks[0], _killer(tasks.pop(0), exit_code), here=True))
         if tasks:
             fresh = self._workers[number] = self._start(number)
@@ -277,6 +308,7 @@ class WorkerLane:
         process = self._context.Process(  # type: ignore[attr-defined]
             target=worker_main, args=(theirs, setup, foreign), name=f"stallfree-worker-{number}", daemon=True
         )
+        due = time.monotonic() + report_seconds(method, self.hung // len(self._workers))
         try:
             process.start()
         except Exception as error:
@@ -284,7 +316,7 @@ class WorkerLane:
             raise _cannot_send(setup, method, error) from error
         finally:
             theirs.close()
-        return _Worker(process, Channel(ours))
+        return _Worker(process, Channel(ours), due)
 
     def close(self) -> None:
         """End the workers; those that do not end in 5 s are killed."""
@@ -302,10 +334,10 @@ def _end(worker: _Worker, deadline: float) -> int | None:
     """Wait for the end of a worker, reading what it still sends so that it is not stuck; kill it at the deadline."""
     process, channel = worker.process, worker.channel
     open_end = True
-    while process.is_alive() and time.monotonic() < deadline:
+    while process.is_alive() and time.monotonic() < deadline and not worker.hangs:
         try:
             while open_end and channel.receive() is not None:
-                pass
+                worker.reported = True
             channel.flush()
         except EOFError:
             open_end = False

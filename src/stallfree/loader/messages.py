@@ -24,6 +24,8 @@ NO_SLOT = -1
 
 WORK, STOP, FORGET = 1, 2, 3
 READY, PRIVATE, WHOLE, FAILED, EMPTY, UNDONE = 1, 2, 3, 4, 5, 6
+STARTED = 7
+"""Status of what a worker sends first: it has started, and belongs to no task."""
 
 NOTHING: Ids = np.empty(0, np.int64)
 

@@ -35,8 +35,7 @@ class SharedCounts:
         if not shares_memory():
             self._use(np.zeros(length, np.int32), None)
             return
-        root, size = default_root(), 4 * length
-        prepare_root(root)
+        root, size = prepare_root(default_root()), 4 * length
         try:
             with tempfile.TemporaryFile(dir=root) as file:
                 allocate(file.fileno(), 0, size)

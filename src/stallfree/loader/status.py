@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from stallfree.folders import in_use
+from stallfree.folders import in_use, is_root
 from stallfree.platform import OPEN, allocate, at_fork, shares_memory
 from stallfree.sources.apart import ApartSource
 from stallfree.sources.mapped import MapSource
@@ -138,7 +138,9 @@ class LoaderStatus:
 
 def running_loaders(root: Path) -> list[LoaderStatus]:
     """The loaders of this user below `root` whose process is alive, in the order in which they were made."""
-    found = []
+    found: list[LoaderStatus] = []
+    if not is_root(root):
+        return found
     with contextlib.suppress(OSError):
         for path in list(root.iterdir()):
             if path.name[0] != "." and (path / FILE).is_file() and in_use(path):

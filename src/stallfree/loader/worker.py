@@ -20,8 +20,9 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.channel import receive_message, send_message
+from stallfree.generator_lock import check_generator
 from stallfree.loader.fill import Filler, failure
-from stallfree.loader.messages import FORGET, STOP, UNDONE, Result, Task, unpack_task
+from stallfree.loader.messages import FORGET, NO_SLOT, STARTED, STOP, UNDONE, Result, Task, unpack_task
 from stallfree.loader.reader import Pending
 
 _TRAINER_CHECK_MILLISECONDS = 1000
@@ -64,7 +65,12 @@ def worker_main(connection: Connection, setup: WorkerSetup, foreign: list[Connec
     inbox = _Inbox(connection.fileno(), setup)
     inbox.start()
     setup.filler.reader.quiet = True  # the trainer warns
-    problem = _prepare_process(setup)
+    _prepare_process(setup)
+    try:
+        send_message(connection.fileno(), Result(STARTED, 0, 0, NO_SLOT).pack())
+    except OSError:
+        return  # the trainer is gone
+    problem = _problem_of_init(setup)
     inbox.ahead = problem is None
     while (item := inbox.get()) is not None:
         task, pending = item
@@ -81,8 +87,9 @@ def worker_main(connection: Connection, setup: WorkerSetup, foreign: list[Connec
     setup.filler.reader.close()
 
 
-def _prepare_process(setup: WorkerSetup) -> Exception | None:
-    """Make the process what torch's workers are. Returns what the user's function raised."""
+def _prepare_process(setup: WorkerSetup) -> None:
+    """Make the process what torch's workers are. This is where a fork hangs that copied a lock in use."""
+    check_generator()
     torch.set_num_threads(1)
     sys.setswitchinterval(_SWITCH_SECONDS)
     random.seed(setup.seed)
@@ -91,6 +98,10 @@ def _prepare_process(setup: WorkerSetup) -> Exception | None:
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=setup.worker, num_workers=setup.workers, seed=setup.seed, dataset=setup.dataset
     )
+
+
+def _problem_of_init(setup: WorkerSetup) -> Exception | None:
+    """Call the user's function; what it raised."""
     try:
         if setup.worker_init is not None:
             setup.worker_init(setup.worker)

@@ -25,7 +25,9 @@ from __future__ import annotations
 
 import pickle
 import struct
+import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,7 @@ from stallfree.pipeline.structure import (
     U8,
     Bytes,
     Leaf,
+    MissingClassError,
     Structure,
     aligned_tensor,
     decode_leaf,
@@ -62,11 +65,13 @@ from stallfree.pipeline.structure import (
 
 __all__ = [
     "Leaf",
+    "MissingClassError",
     "Structure",
     "decode_leaf",
     "encode",
     "open_record",
     "read_leaves",
+    "read_own_record",
     "read_record",
     "record_size",
     "split_record",
@@ -362,7 +367,8 @@ def read_record(buffer: Bytes, *, copy: bool, allow_pickle: bool = False) -> Any
     must be an array whose base is no array (made by `np.frombuffer` or `np.empty`, not a slice), since NumPy lets a
     view refer to the topmost array. A read-only buffer is copied in either case, for tensors cannot be read-only.
 
-    A malformed or truncated record raises CodecError, as does a pickled leaf unless `allow_pickle`.
+    A malformed or truncated record raises CodecError, as does a pickled leaf unless `allow_pickle`. Nothing is
+    imported: a named tuple whose class is not imported yet raises `MissingClassError`.
     """
     try:
         return _read_record(buffer, copy, allow_pickle)
@@ -382,6 +388,20 @@ def _read_record(buffer: Bytes, copy: bool, allow_pickle: bool) -> Any:
         starts = structure.offsets if structure.fixed else [start - (base & ~63) for start in starts]
     readers = structure.readers
     return structure.make([read(buffer, at, n) for read, at, n in zip(readers, starts, nbytes, strict=True)])
+
+
+def read_own_record(buffer: Bytes, *, copy: bool) -> Any:
+    """`read_record` for what a worker of this job wrote: as with pickle, classes are imported.
+
+    An import that fails raises what it raises.
+    """
+    while True:
+        try:
+            return read_record(buffer, copy=copy, allow_pickle=True)
+        except MissingClassError as error:
+            if error.module in sys.modules:
+                raise
+            import_module(error.module)
 
 
 def read_leaves(structure: Structure, data: Bytes) -> Any:

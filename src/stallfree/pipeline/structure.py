@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +65,18 @@ class Leaf(NamedTuple):
     dtype: str  # the name of a torch dtype, or a NumPy dtype as text (JSON when it has fields); "" for other kinds
     shape: tuple[int, ...]
     nbytes: int  # bytes of the data; -1 when it varies per value
+
+
+class MissingClassError(CodecError):
+    """A record holds a named tuple whose class is not imported here.
+
+    Attributes:
+        module: where the class is defined.
+    """
+
+    def __init__(self, message: str, module: str = "") -> None:
+        super().__init__(message)
+        self.module = module
 
 
 Reader = Callable[[Any, int, int], Any]  # (buffer, start, nbytes) -> the leaf's value, a view on buffer if it can be
@@ -203,22 +215,41 @@ def why_not_named_tuple(kind: type) -> str:
     fields = kind._fields  # type: ignore[attr-defined]
     try:
         found = _named_tuple(kind.__module__, kind.__qualname__, fields)
-    except CodecError as error:
-        return f"{error}; define the named tuple at the top level of a module"
+    except CodecError:
+        return "is not found under its name; define the named tuple at the top level of a module"
     return "" if found is kind else "another class has its name in its module"
 
 
 def _named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type:
-    """The named tuple class of that name, if there is one with these fields."""
-    try:
-        found: Any = sys.modules.get(module) or import_module(module)
-        for name in qualname.split("."):
-            found = getattr(found, name)
-    except Exception as error:  # an import can fail with anything
-        raise CodecError(f"the named tuple {module}.{qualname} cannot be found: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields):
-        raise CodecError(f"{module}.{qualname} is not a named tuple with the fields {', '.join(map(str, fields))}")
-    return found
+    """The named tuple class of that name, if it is imported and has these fields.
+
+    The name may come from a record that somebody forged. So nothing is imported, and names are looked up in the
+    dictionaries of modules and classes alone: no descriptor and no `__getattr__` runs.
+    """
+    found: Any = sys.modules.get(module)
+    names = _MODULE_DICT(found) if issubclass(type(found), ModuleType) else {}
+    for name in qualname.split("."):
+        found = names.get(name)
+        if not issubclass(type(found), type):
+            raise MissingClassError(
+                f"a record holds a named tuple {module}.{qualname}, whose class is not here: import {module} where the "
+                "data set is defined, or remove the cache if there is no such class any more",
+                module,
+            )
+        names = _CLASS_DICT(found)
+    of_class = next((_CLASS_DICT(base)["_fields"] for base in _MRO(found) if "_fields" in _CLASS_DICT(base)), None)
+    if tuple not in _MRO(found) or type(of_class) is not tuple or of_class != fields:
+        raise MissingClassError(
+            f"a record holds a named tuple {module}.{qualname} with the fields {', '.join(map(str, fields))}, and the "
+            "class of that name is another one: remove the cache, or restore the class",
+            module,
+        )
+    return found  # type: ignore[no-any-return]
+
+
+_MODULE_DICT: Callable[[Any], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
+_CLASS_DICT: Callable[[Any], dict[str, Any]] = vars(type)["__dict__"].__get__
+_MRO: Callable[[Any], tuple[type, ...]] = vars(type)["__mro__"].__get__
 
 
 # --- keys -----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 from stallfree.channel import Channel
 from stallfree.errors import StorageError
 from stallfree.folders import SharedFolder
+from stallfree.generator_lock import check_generator
 from stallfree.loader.crew import Crew, Options, new_counts
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
 from stallfree.loader.order import Order
@@ -97,6 +98,7 @@ def conduct(lifeline: Connection, setup: Setup, attached: SharedFolder | None) -
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    check_generator()  # before workers are forked
     torch.set_num_threads(1)  # those of the parent are not here, and OpenMP would wait for them
     with contextlib.suppress(OSError):
         os.setsid()  # stopping one job from its terminal must not stop the others
@@ -127,6 +129,7 @@ class Conductor:
 
     def __init__(self, lifeline: Connection, setup: Setup) -> None:
         self._setup = setup
+        self._name = setup.folder.name.removeprefix("group-")
         self._lifeline = lifeline
         self._ended = False  # the process that started this one
         self._folder = SharedFolder(setup.folder.name, root=setup.folder.parent, initialize=_must_exist)
@@ -156,8 +159,11 @@ class Conductor:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until nobody is left, or the process that started this one ends."""
+        """Until nobody is left, or the process that started this one ends, or no worker can be started here."""
         while not self._over():
+            if self._crew.stuck:
+                log.warning("workers of the group %s hang at their start: it gets other processes", self._name)
+                return
             self._begin_when_all_are_back()
             self._start_more()
             self._publish()
@@ -385,7 +391,7 @@ class Conductor:
                 log.warning(
                     "process %d (%s) has held up the group %s for %g s: it prepares the rest of its epoch by itself. "
                     "A job that has ended its training should close its loader",
-                    *(hello.pid, hello.name, self._setup.folder.name.removeprefix("group-"), self._setup.lag_seconds),
+                    *(hello.pid, hello.name, self._name, self._setup.lag_seconds),
                 )
             self._free(self._schedule.leave_behind(number))
         coming = self._schedule.next_to_start()

@@ -8,6 +8,7 @@ import os
 import secrets
 import select
 import socket
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -18,6 +19,7 @@ from typing import Any
 
 from stallfree.errors import InputError, StorageError
 from stallfree.folders import SharedFolder, check_name, sweep
+from stallfree.loader.lanes import report_seconds
 from stallfree.locks import FileLock
 from stallfree.platform import at_fork
 from stallfree.shared.closing import forget, keep_from_children
@@ -179,11 +181,40 @@ _started: list[tuple[BaseProcess, Connection]] = []
 
 
 def _start(setup: Setup, attached: SharedFolder) -> None:
-    """Start a conductor, and wait until members may come."""
-    context = setup.options.context
-    method = context.get_start_method()
+    """Start a conductor, and wait until members may come.
+
+    A fork that does not report in hangs, as it copied a lock that another thread held: another one replaces it.
+    """
     if not _started:
         Finalize(None, end_conductors, exitpriority=100)  # before multiprocessing waits for its children to end
+    method, attempt = setup.options.context.get_start_method(), 0
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        seconds = min(report_seconds(method, attempt), deadline - time.monotonic())
+        process, ours = _started_process(setup, attached)
+        _started.append((process, ours))
+        told = b""
+        poller = select.poll()
+        poller.register(ours, select.POLLIN)
+        poller.register(process.sentinel, select.POLLIN)
+        ready = poller.poll(max(0.0, seconds) * 1000)
+        if ready:
+            with contextlib.suppress(EOFError, OSError):
+                told = ours.recv_bytes()
+        if told == b"r":
+            return
+        _end(process, ours, 0.0)
+        if told:
+            raise unpack_note(told)[0]
+        if ready or time.monotonic() > deadline:
+            raise Gone  # killed before it could begin
+        attempt += 1
+
+
+def _started_process(setup: Setup, attached: SharedFolder) -> tuple[BaseProcess, Connection]:
+    """A conductor, and the end of its lifeline."""
+    context = setup.options.context
+    method = context.get_start_method()
     ours, theirs = context.Pipe()
     keep_from_children(ours.fileno())
     process = context.Process(  # type: ignore[attr-defined]
@@ -200,20 +231,7 @@ def _start(setup: Setup, attached: SharedFolder) -> None:
         raise _cannot_send(setup, method, error) from error
     finally:
         theirs.close()
-    _started.append((process, ours))
-    told = b""
-    poller = select.poll()
-    poller.register(ours, select.POLLIN)
-    poller.register(process.sentinel, select.POLLIN)
-    if poller.poll(_START_SECONDS * 1000):
-        with contextlib.suppress(EOFError, OSError):
-            told = ours.recv_bytes()
-    if told == b"r":
-        return
-    _end(process, ours, 0.0)
-    if told:
-        raise unpack_note(told)[0]
-    raise Gone  # killed before it could begin
+    return process, ours
 
 
 def _cannot_send(setup: Setup, method: str, error: Exception) -> Exception:

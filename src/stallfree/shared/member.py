@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -19,7 +21,7 @@ import numpy.typing as npt
 from stallfree.channel import Channel
 from stallfree.errors import StallfreeError, WaitError, WorkerError
 from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, Result
-from stallfree.pipeline.codec import read_record
+from stallfree.pipeline.codec import read_own_record
 from stallfree.remote import RemoteTraceback
 from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.conductor import Setup
@@ -30,6 +32,8 @@ from stallfree.sockets import process_of
 
 Bytes = npt.NDArray[np.uint8]
 
+log = logging.getLogger("stallfree")
+
 LIVES = 10
 """Conductors that may die one after the other, before a batch came of any, until that is an error."""
 
@@ -37,6 +41,10 @@ _WAITING = 1
 """Batches that were let go of, of which the conductor is told with the next request and not at once."""
 
 _ANSWER_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+_STOPPED_SECONDS = 10.0
+"""A coordinator that is stopped (SIGSTOP) for so long while a batch is waited for is ended, and another one started."""
+
 _LEAVE_SECONDS = 30.0
 
 
@@ -86,6 +94,7 @@ class Line:
         self._leases: dict[int, weakref.ref[Bytes]] = {}
         self._owner = os.getpid()
         self._closed = False
+        self._stopped = float("inf")  # since when, as far as is known
 
     def welcome(self, folder: Path) -> None:
         """The ring is in `folder`."""
@@ -112,12 +121,31 @@ class Line:
             except EOFError:
                 raise Gone from None
             if message is not None:
+                self._stopped = float("inf")
                 return message
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
             self._send_releases(0)
-            self._wait(left)
+            self._wait(min(left, _LOOK_SECONDS))
+            self._stopped = min(self._stopped, time.monotonic()) if is_stopped(self.pid) else float("inf")
+            if time.monotonic() - self._stopped >= _STOPPED_SECONDS:
+                self.end(f"has been stopped for {_STOPPED_SECONDS:g} s")
+
+    def end(self, why: str) -> None:
+        """End the process, which may be stopped, so that it does nothing more when it goes on; then raises `Gone`.
+
+        Does nothing for a process of another name space, which cannot be ended from here.
+        """
+        if self._process < 0:
+            return
+        log.warning("process %d, which prepares for a group, %s: it is ended, and another one started", self.pid, why)
+        try:
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        except ProcessLookupError:
+            raise Gone from None
+        select.select([self._process], [], [], _ANSWER_SECONDS)
+        raise Gone
 
     def _wait(self, seconds: float) -> None:
         poller = select.poll()
@@ -182,6 +210,14 @@ class Line:
             self.views.close()
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
 class Member:
     """See the module. One thread at a time.
 
@@ -230,6 +266,8 @@ class Member:
         while epoch is None:
             message = line.receive(deadline)
             if message is None:
+                if is_stopped(line.pid):
+                    line.end("is stopped")
                 raise WaitError(
                     f"process {line.pid}, which prepares for the group {self._group.name!r}, did not let this job in "
                     f"within {self._seconds:g} s: "
@@ -272,6 +310,7 @@ class Member:
                 return self._take(number, end, deadline)
             except Gone:
                 self._lost()
+                deadline = time.monotonic() + self._seconds
 
     def _take(self, number: int, end: int, deadline: float) -> Chunk | Elsewhere | Onward:
         line = self._line
@@ -315,12 +354,12 @@ class Member:
                 raise Gone from None
             if line.leased < keep:
                 line.lease(number, result.slot, memory)
-                chunk.data = read_record(memory, copy=False, allow_pickle=True)
+                chunk.data = read_own_record(memory, copy=False)
                 return chunk
-            chunk.data = read_record(memory, copy=True, allow_pickle=True)
+            chunk.data = read_own_record(memory, copy=True)
         elif result.status == PRIVATE:
             assert result.memory is not None
-            chunk.data = read_record(result.memory, copy=False, allow_pickle=True)
+            chunk.data = read_own_record(result.memory, copy=False)
         elif result.status == FAILED:
             chunk.error, trace = unpack_note(result.note)
             chunk.error.__cause__ = RemoteTraceback(trace)
@@ -338,7 +377,7 @@ class Member:
             self._line.send(request(Kind.SKIP, self._serial, cursor, self._taken))
 
     def _why(self, line: Line, number: int) -> str:
-        """The message for a batch that did not come."""
+        """The message for a batch that did not come. Raises `Gone` if the coordinator did not answer and is ended."""
         batch = "batch {1} of epoch {0}".format(*divmod(number, len(self._setup.order)))
         why = f"process {line.pid}, which prepares for the group, does not answer: it may be stopped"
         line.send(request(Kind.WHY, self._serial, number))
@@ -347,6 +386,9 @@ class Member:
             if unpack_answer(message)[0] == Kind.BECAUSE:
                 why = bytes(body_of(message)).decode()
                 break
+        else:
+            if not self._in_a_row:
+                line.end(f"has not answered for {self._seconds + _ANSWER_SECONDS:g} s")
         return (
             f"{batch} did not come from the group {self._group.name!r} within {self._seconds:g} s: {why}. "
             "Give a larger timeout if samples take so long"
