@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 import stallfree as sf
-from stallfree.errors import InputError
 from stallfree.pipeline.probe import same
 from stallfree.sources import TarDataset, as_source
 from stallfree.sources.apart import ApartSource
@@ -106,23 +105,6 @@ def test_datasets_of_hugging_face() -> None:
         assert not torch.equal(first, second)
         assert torch.allclose(first[:, 1] - first[:, 0], torch.ones(20, dtype=first.dtype))
         assert cached.stats().storage_reads == 20
-
-
-@pytest.mark.slow
-def test_accelerate_leaves_the_loader_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So its own way of dealing samples out does not take place, and a shuffled loader says so."""
-    accelerate = library("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    loader = sf.DataLoader(range(8), batch_size=2)
-    assert accelerator.prepare(loader) is loader
-    from stallfree.loader.same_order import check_same_order
-
-    check_same_order()
-    monkeypatch.setitem(accelerate.PartialState._shared_state, "num_processes", 2)
-    for variable, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(variable, value)
-    with pytest.raises(InputError, match=r"Accelerator\.prepare leaves"):
-        check_same_order()
 
 
 @pytest.mark.slow
