@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stallfree.errors import InputError, StallfreeError
+from stallfree.errors import InputError, SampleError, StallfreeError
 from stallfree.folders import SharedFolder
 from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.choice import Choice, Measured, choose, expect, explain
@@ -133,6 +133,8 @@ class AutoCache:
         source = as_source(self._dataset)
         try:
             first = look(source, source.pipeline)
+        except SampleError:
+            raise
         except InputError as error:  # samples are random, and cannot be told from their prep
             self._reader = _without(source)
             self._say(f"no cache, {self._count()}: {error}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,9 @@ class CachedDataset:
 
     def __getitem__(self, id: int) -> Any:
         return self.__getitems__([id])[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[id] for id in range(len(self)))  # without it, an IndexError of the data set would end a loop
 
     def __getitems__(self, ids: Sequence[int]) -> list[Any]:
         """The samples of a whole batch: one look into the cache for all. Raises `SampleError`, `IndexError`."""

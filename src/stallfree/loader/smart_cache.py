@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import current_process
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -304,6 +304,9 @@ class SmartCacheDataset:
     def __getitem__(self, position: int) -> Any:
         wanted = checked_ids([position], self._positions)
         return self._samples(wanted, skip=False)[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """The samples at several positions, all of one epoch. With `on_error="skip"` there may be fewer.

@@ -114,8 +114,8 @@ class SharedLoader:
     `WORLD_SIZE`: each gets its rows of every `batch_size` times `WORLD_SIZE` samples, and all get equally many batches.
 
     Raises `InputError` for arguments that cannot be used, and for a job whose data set, transform, seed or batches
-    differ from the group's; while iterating `SampleError`, `WorkerError` and `WaitError`, and `StallfreeError` for what
-    `collate_fn` raised.
+    differ from the group's; while iterating `SampleError`, `WorkerError` and `WaitError`, and for what `collate_fn`
+    raised a `StallfreeError` that is of that type too.
     """
 
     def __init__(
