@@ -134,7 +134,7 @@ def joined(base: type[StallfreeError], kind: type) -> type[StallfreeError]:
         if issubclass(parent, _ENDS_LOOPS) or issubclass(base, parent):
             break
         with contextlib.suppress(Exception):  # layouts or metaclasses that conflict, a constructor that is needed
-            return _join(base, parent)
+            return _join(base, parent)  # type: ignore[arg-type]  # mypy does not see that a class can be hashed
     return base
 
 

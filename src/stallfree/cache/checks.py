@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.layout import Meta
-from stallfree.errors import FingerprintError, InputError
+from stallfree.errors import FingerprintError, InputError, also_of_type
 from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
@@ -69,7 +69,8 @@ def checked_ids(ids: Any, num_ids: int) -> Array:
     array = array.astype(np.int64, copy=False)
     if len(array) and (array.min() < 0 or array.max() >= num_ids):
         bad = array[(array < 0) | (array >= num_ids)][0]
-        raise InputError(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
+        problem = InputError(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
+        raise also_of_type(problem, IndexError())
     return array
 
 

@@ -83,6 +83,9 @@ class DevicePrefetcher:
         self._iteration: weakref.ref[_Iteration | HostIteration] | None = None
         self._consumed: Snapshot | None = None  # the state of the loader after the last batch that was given
 
+    def __repr__(self) -> str:
+        return f"DevicePrefetcher({self.loader!r:.200}, {str(self.device)!r}, depth={self.depth})"
+
     def __len__(self) -> int:
         """Number of batches of an epoch, as the loader says."""
         return len(self.loader)  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.data
-from torch.utils.data import default_collate
 
 from stallfree.device import DevicePrefetcher
 from stallfree.errors import InputError
@@ -42,6 +41,7 @@ from stallfree.loader.ranks import agreed, has_process_group, numbered, rank_and
 from stallfree.loader.reader import Reader, reader_of
 from stallfree.loader.same_order import check_prepared, check_same_order, check_same_window
 from stallfree.loader.samplers import shown_samplers
+from stallfree.loader.shown import shown, shown_collate
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.loader.state import STATE_VERSION, check_state
 from stallfree.pipeline.randomness import draw_seed
@@ -169,7 +169,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.batch_size = batch_size if batch_sampler is None else None
         self.shuffle = bool(shuffle)
         self.num_workers = num_workers
-        self.collate_fn: Any = collate_fn
+        self.collate_fn: Any
+        self.collate_fn, own_collate = shown_collate(collate_fn, single=batch_size is None and batch_sampler is None)
         self.pin_memory = pin_memory
         self.drop_last = drop_last
         self.timeout = timeout
@@ -192,7 +193,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._options = Options(
             reader=reader,
             dataset=dataset,
-            collate=None if collate_fn is default_collate else collate_fn,
+            collate=own_collate,
             single=batch_size is None and batch_sampler is None,
             seed=self.seed or 0,
             skip=on_error == "skip",
@@ -486,6 +487,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        names = ("batch_size", "shuffle", "num_workers", "drop_last", "device")
+        return shown(self, **{name: getattr(self, name) for name in names})
 
     def _living(self) -> list[Crew]:
         return [crew for known in self._crews if (crew := known()) is not None]

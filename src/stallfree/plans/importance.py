@@ -419,6 +419,9 @@ class ImportanceSampler:
         """The epoch that comes after the one that was served last."""
         return self._next + self._iterated
 
+    def __repr__(self) -> str:
+        return f"ImportanceSampler({self.num_samples}, plan={self.rule.plan!r})"
+
     def __iter__(self) -> Iterator[int]:
         self._next = self.next_epoch
         self._iterated = True
