@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
+from stallfree.errors import FingerprintError, InputError, StallfreeError, StorageError, WaitError
 from stallfree.owned import opened_base
 from stallfree.platform import OPEN, fcntl, need_linux, shares_memory, user_id
 
@@ -303,7 +303,7 @@ class SharedFolder:
                 return fd
         except BaseException as error:
             _discard(fd, making)
-            if not isinstance(error, OSError) or isinstance(error, StorageError):
+            if not isinstance(error, OSError) or isinstance(error, StallfreeError):
                 raise
             raise StorageError(f"the folder {self.path} cannot be made: {error}. Give another folder") from error
         _discard(fd, making)

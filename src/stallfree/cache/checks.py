@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from stallfree.cache.layout import Meta
 from stallfree.errors import FingerprintError, InputError, also_of_type
+from stallfree.pipeline.fingerprint import differing_parts
 from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
@@ -40,8 +41,9 @@ def check_same(meta: Meta, path: Path, fingerprint: str, num_ids: int, policy: s
         ("policy", meta.policy, policy),
     ):
         if there != wanted:
+            differences = differing_parts(str(there), str(wanted)) or f"its {what} is {there}, yours is {wanted}"
             raise FingerprintError(
-                f"the cache {path.name!r} in {path.parent} holds other data: its {what} is {there}, yours is {wanted}. "
+                f"the cache {path.name!r} in {path.parent} holds other data: {differences}. "
                 f"Give another name, or remove it with `stallfree cache rm {path.name}`"
             )
 

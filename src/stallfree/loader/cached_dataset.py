@@ -17,10 +17,11 @@ from stallfree.errors import InputError
 from stallfree.folders import check_name, default_root, user_root
 from stallfree.loader.filling import is_prepared
 from stallfree.loader.first_look import Sample, choose_form, example_of_both, look, look_again
+from stallfree.loader.private import private_name
 from stallfree.loader.reader import Reader
 from stallfree.loader.shared_counts import SharedCounts
 from stallfree.pipeline.compose import Compose, Transform
-from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.sources import as_source
@@ -66,7 +67,9 @@ class CachedDataset:
             number between 0 and 1 that share of the samples prepared and the others as fetched. "auto" (the default) is
             the prepared form if all of it fits, else the smaller one; `DataLoader(cache="auto")` measures and chooses.
         name: of the cache; processes that give the same name share it. By default it follows from what is cached, so
-            that jobs with the same data, policy and capacity share one.
+            that jobs with the same data, policy and capacity share one. If the data set or a deterministic transform
+            holds an object without a fingerprint (a lock, an open file, a client), the cache is private to this process
+            and its workers, with a `StallfreeWarning`. With a name it is shared, and that object is not compared.
         persist: keep the cache when the last process has left. Not with a `RedisStore`.
         transform: applied to the samples of `dataset` after its own steps, and split like them. A sample may be a pair
             of picture and label: `OnItem(0, step)` is for the picture alone.
@@ -103,9 +106,9 @@ class CachedDataset:
         if name is not None:
             check_name(name)
         self._wished = store == "auto"
+        self.source: Source = as_source(dataset)
         found = (wished_store() or "memory") if self._wished else store
         self._store = found if isinstance(found, RedisStore) else None  # lives as long as its caches are used
-        self.source: Source = as_source(dataset)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.next_epoch = 0
         self._drawn: int | None = None
@@ -124,8 +127,18 @@ class CachedDataset:
         assert isinstance(share, float)
         before, rest = (parts.deterministic, parts.random) if share else (Compose([]), self.steps)
         self._epochs = SharedCounts(1 + len(self.source))
-        mixture = f" {share!r}" if 0 < share < 1 else ""
-        key = fingerprint(self.source.fingerprint(), before, _FORMAT + mixture)
+        mixture = 0 < share < 1
+        with tolerant() as unknown:
+            key = key_of(
+                **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
+                form=repr(share) if mixture else "prepared" if len(before) else "fetched",
+                format=_FORMAT,
+            )
+        if name is None and unknown:
+            if self._wished and self._store is not None:
+                self._store.close()
+                found, self._store = "memory", None
+            key = name = private_name(found, unknown[0], persist=persist)
         name = name or f"{key[:20]}-{policy.name}-{size}"
         prepared = bool(is_prepared([first.id], share)[0])
         samples = [Sample(first.id, first.record, first.prepared if prepared else first.record)]

@@ -23,7 +23,8 @@ from stallfree.folders import check_name
 from stallfree.loader.arguments import context_of
 from stallfree.loader.cached_dataset import checked_ids
 from stallfree.loader.first_look import look
-from stallfree.loader.ranks import job_name
+from stallfree.loader.private import ranks_need_name, token
+from stallfree.loader.ranks import find_ranks, job_name
 from stallfree.loader.reader import Reader
 from stallfree.loader.shared_counts import SharedCounts
 from stallfree.loader.window_fill import FillCrew, FillSetup
@@ -31,7 +32,7 @@ from stallfree.loader.window_ranks import RankSampler, checked_hosts, hosts_of_j
 from stallfree.loader.window_size import FirstSamples, Fit, fit_budget, fit_count
 from stallfree.loader.window_state import FILLERS, Field, WindowState
 from stallfree.pipeline.compose import Compose, Transform
-from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.plans.window import WindowPlan, replace_count
@@ -141,12 +142,20 @@ class SmartCacheDataset:
         self.cache_num = fit.size
         self.replace_num = replace_count(fit.size, replace_rate, reach.total)
         arguments = sorted((order | {"seed": self.seed}).items())
-        key = fingerprint(self.source.fingerprint(), before, _FORMAT, fit.size, self.replace_num, arguments)
+        with tolerant() as unknown:
+            key = key_of(
+                **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
+                window=f"{fit.size}, {self.replace_num} replaced, " + ", ".join(f"{a} {b}" for a, b in arguments),
+                format=_FORMAT,
+            )
+        if name is None and unknown and find_ranks().here > 1:
+            raise ranks_need_name(unknown[0])
+        unshared = token() if unknown else f"{key[:20]}-smart-{_job()}"
         self.cache = SampleCache(
             len(self.source),
             capacity=fit.capacity,
             fingerprint=key,
-            name=f"{key[:20]}-smart-{_job()}" if name is None else check_name(name),
+            name=unshared if name is None else check_name(name),
             example=fit.example,
         )
         self._positions = reach.total if full_epoch else fit.size

@@ -30,7 +30,7 @@ from stallfree.loader.ranks import find_ranks, job_name
 from stallfree.loader.reader import Reader, reader_of
 from stallfree.loader.shown import shown
 from stallfree.loader.smart_cache import SmartCacheDataset
-from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
 from stallfree.shared.conductor import Setup
@@ -219,10 +219,14 @@ class SharedLoader:
 
     def _same_for_all(self, collate: Any, shuffle: bool, on_error: str, on_lag: str) -> dict[str, Any]:
         """What all jobs of the group must have alike."""
+        with tolerant():  # the group has a name: what has no fingerprint is taken for the same
+            prints = {
+                "data set": fingerprint(reader_of(self.dataset).source.fingerprint()),
+                "transform": fingerprint(_steps(self.dataset)),
+                "collate_fn": fingerprint(collate),
+            }
         return {
-            "data set": fingerprint(reader_of(self.dataset).source.fingerprint()),
-            "transform": fingerprint(_steps(self.dataset)),
-            "collate_fn": fingerprint(collate),
+            **prints,
             "seed": self._given,
             "shuffle": shuffle,
             "on_error": on_error,
