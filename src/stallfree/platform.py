@@ -8,6 +8,7 @@ What cannot be had there raises `PlatformError`, which names what to use in its 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -73,3 +74,17 @@ def allocate(fd: int, start: int, size: int) -> None:
     zeros = bytes(min(size, _ZEROS))
     while size > 0:
         size -= os.write(fd, zeros[:size])
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """What the exit code of a child process says, in words such as "it was ended by SIGKILL"."""
+    if exit_code is None:
+        return "how it ended is not known"
+    if exit_code >= 0:
+        return f"it exited with code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    memory = ", as the system does when memory is short" if name == "SIGKILL" else ""
+    return f"it was ended by {name}{memory}"

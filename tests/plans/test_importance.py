@@ -237,6 +237,7 @@ def check_that_nobody_waits_for_long(
 runs = (arguments, st.booleans(), st.integers(1, 20), st.integers(0, 4), st.booleans())
 
 
+@pytest.mark.filterwarnings("ignore:update was given NaN")
 @quiet
 @given(*runs)
 def test_nobody_is_unseen_for_long(
@@ -254,6 +255,7 @@ def test_nobody_is_unseen_for_long_in_many_runs(
     check_that_nobody_waits_for_long(given, scored, batch_size, late, large)
 
 
+@pytest.mark.filterwarnings("ignore:update was given NaN")
 @pytest.mark.parametrize("plan", ["icache", "cis"])
 def test_the_highest_losses_are_selected(plan: str) -> None:
     """The top percent of the losses, in each epoch; a diverged one and an unknown one count as highest."""

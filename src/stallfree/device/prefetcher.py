@@ -310,6 +310,15 @@ def _check(loader: Any, depth: Any, keep: Any, transform: Any, debug: bool) -> N
 
 def _device(device: torch.device | str | int) -> torch.device:
     try:
-        return torch.device(device)
+        where = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error
+    if where.type not in ("cpu", "cuda"):  # those of CUDA are looked at more closely
+        try:
+            torch.empty(1, device=where)
+        except Exception as error:
+            raise InputError(
+                f"device={str(device)!r}: PyTorch cannot use it here ({str(error).splitlines()[0]:.100}). Give "
+                "device='cpu', or install a PyTorch that has it"
+            ) from error
+    return where

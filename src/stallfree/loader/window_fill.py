@@ -21,6 +21,7 @@ from stallfree.loader.reader import Reader
 from stallfree.loader.window_state import WindowState
 from stallfree.loader.worker import orphaned
 from stallfree.plans.window import WindowPlan
+from stallfree.platform import how_it_ended
 
 log = logging.getLogger("stallfree")
 
@@ -156,8 +157,8 @@ class FillCrew:
             self._deaths += len(dead)
             more = self._deaths < _LIVES * self._setup.fillers
             log.warning(
-                "a fill process died (exit code %s); %s",
-                dead[0],
+                "a fill process died: %s; %s",
+                how_it_ended(dead[0]),
                 "it is replaced" if more else "it is not replaced any more: samples are prepared as they are asked for",
             )
             if more:

@@ -269,7 +269,8 @@ class ImportanceSampler:
     def update(self, ids: Any, losses: Any) -> None:
         """Tell the losses of samples that were served: `Batch.ids`, and one loss for each.
 
-        Both may be tensors on any device; nothing waits for the device. NaN counts as infinite. Raises `InputError` if
+        Both may be tensors on any device; nothing waits for the device. A loss that is NaN or infinite is left
+        out, with one warning: the sample keeps the loss that it had. Raises `InputError` if
         there is not one number for each id, or an id is none of the data set's; for ids on a device, at a later call.
         """
         self.losses.add(ids, losses)
