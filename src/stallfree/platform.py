@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 from stallfree.errors import PlatformError
 
@@ -74,6 +76,31 @@ def allocate(fd: int, start: int, size: int) -> None:
     zeros = bytes(min(size, _ZEROS))
     while size > 0:
         size -= os.write(fd, zeros[:size])
+
+
+@contextmanager
+def interrupts_later(method: str) -> Iterator[None]:
+    """Within it, Ctrl-C waits, also in a process that is started: it prints no traceback before it ignores that.
+
+    Not with "forkserver" as the start method, whose server would hand this on to all processes of the user's.
+    """
+    if method == "forkserver" or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    if method == "spawn":
+        resource_tracker.ensure_running()  # when it starts, SIGINT is unblocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_interrupts() -> None:
+    """For a process that was started within `interrupts_later`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def how_it_ended(exit_code: int | None) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from stallfree.device.feeder import Feeder, Item, Snapshot, Transform
 from stallfree.device.leaves import take_apart
 from stallfree.device.staging import Place, Stager, pin, send_itself
 from stallfree.errors import InputError, StallfreeError
+from stallfree.frames import ShortTracebacks, short_traceback
 
 _POISON = 0xFF
 
@@ -58,6 +59,7 @@ class DevicePrefetcher:
     `InputError` for arguments that cannot be used, and for a device that is not there.
     """
 
+    @short_traceback
     def __init__(
         self,
         loader: Iterable[Any],
@@ -90,12 +92,13 @@ class DevicePrefetcher:
         """Number of batches of an epoch, as the loader says."""
         return len(self.loader)  # type: ignore[arg-type]
 
+    @short_traceback
     def __iter__(self) -> Iterator[Any]:
         self.close()
         self._consumed = None
         backend = self._backend
         if backend is None and self.device.type != "cpu":
-            return self._pass_on()
+            return ShortTracebacks(self._pass_on())
         loader: Any = self.loader
         source = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
         snapshot = _snapshots(self.loader)
@@ -117,7 +120,7 @@ class DevicePrefetcher:
             self._places = [Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)]
         return Feeder(source, snapshot, backend, self._stream, self._stager, self._places, self.transform_on_device)
 
-    def _pass_on(self) -> Iterator[Any]:
+    def _pass_on(self) -> Generator[Any, None, None]:
         for batch in self.loader:
             leaves, rebuild = take_apart(batch)
             batch = rebuild([send_itself(leaf, self.device) for leaf in leaves])
@@ -192,6 +195,7 @@ class _Iteration:
     def __iter__(self) -> _Iteration:
         return self
 
+    @short_traceback
     def __next__(self) -> Any:
         if self._through:
             raise StopIteration

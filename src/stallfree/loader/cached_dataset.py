@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.errors import InputError
 from stallfree.folders import check_name, default_root, user_root
+from stallfree.frames import short_traceback
 from stallfree.loader.filling import is_prepared
 from stallfree.loader.first_look import Sample, choose_form, example_of_both, look, look_again
 from stallfree.loader.private import private_name
@@ -88,6 +89,7 @@ class CachedDataset:
     `SampleError` when none of the first samples can be had, `StorageError` when there is no shared memory left.
     """
 
+    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -179,12 +181,14 @@ class CachedDataset:
     def __len__(self) -> int:
         return len(self.source)
 
+    @short_traceback
     def __getitem__(self, id: int) -> Any:
         return self.__getitems__([id])[0]
 
     def __iter__(self) -> Iterator[Any]:
-        return (self[id] for id in range(len(self)))  # without it, an IndexError of the data set would end a loop
+        return map(self.__getitem__, range(len(self)))  # without it, an IndexError of the data set would end a loop
 
+    @short_traceback
     def __getitems__(self, ids: Sequence[int]) -> list[Any]:
         """The samples of a whole batch: one look into the cache for all. Raises `SampleError`, `IndexError`."""
         wanted = checked_ids(ids, len(self.source))
@@ -218,6 +222,7 @@ class CachedDataset:
             counts[place] += 1
         return each
 
+    @short_traceback
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the samples from now on, in the workers too. Only for loaders other than stallfree's."""
         self.reader.check()

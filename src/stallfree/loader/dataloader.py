@@ -16,6 +16,7 @@ import torch.utils.data
 
 from stallfree.device import DevicePrefetcher
 from stallfree.errors import InputError
+from stallfree.frames import short_traceback
 from stallfree.loader.arguments import (
     WAIT_SECONDS,
     check_auto,
@@ -126,6 +127,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     _iteration: weakref.ref[Iteration] | None = None
     _given_by: weakref.ref[DevicePrefetcher] | None = None
 
+    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -246,6 +248,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             return len(self._order)
         return self._importance.steps(self._next_epoch() if self._progress is None else self._progress.number)
 
+    @short_traceback
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch `epoch`. Without it, each iteration is another epoch, counted from 0.
 
@@ -266,6 +269,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         counted = 0 if self._counts_in is None else self._counts_in.next_epoch
         return max(self._epoch, counted, self._order.next_epoch)
 
+    @short_traceback
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self._iterate(None) if self._prefetcher is None else iter(self._prefetcher)
 
@@ -417,6 +421,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             state["importance"] = self._importance.sampler.state_dict()
         return state
 
+    @short_traceback
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: the next iteration gives what was left.
 
@@ -441,6 +446,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """A prefetcher's training loop has waited for a batch."""
         self._counts["wait_seconds"] += seconds
 
+    @short_traceback
     def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
         """Tell the `ImportanceSampler` the losses of a batch: `Batch.ids`, and one loss for each of them.
 

@@ -37,7 +37,7 @@ from stallfree.loader.messages import (
 )
 from stallfree.loader.ring import Ring
 from stallfree.loader.worker import WorkerSetup, worker_main
-from stallfree.platform import how_it_ended
+from stallfree.platform import how_it_ended, interrupts_later
 
 LIVES = 3
 """Workers that may die on one batch before that is an error."""
@@ -311,7 +311,8 @@ class WorkerLane:
         )
         due = time.monotonic() + report_seconds(method, self.hung // len(self._workers))
         try:
-            process.start()
+            with interrupts_later(method):
+                process.start()
         except Exception as error:
             ours.close()
             raise _cannot_send(setup, method, error) from error

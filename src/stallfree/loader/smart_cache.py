@@ -20,6 +20,7 @@ from torch.utils.data import DistributedSampler
 from stallfree.cache import SampleCache
 from stallfree.errors import InputError, WaitError
 from stallfree.folders import check_name
+from stallfree.frames import short_traceback
 from stallfree.loader.arguments import context_of
 from stallfree.loader.cached_dataset import checked_ids
 from stallfree.loader.first_look import look
@@ -105,6 +106,7 @@ class SmartCacheDataset:
     free memory does not hold, `SampleError` when none of the first samples can be had.
     """
 
+    @short_traceback
     def __init__(
         self,
         data: Any,
@@ -296,6 +298,7 @@ class SmartCacheDataset:
         done = self.cache.resident(ids) | (self._state.unkept[ids] == places + 1)
         return goal if done.all() else before + int(done.argmin())
 
+    @short_traceback
     def set_epoch(self, epoch: int) -> None:
         """What is asked for from now on is of that epoch. For loaders other than stallfree's; they need it only with
         samplers that repeat positions.
@@ -310,6 +313,7 @@ class SmartCacheDataset:
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
+    @short_traceback
     def __getitem__(self, position: int) -> Any:
         wanted = checked_ids([position], self._positions)
         return self._samples(wanted, skip=False)[0]
@@ -317,6 +321,7 @@ class SmartCacheDataset:
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(len(self)))
 
+    @short_traceback
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """The samples at several positions, all of one epoch. With `on_error="skip"` there may be fewer.
 

@@ -21,7 +21,7 @@ from stallfree.loader.reader import Reader
 from stallfree.loader.window_state import WindowState
 from stallfree.loader.worker import orphaned
 from stallfree.plans.window import WindowPlan
-from stallfree.platform import how_it_ended
+from stallfree.platform import how_it_ended, ignore_interrupts, interrupts_later
 
 log = logging.getLogger("stallfree")
 
@@ -138,7 +138,8 @@ class FillCrew:
                 name="stallfree-fill",
                 daemon=True,
             )
-            process.start()
+            with interrupts_later(self._context.get_start_method()):
+                process.start()
             theirs.close()
             self._processes.append((process, ours))
 
@@ -191,7 +192,7 @@ class FillCrew:
 
 def fill_main(connection: Connection, setup: FillSetup, parent: int, child: bool) -> None:
     """The life of a fill process: until its parent says something on `connection`, or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     poller = select.poll()

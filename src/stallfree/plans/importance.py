@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.errors import InputError
+from stallfree.frames import short_traceback
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.plans.begun import Begun, Marks
 from stallfree.plans.draws import check_cache, check_share, ranks
@@ -266,6 +267,7 @@ class ImportanceSampler:
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
+    @short_traceback
     def update(self, ids: Any, losses: Any) -> None:
         """Tell the losses of samples that were served: `Batch.ids`, and one loss for each.
 

@@ -17,6 +17,7 @@ import xxhash
 from torch.utils.data import default_collate
 
 from stallfree.errors import InputError
+from stallfree.frames import short_traceback
 from stallfree.loader.arguments import (
     WAIT_SECONDS,
     check_functions,
@@ -119,6 +120,7 @@ class SharedLoader:
     raised a `StallfreeError` that is of that type too.
     """
 
+    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -283,6 +285,7 @@ class SharedLoader:
         """Number of batches of an epoch."""
         return len(self._portions(0))
 
+    @short_traceback
     def __iter__(self) -> Iterator[Any]:
         if not self._end.alive:
             raise InputError(f"the loader of the group {self.group!r} is closed: make a new one")
@@ -333,6 +336,7 @@ class SharedLoader:
         done = iteration.done if iteration is not None and under_way else self._done
         return {"version": _STATE_VERSION, "epoch": self.epoch, "done": _ranges(done), "terms": self._terms()}
 
+    @short_traceback
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, before the first iteration: the next one gives what was left.
 
