@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -44,6 +45,14 @@ class ShortTracebacks(Iterator[Any]):
     @short_traceback
     def __next__(self) -> Any:
         return next(self._items)
+
+
+def users_level() -> int:
+    """The `stacklevel` with which a warning names the user's line, for whichever function of this package warns."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def shorten(error: BaseException) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from stallfree.cache.layout import Meta
 from stallfree.errors import FingerprintError, InputError, also_of_type
+from stallfree.frames import users_level
 from stallfree.pipeline.fingerprint import differing_parts
 from stallfree.units import format_size
 
@@ -56,7 +57,7 @@ def warn_of_capacity(meta: Meta, path: Path, size: int) -> None:
             f"{format_size(size)} asked for are not taken. Give another name, or remove it with "
             f"`stallfree cache rm {path.name}` when nobody uses it",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
 
 

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 from stallfree.errors import InputError
+from stallfree.frames import users_level
 from stallfree.pipeline.determinism import StallfreeWarning
 from stallfree.stores import DiskTier, RedisStore
 
@@ -32,7 +33,7 @@ def private_name(store: Any, unknown: str, *, persist: bool) -> str:
         f"{unknown} has no fingerprint, so this cache is private: used by this process and its workers, and removed "
         f"with them. To share it with other jobs and ranks, {_CURE}",
         StallfreeWarning,
-        stacklevel=3,
+        stacklevel=users_level(),
     )
     return token()
 

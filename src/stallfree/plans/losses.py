@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from stallfree.errors import InputError
+from stallfree.frames import users_level
 from stallfree.pipeline.determinism import StallfreeWarning
 from stallfree.plans.draws import ranks
 
@@ -114,7 +115,7 @@ class Losses:
                 f"update was given NaN or infinite losses, first those of the samples {few}: these samples keep the "
                 "losses that they had before. There is no further warning for this sampler",
                 StallfreeWarning,
-                stacklevel=2,
+                stacklevel=users_level(),
             )
 
     def state(self) -> dict[str, Any]:
