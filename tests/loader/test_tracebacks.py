@@ -58,10 +58,11 @@ def test_a_bad_sample(kind: str, interpreter: Interpreter) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_interrupt(workers: int, interpreter: Interpreter) -> None:
-    """The signal goes to the whole group of processes, as from a terminal."""
-    program = DATA.replace("            return read(id)\n", "            os.killpg(0, signal.SIGINT)\n")
+    """The signal goes to the whole group of processes, as from a terminal; without workers, while a sample is read."""
+    program = DATA.replace("            return read(id)\n", f"            {workers} or os.killpg(0, signal.SIGINT)\n")
     program += "signal.signal(signal.SIGINT, signal.default_int_handler)\nos.setpgid(0, 0)\n"
-    program += f"for sample in sf.DataLoader(Data(), num_workers={workers}):\n    pass\n"
+    program += f"for sample in sf.DataLoader(Data(), num_workers={workers}):\n"
+    program += "    if sample == 3:\n        os.killpg(0, signal.SIGINT)\n" if workers else "    pass\n"
     done = interpreter.run(program)
     lines = done.err.strip().splitlines()
     assert lines[-1] == "KeyboardInterrupt"

@@ -9,6 +9,7 @@ from typing import Any
 
 from stallfree.errors import InputError
 from stallfree.frames import users_level
+from stallfree.loader.ranks import find_ranks
 from stallfree.pipeline.determinism import StallfreeWarning
 from stallfree.stores import DiskTier, RedisStore
 
@@ -43,8 +44,15 @@ def token() -> str:
     return f"private-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def ranks_need_name(unknown: str) -> InputError:
-    """The error for a window that the ranks of a job share, and cannot find."""
-    return InputError(
-        f"the ranks of this job share one window, and {unknown} has no fingerprint to find it by: {_CURE}"
-    )
+def window_name(unknown: list[str], name: str) -> str:
+    """`name`, or for a window over data with `unknown` objects one that no other process gives.
+
+    Raises `InputError` if the job has several ranks here, which share one window and find it by its name.
+    """
+    if not unknown:
+        return name
+    if find_ranks().here > 1:
+        raise InputError(
+            f"the ranks of this job share one window, and {unknown[0]} has no fingerprint to find it by: {_CURE}"
+        )
+    return token()

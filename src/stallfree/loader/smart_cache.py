@@ -24,8 +24,8 @@ from stallfree.frames import short_traceback
 from stallfree.loader.arguments import context_of
 from stallfree.loader.cached_dataset import checked_ids
 from stallfree.loader.first_look import look
-from stallfree.loader.private import ranks_need_name, token
-from stallfree.loader.ranks import find_ranks, job_name
+from stallfree.loader.private import window_name
+from stallfree.loader.ranks import job_name
 from stallfree.loader.reader import Reader
 from stallfree.loader.shared_counts import SharedCounts
 from stallfree.loader.window_fill import FillCrew, FillSetup
@@ -143,21 +143,18 @@ class SmartCacheDataset:
         fit = self._fit(cache_num, capacity, replace_rate, sizes)
         self.cache_num = fit.size
         self.replace_num = replace_count(fit.size, replace_rate, reach.total)
-        arguments = sorted((order | {"seed": self.seed}).items())
         with tolerant() as unknown:
             key = key_of(
                 **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
-                window=f"{fit.size}, {self.replace_num} replaced, " + ", ".join(f"{a} {b}" for a, b in arguments),
+                window=f"{fit.size}, {self.replace_num} replaced, "
+                + repr(sorted((order | {"seed": self.seed}).items())),
                 format=_FORMAT,
             )
-        if name is None and unknown and find_ranks().here > 1:
-            raise ranks_need_name(unknown[0])
-        unshared = token() if unknown else f"{key[:20]}-smart-{_job()}"
         self.cache = SampleCache(
             len(self.source),
             capacity=fit.capacity,
             fingerprint=key,
-            name=unshared if name is None else check_name(name),
+            name=window_name(unknown, f"{key[:20]}-smart-{_job()}") if name is None else check_name(name),
             example=fit.example,
         )
         self._positions = reach.total if full_epoch else fit.size
