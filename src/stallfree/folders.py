@@ -136,8 +136,8 @@ def user_root(store: str | Path) -> Path:
     """
     if is_address(store):
         raise InputError(
-            f"store={str(store)!r:.80} is an address, and a text is the path of a folder on a disk: for servers of "
-            "Redis or Valkey give stallfree.RedisStore(hosts=[...], capacity_per_node=...)"
+            f"store={str(store)!r:.80} is an address, and a text is taken for the path of a folder: give "
+            "stallfree.RedisStore(hosts=[...], capacity_per_node=...) for servers of Redis or Valkey"
         )
     if not is_path(store):
         raise InputError(f"store={store!r:.80}: give 'memory', the path of a folder, a RedisStore or a DiskTier")

@@ -15,7 +15,7 @@ from loader_data import Made
 from torch._utils import ExceptionWrapper
 
 import stallfree as sf
-from stallfree.errors import also_of_type
+from stallfree.error_types import also_of_type
 from stallfree.pipeline.protocol import sample_error
 
 BAD = 5

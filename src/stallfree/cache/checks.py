@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.layout import Meta
-from stallfree.errors import FingerprintError, InputError, also_of_type
+from stallfree.error_types import also_of_type
+from stallfree.errors import FingerprintError, InputError
 from stallfree.frames import users_level
 from stallfree.pipeline.fingerprint import differing_parts
 from stallfree.units import format_size

@@ -10,7 +10,8 @@ import numpy as np
 from torch.utils.data import default_convert
 
 from stallfree.cache import Aim, SampleCache
-from stallfree.errors import CodecError, InputError, also_of_type
+from stallfree.error_types import also_of_type
+from stallfree.errors import CodecError, InputError
 from stallfree.loader.collate import Bytes, Collate, batch_structure, collate_default, compose, stack, write_batch
 from stallfree.loader.filling import Samples
 from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHOLE, Ids, Result, Task

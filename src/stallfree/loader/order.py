@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from stallfree.errors import InputError, also_of_type
+from stallfree.error_types import also_of_type
+from stallfree.errors import InputError
 from stallfree.loader.messages import Ids
 from stallfree.loader.ranks import deal, rank_and_count, share
 from stallfree.plans import make_plan

@@ -146,8 +146,7 @@ class SmartCacheDataset:
         with tolerant() as unknown:
             key = key_of(
                 **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
-                window=f"{fit.size}, {self.replace_num} replaced, "
-                + repr(sorted((order | {"seed": self.seed}).items())),
+                window=f"{fit.size}, {self.replace_num} replaced, {sorted({**order, 'seed': self.seed}.items())}",
                 format=_FORMAT,
             )
         self.cache = SampleCache(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Protocol, runtime_checkable
 
-from stallfree.errors import SampleError, also_of_type
+from stallfree.error_types import also_of_type
+from stallfree.errors import SampleError
 from stallfree.pipeline.compose import Compose
 
 

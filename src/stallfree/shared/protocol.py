@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from stallfree import errors
-from stallfree.errors import SampleError, StallfreeError, WorkerError, fields_of, make_error
+from stallfree.error_types import fields_of, make_error
+from stallfree.errors import SampleError, StallfreeError, WorkerError
 from stallfree.loader.messages import Result, unpack_result
 
 VERSION = 1
