@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.data
+from torch.utils.data import default_collate, default_convert
 
 from stallfree.device import DevicePrefetcher
 from stallfree.errors import InputError
@@ -42,7 +43,7 @@ from stallfree.loader.ranks import agreed, has_process_group, numbered, rank_and
 from stallfree.loader.reader import Reader, reader_of
 from stallfree.loader.same_order import check_prepared, check_same_order, check_same_window
 from stallfree.loader.samplers import shown_samplers
-from stallfree.loader.shown import shown, shown_collate
+from stallfree.loader.shown import own_collate, shown_by
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.loader.state import STATE_VERSION, check_state
 from stallfree.pipeline.randomness import draw_seed
@@ -171,12 +172,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.batch_size = batch_size if batch_sampler is None else None
         self.shuffle = bool(shuffle)
         self.num_workers = num_workers
-        self.collate_fn: Any
-        self.collate_fn, own_collate = shown_collate(collate_fn, single=batch_size is None and batch_sampler is None)
-        self.pin_memory = pin_memory
-        self.drop_last = drop_last
-        self.timeout = timeout
-        self.worker_init_fn = worker_init_fn
+        single = batch_size is None and batch_sampler is None
+        self.collate_fn: Any = collate_fn or (default_convert if single else default_collate)
+        self.pin_memory, self.drop_last, self.timeout, self.worker_init_fn = (
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+        )
         context = context_of(multiprocessing_context)
         self.multiprocessing_context = None if multiprocessing_context is None else context
         self.generator = generator
@@ -195,8 +198,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._options = Options(
             reader=reader,
             dataset=dataset,
-            collate=own_collate,
-            single=batch_size is None and batch_sampler is None,
+            collate=own_collate(self.collate_fn, single=single),
+            single=single,
             seed=self.seed or 0,
             skip=on_error == "skip",
             workers=num_workers,
@@ -248,7 +251,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             return len(self._order)
         return self._importance.steps(self._next_epoch() if self._progress is None else self._progress.number)
 
-    @short_traceback
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch `epoch`. Without it, each iteration is another epoch, counted from 0.
 
@@ -421,7 +423,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             state["importance"] = self._importance.sampler.state_dict()
         return state
 
-    @short_traceback
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: the next iteration gives what was left.
 
@@ -494,9 +495,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        names = ("batch_size", "shuffle", "num_workers", "drop_last", "device")
-        return shown(self, **{name: getattr(self, name) for name in names})
+    __repr__ = shown_by("batch_size", "shuffle", "num_workers", "drop_last", "device")
 
     def _living(self) -> list[Crew]:
         return [crew for known in self._crews if (crew := known()) is not None]

@@ -29,7 +29,7 @@ from stallfree.loader.crew import Options
 from stallfree.loader.order import Order
 from stallfree.loader.ranks import find_ranks, job_name
 from stallfree.loader.reader import Reader, reader_of
-from stallfree.loader.shown import shown
+from stallfree.loader.shown import shown_by
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import draw_seed
@@ -389,9 +389,7 @@ class SharedLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        names = ("group", "batch_size", "chunk_size", "drop_last")
-        return shown(self, **{name: getattr(self, name) for name in names})
+    __repr__ = shown_by("group", "batch_size", "chunk_size", "drop_last")
 
 
 def _check(
