@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from benchmarks.harness import Contender, Options, Report, Spread, alternate, check_ratio, ratios, scratch_folder
-from benchmarks.photos import make_photos
+from benchmarks.photos import jpeg_files, make_photos
 
 NAME = "fast_prep"
 QUESTION = (
@@ -58,7 +58,7 @@ def make_pictures(folder: Path, data: Path | None, count: int) -> str:
     """`count` JPEG files in `folder`/CLASS/: the photographs below `data` again and again, or made-up ones."""
     if data is None:
         return make_photos(folder, None, count)
-    found = sorted(path for path in data.rglob("*.jpg") if path.stat().st_size > 20_000)
+    found = sorted(path for path in jpeg_files(data) if path.stat().st_size > 20_000)
     if not found:
         raise FileNotFoundError(f"no JPEG file of 20 KB or more lies below {data}")
     for number in range(CLASSES):

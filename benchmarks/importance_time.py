@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.harness import Check, Json, Options, Report, Spread, run_child, say, scratch_folder, table
+from benchmarks.photos import jpeg_files
 from stallfree.cli._demo_data import make_pictures
 
 NAME = "importance_time"
@@ -307,7 +308,7 @@ def make_thumbs(folder: Path, data: Path | None, count: int) -> str:
     if data is None:
         data = folder.with_name("large")
         make_pictures(data, 40)
-    paths = sorted(path for path in data.rglob("*.jpg") if min(Image.open(path).size) >= SIDE)
+    paths = sorted(path for path in jpeg_files(data) if min(Image.open(path).size) >= SIDE)
     if not paths:
         raise FileNotFoundError(f"no JPEG file of {SIDE} pixels or more on each side lies below {data}")
     rng = np.random.default_rng(7)

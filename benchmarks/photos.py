@@ -38,6 +38,11 @@ class CropAndFlip:
         return torch.from_numpy(np.ascontiguousarray(square.transpose(2, 0, 1)))
 
 
+def jpeg_files(folder: Path) -> list[Path]:
+    """The JPEG files below `folder`, whichever way their suffix is written."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg") and path.is_file())
+
+
 def make_photos(folder: Path, data: Path | None, count: int = COUNT) -> str:
     """Write `count` JPEG files to `folder`/CLASS/NNNN.jpg. What they are, in words.
 
@@ -46,7 +51,7 @@ def make_photos(folder: Path, data: Path | None, count: int = COUNT) -> str:
     if data is None:
         size = make_pictures(folder, count)
         return f"{count:,} made-up JPEG pictures of {size / count / 1000:.0f} KB on average"
-    found = sorted(path for path in data.rglob("*.jpg") if min(Image.open(path).size) >= SIDE)
+    found = sorted(path for path in jpeg_files(data) if min(Image.open(path).size) >= SIDE)
     if not found:
         raise FileNotFoundError(f"no JPEG file of {SIDE} pixels or more on each side lies below {data}")
     jobs = [(folder, found[number % len(found)], number) for number in range(count)]

@@ -73,7 +73,9 @@ def data(folder: Path, *, keep: Path | None = None) -> Data:
 def _decode(folder: Path) -> tuple[Array, Array]:
     from PIL import Image
 
-    files = sorted(folder.glob("*/*.jpg"))
+    from benchmarks.photos import jpeg_files
+
+    files = [path for path in jpeg_files(folder) if path.parent.parent == folder]
     if not files:
         raise BenchmarkError(f"{folder} has no CLASS/*.jpg: give the folder of CIFAR-10 as JPEG files")
     classes = sorted({file.parent.name for file in files})

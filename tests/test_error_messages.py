@@ -118,11 +118,13 @@ WRONG: list[tuple[Callable[..., object], str, tuple[Any, ...]]] = [
     (shared, "join", (None, "now", 1)),
     (shared, "on_lag", (None, "run", 1)),
     (shared, "job_transform", (5, "f", [])),
-    (prefetched, "device", (None, "gpu", -1, 1.5, [], 10**30)),
+    (prefetched, "device", (None, "gpu", -1, 1.5, [], 10**30, "mps", "xpu", torch.device("mps"))),
+    (prefetched, "device", () if torch.cuda.is_available() else ("cuda", "cuda:1")),
+    (cached, "store", ("redis://localhost:6379", "rediss://cache:6379/0", Path("redis://a"), "localhost:6379")),
     (prefetched, "depth", (None, 0, -1, 1.5, True, "2")),
     (prefetched, "keep", (None, "all", 1)),
     (prefetched, "transform_on_device", (5, "f", [])),
-    (tiered, "folder", (None, "", 5, [], b"/tmp", "a\0b")),
+    (tiered, "folder", (None, "", 5, [], b"/tmp", "a\0b", "redis://localhost:6379")),
     (tiered, "capacity", (None, "much", -1, 1.5, True)),
     (sampler, "num_samples", (None, "8", 0, -1, 1.5, math.nan, True)),
     (sampler, "seed", ("1", 1.5, True)),
@@ -180,6 +182,9 @@ def test_the_message_names_the_value(
         (Data, "Data is a class"),
         (Data(0), "length 0"),
         ([], "length 0"),
+        ("/data/train", r"'/data/train' is of type str: give a data set.*ImageFolder"),
+        (Path("/data/train"), "is of type PosixPath: give a data set"),
+        (b"abc", "is of type bytes: give a data set"),
         (iter([1]), "iterator"),
         (Endless(), "Endless is an IterableDataset"),
     ],
@@ -242,7 +247,7 @@ def test_a_value_that_cannot_be_made_is_not_kept() -> None:
 
 def test_a_name_in_use_by_other_data() -> None:
     with cached(name="messages") as first:
-        with pytest.raises(sf.FingerprintError, match=r"'messages' .*: its .* is .*, yours is .*Give another name"):
+        with pytest.raises(sf.FingerprintError, match=r"'messages' .*: its data set differs from yours.*Give another"):
             cached(name="messages", dataset=Data(values=9))
         assert first[3].tolist() == [3, 3, 3, 3]
 

@@ -6,7 +6,8 @@ StallfreeError
 │   └── FingerprintError               a cache of that name belongs to other data or to another user
 ├── StorageError (OSError)             the folder of a cache cannot be made, locked or read
 ├── CodecError (TypeError)             a value that cannot be stored without pickle
-├── SampleError                        one sample could not be fetched or prepared; `.id`, `.where`
+├── SampleError                        one sample could not be fetched or prepared; `.id`, `.where`. It is also of the
+│                                      type that the data set raised, such as FileNotFoundError
 ├── WorkerError                        worker processes died on the same batch; `.ids`
 ├── WaitError (TimeoutError)           a wait reached its limit; the message says for what
 ├── MissingServerError (OSError)       no server for a store is installed, or it cannot be started
@@ -45,13 +46,17 @@ class CodecError(StallfreeError, TypeError):
 class SampleError(StallfreeError):
     """One sample could not be fetched or prepared.
 
+    What the data set raised is `__cause__`. The error is of that type too, with its attributes: `except
+    FileNotFoundError` catches it, and `.errno` and `.filename` are there. Two exceptions: `StopIteration`, which would
+    end a loop, and types from which no class can be derived together with this one.
+
     Attributes:
-        id: the sample's id (its index in the data set).
+        id: the sample's id (its index in the data set); -1 if another loader has passed on the text alone.
         where: what is known about its place, for instance the path; may be empty.
     """
 
-    def __init__(self, message: str, *, id: int, where: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, id: int = -1, where: str = "") -> None:
+        Exception.__init__(self, message)  # not that of the other type, which may take other arguments
         self.id = id
         self.where = where
 

@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
+from stallfree.errors import FingerprintError, InputError, StallfreeError, StorageError, WaitError
 from stallfree.owned import opened_base
 from stallfree.platform import OPEN, fcntl, need_linux, shares_memory, user_id
 
@@ -42,6 +42,8 @@ ATTACH_SECONDS = 10.0
 """Longest wait for a folder that another process is just making or removing."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,119}")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/|[\w.-]+:[0-9]+$")
+"""Such as redis://localhost:6379 and localhost:6379, also after `Path` has made one slash of two."""
 _ATTACHED = "attached"
 _PERSIST = "persist"
 _MAKING = ".new-"
@@ -122,11 +124,21 @@ def is_path(value: object) -> bool:
     return isinstance(text, str) and text != "" and "\0" not in text
 
 
+def is_address(value: object) -> bool:
+    """Whether `value` looks like the address of a server, and not like a path."""
+    return _ADDRESS.match(str(value)) is not None
+
+
 def user_root(store: str | Path) -> Path:
     """The folder of this user's caches below the folder `store` on a disk.
 
     Raises `InputError` for what is no path, `PlatformError` but on Linux.
     """
+    if is_address(store):
+        raise InputError(
+            f"store={str(store)!r:.80} is an address, and a text is taken for the path of a folder: give "
+            "stallfree.RedisStore(hosts=[...], capacity_per_node=...) for servers of Redis or Valkey"
+        )
     if not is_path(store):
         raise InputError(f"store={store!r:.80}: give 'memory', the path of a folder, a RedisStore or a DiskTier")
     need_linux(f"a cache on a disk (store={str(store)!r})", "use store='memory'")
@@ -303,7 +315,7 @@ class SharedFolder:
                 return fd
         except BaseException as error:
             _discard(fd, making)
-            if not isinstance(error, OSError) or isinstance(error, StorageError):
+            if not isinstance(error, OSError) or isinstance(error, StallfreeError):
                 raise
             raise StorageError(f"the folder {self.path} cannot be made: {error}. Give another folder") from error
         _discard(fd, making)

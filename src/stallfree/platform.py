@@ -8,8 +8,11 @@ What cannot be had there raises `PlatformError`, which names what to use in its 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 from stallfree.errors import PlatformError
 
@@ -73,3 +76,42 @@ def allocate(fd: int, start: int, size: int) -> None:
     zeros = bytes(min(size, _ZEROS))
     while size > 0:
         size -= os.write(fd, zeros[:size])
+
+
+@contextmanager
+def interrupts_later(method: str) -> Iterator[None]:
+    """Within it, Ctrl-C waits, also in a process that is started: it prints no traceback before it ignores that.
+
+    Not with "forkserver" as the start method, whose server would hand this on to all processes of the user's.
+    """
+    if method == "forkserver" or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    if method == "spawn":
+        resource_tracker.ensure_running()  # when it starts, SIGINT is unblocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_interrupts() -> None:
+    """For a process that was started within `interrupts_later`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """What the exit code of a child process says, in words such as "it was ended by SIGKILL"."""
+    if exit_code is None:
+        return "how it ended is not known"
+    if exit_code >= 0:
+        return f"it exited with code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    memory = ", as the system does when memory is short" if name == "SIGKILL" else ""
+    return f"it was ended by {name}{memory}"

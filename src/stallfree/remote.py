@@ -6,6 +6,9 @@ import pickle
 import struct
 import traceback
 
+from stallfree.errors import StallfreeError
+from stallfree.frames import shorten
+
 _LENGTH = struct.Struct("<Q")
 
 
@@ -17,8 +20,13 @@ class RemoteTraceback(Exception):
 
 
 def pack_error(error: BaseException) -> bytes:
-    """The traceback as text, and the error if it can be pickled."""
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).encode(errors="replace")
+    """The traceback as text, and the error if it can be pickled.
+
+    Of an error of this package that has a cause, the text is that of the cause: it says itself what happened.
+    """
+    shorten(error)
+    told = error.__cause__ if isinstance(error, StallfreeError) and error.__cause__ is not None else error
+    trace = "".join(traceback.format_exception(type(told), told, told.__traceback__)).encode(errors="replace")
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

@@ -107,4 +107,11 @@ def test_gc_keeps_what_is_in_use_or_persistent(tmp_path: Path) -> None:
 
 
 def test_gc_when_nothing_was_ever_cached(tmp_path: Path) -> None:
-    assert run("gc", "--store", str(tmp_path / "never")).output == "nothing to remove\n"
+    assert run("gc", "--store", str(tmp_path)).output == "nothing to remove\n"
+
+
+@pytest.mark.parametrize("command", [["ls"], ["gc"], ["rm", "photos"]])
+def test_a_folder_that_is_not_there(command: list[str], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="misspelt: there is no such folder"):
+        run(*command, "--store", str(tmp_path / "misspelt"))
+    assert not (tmp_path / "misspelt").exists()

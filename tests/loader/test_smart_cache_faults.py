@@ -195,7 +195,7 @@ def test_a_dead_fill_process_is_replaced(kind: str, caplog: pytest.LogCaptureFix
             assert sorted(ids_of(loader)) == [id % 40 for id in range(2 * epoch, 2 * epoch + 10)]
             if epoch % 2:
                 kill_fillers()
-        assert caplog.text.count("a fill process died (exit code -9); it is replaced") == 2
+        assert caplog.text.count("memory is short; it is replaced") == 2
         assert caplog.text.count("it is not replaced any more: samples are prepared as they are asked for") == 1
         assert not data.is_started()
         data.start()  # by hand

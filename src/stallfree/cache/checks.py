@@ -10,7 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.layout import Meta
+from stallfree.error_types import also_of_type
 from stallfree.errors import FingerprintError, InputError
+from stallfree.frames import users_level
+from stallfree.pipeline.fingerprint import differing_parts
 from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
@@ -40,8 +43,9 @@ def check_same(meta: Meta, path: Path, fingerprint: str, num_ids: int, policy: s
         ("policy", meta.policy, policy),
     ):
         if there != wanted:
+            differences = differing_parts(str(there), str(wanted)) or f"its {what} is {there}, yours is {wanted}"
             raise FingerprintError(
-                f"the cache {path.name!r} in {path.parent} holds other data: its {what} is {there}, yours is {wanted}. "
+                f"the cache {path.name!r} in {path.parent} holds other data: {differences}. "
                 f"Give another name, or remove it with `stallfree cache rm {path.name}`"
             )
 
@@ -54,7 +58,7 @@ def warn_of_capacity(meta: Meta, path: Path, size: int) -> None:
             f"{format_size(size)} asked for are not taken. Give another name, or remove it with "
             f"`stallfree cache rm {path.name}` when nobody uses it",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
 
 
@@ -69,7 +73,8 @@ def checked_ids(ids: Any, num_ids: int) -> Array:
     array = array.astype(np.int64, copy=False)
     if len(array) and (array.min() < 0 or array.max() >= num_ids):
         bad = array[(array < 0) | (array >= num_ids)][0]
-        raise InputError(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
+        problem = InputError(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
+        raise also_of_type(problem, IndexError())
     return array
 
 

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from stallfree.errors import InputError
 from stallfree.units import format_size
 
 if TYPE_CHECKING:
@@ -72,7 +73,10 @@ def gc(store: Store = "memory") -> None:
 def _root(store: str) -> Path:
     from stallfree.cache.admin import caches_root
 
-    return caches_root(store)
+    root = caches_root(store)
+    if store != "memory" and not Path(store).expanduser().is_dir():
+        raise InputError(f"--store {store}: there is no such folder. Give the one that CachedDataset was given")
+    return root
 
 
 def _table(caches: list[CacheInfo]) -> Table:

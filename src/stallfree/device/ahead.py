@@ -24,6 +24,7 @@ import torch
 
 from stallfree.device.feeder import Snapshot, end_at_exit
 from stallfree.errors import StallfreeError
+from stallfree.frames import short_traceback
 from stallfree.pipeline.generators import global_generators
 from stallfree.pipeline.randomness import before_drawing
 
@@ -175,6 +176,7 @@ class HostIteration:
     def __iter__(self) -> HostIteration:
         return self
 
+    @short_traceback
     def __next__(self) -> Any:
         if self._through:
             raise StopIteration

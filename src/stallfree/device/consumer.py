@@ -20,6 +20,7 @@ from stallfree.device.forms import join
 from stallfree.device.slots import OpenSlots, memory_of
 from stallfree.errors import InputError, ProducerError, StallfreeError, StorageError, WaitError
 from stallfree.folders import SharedFolder
+from stallfree.frames import short_traceback
 
 _ANSWER_SECONDS = 1.0
 
@@ -197,6 +198,7 @@ class Pass:
     def __iter__(self) -> Pass:
         return self
 
+    @short_traceback
     def __next__(self) -> Any:
         if self._through:
             raise StopIteration

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from stallfree.device.feeder import Feeder, Item, Snapshot, Transform
 from stallfree.device.leaves import take_apart
 from stallfree.device.staging import Place, Stager, pin, send_itself
 from stallfree.errors import InputError, StallfreeError
+from stallfree.frames import ShortTracebacks, short_traceback
 
 _POISON = 0xFF
 
@@ -58,6 +59,7 @@ class DevicePrefetcher:
     `InputError` for arguments that cannot be used, and for a device that is not there.
     """
 
+    @short_traceback
     def __init__(
         self,
         loader: Iterable[Any],
@@ -83,16 +85,20 @@ class DevicePrefetcher:
         self._iteration: weakref.ref[_Iteration | HostIteration] | None = None
         self._consumed: Snapshot | None = None  # the state of the loader after the last batch that was given
 
+    def __repr__(self) -> str:
+        return f"DevicePrefetcher({self.loader!r:.200}, {str(self.device)!r}, depth={self.depth})"
+
     def __len__(self) -> int:
         """Number of batches of an epoch, as the loader says."""
         return len(self.loader)  # type: ignore[arg-type]
 
+    @short_traceback
     def __iter__(self) -> Iterator[Any]:
         self.close()
         self._consumed = None
         backend = self._backend
         if backend is None and self.device.type != "cpu":
-            return self._pass_on()
+            return ShortTracebacks(self._pass_on())
         loader: Any = self.loader
         source = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
         snapshot = _snapshots(self.loader)
@@ -114,7 +120,7 @@ class DevicePrefetcher:
             self._places = [Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)]
         return Feeder(source, snapshot, backend, self._stream, self._stager, self._places, self.transform_on_device)
 
-    def _pass_on(self) -> Iterator[Any]:
+    def _pass_on(self) -> Generator[Any, None, None]:
         for batch in self.loader:
             leaves, rebuild = take_apart(batch)
             batch = rebuild([send_itself(leaf, self.device) for leaf in leaves])
@@ -189,6 +195,7 @@ class _Iteration:
     def __iter__(self) -> _Iteration:
         return self
 
+    @short_traceback
     def __next__(self) -> Any:
         if self._through:
             raise StopIteration
@@ -307,6 +314,15 @@ def _check(loader: Any, depth: Any, keep: Any, transform: Any, debug: bool) -> N
 
 def _device(device: torch.device | str | int) -> torch.device:
     try:
-        return torch.device(device)
+        where = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error
+    if where.type not in ("cpu", "cuda"):  # those of CUDA are looked at more closely
+        try:
+            torch.empty(1, device=where)
+        except Exception as error:
+            raise InputError(
+                f"device={str(device)!r}: PyTorch cannot use it here ({str(error).splitlines()[0]:.100}). Give "
+                "device='cpu', or install a PyTorch that has it"
+            ) from error
+    return where

@@ -12,6 +12,7 @@ import torch
 
 from stallfree.cache import SampleCache
 from stallfree.errors import InputError
+from stallfree.frames import users_level
 from stallfree.loader.ranks import check_ranks
 from stallfree.loader.reader import Reader
 from stallfree.plans import ImportanceSampler
@@ -119,7 +120,7 @@ def check_importance(
             "the data set has a cache and the ImportanceSampler does not know it, so nothing counts as resident: give "
             "ImportanceSampler(..., cache=dataset.cache)",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
     if batch_size is None:
         raise InputError("batch_size=None gives single samples, which have no weights: give a batch_size")

@@ -12,16 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stallfree.errors import InputError, StallfreeError
+from stallfree.errors import InputError, SampleError, StallfreeError
 from stallfree.folders import SharedFolder
 from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.choice import Choice, Measured, choose, expect, explain
 from stallfree.loader.filling import is_prepared, private
 from stallfree.loader.first_look import FirstLook, look
 from stallfree.loader.measure import measure
+from stallfree.loader.private import token
 from stallfree.loader.reader import Reader
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.platform import cpu_count
 from stallfree.sources import as_source
@@ -133,12 +134,15 @@ class AutoCache:
         source = as_source(self._dataset)
         try:
             first = look(source, source.pipeline)
+        except SampleError:
+            raise
         except InputError as error:  # samples are random, and cannot be told from their prep
             self._reader = _without(source)
             self._say(f"no cache, {self._count()}: {error}")
             return
-        key = fingerprint(source.fingerprint(), source.pipeline, f"{self._room} {self._workers} {self._tier!r}")
-        folder = self._attach(f"auto-{key[:20]}", source, first)
+        with tolerant() as unknown:
+            key = fingerprint(source.fingerprint(), source.pipeline, f"{self._room} {self._workers} {self._tier!r}")
+        folder = self._attach(f"auto-{token() if unknown else key[:20]}", source, first)
         self._measured, self._choice = _load(folder.path)
         if self._measured.samples != len(source):
             raise StallfreeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from torch.utils.data import get_worker_info
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.errors import InputError
 from stallfree.folders import check_name, default_root, user_root
+from stallfree.frames import short_traceback
 from stallfree.loader.filling import is_prepared
 from stallfree.loader.first_look import Sample, choose_form, example_of_both, look, look_again
+from stallfree.loader.private import private_name
 from stallfree.loader.reader import Reader
 from stallfree.loader.shared_counts import SharedCounts
 from stallfree.pipeline.compose import Compose, Transform
-from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.sources import as_source
@@ -66,7 +68,9 @@ class CachedDataset:
             number between 0 and 1 that share of the samples prepared and the others as fetched. "auto" (the default) is
             the prepared form if all of it fits, else the smaller one; `DataLoader(cache="auto")` measures and chooses.
         name: of the cache; processes that give the same name share it. By default it follows from what is cached, so
-            that jobs with the same data, policy and capacity share one.
+            that jobs with the same data, policy and capacity share one. If the data set or a deterministic transform
+            holds an object without a fingerprint (a lock, an open file, a client), the cache is private to this process
+            and its workers, with a `StallfreeWarning`. With a name it is shared, and that object is not compared.
         persist: keep the cache when the last process has left. Not with a `RedisStore`.
         transform: applied to the samples of `dataset` after its own steps, and split like them. A sample may be a pair
             of picture and label: `OnItem(0, step)` is for the picture alone.
@@ -85,6 +89,7 @@ class CachedDataset:
     `SampleError` when none of the first samples can be had, `StorageError` when there is no shared memory left.
     """
 
+    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -103,9 +108,9 @@ class CachedDataset:
         if name is not None:
             check_name(name)
         self._wished = store == "auto"
+        self.source: Source = as_source(dataset)
         found = (wished_store() or "memory") if self._wished else store
         self._store = found if isinstance(found, RedisStore) else None  # lives as long as its caches are used
-        self.source: Source = as_source(dataset)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.next_epoch = 0
         self._drawn: int | None = None
@@ -124,8 +129,18 @@ class CachedDataset:
         assert isinstance(share, float)
         before, rest = (parts.deterministic, parts.random) if share else (Compose([]), self.steps)
         self._epochs = SharedCounts(1 + len(self.source))
-        mixture = f" {share!r}" if 0 < share < 1 else ""
-        key = fingerprint(self.source.fingerprint(), before, _FORMAT + mixture)
+        mixture = 0 < share < 1
+        with tolerant() as unknown:
+            key = key_of(
+                **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
+                form=repr(share) if mixture else "prepared" if len(before) else "fetched",
+                format=_FORMAT,
+            )
+        if name is None and unknown:
+            if self._wished and self._store is not None:
+                self._store.close()
+                found, self._store = "memory", None
+            key = name = private_name(found, unknown[0], persist=persist)
         name = name or f"{key[:20]}-{policy.name}-{size}"
         prepared = bool(is_prepared([first.id], share)[0])
         samples = [Sample(first.id, first.record, first.prepared if prepared else first.record)]
@@ -166,9 +181,14 @@ class CachedDataset:
     def __len__(self) -> int:
         return len(self.source)
 
+    @short_traceback
     def __getitem__(self, id: int) -> Any:
         return self.__getitems__([id])[0]
 
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))  # without it, an IndexError of the data set would end a loop
+
+    @short_traceback
     def __getitems__(self, ids: Sequence[int]) -> list[Any]:
         """The samples of a whole batch: one look into the cache for all. Raises `SampleError`, `IndexError`."""
         wanted = checked_ids(ids, len(self.source))
@@ -202,6 +222,7 @@ class CachedDataset:
             counts[place] += 1
         return each
 
+    @short_traceback
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the samples from now on, in the workers too. Only for loaders other than stallfree's."""
         self.reader.check()

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.data
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, default_convert
 
 from stallfree.device import DevicePrefetcher
 from stallfree.errors import InputError
+from stallfree.frames import short_traceback
 from stallfree.loader.arguments import (
     WAIT_SECONDS,
     check_auto,
@@ -42,6 +43,7 @@ from stallfree.loader.ranks import agreed, has_process_group, numbered, rank_and
 from stallfree.loader.reader import Reader, reader_of
 from stallfree.loader.same_order import check_prepared, check_same_order, check_same_window
 from stallfree.loader.samplers import shown_samplers
+from stallfree.loader.shown import own_collate, shown_by
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.loader.state import STATE_VERSION, check_state
 from stallfree.pipeline.randomness import draw_seed
@@ -126,6 +128,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     _iteration: weakref.ref[Iteration] | None = None
     _given_by: weakref.ref[DevicePrefetcher] | None = None
 
+    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -169,11 +172,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.batch_size = batch_size if batch_sampler is None else None
         self.shuffle = bool(shuffle)
         self.num_workers = num_workers
-        self.collate_fn: Any = collate_fn
-        self.pin_memory = pin_memory
-        self.drop_last = drop_last
-        self.timeout = timeout
-        self.worker_init_fn = worker_init_fn
+        single = batch_size is None and batch_sampler is None
+        self.collate_fn: Any = collate_fn or (default_convert if single else default_collate)
+        self.pin_memory, self.drop_last, self.timeout, self.worker_init_fn = (
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+        )
         context = context_of(multiprocessing_context)
         self.multiprocessing_context = None if multiprocessing_context is None else context
         self.generator = generator
@@ -192,8 +198,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._options = Options(
             reader=reader,
             dataset=dataset,
-            collate=None if collate_fn is default_collate else collate_fn,
-            single=batch_size is None and batch_sampler is None,
+            collate=own_collate(self.collate_fn, single=single),
+            single=single,
             seed=self.seed or 0,
             skip=on_error == "skip",
             workers=num_workers,
@@ -265,6 +271,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         counted = 0 if self._counts_in is None else self._counts_in.next_epoch
         return max(self._epoch, counted, self._order.next_epoch)
 
+    @short_traceback
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self._iterate(None) if self._prefetcher is None else iter(self._prefetcher)
 
@@ -440,6 +447,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """A prefetcher's training loop has waited for a batch."""
         self._counts["wait_seconds"] += seconds
 
+    @short_traceback
     def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
         """Tell the `ImportanceSampler` the losses of a batch: `Batch.ids`, and one loss for each of them.
 
@@ -486,6 +494,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    __repr__ = shown_by("batch_size", "shuffle", "num_workers", "drop_last", "device")
 
     def _living(self) -> list[Crew]:
         return [crew for known in self._crews if (crew := known()) is not None]

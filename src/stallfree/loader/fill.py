@@ -10,7 +10,8 @@ import numpy as np
 from torch.utils.data import default_convert
 
 from stallfree.cache import Aim, SampleCache
-from stallfree.errors import CodecError
+from stallfree.error_types import also_of_type
+from stallfree.errors import CodecError, InputError
 from stallfree.loader.collate import Bytes, Collate, batch_structure, collate_default, compose, stack, write_batch
 from stallfree.loader.filling import Samples
 from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHOLE, Ids, Result, Task
@@ -56,6 +57,7 @@ class Filler:
             shares_memory()
             and self.collate is None
             and not self.single
+            and len(ids) > 0
             and cache is not None
             and self.reader.plain
             and self.reader.current
@@ -129,6 +131,8 @@ class Filler:
         place = _Place(self.slots, task.slot)
         status, size, value = EMPTY, 0, None
         try:
+            if not len(task.ids):  # an empty batch of a `batch_sampler` is the business of `collate_fn`
+                status, size, value = self._collate(task, Samples([], []), place, here)
             rows = self._rows(len(task.ids), place)
             samples = self.reader.finish(pending, self.seed, task.epoch, skip=self.skip, rows=rows)
             if rows is not None and rows.whole:
@@ -159,7 +163,7 @@ class Filler:
 
     def _rows(self, count: int, place: _Place) -> Rows | None:
         """Where the samples go as they are prepared, if they are likely to be like those before."""
-        if self._stacked is None or not self.reader.in_place:
+        if self._stacked is None or not count or not self.reader.in_place:
             return None
         rows = Rows(self._stacked, count, place.reserve)
         return rows if rows.size else None
@@ -173,6 +177,11 @@ class Filler:
                 value = self.collate(values[0] if self.single else values)
         elif self.single:
             value = default_convert(values[0])  # type: ignore[no-untyped-call]  # which may be memory of the data set
+        elif not values:
+            raise also_of_type(
+                InputError("the batch sampler gave an empty batch: leave it out, or give a collate_fn that takes []"),
+                IndexError(),  # which torch's collate_fn raises
+            )
         else:
             size, self._stacked = stack(values, place.reserve)
             if size:

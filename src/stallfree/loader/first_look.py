@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset
 
 from stallfree.cache.layout import plan_layout
 from stallfree.errors import CapacityError, CodecError, InputError, SampleError
+from stallfree.frames import users_level
 from stallfree.loader.filling import private, raise_from
 from stallfree.loader.reader import plain_beneath
 from stallfree.pipeline.codec import encode, record_size
@@ -67,7 +68,7 @@ def look(source: Source, steps: Compose) -> FirstLook:
                 problems.append(error)
                 continue
         for warning in caught:
-            warnings.warn(warning.message, stacklevel=3)
+            warnings.warn(warning.message, stacklevel=users_level())
         return found
     raise problems[0]
 

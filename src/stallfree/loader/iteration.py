@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from stallfree.frames import short_traceback
 from stallfree.loader.crew import Crew
 from stallfree.loader.epoch import Epoch, Progress
 from stallfree.loader.importance import Served
@@ -60,6 +61,7 @@ class Iteration:
     def __len__(self) -> int:
         return len(self._loader)
 
+    @short_traceback
     def __next__(self) -> Any:
         if self._through:
             raise StopIteration

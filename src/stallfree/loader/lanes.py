@@ -37,6 +37,7 @@ from stallfree.loader.messages import (
 )
 from stallfree.loader.ring import Ring
 from stallfree.loader.worker import WorkerSetup, worker_main
+from stallfree.platform import how_it_ended, interrupts_later
 
 LIVES = 3
 """Workers that may die on one batch before that is an error."""
@@ -310,7 +311,8 @@ class WorkerLane:
         )
         due = time.monotonic() + report_seconds(method, self.hung // len(self._workers))
         try:
-            process.start()
+            with interrupts_later(method):
+                process.start()
         except Exception as error:
             ours.close()
             raise _cannot_send(setup, method, error) from error
@@ -355,9 +357,9 @@ def _end(worker: _Worker, deadline: float) -> int | None:
 def _killer(task: Task, exit_code: int | None) -> WorkerError:
     ids = task.ids.tolist()
     return WorkerError(
-        f"{LIVES} worker processes died one after the other (the last with exit code {exit_code}) on batch "
-        f"{task.number} of epoch {task.epoch}, which holds the samples {ids}. -9 often means out of memory. "
-        "Prepare these samples with num_workers=0 to see why",
+        f"{LIVES} worker processes died one after the other on batch {task.number} of epoch {task.epoch}, which holds "
+        f"the samples {ids}; the last: {how_it_ended(exit_code)}. Prepare these samples with num_workers=0 to see "
+        "why",
         ids=ids,
     )
 

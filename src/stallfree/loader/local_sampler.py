@@ -73,6 +73,12 @@ class LocalSampler(DistributedSampler[Any]):
                 f"{cache.me}: ranks have to be numbered node by node, as torchrun does"
             )
 
+    def __repr__(self) -> str:
+        return (
+            f"LocalSampler({len(self._owner)} samples, rank={self.rank}, num_ranks={self.num_replicas}, "
+            f"shuffle={self.shuffle})"
+        )
+
     def __iter__(self) -> Iterator[int]:
         shares = local_shares(
             self._owner,

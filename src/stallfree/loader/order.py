@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
+from stallfree.error_types import also_of_type
 from stallfree.errors import InputError
 from stallfree.loader.messages import Ids
 from stallfree.loader.ranks import deal, rank_and_count, share
@@ -150,17 +151,19 @@ class Order:
         """Ids as an array; negative ones count from the end, as in a list."""
         given = ids if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor, range)) else _listed(ids)
         array = np.asarray(given)
+        if array.shape == (0,):
+            return np.empty(0, np.int64)  # `collate_fn` decides, as under torch
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            hint = "an empty batch" if array.shape == (0,) else repr(ids)
             raise InputError(
-                f"the sampler gave {hint[:200]}: ids of samples must be integers, in a list for each batch"
+                f"the sampler gave {repr(ids)[:200]}: ids of samples must be integers, in a list for each batch"
             )
         bad = array[(array < -self._samples) | (array >= self._samples)]
         if len(bad):
-            raise InputError(
+            problem = InputError(
                 f"the sampler gave the id {bad[0]}, and the data set has the ids 0 to {self._samples - 1}: "
                 "give a sampler made for this data set"
             )
+            raise also_of_type(problem, IndexError())
         array = array.astype(np.int64)
         return np.where(array < 0, array + self._samples, array) if array.min() < 0 else array
 

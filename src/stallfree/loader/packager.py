@@ -20,6 +20,7 @@ from stallfree.errors import InputError
 from stallfree.loader.board import PACK, READ, Board
 from stallfree.loader.packing import LAST, STOP, WAKE, HelperSetup, helper_main
 from stallfree.loader.reader import Reader
+from stallfree.platform import how_it_ended
 from stallfree.units import parse_size
 
 log = logging.getLogger("stallfree")
@@ -133,7 +134,7 @@ class _Helper:
         started = self._starting is None or not self._starting.is_alive()
         if self._process is not None and started and not self._process.is_alive():
             if not self._problem and self._lives == 0:
-                self._problem = f"its process died {LIVES} times, the last time with exit code {self._process.exitcode}"
+                self._problem = f"its process died {LIVES} times, the last time {how_it_ended(self._process.exitcode)}"
             self._bury()
         if self._problem:
             return self._problem

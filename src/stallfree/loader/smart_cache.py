@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import current_process
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -20,9 +20,11 @@ from torch.utils.data import DistributedSampler
 from stallfree.cache import SampleCache
 from stallfree.errors import InputError, WaitError
 from stallfree.folders import check_name
+from stallfree.frames import short_traceback
 from stallfree.loader.arguments import context_of
 from stallfree.loader.cached_dataset import checked_ids
 from stallfree.loader.first_look import look
+from stallfree.loader.private import window_name
 from stallfree.loader.ranks import job_name
 from stallfree.loader.reader import Reader
 from stallfree.loader.shared_counts import SharedCounts
@@ -31,7 +33,7 @@ from stallfree.loader.window_ranks import RankSampler, checked_hosts, hosts_of_j
 from stallfree.loader.window_size import FirstSamples, Fit, fit_budget, fit_count
 from stallfree.loader.window_state import FILLERS, Field, WindowState
 from stallfree.pipeline.compose import Compose, Transform
-from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.plans.window import WindowPlan, replace_count
@@ -104,6 +106,7 @@ class SmartCacheDataset:
     free memory does not hold, `SampleError` when none of the first samples can be had.
     """
 
+    @short_traceback
     def __init__(
         self,
         data: Any,
@@ -140,13 +143,17 @@ class SmartCacheDataset:
         fit = self._fit(cache_num, capacity, replace_rate, sizes)
         self.cache_num = fit.size
         self.replace_num = replace_count(fit.size, replace_rate, reach.total)
-        arguments = sorted((order | {"seed": self.seed}).items())
-        key = fingerprint(self.source.fingerprint(), before, _FORMAT, fit.size, self.replace_num, arguments)
+        with tolerant() as unknown:
+            key = key_of(
+                **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
+                window=f"{fit.size}, {self.replace_num} replaced, {sorted({**order, 'seed': self.seed}.items())}",
+                format=_FORMAT,
+            )
         self.cache = SampleCache(
             len(self.source),
             capacity=fit.capacity,
             fingerprint=key,
-            name=f"{key[:20]}-smart-{_job()}" if name is None else check_name(name),
+            name=window_name(unknown, f"{key[:20]}-smart-{_job()}") if name is None else check_name(name),
             example=fit.example,
         )
         self._positions = reach.total if full_epoch else fit.size
@@ -287,6 +294,7 @@ class SmartCacheDataset:
         done = self.cache.resident(ids) | (self._state.unkept[ids] == places + 1)
         return goal if done.all() else before + int(done.argmin())
 
+    @short_traceback
     def set_epoch(self, epoch: int) -> None:
         """What is asked for from now on is of that epoch. For loaders other than stallfree's; they need it only with
         samplers that repeat positions.
@@ -301,10 +309,15 @@ class SmartCacheDataset:
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
+    @short_traceback
     def __getitem__(self, position: int) -> Any:
         wanted = checked_ids([position], self._positions)
         return self._samples(wanted, skip=False)[0]
 
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+    @short_traceback
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """The samples at several positions, all of one epoch. With `on_error="skip"` there may be fewer.
 

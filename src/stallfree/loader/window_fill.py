@@ -21,6 +21,7 @@ from stallfree.loader.reader import Reader
 from stallfree.loader.window_state import WindowState
 from stallfree.loader.worker import orphaned
 from stallfree.plans.window import WindowPlan
+from stallfree.platform import how_it_ended, ignore_interrupts, interrupts_later
 
 log = logging.getLogger("stallfree")
 
@@ -137,7 +138,8 @@ class FillCrew:
                 name="stallfree-fill",
                 daemon=True,
             )
-            process.start()
+            with interrupts_later(self._context.get_start_method()):
+                process.start()
             theirs.close()
             self._processes.append((process, ours))
 
@@ -156,8 +158,8 @@ class FillCrew:
             self._deaths += len(dead)
             more = self._deaths < _LIVES * self._setup.fillers
             log.warning(
-                "a fill process died (exit code %s); %s",
-                dead[0],
+                "a fill process died: %s; %s",
+                how_it_ended(dead[0]),
                 "it is replaced" if more else "it is not replaced any more: samples are prepared as they are asked for",
             )
             if more:
@@ -190,7 +192,7 @@ class FillCrew:
 
 def fill_main(connection: Connection, setup: FillSetup, parent: int, child: bool) -> None:
     """The life of a fill process: until its parent says something on `connection`, or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     poller = select.poll()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stallfree.frames import users_level
 from stallfree.pipeline.compose import Compose, Transform, describe_step, flatten, halves_of
 from stallfree.pipeline.libraries import known
 from stallfree.pipeline.marks import mark_deterministic, mark_random
@@ -137,6 +138,6 @@ def _tried(step: Transform, place: int, values: _Values) -> Verdict:
         "counts as random, so it and all steps after it run anew in each epoch. If it is deterministic, mark it with "
         "stallfree.mark_deterministic(transform), otherwise with stallfree.mark_random(transform)",
         StallfreeWarning,
-        stacklevel=3,
+        stacklevel=users_level(),
     )
     return Verdict(describe_step(step), True, "undecided")

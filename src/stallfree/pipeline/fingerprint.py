@@ -9,7 +9,9 @@ import inspect
 import logging
 import reprlib
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 import xxhash
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, StallfreeError
 from stallfree.pipeline._objects import closure_values, comes_from, library_version, used_globals
 from stallfree.pipeline._tensors import plain_bytes
 from stallfree.pipeline.generators import GENERATOR_TYPES
@@ -44,14 +46,63 @@ def fingerprint(*objects: Any) -> str:
     `pipeline` if it is a source.
 
     Raises `InputError`, which names the object, for one that has no state to look at, such as a lock or an open file.
+    Within `tolerant`, only the type of such an object counts.
     """
     walker = _Walker({}, 0)
     try:
         for thing in objects:
             walker.visit(thing)
     except RecursionError as error:
-        raise InputError("the objects to fingerprint are nested too deeply: give one a method fingerprint()") from error
+        unknown = _unknown.get()
+        what = f"the {' and '.join(type(thing).__qualname__ for thing in objects)}"
+        if unknown is None:
+            raise NoFingerprintError(
+                f"{what} cannot be fingerprinted, as it is nested too deeply: give it a method fingerprint()"
+            ) from error
+        unknown.append(f"{what}, which is nested too deeply,")
+        walker = _Walker({}, 0)  # how much was fed depends on how deep the caller is
+        walker.visit([f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in objects])
     return walker.hash.hexdigest()
+
+
+class NoFingerprintError(InputError):
+    """An object has no fingerprint."""
+
+
+_unknown: ContextVar[list[str] | None] = ContextVar("unknown", default=None)
+
+
+@contextmanager
+def tolerant() -> Iterator[list[str]]:
+    """Within it, of an object without a fingerprint only the type counts. Gives the list of those that were met."""
+    found: list[str] = []
+    token = _unknown.set(found)
+    try:
+        yield found
+    finally:
+        _unknown.reset(token)
+
+
+def key_of(**parts: Any) -> str:
+    """The fingerprint of `parts`, with one for each part: texts as they are, and of other objects the fingerprint."""
+    told = {name: part if isinstance(part, str) else fingerprint(part) for name, part in parts.items()}
+    return f"{fingerprint(sorted(told.items()))} " + ";".join(f"{name}={part}" for name, part in told.items())
+
+
+def differing_parts(there: str, wanted: str) -> str:
+    """In which parts two keys of `key_of` differ, in words; empty for other texts."""
+    parts = [dict(pair.split("=", 1) for pair in key[33:].split(";") if "=" in pair) for key in (there, wanted)]
+    if not all(parts):
+        return ""
+    return "; ".join(
+        f"its {name} {'is ' if name in _SHOWN else 'differ' if name.endswith('s') else 'differs'}"
+        + (f"{parts[0].get(name)}, yours is {part}" if name in _SHOWN else " from yours in code, parameters or files")
+        for name, part in parts[1].items()
+        if parts[0].get(name) != part
+    )
+
+
+_SHOWN = ("form", "format", "window")
 
 
 class _Walker:
@@ -63,6 +114,8 @@ class _Walker:
         """What is being fed or need not be fed again, by identity, with its number; held, so that ids stay theirs."""
         self._count = count
         """The number that the next one gets."""
+        self._path: list[str] = []
+        """The names that lead to what is being fed, for messages."""
 
     def visit(self, thing: Any) -> None:
         if self._plain(thing):
@@ -77,7 +130,14 @@ class _Walker:
             return
         self._numbers[id(thing)] = (self._count, thing)
         self._count += 1
-        self._compound(thing)
+        depth = len(self._path)
+        try:
+            self._compound(thing)
+        except (RecursionError, StallfreeError):
+            raise
+        except Exception as error:  # out of code of the user's
+            del self._path[depth:]
+            self._give_up(thing, f"{type(error).__name__}: {error}", error)
         if isinstance(thing, _VALUES) or not hasattr(thing, "__dict__"):
             del self._numbers[id(thing)]  # equal values count alike, whether they are one object or two
 
@@ -148,6 +208,20 @@ class _Walker:
         else:
             self._instance(thing)
 
+    def _give_up(self, thing: Any, why: str, error: Exception | None) -> None:
+        """`thing` has no fingerprint: raise that, or count its type alone."""
+        kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
+        name = ".".join(self._path)
+        what = f"{name} ({reprlib.repr(thing)} of type {kind})" if name else f"{reprlib.repr(thing)} of type {kind}"
+        unknown = _unknown.get()
+        if unknown is None:
+            raise NoFingerprintError(
+                f"{what} cannot be fingerprinted, as {why}. Give it, or the transform that holds it, a method "
+                "fingerprint() that returns a text which changes when its parameters change"
+            ) from error
+        unknown.append(f"{name} of type {kind}" if name else f"an object of type {kind}")
+        self._feed("unknown", kind.encode())
+
     def _parts(self, tag: str, parts: Iterable[Any]) -> None:
         things = list(parts)
         self._feed(tag, str(len(things)).encode())
@@ -158,7 +232,9 @@ class _Walker:
         self._feed(tag, str(len(values)).encode())
         for name in sorted(values):
             self._feed("name", name.encode("utf-8", "surrogatepass"))
+            self._path.append(name)
             visit(values[name])
+            self._path.pop()
 
     def _unordered(self, tag: str, things: Iterable[Any]) -> None:
         digests = sorted(self._apart(thing) for thing in things)
@@ -167,12 +243,14 @@ class _Walker:
     def _apart(self, thing: Any) -> bytes:
         """The digest of `thing` alone, the same wherever among its siblings it stands."""
         walker = _Walker(dict(self._numbers), self._count)
+        walker._path = list(self._path)
         walker.visit(thing)
         return walker.hash.digest()
 
     def _leniently(self, thing: Any) -> None:
         """Feed `thing`, or only its type if it cannot be fed: a name in the code around may mean a lock or a file."""
         walker = _Walker(dict(self._numbers), self._count)
+        token = _unknown.set(None)
         try:
             walker.visit(thing)
         except InputError:
@@ -180,6 +258,8 @@ class _Walker:
         else:
             self._numbers, self._count = walker._numbers, walker._count
             self._feed("lenient", walker.hash.digest())
+        finally:
+            _unknown.reset(token)
 
     def _library(self, thing: Any) -> bool:
         """Feed name and version of a class or function of a library; whether it was one."""
@@ -244,7 +324,7 @@ class _Walker:
         self._feed("tensor", f"{type(tensor).__qualname__} {tensor.dtype} {tuple(tensor.shape)}".encode())
         content = plain_bytes(tensor)
         if content is None:
-            raise _no_fingerprint(tensor)
+            return self._give_up(tensor, "it has no state to look at", None)
         self._feed("bytes", content[1].numpy().data)
         if content[0]:
             self._feed("quantizer", content[0].encode())
@@ -296,8 +376,10 @@ class _Walker:
         try:
             reducer = copyreg.dispatch_table.get(type(thing))
             reduced = reducer(thing) if reducer else thing.__reduce_ex__(2)
+        except RecursionError:
+            raise
         except Exception as error:
-            raise _no_fingerprint(thing) from error
+            return self._give_up(thing, "it has no state to look at", error)
         self._feed("instance")
         self.visit(type(thing))
         if isinstance(reduced, str):
@@ -328,11 +410,3 @@ def _own_fingerprint(thing: Any) -> Callable[[], Any] | None:
     except TypeError:
         return None
     return method
-
-
-def _no_fingerprint(thing: Any) -> InputError:
-    name = f"{type(thing).__module__}.{type(thing).__qualname__}"
-    return InputError(
-        f"{reprlib.repr(thing)} of type {name} cannot be fingerprinted, as it has no state to look at. Give it, or the "
-        "transform that holds it, a method fingerprint() that returns a text which changes when its parameters change"
-    )

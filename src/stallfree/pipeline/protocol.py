@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Protocol, runtime_checkable
 
+from stallfree.error_types import also_of_type
 from stallfree.errors import SampleError
 from stallfree.pipeline.compose import Compose
 
@@ -40,7 +41,7 @@ class Source(Protocol):
 def sample_error(error: BaseException, source: object, id: int, doing: str) -> SampleError:
     """The error to raise from `error`, which happened while `doing` (fetching, preparing) sample `id` of `source`.
 
-    A `SampleError` is returned as it is: it names the sample already.
+    It is of the type of `error` too. A `SampleError` is returned as it is: it names the sample already.
     """
     if isinstance(error, SampleError):
         return error
@@ -50,4 +51,5 @@ def sample_error(error: BaseException, source: object, id: int, doing: str) -> S
         with contextlib.suppress(Exception):
             where = source.where(id)
     place = f" ({where})" if where else ""
-    return SampleError(f"{doing} sample {id}{place} failed: {type(error).__name__}: {error}", id=id, where=where)
+    problem = SampleError(f"{doing} sample {id}{place} failed: {type(error).__name__}: {error}", id=id, where=where)
+    return also_of_type(problem, error)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.errors import InputError
+from stallfree.frames import short_traceback
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.plans.begun import Begun, Marks
 from stallfree.plans.draws import check_cache, check_share, ranks
@@ -266,10 +267,12 @@ class ImportanceSampler:
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
+    @short_traceback
     def update(self, ids: Any, losses: Any) -> None:
         """Tell the losses of samples that were served: `Batch.ids`, and one loss for each.
 
-        Both may be tensors on any device; nothing waits for the device. NaN counts as infinite. Raises `InputError` if
+        Both may be tensors on any device; nothing waits for the device. A loss that is NaN or infinite is left
+        out, with one warning: the sample keeps the loss that it had. Raises `InputError` if
         there is not one number for each id, or an id is none of the data set's; for ids on a device, at a later call.
         """
         self.losses.add(ids, losses)
@@ -418,6 +421,9 @@ class ImportanceSampler:
     def next_epoch(self) -> int:
         """The epoch that comes after the one that was served last."""
         return self._next + self._iterated
+
+    def __repr__(self) -> str:
+        return f"ImportanceSampler({self.num_samples}, plan={self.rule.plan!r})"
 
     def __iter__(self) -> Iterator[int]:
         self._next = self.next_epoch

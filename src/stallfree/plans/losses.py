@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import warnings
 import zlib
 from collections import deque
 from typing import Any
@@ -12,6 +13,8 @@ import numpy.typing as npt
 import torch
 
 from stallfree.errors import InputError
+from stallfree.frames import users_level
+from stallfree.pipeline.determinism import StallfreeWarning
 from stallfree.plans.draws import ranks
 
 Array = npt.NDArray[Any]
@@ -39,6 +42,7 @@ class Losses:
         self.taken = 0
         self.pause_at: int | None = None
         self._relative = relative
+        self._warned = False
         self._under_way: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
 
     def add(self, ids: Any, losses: Any) -> None:
@@ -92,13 +96,27 @@ class Losses:
             raise InputError(f"update was given the id {bad}: ids are 0 to {self.count - 1}. Give Batch.ids")
 
     def _apply(self, ids: Array, losses: Array) -> None:
-        if np.isnan(losses).any():  # has diverged: as important as can be
-            losses = np.where(np.isnan(losses), np.float32(np.inf), losses)
-        if self._relative:
+        self.taken += len(ids)
+        known = np.isfinite(losses)
+        if not known.all():
+            self._warn(ids[~known])
+            ids, losses = ids[known], losses[known]
+        if self._relative and len(losses):
             losses = ranks(losses)
         self.last[ids] = losses
         self.fresh[ids] = True
-        self.taken += len(ids)
+
+    def _warn(self, ids: Array) -> None:
+        """A step in half precision may overflow now and then; a model that has diverged shows in the user's own log."""
+        if not self._warned:
+            self._warned = True
+            few = ", ".join(map(str, ids[:5].tolist())) + (", ..." if len(ids) > 5 else "")
+            warnings.warn(
+                f"update was given NaN or infinite losses, first those of the samples {few}: these samples keep the "
+                "losses that they had before. There is no further warning for this sampler",
+                StallfreeWarning,
+                stacklevel=users_level(),
+            )
 
     def state(self) -> dict[str, Any]:
         """All of it, fit for JSON."""

@@ -28,6 +28,7 @@ from stallfree.loader.crew import Crew, Options, new_counts
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
 from stallfree.loader.order import Order
 from stallfree.locks import FileLock
+from stallfree.platform import ignore_interrupts
 from stallfree.remote import unpack_error
 from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.last_epoch import next_epoch, note_epoch
@@ -96,7 +97,7 @@ def conduct(lifeline: Connection, setup: Setup, attached: SharedFolder | None) -
         setup: what to do.
         attached: the parent's attachment to the folder, which a fork brought along.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     check_generator()  # before workers are forked
     torch.set_num_threads(1)  # those of the parent are not here, and OpenMP would wait for them

@@ -21,7 +21,7 @@ from stallfree.errors import InputError, StorageError
 from stallfree.folders import SharedFolder, check_name, sweep
 from stallfree.loader.lanes import report_seconds
 from stallfree.locks import FileLock
-from stallfree.platform import at_fork
+from stallfree.platform import at_fork, interrupts_later
 from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.conductor import Setup, conduct
 from stallfree.shared.protocol import unpack_note
@@ -224,7 +224,8 @@ def _started_process(setup: Setup, attached: SharedFolder) -> tuple[BaseProcess,
         daemon=False,  # it has children
     )
     try:
-        process.start()
+        with interrupts_later(method):
+            process.start()
     except Exception as error:
         forget(ours.fileno())
         ours.close()

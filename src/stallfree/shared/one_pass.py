@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stallfree.frames import short_traceback
 from stallfree.loader.crew import Counts, Crew, Options, new_counts
 from stallfree.loader.epoch import Epoch, Progress
 from stallfree.loader.iteration import Batch, pinned
@@ -95,6 +96,7 @@ class Pass:
     def __len__(self) -> int:
         return len(self._portions)
 
+    @short_traceback
     def __next__(self) -> Any:
         while not self._ready:
             if self.through:

@@ -9,9 +9,14 @@ from __future__ import annotations
 import enum
 import json
 import struct
+import sys
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
-from stallfree.errors import InputError, SampleError, StallfreeError, WorkerError
+from stallfree import errors
+from stallfree.error_types import fields_of, make_error
+from stallfree.errors import SampleError, StallfreeError, WorkerError
 from stallfree.loader.messages import Result, unpack_result
 
 VERSION = 1
@@ -125,28 +130,44 @@ def result_of(data: bytearray) -> Result:
 def pack_error(error: BaseException | None, trace: str) -> bytes:
     """An error as text: what members raise must not be unpickled."""
     told: dict[str, object] = {"message": str(error), "trace": trace, "kind": "StallfreeError"}
-    if isinstance(error, SampleError):
-        told |= {"kind": "SampleError", "id": error.id, "where": error.where}
-    elif isinstance(error, WorkerError):
-        told |= {"kind": "WorkerError", "ids": error.ids}
-    elif isinstance(error, InputError):
-        told["kind"] = "InputError"
-    elif error is None or not isinstance(error, StallfreeError):
+    if isinstance(error, StallfreeError):
+        told["kind"] = next(kind.__name__ for kind in type(error).__mro__ if kind in _BASES.values())
+    else:
         told["message"] = trace if error is None else f"{type(error).__name__}: {error}"
+    if error is not None:
+        told["types"] = [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__]
+        own = {"id": error.id, "where": error.where} if isinstance(error, SampleError) else {}
+        told["fields"] = {name: value for name, value in fields_of(error).items() if _plain(value)} | own
     return json.dumps(told, default=str).encode()  # a user's error may hold anything
 
 
+def _plain(value: object) -> bool:
+    return isinstance(value, (str, int, float, type(None))) or (
+        isinstance(value, list) and all(isinstance(item, (str, int, float)) for item in value)
+    )
+
+
 def unpack_note(note: bytes | bytearray) -> tuple[StallfreeError, str]:
-    """The error that was packed, and its traceback as text."""
+    """The error that was packed, and its traceback as text. It is of its original type too, if that is known here."""
     told = json.loads(bytes(note))
-    message, kind = told["message"], told["kind"]
-    error: StallfreeError
-    if kind == "SampleError":
-        error = SampleError(message, id=told["id"], where=told["where"])
-    elif kind == "WorkerError":
-        error = WorkerError(message, ids=told["ids"])
-    elif kind == "InputError":
-        error = InputError(message)
-    else:
-        error = StallfreeError(message)
-    return error, told["trace"]
+    base = _BASES.get(told["kind"], StallfreeError)
+    if base is WorkerError:
+        return WorkerError(told["message"], ids=told["fields"]["ids"]), told["trace"]
+    kinds = [kind for module, name in told.get("types", ()) if (kind := _loaded(module, name)) is not None]
+    fields = {name: value for name, value in told.get("fields", {}).items() if not name.startswith("__")}
+    return make_error(base, kinds[:1], told["message"], fields), told["trace"]
+
+
+_BASES = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, StallfreeError)
+}
+
+
+def _loaded(module: str, name: str) -> type | None:
+    """The type of that name, if its module has been imported: a message must not import anything. Not our own types."""
+    if module.split(".")[0] == "stallfree":
+        return None
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if isinstance(found, (ModuleType, type)) else None  # runs no code of theirs
+    return found if isinstance(found, type) and issubclass(found, Exception) and found is not Exception else None

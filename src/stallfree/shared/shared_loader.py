@@ -17,6 +17,7 @@ import xxhash
 from torch.utils.data import default_collate
 
 from stallfree.errors import InputError
+from stallfree.frames import short_traceback
 from stallfree.loader.arguments import (
     WAIT_SECONDS,
     check_functions,
@@ -28,8 +29,9 @@ from stallfree.loader.crew import Options
 from stallfree.loader.order import Order
 from stallfree.loader.ranks import find_ranks, job_name
 from stallfree.loader.reader import Reader, reader_of
+from stallfree.loader.shown import shown_by
 from stallfree.loader.smart_cache import SmartCacheDataset
-from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
 from stallfree.shared.conductor import Setup
@@ -114,10 +116,11 @@ class SharedLoader:
     `WORLD_SIZE`: each gets its rows of every `batch_size` times `WORLD_SIZE` samples, and all get equally many batches.
 
     Raises `InputError` for arguments that cannot be used, and for a job whose data set, transform, seed or batches
-    differ from the group's; while iterating `SampleError`, `WorkerError` and `WaitError`, and `StallfreeError` for what
-    `collate_fn` raised.
+    differ from the group's; while iterating `SampleError`, `WorkerError` and `WaitError`, and for what `collate_fn`
+    raised a `StallfreeError` that is of that type too.
     """
 
+    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -218,10 +221,14 @@ class SharedLoader:
 
     def _same_for_all(self, collate: Any, shuffle: bool, on_error: str, on_lag: str) -> dict[str, Any]:
         """What all jobs of the group must have alike."""
+        with tolerant():  # the group has a name: what has no fingerprint is taken for the same
+            prints = {
+                "data set": fingerprint(reader_of(self.dataset).source.fingerprint()),
+                "transform": fingerprint(_steps(self.dataset)),
+                "collate_fn": fingerprint(collate),
+            }
         return {
-            "data set": fingerprint(reader_of(self.dataset).source.fingerprint()),
-            "transform": fingerprint(_steps(self.dataset)),
-            "collate_fn": fingerprint(collate),
+            **prints,
             "seed": self._given,
             "shuffle": shuffle,
             "on_error": on_error,
@@ -278,6 +285,7 @@ class SharedLoader:
         """Number of batches of an epoch."""
         return len(self._portions(0))
 
+    @short_traceback
     def __iter__(self) -> Iterator[Any]:
         if not self._end.alive:
             raise InputError(f"the loader of the group {self.group!r} is closed: make a new one")
@@ -328,6 +336,7 @@ class SharedLoader:
         done = iteration.done if iteration is not None and under_way else self._done
         return {"version": _STATE_VERSION, "epoch": self.epoch, "done": _ranges(done), "terms": self._terms()}
 
+    @short_traceback
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, before the first iteration: the next one gives what was left.
 
@@ -379,6 +388,8 @@ class SharedLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    __repr__ = shown_by("group", "batch_size", "chunk_size", "drop_last")
 
 
 def _check(

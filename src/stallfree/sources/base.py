@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stallfree.errors import InputError, SampleError
+from stallfree.frames import short_traceback
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import sample_error
 
@@ -66,6 +67,7 @@ class BaseSource(ABC):
         except Exception as error:
             raise sample_error(error, self, id, "fetching") from error
 
+    @short_traceback
     def __getitem__(self, id: int) -> Any:
         id = normalize_id(id, len(self))
         record = self.fetch(id)
@@ -77,7 +79,7 @@ class BaseSource(ABC):
             raise sample_error(error, self, id, "preparing") from error
 
     def __iter__(self) -> Iterator[Any]:
-        return (self[id] for id in range(len(self)))
+        return map(self.__getitem__, range(len(self)))
 
 
 def require_samples(length: int, what: str, advice: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,11 @@ def _require_map_style(dataset: Any) -> None:
     name = type(dataset).__name__
     if isinstance(dataset, type):
         raise InputError(f"{dataset.__name__} is a class: give an instance of it")
+    if isinstance(dataset, (str, bytes, bytearray, PurePath)):
+        raise InputError(
+            f"{dataset!r:.80} is of type {name}: give a data set. For a folder of pictures that is "
+            "stallfree.ImageFolder(path)"
+        )
     torch_data = sys.modules.get("torch.utils.data")  # an instance of its classes exists only if it has been imported
     if torch_data is not None and isinstance(dataset, torch_data.IterableDataset):
         raise InputError(

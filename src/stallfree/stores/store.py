@@ -12,6 +12,7 @@ from stallfree.cache import MISS, Policy, SampleCache
 from stallfree.cache.policies import make_policy
 from stallfree.errors import CapacityError, InputError, MissingExtraError, MissingServerError, StorageError
 from stallfree.folders import check_name, default_root, in_use
+from stallfree.frames import users_level
 from stallfree.platform import need_linux, shares_memory
 from stallfree.stores.endpoint import EXAMPLE, Address
 from stallfree.stores.keeper import LOG
@@ -77,7 +78,7 @@ def wished_store() -> RedisStore | None:
     try:
         return RedisStore(capacity_per_node=_NO_LIMIT, name="auto")
     except (MissingServerError, MissingExtraError) as error:
-        warnings.warn(f"samples are cached on each node for itself: {error}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"samples are cached on each node for itself: {error}", RuntimeWarning, stacklevel=users_level())
         return None
 
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from stallfree.cache import MISS, Aim, Policy, SampleCache
 from stallfree.cache.checks import EVERY_STEP
 from stallfree.errors import CapacityError, InputError, WaitError
-from stallfree.folders import is_path
+from stallfree.folders import is_address, is_path
 from stallfree.pipeline.codec import encode
 from stallfree.pipeline.structure import Structure
 from stallfree.platform import at_fork
@@ -70,7 +70,7 @@ class DiskTier:
     """
 
     def __init__(self, folder: str | Path, *, capacity: int | str, persist: bool = False) -> None:
-        if not is_path(folder) or str(folder) == "memory":
+        if not is_path(folder) or str(folder) == "memory" or is_address(folder):
             raise InputError(f"DiskTier(folder={folder!r:.80}): give the path of a folder on a local disk")
         self.folder = Path(folder).expanduser().absolute()
         self.capacity = parse_size(capacity, "capacity")

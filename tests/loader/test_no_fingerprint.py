@@ -1,0 +1,229 @@
+"""A data set that holds an object without a fingerprint is cached all the same: for this job, or under a name."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+import stallfree as sf
+from stallfree.pipeline.fingerprint import fingerprint, tolerant
+
+
+class Holder:
+    """Samples that are their ids, beside a thing."""
+
+    def __init__(self, thing: Any, count: int = 8) -> None:
+        self.client = {"connection": thing}
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, id: int) -> torch.Tensor:
+        return torch.tensor(id)
+
+
+class Raises:
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError("no copies")
+
+
+class Odd:
+    def __reduce__(self) -> Any:
+        return 5
+
+
+class Undecided:
+    def fingerprint(self) -> str:
+        raise KeyError("not connected")
+
+
+class Node:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+def deep() -> Any:
+    chain = None
+    for _ in range(3000):
+        chain = Node(chain)
+    return chain
+
+
+def lists() -> Any:
+    chain: list[Any] = []
+    for _ in range(3000):
+        chain = [chain]
+    return chain
+
+
+KINDS: list[Callable[[], Any]] = [threading.Lock, Raises, Odd, Undecided, deep, lists, threading.local]
+
+
+@pytest.fixture(autouse=True)
+def warn_always() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        yield
+
+
+def private(thing: Any, **options: Any) -> sf.CachedDataset:
+    with pytest.warns(sf.StallfreeWarning, match="no fingerprint, so this cache is private.*name=") as caught:
+        cached = sf.CachedDataset(Holder(thing), capacity="1MiB", **options)
+    assert [warning.filename for warning in caught if warning.category is sf.StallfreeWarning] == [__file__]
+    return cached
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_private_cache(make: Any, store_root: Path) -> None:
+    with private(make()) as first, private(make()) as second:
+        assert first.cache.name != second.cache.name
+        assert [sample.item() for sample in first] == list(range(8))
+        assert first.stats().resident_items == 8
+        assert second.stats().resident_items == 2  # which it has read itself
+        path = first.cache.path
+        assert path.exists()
+    assert not path.exists()
+
+
+def test_the_warning_names_the_object() -> None:
+    with pytest.warns(sf.StallfreeWarning, match=r"client\.connection of type _thread\.lock has no fingerprint"):
+        sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB").close()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_all_workers_use_it(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    with private(context.Lock()) as data:
+        for kind in (sf.DataLoader, TorchLoader):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", sf.StallfreeWarning)  # none of a worker's own
+                loader = kind(data, num_workers=1, multiprocessing_context=method)
+                assert sorted(batch.item() for batch in loader) == list(range(8))
+        assert data.stats().resident_items == 8
+        assert data.stats().storage_reads == 8
+
+
+def test_with_a_name_it_is_shared() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB", name="mine") as first:
+            list(first)
+            with sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB", name="mine") as second:
+                assert second.stats().resident_items == 8
+            with pytest.raises(sf.FingerprintError, match="its data set differs"):  # the rest of it is compared
+                sf.CachedDataset(Holder(threading.Lock(), 7), capacity="1MiB", name="mine")
+
+
+def test_a_transform() -> None:
+    step = sf.mark_deterministic(Locked(2))
+    with pytest.warns(sf.StallfreeWarning, match="lock has no fingerprint"):
+        data = sf.CachedDataset(Holder(1), capacity="1MiB", transform=step, form="prepared")
+    with data:
+        assert [sample.item() for sample in data] == list(range(0, 16, 2))
+
+
+class Locked:
+    def __init__(self, factor: int) -> None:
+        self.factor, self.lock = factor, threading.Lock()
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return value * self.factor
+
+
+def test_what_no_later_job_would_find(tmp_path: Path) -> None:
+    data = Holder(threading.Lock())
+    tier = sf.DiskTier(tmp_path, capacity="1MiB", persist=True)
+    for options in ({"persist": True}, {"persist": True, "store": tmp_path}, {"store": tier}):
+        with pytest.raises(sf.InputError, match=r"persist=True: no later job would find this cache.*name="):
+            sf.CachedDataset(data, capacity="1MiB", **options)
+    with sf.CachedDataset(data, capacity="1MiB", persist=True, store=tmp_path, name="kept") as kept:
+        list(kept)
+    with sf.CachedDataset(data, capacity="1MiB", persist=True, store=tmp_path, name="kept") as kept:
+        assert kept.stats().resident_items == 8
+
+
+@pytest.mark.parametrize("tier", [False, True])
+def test_a_disk(tmp_path: Path, tier: bool) -> None:
+    store: Any = sf.DiskTier(tmp_path, capacity="1MiB") if tier else tmp_path
+    with private(threading.Lock(), store=store) as data:
+        assert [sample.item() for sample in data] == list(range(8))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_nodes_need_a_name() -> None:
+    with sf.RedisStore(capacity_per_node="1MiB", cluster_mode=False) as store:
+        with pytest.raises(sf.InputError, match=r"the nodes of the store 'default' need one name.*lock.*name="):
+            sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB", store=store)
+        with sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB", store=store, name="agreed") as data:
+            assert len(list(data)) == 8
+
+
+def test_an_automatic_cache() -> None:
+    with sf.DataLoader(Holder(threading.Lock()), cache="auto", capacity="1MiB", num_workers=0) as loader:
+        assert len(list(loader)) == 8
+
+
+def test_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Holder(threading.Lock())
+    with sf.SmartCacheDataset(data, cache_num=4, replace_rate=0) as window:
+        assert len(list(window)) == 4
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(sf.InputError, match=r"the ranks of this job share one window.*lock.*name="):
+        sf.SmartCacheDataset(data, cache_num=4, replace_rate=0)
+    with sf.SmartCacheDataset(data, cache_num=4, replace_rate=0, name="window") as window:
+        assert len(list(window)) == 4
+
+
+def test_a_group() -> None:
+    with sf.SharedLoader(Holder(threading.Lock()), group="locked") as first:
+        assert len(list(first)) == 8
+        with sf.SharedLoader(Holder(threading.Lock()), group="locked"):
+            pass
+        with pytest.raises(sf.InputError, match="the data set is another one"):
+            sf.SharedLoader(Holder(threading.Lock(), 7), group="locked")
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_only_the_type_counts(make: Any) -> None:
+    with tolerant() as unknown:
+        first, second, other = (fingerprint(Holder(thing)) for thing in (make(), make(), open))
+    assert first == second != other
+    assert len(unknown) == 2
+    with pytest.raises(sf.InputError, match=r"fingerprint\(\)"):
+        fingerprint(Holder(make()))
+
+
+def at_depth(depth: int, thing: Any) -> str:
+    return fingerprint(thing) if depth == 0 else at_depth(depth - 1, thing)
+
+
+def test_the_depth_of_the_caller_does_not_count() -> None:
+    thing = deep()
+    with tolerant():
+        assert at_depth(0, thing) == at_depth(50, thing)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"form": "fetched"}, "its transforms differ.*; its form is prepared, yours is fetched"),
+        ({"transform": sf.mark_deterministic(Locked(3))}, "its transforms differ from yours in code, parameters"),
+        ({"dataset": Holder(2)}, "its data set differs from yours in code, parameters or files"),
+    ],
+)
+def test_what_differs(changed: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"transform": sf.mark_deterministic(Locked(2)), "form": "prepared", "name": "parts"}
+    given |= {"dataset": Holder(1), "capacity": "1MiB"}
+    with sf.CachedDataset(**given), pytest.raises(sf.FingerprintError, match=said):
+        sf.CachedDataset(**{**given, **changed})
