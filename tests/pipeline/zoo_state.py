@@ -161,7 +161,7 @@ def seeded_by_urandom() -> Any:
     return lambda x: x + pyrandom.Random(int.from_bytes(os.urandom(8), "little")).random()
 
 
-@random_entry()
+@random_entry(local=True)  # forked processes may use the same addresses
 def address_of_an_object() -> Any:
     kept: collections.deque[Any] = collections.deque(maxlen=4096)
 
