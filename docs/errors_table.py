@@ -391,9 +391,6 @@ ADVICE = {
     "the value of the key <key> cannot be stored: <error>": (
         "return tensors, arrays, numbers, text or containers of them"
     ),
-    "cannot tell whether <what> is always the same: two readings, of type <type>, cannot be compared. A "
-    "cache would freeze random samples, so if its samples are always the same, say so with "
-    "stallfree.mark_deterministic(dataset)": "mark it, or make it without randomness",
     "give either cache_num (samples of the window) or capacity (bytes for them)": "give one of the two",
     "<what> needs Linux, and this is <platform>: <instead>": "use what the message names",
     "packages=<packages> needs the cache of a CachedDataset(..., policy='importance'), and on_miss='swap'"
