@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from children import PATIENCE
 from stallfree import Compose
 from stallfree.sources import BaseSource
 
@@ -64,3 +65,11 @@ def ids_of(batches: Iterable[Any]) -> list[int]:
         assert (numbers == labels[:, None]).all()
         ids += labels.tolist()
     return ids
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for something that another process is about to do."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)

@@ -6,8 +6,6 @@ import mmap
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -16,21 +14,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from smart_data import Rows, ids_of
+from smart_data import Rows, ids_of, until
 from torch.utils.data import DistributedSampler
 
 import stallfree as sf
-from children import PATIENCE, Child
+from children import Child
 
 LOADERS = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for something that another process is about to do."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
 
 
 def coming(data: sf.SmartCacheDataset, epoch: int) -> list[int]:
