@@ -170,25 +170,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.arrays = check_output(output, pin_memory, device)
         self.dataset = dataset
         self.batch_size = batch_size if batch_sampler is None else None
-        self.shuffle = bool(shuffle)
-        self.num_workers = num_workers
+        self.shuffle, self.num_workers = bool(shuffle), num_workers
         single = batch_size is None and batch_sampler is None
         self.collate_fn: Any = collate_fn or (default_convert if single else default_collate)
-        self.pin_memory, self.drop_last, self.timeout, self.worker_init_fn = (
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-        )
+        self.pin_memory, self.pin_memory_device = pin_memory, pin_memory_device
+        self.drop_last, self.timeout, self.worker_init_fn = drop_last, timeout, worker_init_fn
         context = context_of(multiprocessing_context)
         self.multiprocessing_context = None if multiprocessing_context is None else context
-        self.generator = generator
-        self.prefetch_factor = prefetch_factor
-        self.persistent_workers = persistent_workers
-        self.with_ids = with_ids
+        self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
+        self.generator, self.with_ids, self.in_order = generator, with_ids, in_order
         self.on_error, self.staging, self.cache, self.capacity, self.store = on_error, staging, cache, capacity, store
         self.event_log, self.output, self.ranks = event_log, output, ranks
-        self.pin_memory_device, self.in_order = pin_memory_device, in_order
         self.seed = self._given = seed_of(dataset, seed, generator)
         reader = reader_of(dataset)
         self._auto: AutoCache | None = None

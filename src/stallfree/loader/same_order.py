@@ -6,6 +6,7 @@ import sys
 import warnings
 
 from stallfree.errors import InputError
+from stallfree.frames import users_level
 from stallfree.loader.ranks import find_ranks
 from stallfree.pipeline import StallfreeWarning
 
@@ -23,7 +24,7 @@ def check_same_order(*, sampler: bool) -> None:
         warnings.warn(
             f"each of the {count} ranks gets all samples. {cure}; or add ranks=(0, 1) if each rank is to have all",
             StallfreeWarning,
-            stacklevel=4,
+            stacklevel=users_level(),
         )
 
 
@@ -35,7 +36,7 @@ def check_same_window() -> None:
             f"each of the {count} ranks of this host gets all samples of the window. Give "
             "sampler=dataset.rank_sampler() for a part of them on each rank",
             StallfreeWarning,
-            stacklevel=4,
+            stacklevel=users_level(),
         )
 
 
