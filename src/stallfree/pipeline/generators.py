@@ -7,6 +7,8 @@ import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path, PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -17,8 +19,24 @@ from stallfree.pipeline._objects import attributes, class_functions, closure_val
 
 GENERATOR_TYPES = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
-_OPAQUE = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.Tensor, type, ModuleType)
-_INERT = frozenset({str, bytes, int, float, bool, complex, type(None)})
+_OPAQUE = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    np.ndarray,
+    np.generic,
+    torch.Tensor,
+    type,
+    ModuleType,
+    PurePath,
+)
+_INERT = frozenset({str, bytes, int, float, bool, complex, type(None), type(PurePath()), type(Path())})
+_MOST = 4096
+"""Items of a container that are looked at: data sets list a million samples, and no generator lies among them."""
+
 CONTAINERS = (dict, list, tuple, set, frozenset)  # no others: iterating over a data set would load it
 
 
@@ -130,7 +148,7 @@ def references(thing: Any) -> Iterator[object]:
         yield thing.__self__
     elif isinstance(thing, CONTAINERS):
         values = thing.values() if isinstance(thing, dict) else thing
-        yield from (value for value in values if not _inert(value))
+        yield from (value for value in islice(values, _MOST) if not _inert(value))
         if type(thing) not in CONTAINERS:
             yield from attributes(thing).values()
     else:
