@@ -16,6 +16,10 @@ _Error = TypeVar("_Error", bound="StallfreeError")
 _ENDS_LOOPS = (StopIteration, StopAsyncIteration)
 
 
+_ARGUMENTS: tuple[tuple[Any, ...], ...] = ((), ("", [Exception()]))
+"""What constructors are tried with: without anything, and as a group of exceptions wants it."""
+
+
 class _Joined(type):
     """The class of the classes that `joined` makes, which are found by their bases and not by their names."""
 
@@ -33,7 +37,10 @@ def joined(base: type[StallfreeError], kind: type) -> type[StallfreeError]:
 @lru_cache(maxsize=64)
 def _join(base: type[StallfreeError], kind: Any) -> type[StallfreeError]:
     def new(cls: Any, *_: Any, **__: Any) -> Any:
-        return kind.__new__(cls)
+        for arguments in _ARGUMENTS:
+            with contextlib.suppress(Exception):
+                return kind.__new__(cls, *arguments)
+        return BaseException.__new__(cls)
 
     def init(self: Any, message: str = "", **own: Any) -> None:
         Exception.__init__(self, message)  # `kind` may take other arguments

@@ -19,6 +19,14 @@ StallfreeError
 from __future__ import annotations
 
 
+def text_of(error: BaseException) -> str:
+    """`str(error)`, also where the error's own `__str__` fails."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"(its text cannot be made: {type(problem).__name__})"
+
+
 class StallfreeError(Exception):
     """The base of every error that stallfree raises on purpose."""
 

@@ -39,7 +39,7 @@ def test_demo_makes_its_own_pictures(tmp_path: Path, store_root: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=280,
         env=os.environ | {"COLUMNS": "120", "TMPDIR": str(tmp_path)},
         check=False,
     )

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 import stallfree as sf
-from stallfree.cache import MISS
+from stallfree.cache import MISS, SampleCache
 from stallfree.pipeline import StallfreeWarning
 
 COUNT = 24
@@ -247,3 +247,73 @@ def test_what_draws_rarely() -> None:
     ):
         epochs = [[np.asarray(sample) for sample in loader] for _ in range(3)]
     assert differing(epochs) == [1, 1]
+
+
+class LateGenerator:
+    """Makes a generator of its own for the first sample that needs one, in a way that no scan follows."""
+
+    def __init__(self) -> None:
+        self.tools: dict[str, Any] = {}
+
+    def __call__(self, x: Any) -> Any:
+        if int(x[0]) % 2000 == 0:
+            return x
+        if "rng" not in self.tools:
+            self.tools["rng"] = HIDDEN["made"]()
+        return x + self.tools["rng"].random()
+
+
+def hidden() -> Any:
+    return np.random.Generator(HIDDEN["bits"](0))
+
+
+HIDDEN: dict[str, Any] = {}
+HIDDEN |= {"made": hidden, "bits": lambda seed: np.random.default_rng(seed).bit_generator}
+
+
+def test_a_generator_that_is_made_late() -> None:
+    with (
+        sf.CachedDataset(Piped([LateGenerator()]), capacity="1MiB", form="prepared") as cached,
+        one_warning("LateGenerator"),
+        sf.DataLoader(cached, batch_size=None) as loader,
+    ):
+        epochs = [[np.asarray(sample) for sample in loader] for _ in range(3)]
+    assert differing(epochs) == [COUNT // 2, COUNT // 2]
+
+
+def test_records_that_are_made_again_while_they_are_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job finds a random step between the look at the cache and the reading of a batch."""
+
+    class Pixels(Signals):
+        def __getitem__(self, id: int) -> Any:
+            return np.full((8, 8, 3), id, np.uint8)
+
+    def made() -> sf.CachedDataset:
+        def raised(x: Any) -> Any:
+            return x + np.uint8(100)
+
+        step = [raised, sf.vision.RandomHorizontalFlip()]
+        return sf.CachedDataset(Pixels(), capacity="1MiB", form="prepared", name="race", transform=sf.Compose(step))
+
+    borrow, calls = SampleCache.borrow, []
+    with made() as first, made() as second, warnings.catch_warnings():
+        warnings.simplefilter("ignore", StallfreeWarning)
+
+        def late(self: Any, ids: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                second.cache.uncache_steps(1)
+                second.__getitems__(range(COUNT))
+            return borrow(self, ids)
+
+        loader = sf.DataLoader(first, batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 8], [0, 1, 2, 3]])
+        monkeypatch.setattr(SampleCache, "borrow", late)
+        values = [np.asarray(batch)[:, 0, 0, 0].tolist() for batch in loader]
+    assert len(calls) > 1
+    assert values == [[100, 101, 102, 103], [104, 105, 106, 108], [100, 101, 102, 103]]
+
+
+def test_sparse_samples() -> None:
+    data = [torch.sparse_coo_tensor([[0, 1]], [float(id), 2.0], (3,)) for id in range(4)]
+    for batch in sf.DataLoader(data, batch_size=2, collate_fn=list):
+        assert all(sample.is_sparse for sample in batch)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import random
 import secrets
+import subprocess
 import threading
 import time
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import albumentations as A
@@ -312,6 +314,66 @@ def test_a_trial_finds_randomness(transform: Any) -> None:
 )
 def test_a_trial_finds_determinism(transform: Any, value: Any) -> None:
     assert verdict(transform, value) == (False, "probe")
+
+
+@functools.lru_cache
+def shared_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+class Keeps:
+    """Makes a generator when it is first needed."""
+
+    rng: Any = None
+
+    def __call__(self, value: Any) -> Any:
+        if value.sum() == 0:
+            return value
+        if self.rng is None:
+            self.rng = torch.Generator().manual_seed(3)
+        return value + torch.rand(1, generator=self.rng).numpy()
+
+
+class Factory:
+    def __init__(self, make: Any = np.random.default_rng) -> None:
+        self.make = make
+
+    def __call__(self, value: Any) -> Any:
+        return value if value.sum() == 0 else value + self.make().random()
+
+
+TOOLS = {"rng": np.random.default_rng}
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        Keeps(),
+        Factory(),
+        lambda value: value if value.sum() == 0 else torch.rand(1, generator=shared_generator()),
+        lambda value: value if value.sum() == 0 else value + TOOLS["rng"]().random(),
+        lambda value: value if value.sum() == 0 else getattr(np.random, "default_rng")().random(),  # noqa: B009
+        lambda value: value if value.sum() == 0 else Path("/dev/urandom").open("rb").read(1),
+        lambda value: value if value.sum() == 0 else subprocess.check_output(["head", "-c1", "/dev/urandom"]),
+        lambda value: value if value.sum() == 0 else value + hash(object()),
+        lambda value: value if value.sum() == 0 else value + np.random.default_rng(time.time_ns()).random(),
+    ],
+)
+def test_a_scan_finds_what_other_samples_would_do(transform: Any) -> None:
+    assert verdict(transform, np.zeros(3))[0]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda value: np.random.default_rng(0).permutation(value),
+        lambda value: random.Random(int(value.sum())).sample(value.tolist(), 2),
+        lambda value: torch.randperm(3, generator=torch.Generator().manual_seed(1)),
+        lambda value: isinstance(value, (np.random.Generator, random.Random)),
+    ],
+)
+def test_a_scan_lets_seeded_generators_pass(transform: Any) -> None:
+    assert verdict(transform, np.zeros(3)) == (False, "probe")
 
 
 def test_a_trial_leaves_no_trace() -> None:

@@ -215,7 +215,7 @@ class AutoCache:
                     break
                 try:
                     value = reader.deterministic(private(record)) if wanted else record
-                    if watch.moved():
+                    if watch.moved() or watch.made():
                         return  # it will be found out what draws when the sample is asked for
                     reader.store([id], [value])
                 except Exception:  # it will come again, and be heard of, when the sample is asked for

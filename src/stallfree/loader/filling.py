@@ -83,6 +83,8 @@ class Filling:
                         reader.randomness.seed(seed, epochs[at], id)
                     self._attempt(id, at)
                     self._look(id)
+                if self.watch is not None and at_first:
+                    reader.find_made(list(at_first))
         except Reclassified:  # what was made may not be stored
             if reader.cache is not None and self.reads:
                 reader.cache.count_fetch(self.reads, self.read_bytes)

@@ -205,7 +205,7 @@ def look_again(source: Source, before: Compose, first: Sample) -> tuple[Sample |
             with Watch(before, source) as watch:
                 record = private(source.fetch(id))
                 second = Sample(id, record, before(private(record)))
-                if watch.moved():
+                if watch.moved() or watch.made():
                     return None, first.value  # it will be found out what draws when the sample is asked for
             other, other_arrays = encode(second.value, allow_pickle=True)
             if other is structure:

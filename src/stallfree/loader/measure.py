@@ -65,7 +65,7 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int, disk
     ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source))[: 2 * sum(LEVELS)].tolist()
     with Watch(source) as watch:
         fetched = _fetch_some(source, ids) if getattr(source, "threads", True) else _fetch_in_turn(source, ids)
-        drew = watch.moved()
+        drew = watch.moved() or bool(watch.made())
     values = list(fetched.records.values())[:_PREPARED]
     with _one_thread(), Randomness(steps if len(first.parts.random) else None) as randomness:
         randomness.seed(seed, 0, first.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import select
@@ -384,6 +385,7 @@ def helper_main(connection: Connection, row: int, setup: HelperSetup, foreign: l
 
     `foreign` are the trainer's ends of connections that a fork brought along.
     """
+    gc.freeze()  # what a fork brought along stays as it is: loaders of torch that nobody uses would join their workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in foreign:

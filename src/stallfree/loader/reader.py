@@ -204,6 +204,8 @@ class Reader:
         borrowed = None
         if rows is not None and isinstance(self.cache, SampleCache) and self.current:
             borrowed = self.cache.borrow(pending.ids)
+            if not self.current:  # what was borrowed may have been made by other steps
+                raise Reclassified
         found = self._found(pending) if borrowed is None else borrowed.values
         missing = [at for at, value in enumerate(found) if value is MISS]
         samples = Samples([], [], hits=len(ids) - len(missing), misses=len(missing))
@@ -288,8 +290,17 @@ class Reader:
     def watch(self) -> Watch:
         """Sees whether the source or a step in `deterministic` draws."""
         if self._watch is None:
-            self._watch = Watch(self.deterministic, self.origin)
+            self._watch = Watch(*self.deterministic, self.origin)
         return self._watch
+
+    def find_made(self, ids: list[int]) -> None:
+        """A step or the source that made a generator while `ids` were made is random: see `find_draw`."""
+        for thing in self.watch().made():
+            place = next((at for at, step in enumerate(self.deterministic) if step is thing), None)
+            if place is None and self.origin is self.source:
+                continue  # of a source that has steps of its own, only what it draws while it fetches counts
+            if self.watches_source if place is None else not self.marked[place]:
+                self._leave_out_steps(self._cached_steps + 1 if place is None else self._cached_steps - place, ids[-1])
 
     def find_draw(self, id: int) -> None:
         """Something drew random numbers while sample `id` was made: have it made without that from now on.
@@ -297,8 +308,11 @@ class Reader:
         Raises `Reclassified`, for the batch to be made again, unless it was none of what is cached.
         """
         count = self._random_steps(id)
-        if count is None or self.cache is None:
-            return
+        if count is not None:
+            self._leave_out_steps(count, id)
+
+    def _leave_out_steps(self, count: int, id: int) -> None:
+        assert self.cache is not None
         with contextlib.suppress(WaitError):
             self.cache.uncache_steps(count)
         if self._uncache(count) and not self.quiet:

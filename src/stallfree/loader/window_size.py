@@ -152,7 +152,7 @@ class FirstSamples:
                     record = private(self._source.fetch(id))
                     with Watch(self._before) as watch:
                         self.read.append((id, self._before(record)))
-                        if watch.moved():
+                        if watch.moved() or watch.made():
                             self.drew.add(id)
                 except Exception as error:  # it will come again when the sample is asked for
                     log.info("sample %d could not be read to learn its size: %s", id, error)

@@ -258,6 +258,9 @@ def _flat(data: bytes) -> Bytes:
     return np.frombuffer(data, U8) if data else np.empty(0, U8)
 
 
+_PICKLE = ", or pass allow_pickle=True"
+
+
 def _refused(value: Any, reason: str, signature: list[Any], arrays: list[Bytes]) -> None:
     raise _Unstorable(value, reason)
 
@@ -266,6 +269,7 @@ def _pickled(value: Any, reason: str, signature: list[Any], arrays: list[Bytes])
     try:
         data = pickle.dumps(value, protocol=5)
     except Exception as error:
+        reason = reason.removesuffix(_PICKLE)
         raise _Unstorable(value, f"{reason}. It cannot be pickled either: {error}") from error
     signature.append("pickle")
     arrays.append(_flat(data))
@@ -280,10 +284,10 @@ def _advice(kind: type) -> str:
         (tuple, "make it a plain tuple"),
     ):
         if issubclass(kind, base):
-            return f"a subclass of {base.__name__} is not stored without pickle; {advice}, or pass allow_pickle=True"
+            return f"a subclass of {base.__name__} is not stored without pickle; {advice}{_PICKLE}"
     return (
         "cannot be stored without pickle; make it a tensor, an array, bytes, str, a number, None, or a dict, list or "
-        "tuple of these, or pass allow_pickle=True"
+        f"tuple of these{_PICKLE}"
     )
 
 

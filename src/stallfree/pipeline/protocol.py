@@ -10,7 +10,7 @@ import contextlib
 from typing import Any, Protocol, runtime_checkable
 
 from stallfree.error_types import also_of_type
-from stallfree.errors import SampleError
+from stallfree.errors import SampleError, text_of
 from stallfree.pipeline.compose import Compose
 
 
@@ -51,5 +51,7 @@ def sample_error(error: BaseException, source: object, id: int, doing: str) -> S
         with contextlib.suppress(Exception):
             where = source.where(id)
     place = f" ({where})" if where else ""
-    problem = SampleError(f"{doing} sample {id}{place} failed: {type(error).__name__}: {error}", id=id, where=where)
+    problem = SampleError(
+        f"{doing} sample {id}{place} failed: {type(error).__name__}: {text_of(error)}", id=id, where=where
+    )
     return also_of_type(problem, error)

@@ -18,6 +18,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, Me
 from typing import Any
 
 import numpy as np
+import torch
 
 from stallfree.pipeline._objects import attributes, class_functions, closure_values, is_library
 from stallfree.pipeline.generators import CONTAINERS, GENERATOR_TYPES, is_opaque, reachable, references
@@ -42,6 +43,8 @@ _CLOCKS = {
 _NOW = {("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today")}
 _GENERATORS = (random.Random, np.random.RandomState, np.random.SeedSequence, np.random.BitGenerator)
 """Without a seed they take one from the operating system, as `default_rng` does."""
+_MODULES = ("random", "numpy.random", "secrets", "os", "time", "uuid")
+_DEVICES = ("/dev/urandom", "/dev/random")
 
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__getstate__", "__reduce__", "__del__")
 _UNCALLED = (*_CONSTRUCTORS, "__repr__", "__str__", "__format__")
@@ -128,6 +131,8 @@ class _Calls:
         self._methods: list[FunctionType] = []  # of reachable objects: called if their name is used
         self._classes: set[type] = set()
         self._held: dict[int, object] = {}
+        self._found: list[Finding] = []
+        self._cached: set[CodeType | None] = set()
         self._hold(step)
 
     def findings(self) -> Iterator[Finding]:
@@ -139,6 +144,7 @@ class _Calls:
             while self._todo:
                 yield from self._follow(*self._todo.pop())
             known = [step for step in self._methods if self._is_used(step.__name__)]
+        yield from self._found
         yield from (finding for name, finding in self._updated.items() if name in self.read)
 
     def _is_used(self, name: str) -> bool:
@@ -147,12 +153,16 @@ class _Calls:
 
     def _hold(self, thing: Any) -> None:
         """Whatever `thing` is or holds may be called: functions, also in containers, and methods of objects."""
-        todo = [thing]
+        root, todo = thing, [thing]
         while todo:
             thing = todo.pop()
             if id(thing) in self._held or (is_opaque(thing) and not isinstance(thing, type)):
                 continue
             self._held[id(thing)] = thing
+            if thing is not root and _makes_generators(thing):
+                self._found.append(Finding(f"{thing.__module__}.{thing.__name__}, which it keeps", False))
+            if hasattr(thing, "cache_info"):  # what a function of functools.cache returns lives on
+                self._cached.add(getattr(getattr(thing, "__wrapped__", None), "__code__", None))
             if isinstance(thing, FunctionType):
                 self._function(thing)
                 todo += (*closure_values(thing).values(), *(thing.__defaults__ or ()))
@@ -230,6 +240,8 @@ class _Calls:
                 imported[name] = owner
             elif op == "LOAD_CONST" and isinstance(name, CodeType):
                 self._code(name, names, closure)
+            elif op == "LOAD_CONST" and any(each in str(name) for each in _DEVICES):
+                yield Finding("/dev/urandom", True)
             if op in _LOADS and not _is_update(steps, place):
                 self.read.add(name)
             if (kept := _updated(steps, place, code)) is not None:
@@ -237,8 +249,10 @@ class _Calls:
             if there is not _UNKNOWN:
                 if not isinstance(there, ModuleType):
                     self._hold(there)
+                elif there.__name__ in _MODULES and _is_passed_on(steps, place):
+                    yield Finding(f"the module {there.__name__} as a value", False)
                 source = self._sources.get(there) if isinstance(there, _NAMED) else None
-                yield from _made(there, steps, place) if source is None else (source,)
+                yield from _made(there, steps, place, code in self._cached) if source is None else (source,)
 
 
 def _attribute(owner: Any, name: str) -> Any:
@@ -253,9 +267,17 @@ def _attribute(owner: Any, name: str) -> Any:
     return _UNKNOWN
 
 
-def _made(thing: Any, steps: list[dis.Instruction], place: int) -> Iterator[Finding]:
-    """Whether `thing`, loaded at `place`, makes a generator without a seed, or one that outlives the call."""
-    if _makes_generators(thing):
+def _made(thing: Any, steps: list[dis.Instruction], place: int, cached: bool) -> Iterator[Finding]:
+    """Whether `thing`, loaded at `place`, makes a generator without a seed, or one that outlives the call.
+
+    What a function returns whose results are `cached` does so.
+    """
+    if thing is object and _arguments(steps, place + 1) == 0:
+        yield Finding("object()", False)
+    elif thing is torch.Generator:  # its seed is a constant until it is given another
+        if cached or _is_kept(steps, place):
+            yield Finding("torch.Generator, which a call makes and keeps", False)
+    elif _makes_generators(thing):
         name, given = f"{thing.__module__}.{thing.__name__}", _arguments(steps, place + 1)
         after = steps[place + 1] if place + 1 < len(steps) else None
         if given == 0:
@@ -264,7 +286,7 @@ def _made(thing: Any, steps: list[dis.Instruction], place: int) -> Iterator[Find
             yield Finding(name, False)
         elif after.opname == "LOAD_CONST" and after.argval is None and _arguments(steps, place + 2) == 1:
             yield Finding(f"{name}(None), which has no seed", True)
-        elif given is None and _is_kept(steps, place):
+        elif given is None and (cached or _is_kept(steps, place)):
             yield Finding(f"{name}, a generator that a call makes and keeps", False)
 
 
@@ -279,9 +301,17 @@ def _is_kept(steps: list[dis.Instruction], place: int) -> bool:
     for step in steps[place + 1 :]:
         if step.opname.startswith("STORE_"):
             return step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR")
+        if step.opname in _ATTRIBUTES and step.argval == "manual_seed":
+            continue
         if step.opname in ("LOAD_METHOD", "POP_TOP") or step.opname.startswith(("RETURN_", "POP_JUMP")):
             return False
     return False
+
+
+def _is_passed_on(steps: list[dis.Instruction], place: int) -> bool:
+    """Whether what is loaded at `place` is used as a value, and not for one of its attributes."""
+    after = steps[place + 1].opname if place + 1 < len(steps) else ""
+    return after.startswith(("LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "CALL"))
 
 
 def _arguments(steps: list[dis.Instruction], place: int) -> int | None:

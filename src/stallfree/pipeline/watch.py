@@ -7,6 +7,7 @@ draws one number from both: the numbers differ as soon as something else has dra
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,11 @@ from stallfree.pipeline.probe import same
 from stallfree.pipeline.randomness import wait_to_draw
 
 _SEED = 0x5DEECE66
+
+_ALWAYS = 4
+"""Looks for new generators that are made in any case; the others take a 200th of the time at most."""
+
+_SHARE = 200
 
 
 class Watch:
@@ -34,6 +40,8 @@ class Watch:
     """
 
     def __init__(self, *things: object) -> None:
+        self._things = things
+        self._looks, self._looked, self._took = 0, 0.0, 0.0
         self._own = find_generators(list(things))
         self._handles = global_generators()
         self._python: random.Random = self._handles[0].generator  # type: ignore[assignment]
@@ -57,6 +65,23 @@ class Watch:
         for handle in (*self._handles, *map(handle_of, self._twins)):
             handle.seed(_SEED)
         self._states = [handle.get() for handle in self._own]
+
+    def made(self) -> list[object]:
+        """Those of the things that refer to a generator that was not there at first, as far as that was looked for.
+
+        Looking goes through all that the things refer to, so it is not done each time. What is found is known then.
+        """
+        began = time.perf_counter()
+        if self._looks >= _ALWAYS and began - self._looked < _SHARE * self._took:
+            return []
+        known = {id(handle.generator) for handle in self._own}
+        found = [thing for thing in self._things if any(id(h.generator) not in known for h in find_generators(thing))]
+        if found:
+            self._own = find_generators(list(self._things))
+            self._states = [handle.get() for handle in self._own]
+        self._looks, self._looked = self._looks + 1, time.perf_counter()
+        self._took = self._looked - began
+        return found
 
     def moved(self) -> bool:
         """Whether something has drawn since the block began or the last call of this."""

@@ -7,6 +7,7 @@ It keeps nothing that could be lost with it: every batch can be made again from 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import select
@@ -98,6 +99,7 @@ def conduct(lifeline: Connection, setup: Setup, attached: SharedFolder | None) -
         attached: the parent's attachment to the folder, which a fork brought along.
     """
     ignore_interrupts()
+    gc.freeze()  # what a fork brought along stays as it is: see `worker_main`
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     check_generator()  # before workers are forked
     torch.set_num_threads(1)  # those of the parent are not here, and OpenMP would wait for them

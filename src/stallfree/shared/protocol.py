@@ -16,7 +16,7 @@ from typing import Any
 
 from stallfree import errors
 from stallfree.error_types import fields_of, make_error
-from stallfree.errors import SampleError, StallfreeError, WorkerError
+from stallfree.errors import SampleError, StallfreeError, WorkerError, text_of
 from stallfree.loader.messages import Result, unpack_result
 
 VERSION = 1
@@ -129,11 +129,15 @@ def result_of(data: bytearray) -> Result:
 
 def pack_error(error: BaseException | None, trace: str) -> bytes:
     """An error as text: what members raise must not be unpickled."""
-    told: dict[str, object] = {"message": str(error), "trace": trace, "kind": "StallfreeError"}
+    told: dict[str, object] = {
+        "message": "" if error is None else text_of(error),
+        "trace": trace,
+        "kind": "StallfreeError",
+    }
     if isinstance(error, StallfreeError):
         told["kind"] = next(kind.__name__ for kind in type(error).__mro__ if kind in _BASES.values())
     else:
-        told["message"] = trace if error is None else f"{type(error).__name__}: {error}"
+        told["message"] = trace if error is None else f"{type(error).__name__}: {text_of(error)}"
     if error is not None:
         told["types"] = [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__]
         own = {"id": error.id, "where": error.where} if isinstance(error, SampleError) else {}

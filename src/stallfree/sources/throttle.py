@@ -223,4 +223,7 @@ def payload_bytes(record: Any) -> int:
         return sum(payload_bytes(value) for value in record)
     if isinstance(record, np.generic) or getattr(record, "ndim", 0) == 0:
         return 0
-    return int(getattr(record, "nbytes", 0))
+    try:
+        return int(getattr(record, "nbytes", 0))
+    except RuntimeError:  # a tensor of a layout that has no size in bytes, such as a sparse one
+        return 0
