@@ -317,3 +317,37 @@ def test_sparse_samples() -> None:
     data = [torch.sparse_coo_tensor([[0, 1]], [float(id), 2.0], (3,)) for id in range(4)]
     for batch in sf.DataLoader(data, batch_size=2, collate_fn=list):
         assert all(sample.is_sparse for sample in batch)
+
+
+def test_an_attribute_that_changes_between_epochs() -> None:
+    class Sized(Signals):
+        size, unread = 4, 0
+
+        def __getitem__(self, id: int) -> Any:
+            return np.full(self.size, id)
+
+    data = Sized()
+    with sf.CachedDataset(data, capacity="1MiB") as cached, sf.DataLoader(cached, batch_size=4) as loader:
+        batches(loader)
+        data.unread = 1
+        batches(loader)
+        data.size = 8
+        with one_warning("the attribute 'size' of Sized was 4"):
+            batches(loader)
+            batches(loader)
+
+
+def test_a_step_draws_the_same_for_a_hit_and_a_miss() -> None:
+    """Also for tensors that are not contiguous: what is drawn for them may follow their strides."""
+
+    class Images(Signals):
+        def __getitem__(self, id: int) -> Any:
+            return torch.from_numpy(np.full((4, 6, 3), id, np.float32)).permute(2, 0, 1), np.ones((3, 2)).T
+
+    def noisy(sample: Any) -> Any:
+        return sample[0] + torch.randn_like(sample[0]), sample[1] + np.random.rand(*sample[1].shape)
+
+    with sf.CachedDataset(Images(), capacity="1MiB", transform=noisy, seed=1) as cached:
+        missed = cached.reader.finish(cached.reader.start(np.arange(8)), 1, 0, skip=False).values
+        hit = cached.reader.finish(cached.reader.start(np.arange(8)), 1, 0, skip=False).values
+    assert all(torch.equal(a[0], b[0]) and np.array_equal(a[1], b[1]) for a, b in zip(missed, hit, strict=True))

@@ -353,7 +353,7 @@ TOOLS = {"rng": np.random.default_rng}
         lambda value: value if value.sum() == 0 else torch.rand(1, generator=shared_generator()),
         lambda value: value if value.sum() == 0 else value + TOOLS["rng"]().random(),
         lambda value: value if value.sum() == 0 else getattr(np.random, "default_rng")().random(),  # noqa: B009
-        lambda value: value if value.sum() == 0 else Path("/dev/urandom").open("rb").read(1),
+        lambda value: value if value.sum() == 0 else Path("/dev/urandom").open("rb").read(1),  # noqa: SIM115
         lambda value: value if value.sum() == 0 else subprocess.check_output(["head", "-c1", "/dev/urandom"]),
         lambda value: value if value.sum() == 0 else value + hash(object()),
         lambda value: value if value.sum() == 0 else value + np.random.default_rng(time.time_ns()).random(),

@@ -307,6 +307,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 batches = (ids[positions] for positions in batches)
         self._draw_seeds()
         self._options.reader.follow()
+        self._options.reader.check_settings()
         if self._auto is not None:
             self._follow(self._auto)
         if self._crew is not None:

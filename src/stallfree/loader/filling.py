@@ -124,12 +124,12 @@ class Filling:
         self.samples.storage_bytes += size
         if reader.cache is not None:
             record = private(record)  # the source may keep what it gave
-        if not len(reader.deterministic) or (reader.share < 1 and not is_prepared([id], reader.share)[0]):
-            return record
-        try:
-            return self._apply_each(record) if any(reader.marked) else reader.deterministic(record)
-        except Exception as error:
-            raise_from(sample_error(error, reader.source, id, "preparing"), error)
+        if len(reader.deterministic) and (reader.share == 1 or is_prepared([id], reader.share)[0]):
+            try:
+                record = self._apply_each(record) if any(reader.marked) else reader.deterministic(record)
+            except Exception as error:
+                raise_from(sample_error(error, reader.source, id, "preparing"), error)
+        return record if self.watch is None else as_cached(record)
 
     def _apply_each(self, value: Any) -> Any:
         """Apply the deterministic steps; but do not look at what those draw that may draw."""
@@ -267,6 +267,21 @@ def private(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # a lock, an open file, a handle of a C library
         return value
+
+
+def as_cached(value: Any) -> Any:
+    """`value` with the strides that a cache gives it: what a step draws for a tensor may follow its strides."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        plain = value.layout is torch.strided and not value.is_nested
+        return value.contiguous() if plain and not value.is_contiguous() else value
+    if kind is np.ndarray:
+        return value if value.flags.c_contiguous else np.ascontiguousarray(value)
+    if kind is tuple or kind is list:
+        return kind([as_cached(item) for item in value])
+    if kind is dict:
+        return {key: as_cached(item) for key, item in value.items()}
+    return value
 
 
 def raise_from(problem: SampleError, error: BaseException) -> NoReturn:

@@ -17,6 +17,7 @@ from stallfree.cache import MISS, SampleCache
 from stallfree.errors import InputError, StallfreeError, WaitError
 from stallfree.loader.filling import Filling, InPlace, Reclassified, Samples, is_prepared, private, raise_from
 from stallfree.loader.rows import Rows
+from stallfree.pipeline._objects import attributes
 from stallfree.pipeline.compose import Compose, describe_step
 from stallfree.pipeline.determinism import StallfreeWarning
 from stallfree.pipeline.in_place import works_in_place
@@ -24,6 +25,7 @@ from stallfree.pipeline.libraries import may_draw
 from stallfree.pipeline.marks import mark_of, note_drew
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
+from stallfree.pipeline.scan import scan
 from stallfree.pipeline.watch import Watch, find_draw
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
 from stallfree.sources.throttle import ThrottledSource, payload_bytes
@@ -99,6 +101,7 @@ class Reader:
         self._pool: ThreadPoolExecutor | None = None
         self._pid = -1
         self._ended = ""
+        self._values = self._settings()
 
     def _see_randomness(self) -> None:
         """Which generators are seeded, and watched."""
@@ -287,6 +290,31 @@ class Reader:
             self._warn("one of the samples was fetched or prepared")
         return True
 
+    def _settings(self) -> dict[tuple[int, str], tuple[object, Any]]:
+        """The plain attributes of what the cached samples are made by, by object and name."""
+        things = () if self.cache is None else (self.origin, *self._steps[: self._cached_steps])
+        return {
+            (id(thing), name): (thing, value)
+            for thing in things
+            for name, value in (vars(type(thing)) | attributes(thing)).items()
+            if isinstance(value, (bool, int, float, str)) and not name.startswith("__")
+        }
+
+    def check_settings(self) -> None:
+        """Warn of attributes that have changed since samples were cached, if the code reads them."""
+        now = self._settings()
+        for key, (thing, value) in now.items():
+            _, before = self._values.get(key, (thing, value))
+            if before != value and key[1] in scan(thing).read:
+                warnings.warn(
+                    f"the attribute {key[1]!r} of {type(thing).__name__} was {before!r} when samples were cached, and "
+                    f"is {value!r} now: samples in the cache stay as they are. Make a new CachedDataset for the new "
+                    "value, or give what changes as a step marked with stallfree.mark_random",
+                    StallfreeWarning,
+                    stacklevel=3,
+                )
+        self._values = now
+
     def watch(self) -> Watch:
         """Sees whether the source or a step in `deterministic` draws."""
         if self._watch is None:
@@ -434,7 +462,7 @@ class Reader:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_pid": -1, "_watch": None}
+        return {**self.__dict__, "_pool": None, "_pid": -1, "_watch": None, "_values": {}}
 
 
 class _Drawing:
