@@ -7,6 +7,7 @@ What cannot be had there raises `PlatformError`, which names what to use in its 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -96,8 +97,12 @@ def interrupts_later(method: str) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ignore_interrupts() -> None:
-    """For a process that was started within `interrupts_later`."""
+def begin_child() -> None:
+    """The first call in a process that this package starts: its parent decides when it ends.
+
+    What a fork brought along is never collected there: an unused loader of torch would wait 5 s for each worker.
+    """
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import os
 import select
@@ -31,6 +30,7 @@ from stallfree.loader.reader import IO_THREADS, Reader
 from stallfree.loader.worker import orphaned
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.plans.keeping import FRESH
+from stallfree.platform import begin_child
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stores import AnyCache
 
@@ -385,8 +385,7 @@ def helper_main(connection: Connection, row: int, setup: HelperSetup, foreign: l
 
     `foreign` are the trainer's ends of connections that a fork brought along.
     """
-    gc.freeze()  # what a fork brought along stays as it is: loaders of torch that nobody uses would join their workers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
+    begin_child()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in foreign:
         other.close()

@@ -21,7 +21,7 @@ from stallfree.loader.reader import Reader
 from stallfree.loader.window_state import WindowState
 from stallfree.loader.worker import orphaned
 from stallfree.plans.window import WindowPlan
-from stallfree.platform import how_it_ended, ignore_interrupts, interrupts_later
+from stallfree.platform import begin_child, how_it_ended, interrupts_later
 
 log = logging.getLogger("stallfree")
 
@@ -192,7 +192,7 @@ class FillCrew:
 
 def fill_main(connection: Connection, setup: FillSetup, parent: int, child: bool) -> None:
     """The life of a fill process: until its parent says something on `connection`, or dies."""
-    ignore_interrupts()
+    begin_child()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     poller = select.poll()

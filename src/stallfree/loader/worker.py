@@ -24,7 +24,7 @@ from stallfree.generator_lock import check_generator
 from stallfree.loader.fill import Filler, failure
 from stallfree.loader.messages import FORGET, NO_SLOT, STARTED, STOP, UNDONE, Result, Task, unpack_task
 from stallfree.loader.reader import Pending
-from stallfree.platform import ignore_interrupts
+from stallfree.platform import begin_child
 
 _TRAINER_CHECK_MILLISECONDS = 1000
 
@@ -59,7 +59,7 @@ class WorkerSetup:
 
 def worker_main(connection: Connection, setup: WorkerSetup, foreign: list[Connection]) -> None:
     """The life of a worker. `foreign` are the trainer's ends of connections that a fork brought along."""
-    ignore_interrupts()  # the trainer decides when to stop
+    begin_child()  # the trainer decides when to stop
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of the trainer is none of ours
     for other in foreign:
         other.close()

@@ -223,7 +223,7 @@ def why_not_named_tuple(kind: type) -> str:
 def _named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type:
     """The named tuple class of that name, if it is imported and has these fields.
 
-    The name may come from a record that somebody forged. So nothing is imported, and names are looked up in the
+    The name may come from a forged record. So nothing is imported, and names are looked up in the
     dictionaries of modules and classes alone: no descriptor and no `__getattr__` runs.
     """
     found: Any = sys.modules.get(module)

@@ -7,7 +7,6 @@ It keeps nothing that could be lost with it: every batch can be made again from 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import select
@@ -29,7 +28,7 @@ from stallfree.loader.crew import Crew, Options, new_counts
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
 from stallfree.loader.order import Order
 from stallfree.locks import FileLock
-from stallfree.platform import ignore_interrupts
+from stallfree.platform import begin_child
 from stallfree.remote import unpack_error
 from stallfree.shared.closing import forget, keep_from_children
 from stallfree.shared.last_epoch import next_epoch, note_epoch
@@ -98,8 +97,7 @@ def conduct(lifeline: Connection, setup: Setup, attached: SharedFolder | None) -
         setup: what to do.
         attached: the parent's attachment to the folder, which a fork brought along.
     """
-    ignore_interrupts()
-    gc.freeze()  # what a fork brought along stays as it is: see `worker_main`
+    begin_child()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     check_generator()  # before workers are forked
     torch.set_num_threads(1)  # those of the parent are not here, and OpenMP would wait for them
@@ -162,7 +160,7 @@ class Conductor:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until nobody is left, or the process that started this one ends, or no worker can be started here."""
+        """Until no member is left, or the process that started this one ends, or no worker can be started here."""
         while not self._over():
             if self._crew.stuck:
                 log.warning("workers of the group %s hang at their start: it gets other processes", self._name)
