@@ -440,5 +440,14 @@ def afresh(jobs: list[Job]) -> list[list[Taken]]:
     return together(begun(jobs), "rest")
 
 
+def in_turn(jobs: list[Job], batches: int) -> list[list[Taken]]:
+    """An epoch of so many batches, which the jobs take in turn: none of them lags, however busy the machine is."""
+    taken: list[list[Taken]] = [[] for _ in begun(jobs)]
+    for count in (*[1] * batches, None):
+        for job, mine in zip(jobs, taken, strict=True):
+            mine += job.rest() if count is None else job.take(count)
+    return taken
+
+
 def flat(batches: list[Taken]) -> list[int]:
     return [id for batch in batches for id in batch.ids]

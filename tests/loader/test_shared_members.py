@@ -24,11 +24,11 @@ from group_jobs import (
     Served,
     Taken,
     Team,
-    afresh,
     children_of,
     conductor_of,
     flat,
     ids_of,
+    in_turn,
     let_in,
     right,
     together,
@@ -291,7 +291,7 @@ def test_a_slow_job_is_detached(team: Team) -> None:
     alone = slow.stats().alone
     assert 0 < alone < BATCHES
     assert fast.stats().alone == 0
-    assert {right(batches) for batches in afresh([fast, slow])} == {1}
+    assert {right(batches) for batches in in_turn([fast, slow], BATCHES)} == {1}
     assert slow.stats().alone == alone  # it is one of them again
     assert len(team.dataset.decodes()) == 2 * SAMPLES + alone * BATCH
 
