@@ -53,7 +53,7 @@ def run(options: Options) -> Report:
     rows, checks, raw = [], [], {}
     with scratch_folder() as scratch:
         photos = scratch / "photos"
-        what = make_pictures(photos, options.data, 128 if options.quick else 1000)
+        what = make_pictures(photos, options.data, 128 if options.quick else 400)
         for steps in STEPS:
             for workers in WORKERS:
                 case = f"{steps}, {workers or 'no'} workers"
