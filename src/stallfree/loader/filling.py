@@ -129,7 +129,7 @@ class Filling:
                 record = self._apply_each(record) if any(reader.marked) else reader.deterministic(record)
             except Exception as error:
                 raise_from(sample_error(error, reader.source, id, "preparing"), error)
-        return record if self.watch is None else as_cached(record)
+        return as_cached(record) if reader.caches else record
 
     def _apply_each(self, value: Any) -> Any:
         """Apply the deterministic steps; but do not look at what those draw that may draw."""
