@@ -76,27 +76,37 @@ class Filling:
             at_first.setdefault(self.ids[at], at)
         if reader.threads and len(at_first) > 1:
             reader.submit(list(at_first), self.fetches)  # those that were resident at the start and no longer are
+        failed: Exception | None = None
         try:
             with reader.watch() if reader.caches else contextlib.nullcontext() as self.watch:
-                for id, at in at_first.items():
-                    if reader.drawn:
-                        reader.randomness.seed(seed, epochs[at], id)
-                    self._attempt(id, at)
-                    self._look(id)
-                if self.watch is not None and at_first:
+                try:
+                    self._attempt_all(at_first, seed, epochs)
+                except Reclassified:
+                    raise
+                except Exception as error:
+                    failed = error
+                self._find_draw(list(at_first))
+                if self.watch is not None and at_first and failed is None:
                     reader.find_made(list(at_first))
         except Reclassified:  # what was made may not be stored
             if reader.cache is not None and self.reads:
                 reader.cache.count_fetch(self.reads, self.read_bytes)
             raise
-        except BaseException:
-            self._store(at_first)
-            raise
         self._store(at_first)
+        if failed is not None:
+            raise failed
         for at in missing:
             first = at_first[self.ids[at]]
             if at != first:
                 self._repeat(at, first)
+
+    def _attempt_all(self, at_first: dict[int, int], seed: int, epochs: Sequence[int]) -> None:
+        for id, at in at_first.items():
+            if self.reader.drawn:
+                self.reader.randomness.seed(seed, epochs[at], id)
+            self._attempt(id, at)
+            if self.reader.looks_at_each:
+                self._find_draw([id])
 
     def _attempt(self, id: int, at: int) -> None:
         try:
@@ -107,11 +117,11 @@ class Filling:
             self.failed[id] = error
             self.samples.skipped.append(error)
 
-    def _look(self, id: int) -> None:
-        """Have the reader find out what drew random numbers, if anything did."""
-        if self.watch is not None and (self.watch.moved() or self.drew):
+    def _find_draw(self, ids: list[int]) -> None:
+        """If something drew random numbers since the last call, have the reader find out what."""
+        if self.watch is not None and ids and (self.watch.moved() or self.drew):
             self.drew = False
-            self.reader.find_draw(id)
+            self.reader.find_draw(ids)
 
     def _value(self, id: int) -> Any:
         reader = self.reader

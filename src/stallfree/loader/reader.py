@@ -93,7 +93,7 @@ class Reader:
         self.share = share
         self.whole = whole
         self.io_threads = IO_THREADS
-        self.uncached, self.quiet = 0, False
+        self.uncached, self.quiet, self.looks_at_each = 0, False, False
         self._steps, self._cached_steps = (*deterministic, *rest), len(deterministic)
         self._pipeline = self._steps if steps is None else (*steps,)
         self._home = os.getpid()
@@ -330,14 +330,20 @@ class Reader:
             if self.watches_source if place is None else not self.marked[place]:
                 self._leave_out_steps(self._cached_steps + 1 if place is None else self._cached_steps - place, ids[-1])
 
-    def find_draw(self, id: int) -> None:
-        """Something drew random numbers while sample `id` was made: have it made without that from now on.
+    def find_draw(self, ids: list[int]) -> None:
+        """Leave out of the cache what drew random numbers while the samples `ids` were made.
 
-        Raises `Reclassified`, for the batch to be made again, unless it was none of what is cached.
+        Raises `Reclassified`, for the batch to be made again, unless none of what is cached drew them.
         """
-        count = self._random_steps(id)
-        if count is not None:
-            self._leave_out_steps(count, id)
+        for id in ids:
+            count = self._random_steps(id)
+            if count is not None:
+                self._leave_out_steps(count, id)
+        if not self.threads:
+            self._leave_out_steps(self._cached_steps + 1, ids[-1])
+        # It did not happen again: a thread that fetches may have drawn, such as a client before it tries once more.
+        # From now on one sample is made again then, and not a whole batch.
+        self.looks_at_each = True
 
     def _leave_out_steps(self, count: int, id: int) -> None:
         assert self.cache is not None
@@ -348,7 +354,7 @@ class Reader:
         raise Reclassified
 
     def _random_steps(self, id: int) -> int | None:
-        """How many of the steps, counted from the last cached one, may not be cached, after another look at `id`."""
+        """How many of the steps, counted from the last cached one, may not be cached; None if `id` draws nothing."""
         with contextlib.suppress(Exception), Watch(self.origin) as watch:
             record = private(self.source.fetch(id))
             if watch.moved() and self.watches_source:
@@ -356,8 +362,7 @@ class Reader:
             place = find_draw(self.deterministic, record, self.marked)
             if place is not None:
                 return self._cached_steps - place
-        # It did not happen again. Where threads fetch, one of them may have drawn, for the pause before a retry.
-        return None if self.threads else self._cached_steps + 1
+        return None
 
     def _uncache(self, count: int) -> bool:
         """Leave out the last `count` of the cached steps; whether this process did not know that yet."""
