@@ -16,7 +16,7 @@ from stallfree.frames import users_level
 from stallfree.loader.ranks import check_ranks
 from stallfree.loader.reader import Reader
 from stallfree.plans import ImportanceSampler
-from stallfree.stores import AnyCache, DiskTier, PartitionedCache
+from stallfree.stores import AnyCache, DiskTier
 from stallfree.units import parse_size, parse_whole
 
 WAIT_SECONDS = 300.0
@@ -108,7 +108,7 @@ def check_importance(
     if windowed:
         raise InputError("a SmartCacheDataset chooses its samples itself: leave out the ImportanceSampler")
     if (
-        isinstance(sampler.cache, (SampleCache, PartitionedCache))
+        isinstance(sampler.cache, SampleCache)
         and cache is not None
         and sampler.cache.path != getattr(cache, "path", None)
     ):

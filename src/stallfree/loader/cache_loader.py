@@ -18,7 +18,7 @@ from stallfree.cache.policies import Policy
 from stallfree.errors import CodecError, InputError, WaitError
 from stallfree.folders import check_name
 from stallfree.stats import CacheStats
-from stallfree.stores import AnyCache, DiskTier, RedisStore, SpreadCache, open_cache
+from stallfree.stores import AnyCache, Store, begins_reads, open_cache, room_of, stores_in
 from stallfree.units import parse_size
 
 Places = npt.NDArray[np.int64]
@@ -64,8 +64,7 @@ class CacheLoader:
     ) -> None:
         size, name = parse_size(capacity, "capacity"), check_name(name)
         example = bytes(min(parse_size(typical, "typical"), _MOST_TYPICAL))
-        nodes = store.num_nodes if isinstance(store, RedisStore) else 1
-        room = size * nodes + (store.capacity if isinstance(store, DiskTier) else 0)
+        room = room_of(store, size)
         places = min(max(room // _BYTES_PER_PLACE, _WAYS), _MOST_PLACES)
         fingerprint = f"values by key, {places} places"
         self.cache: AnyCache
@@ -79,7 +78,7 @@ class CacheLoader:
             persist=persist,
             example=example,
         )
-        self._store = store if isinstance(store, RedisStore) else None  # lives as long as its caches are used
+        self._stores = stores_in(store)  # which live as long as their caches are used
         self._chance = random.Random()
 
     def get(self, key: str | int, load: Callable[[Any], Any]) -> Any:
@@ -94,7 +93,7 @@ class CacheLoader:
             raise InputError(f"load={load!r:.80} cannot be called: give a function that makes the value of a key")
         plain, places = self._places(key)
         free = None
-        if isinstance(self.cache, SpreadCache):
+        if begins_reads(self.cache):
             value, free = self._find_in_order(plain, places, self.cache)
         else:
             value = self._find(plain, places)
@@ -122,7 +121,7 @@ class CacheLoader:
         return self._find(*self._places(key)) is not MISS
 
     def _find(self, key: str | int, places: Places) -> Any:
-        if isinstance(self.cache, SpreadCache):
+        if begins_reads(self.cache):
             return self._find_in_order(key, places, self.cache)[0]
         resident = self.cache.resident(places)
         for place in places[resident].tolist():

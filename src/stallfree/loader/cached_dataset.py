@@ -28,7 +28,7 @@ from stallfree.pipeline.randomness import peek_seed
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
-from stallfree.stores import AnyCache, DiskTier, RedisStore, SpreadCache, open_cache, wished_store
+from stallfree.stores import AnyCache, Store, default_store, open_cache, parse_capacity, room_of, stores_in
 from stallfree.units import parse_size, parse_whole
 
 _FORMAT = "records-1"
@@ -96,7 +96,7 @@ class CachedDataset:
         *,
         capacity: int | str,
         policy: str | Policy = "minio",
-        store: str | Path | RedisStore | DiskTier = "memory",
+        store: Store = "memory",
         form: str | float = "auto",
         name: str | None = None,
         persist: bool = False,
@@ -104,13 +104,13 @@ class CachedDataset:
         seed: int | None = None,
     ) -> None:
         _check_form(form)
-        size, policy = parse_size(capacity, "capacity"), make_policy(policy)
+        size, policy = parse_capacity(capacity, store), make_policy(policy)
         if name is not None:
             check_name(name)
         self._wished = store == "auto"
         self.source: Source = as_source(dataset)
-        found = (wished_store() or "memory") if self._wished else store
-        self._store = found if isinstance(found, RedisStore) else None  # lives as long as its caches are used
+        found = default_store(parse_size(capacity, "capacity")) if self._wished else store
+        self._stores = stores_in(found)  # which live as long as their caches are used
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.next_epoch = 0
         self._drawn: int | None = None
@@ -120,7 +120,7 @@ class CachedDataset:
             form,
             first,
             len(self.source),
-            _room(found, size),
+            room_of(found, size),
             scored=policy.scored,
             on_disk=isinstance(found, (str, Path)) and str(found) != "memory",
         )
@@ -137,9 +137,10 @@ class CachedDataset:
                 format=_FORMAT,
             )
         if name is None and unknown:
-            if self._wished and self._store is not None:
-                self._store.close()
-                found, self._store = "memory", None
+            if self._wished and found != "memory":
+                for one in self._stores:
+                    one.close()
+                found, self._stores = "memory", []
             key = name = private_name(found, unknown[0], persist=persist)
         name = name or f"{key[:20]}-{policy.name}-{size}"
         prepared = bool(is_prepared([first.id], share)[0])
@@ -175,8 +176,7 @@ class CachedDataset:
         """Those that were read to learn about the data set."""
         for sample in samples:
             self.cache.count_fetch(1, payload_bytes(sample.record))
-            if not isinstance(self.cache, SpreadCache) or self.cache.owns(sample.id):
-                self.reader.store([sample.id], [sample.value])
+            self.reader.store([sample.id], [sample.value])
 
     def __len__(self) -> int:
         return len(self.source)
@@ -254,7 +254,7 @@ class CachedDataset:
         self._epochs.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None}
+        return {**self.__dict__, "_stores": []}
 
     def __enter__(self) -> CachedDataset:
         return self
@@ -266,17 +266,8 @@ class CachedDataset:
         return f"CachedDataset({self.source!r}, {self.form}, cache={self.cache.name!r})"
 
 
-def _room(store: Any, capacity: int) -> int:
-    """Bytes that a store has in all, with `capacity` in the memory of each node."""
-    if isinstance(store, RedisStore):
-        return capacity * store.num_nodes
-    return capacity + (store.capacity if isinstance(store, DiskTier) else 0)
-
-
 def _folder(store: Any, name: str, key: str) -> Path:
     """Where the cache `name` lies on this node."""
-    if isinstance(store, RedisStore):
-        return default_root() / store.folder_of(name, key)
     on_disk = isinstance(store, (str, Path)) and str(store) != "memory"
     return (user_root(store) if on_disk else default_root()) / name
 

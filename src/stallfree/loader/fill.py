@@ -22,7 +22,7 @@ from stallfree.pipeline.randomness import Randomness
 from stallfree.pipeline.structure import Structure
 from stallfree.platform import shares_memory
 from stallfree.remote import pack_error
-from stallfree.stores import PartitionedCache, ServerCache, TieredCache
+from stallfree.stores import RedisCache, TieredCache
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Filler:
         cache, uncached = self.reader.cache, self.reader.uncached
         place = _Place(self.slots, task.slot)
         try:
-            if cache is None or isinstance(cache, ServerCache) or not self.reader.plain:
+            if cache is None or isinstance(cache, RedisCache) or not self.reader.plain:
                 return Result(UNDONE, task.token, task.number, task.slot)
             room = self._room(cache, len(task.ids), place)
             if room is None or not cache.gather(task.ids, room.aim).all() or cache.uncached_steps != uncached:
@@ -92,7 +92,7 @@ class Filler:
             started=started,
         )
 
-    def _room(self, cache: SampleCache | PartitionedCache | TieredCache, count: int, place: _Place) -> _Room | None:
+    def _room(self, cache: SampleCache | TieredCache, count: int, place: _Place) -> _Room | None:
         """Where `count` samples go: in a slot that took as many before, what was made for it then."""
         kept = self.slots.kept
         room: _Room | None = kept.get(place.slot)

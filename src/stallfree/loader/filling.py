@@ -23,7 +23,7 @@ from stallfree.pipeline.in_place import offer
 from stallfree.pipeline.protocol import sample_error
 from stallfree.pipeline.watch import Watch
 from stallfree.sources.throttle import payload_bytes
-from stallfree.stores.spread import mixed
+from stallfree.stores.partitioning import mixed
 
 if TYPE_CHECKING:
     from stallfree.loader.reader import Reader

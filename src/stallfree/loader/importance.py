@@ -22,10 +22,7 @@ from stallfree.plans.draws import generator
 from stallfree.plans.rules import Draw
 from stallfree.plans.serving import Serving
 from stallfree.stats import ImportanceStats
-from stallfree.stores import AnyCache, PartitionedCache
-
-_BEHIND = 2
-"""Steps after which every rank has handed out its batch: ranks that train one model keep in step."""
+from stallfree.stores import AnyCache, RedisCache, servers_of
 
 _FIRST_REGION = 0.1
 """Share of the cache for L-samples before there are requests to go by (Chen et al., iCACHE, HPCA 2023, section IV)."""
@@ -80,9 +77,9 @@ class Importance:
         packing = self._packing if draw.low.any() else None
         assert sampler.seed is not None  # drawn with the plan
         rng = generator(sampler.seed, epoch, 3)
-        residents: Any = sampler.cache
-        if isinstance(residents, PartitionedCache):
-            residents = _OnAllNodes(residents, draw.resident)
+        servers, residents = servers_of(sampler.cache), sampler.cache
+        if servers is not None:
+            residents = _Known(servers)
         self._serving = Serving(begun.batches, draw.low, residents, sampler.on_miss, rng, packing, begun.elsewhere)
         return Served(sampler, begun, self._serving)
 
@@ -151,13 +148,10 @@ class Served:
 
     def __init__(self, sampler: ImportanceSampler, begun: Begun, batches: Iterable[Ids]) -> None:
         self._sampler, self._begun = sampler, begun
-        self._step = 0
         self.batches = iter(batches)
 
     def hand_out(self, ids: Ids) -> torch.Tensor:
         """A batch of `ids` is handed out; its weights."""
-        self._sampler.passed(self._step - _BEHIND)
-        self._step += 1
         return self._begun.served(ids)
 
     def end(self) -> None:
@@ -165,25 +159,11 @@ class Served:
         self._begun.end()
 
 
-class _OnAllNodes:
-    """What an epoch has in the caches of all nodes, as `plans.serving.Residents`. Asks no other node.
+class _Known:
+    """What an epoch has in servers, as `plans.serving.Residents`: what this node believes to be stored. No request."""
 
-    Of this node's samples that is what its cache holds now. Others hold what they held when the plan was drawn, since
-    what is resident stays until it is served; a node that does not answer holds nothing.
-
-    Args:
-        cache: as this node sees it.
-        there: bool per id: resident, on any node, when the plan was drawn.
-    """
-
-    def __init__(self, cache: PartitionedCache, there: Ids) -> None:
-        self._cache, self._there = cache, there
-
-    def resident(self, ids: Ids) -> Ids:
-        """Which of `ids` a node has at hand."""
-        cache = self._cache
-        there: Ids = np.where(cache.here(ids), cache.resident(ids), self._there[ids] & ~cache.lost(ids))
-        return there
+    def __init__(self, servers: RedisCache) -> None:
+        self.resident = servers.known
 
 
 class _Packing:
@@ -191,9 +171,6 @@ class _Packing:
 
     def __init__(self, sampler: ImportanceSampler, reader: Reader, context: BaseContext) -> None:
         assert sampler.packages is not None
-        cache, ids = reader.cache, np.arange(sampler.num_samples)
-        # Other nodes' samples are not packed here: who has them, and what they are worth there, is not known.
-        self._own = cache.here(ids) if isinstance(cache, PartitionedCache) else np.ones(len(ids), bool)
         self._board = Board(None, sampler.num_samples)
         try:
             self._packager = Packager(
@@ -205,7 +182,7 @@ class _Packing:
 
     def begin(self, draw: Draw, batches: list[Ids], region: int) -> None:
         """A new epoch."""
-        flags = np.where(draw.low & self._own, LOW, 0).astype(np.uint8)
+        flags = np.where(draw.low, LOW, 0).astype(np.uint8)
         for ids in batches:
             flags[ids] |= PENDING
         self._board.flags[:] = flags
@@ -217,7 +194,7 @@ class _Packing:
         self._board.flags[ids] &= LOW
 
     def missed(self, ids: Ids) -> None:
-        self._board.flags[ids[self._own[ids]]] |= MISSED
+        self._board.flags[ids] |= MISSED
 
     def wake(self, *, last: bool = False) -> None:
         self._packager.wake(last=last)

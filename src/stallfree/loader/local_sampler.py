@@ -12,7 +12,7 @@ from stallfree.errors import InputError
 from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.ranks import find_ranks
 from stallfree.plans.local import local_shares
-from stallfree.stores import PartitionedCache
+from stallfree.stores import servers_of
 from stallfree.units import parse_whole
 
 
@@ -61,16 +61,17 @@ class LocalSampler(DistributedSampler[Any]):
             raise InputError(f"rank {number} of {count}: give a rank from 0 to {count - 1}")
         sized: Any = dataset  # of which only the length is asked for
         super().__init__(sized, num_replicas=count, rank=number, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        owner = cache.owner(np.arange(len(dataset))) if isinstance(cache, PartitionedCache) else None
-        nodes = cache.num_nodes if isinstance(cache, PartitionedCache) else 1
+        servers = servers_of(cache)
+        nodes = 1 if servers is None else servers.num_nodes
+        owner = servers.owner(np.arange(len(dataset))) if servers is not None and nodes > 1 else None
         if count % nodes:
             raise InputError(f"{count} ranks on {nodes} nodes: every node needs as many ranks as any other")
         self._per_node = count // nodes
         self._owner = np.zeros(len(dataset), np.int16) if owner is None else owner
-        if isinstance(cache, PartitionedCache) and number // self._per_node != cache.me:
+        if servers is not None and nodes > 1 and number // self._per_node != servers.me:
             raise InputError(
                 f"rank {number} of {count} should be on node {number // self._per_node} of {nodes} and is on node "
-                f"{cache.me}: ranks have to be numbered node by node, as torchrun does"
+                f"{servers.me}: ranks have to be numbered node by node, as torchrun does"
             )
 
     def __repr__(self) -> str:

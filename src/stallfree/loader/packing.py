@@ -32,7 +32,7 @@ from stallfree.pipeline.codec import encode, record_size
 from stallfree.plans.keeping import FRESH
 from stallfree.platform import begin_child
 from stallfree.sources.throttle import payload_bytes
-from stallfree.stores import AnyCache
+from stallfree.stores import AnyCache, held
 
 Ids = npt.NDArray[np.int64]
 
@@ -263,7 +263,7 @@ class PackWork:
 
     def _lacking(self, ids: Ids) -> Any:
         """Which of `ids` are neither resident nor in a package nor on their way into one."""
-        return ~self._taken[ids] & (self._packages.holding(ids) < 0) & ~self._cache.resident(ids)
+        return ~self._taken[ids] & (self._packages.holding(ids) < 0) & ~held(self._cache, ids)
 
     def _gather(self, ids: Ids) -> None:
         """Fetch and prepare `ids` for the package. Those that cannot be had or stored are left to the loader."""
@@ -326,7 +326,7 @@ class ReadWork:
         started = time.perf_counter()
         self._packages.refresh()
         low = np.flatnonzero((self._flags & _WANTED) == _WANTED)
-        there = self._cache.resident(low)
+        there = held(self._cache, low)
         resident = int(np.count_nonzero(there))
         pending = int(np.count_nonzero(self._flags & PENDING))
         if self._refused is not None and self._refused[0] == epoch and pending > self._refused[1]:
@@ -359,7 +359,7 @@ class ReadWork:
         cache = self._cache
         if cache.uncached_steps:  # packages hold the output of a step that turned out to be random
             return 0, 0
-        found = self._packages.read(number, lambda ids: self._pending(ids) & ~cache.resident(ids))
+        found = self._packages.read(number, lambda ids: self._pending(ids) & ~held(cache, ids))
         if found is None or len(found[0]) == 0:
             return 0, 0
         ids, values = found

@@ -29,7 +29,7 @@ from stallfree.pipeline.scan import scan
 from stallfree.pipeline.watch import Watch, find_draw
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
 from stallfree.sources.throttle import ThrottledSource, payload_bytes
-from stallfree.stores import AnyCache, SpreadCache
+from stallfree.stores import AnyCache, begins_reads
 
 IO_THREADS = 8
 """Fetches under way at once in one process. They wait for storage, so there may be more of them than cores."""
@@ -148,11 +148,11 @@ class Reader:
         self.check()
         pending = Pending(ids, {})
         missing = ids if self.cache is None or not self.caches else ids[~self.cache.resident(ids)]
-        if isinstance(self.cache, SpreadCache) and self.caches:
-            for away in self.cache.away(np.unique(missing)):
+        if self.caches and begins_reads(self.cache):
+            for part in self.cache.parts(np.unique(missing)):
                 pool = self._executor()
-                pending.asked.append((away, pool.submit(self._ask, away, pending.fetches, pool)))
-            missing = np.setdiff1d(missing, np.concatenate([missing[:0], *(away for away, _ in pending.asked)]))
+                pending.asked.append((part, pool.submit(self._read_part, part, pending.fetches, pool)))
+            missing = np.setdiff1d(missing, np.concatenate([missing[:0], *(part for part, _ in pending.asked)]))
             if len(missing) and self.threads:
                 pool = self._executor()
                 pending.settled = pool.submit(self._settle, missing, pending.fetches, pool)
@@ -163,16 +163,18 @@ class Reader:
 
     def _settle(self, ids: npt.NDArray[np.int64], fetches: dict[int, Future[Any]], pool: ThreadPoolExecutor) -> None:
         """Start fetching those of `ids` that are not on their way into this node's cache."""
-        assert isinstance(self.cache, SpreadCache)
+        assert begins_reads(self.cache)
         missing = ids[self.cache.settle(ids)]
         with contextlib.suppress(RuntimeError):  # the pool is being closed: nobody wants them any more
             for id in missing.tolist():
                 fetches[id] = pool.submit(self.source.fetch, id)
 
-    def _ask(self, ids: npt.NDArray[np.int64], fetches: dict[int, Future[Any]], pool: ThreadPoolExecutor) -> list[Any]:
-        """Ask the node that owns `ids` for them, and start fetching what it has not."""
-        assert isinstance(self.cache, SpreadCache)
-        found = self.cache.ask(ids)
+    def _read_part(
+        self, ids: npt.NDArray[np.int64], fetches: dict[int, Future[Any]], pool: ThreadPoolExecutor
+    ) -> list[Any]:
+        """Read `ids` from a lower tier, and start fetching what is not there."""
+        assert begins_reads(self.cache)
+        found = self.cache.read(ids)
         if self.threads:
             with contextlib.suppress(RuntimeError):  # the pool is being closed: nobody wants them any more
                 for id, value in zip(ids.tolist(), found, strict=True):
@@ -235,15 +237,15 @@ class Reader:
         return values
 
     def _read(self, pending: Pending, cache: AnyCache) -> list[Any]:
-        if not isinstance(cache, SpreadCache):
+        if not begins_reads(cache):
             return cache.get_many(pending.ids)
         if pending.settled is not None:
             with contextlib.suppress(CancelledError):
                 pending.settled.result()
         answers: dict[int, Any] = {}
-        for away, answer in pending.asked:
+        for part, answer in pending.asked:
             with contextlib.suppress(CancelledError):  # by another loader of this process, which ended
-                answers.update(zip(away.tolist(), answer.result(), strict=True))
+                answers.update(zip(part.tolist(), answer.result(), strict=True))
         found, given = [MISS] * len(pending.ids), set()
         for at, id in enumerate(pending.ids.tolist()):
             if (value := answers.get(id, MISS)) is not MISS:

@@ -23,7 +23,6 @@ from stallfree.plans.losses import Losses, pack, unpack
 from stallfree.plans.plan import Plan
 from stallfree.plans.reduce import (
     agree,
-    is_spread,
     of_first_rank,
     ranks_of_job,
     resident_to_all,
@@ -211,7 +210,6 @@ class ImportanceSampler:
             self._keeping = Rotating(scored) if self.rule.rotating else Ranked(scored)
         self._jobs: Jobs | None = None
         self._begun_draw: Draw | None = None
-        self._others: list[list[Array]] = []  # the batches of all ranks, where this one tells the cache of all
         self._warned = False
 
     # -- plans --------------------------------------------------------------------------------------------------------
@@ -291,25 +289,13 @@ class ImportanceSampler:
         draw = self._drawn_for(parse_whole(epoch, "epoch", 0))
         self._next, self._iterated = epoch, True
         ranks, steps = ranks_of_job(), self._steps(epoch, batch_size, drop_last)
-        self._others = []
         if self._keeping is not None:
             if isinstance(self._keeping, Rotating):
                 self._keeping.seed = self._seed_of_all()
             self._keeping.begin(draw, self._importance() if ranks.first_here else None)
-            self._others = steps if ranks.first_here and is_spread(self.cache) else []
             wait_for_all()  # nobody stores anything before the caches of all know what it is worth
         self._marks.begin()
         return self._begun(draw, [step[ranks.rank] for step in steps])
-
-    def passed(self, step: int) -> None:
-        """All ranks have handed out their batches of a step, from 0, of the epoch begun last: what they served may go.
-
-        A cache over several nodes is told so on the node that holds a sample, whoever served it. That follows from the
-        plan; no node needs to tell another.
-        """
-        if 0 <= step < len(self._others) and self._keeping is not None and self._begun_draw is not None:
-            ids = np.concatenate(self._others[step])
-            self._keeping.served(ids[self._begun_draw.resident[ids]])  # the others may come late, if they were missing
 
     def resume(self, rest: list[Array]) -> Begun:
         """The epoch that `load_state_dict` brought, of which the batches `rest` are left.
@@ -321,7 +307,6 @@ class ImportanceSampler:
                 "the state has no plan: it was taken before the first epoch, and has no batches left. Begin a new epoch"
             )
         self._marks.ended[:] = False
-        self._others = []
         return self._begun(self._begun_draw, rest)
 
     def _begun(self, draw: Draw, batches: list[Array]) -> Begun:
@@ -333,8 +318,7 @@ class ImportanceSampler:
             weights[plan.ids] = plan.weights * np.float32(scale)
         per_batch = self.normalize == "batch" and weighted
         me = ranks_of_job()
-        keeping = self._keeping if me.first_here or not is_spread(self.cache) else None  # else the first one tells all
-        return Begun(draw, batches, weights, per_batch, self._marks, keeping, me.rank, me.count)
+        return Begun(draw, batches, weights, per_batch, self._marks, self._keeping, me.rank, me.count)
 
     def _importance(self) -> Array:
         """How important each sample is to the jobs that use the cache: to each the rank of its loss."""
@@ -388,11 +372,10 @@ class ImportanceSampler:
             return 0.0
         cache: Any = self.cache
         ids = np.arange(self.num_samples)
-        if is_spread(cache):  # the share of what this node owns; the others hold about as much
-            ids = ids[cache.here(ids)]
-        held = float(np.mean(cache.resident(ids))) if len(ids) else 0.0
+        servers = getattr(cache, "servers", None)
+        held = float(np.mean(cache.resident(ids) if servers is None else servers.known(ids)))
         stats = cache.stats() if hasattr(cache, "stats") else None
-        if stats is None or not stats.resident_items or stats.evictions or stats.rejected:
+        if stats is None or not min(stats.resident_items, stats.capacity_bytes) or stats.evictions or stats.rejected:
             return held
         room: float = stats.capacity_bytes * stats.resident_items / max(1, stats.resident_bytes)
         return max(held, min(1.0, room / max(1, len(ids))))

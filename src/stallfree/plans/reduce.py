@@ -82,21 +82,20 @@ def unite(*masks: Array) -> None:
         start += len(mask)
 
 
-def is_spread(cache: Any) -> bool:
-    """Whether a cache tells of what this node holds, and other nodes hold the rest."""
-    return int(getattr(cache, "num_nodes", 1)) > 1
-
-
 def resident_to_all(cache: Any, count: int) -> Array:
     """Which of `count` samples every rank has at hand in its cache (or None), as an array of bool.
 
-    That is what all their caches hold; of a cache over several nodes, what any of these holds. Every rank must call it
-    at the same time, and when all have ended the epoch before: then what they have handed in is put away first.
+    That is what all their caches hold, or what the servers of a cache hold (its attribute `servers`). Every rank must
+    call it at the same time, and when all have ended the epoch before.
     """
     ids = np.arange(count)
-    if is_spread(cache):
-        there: Array = ~cache.settle(ids)
+    servers = getattr(cache, "servers", None)
+    if servers is not None:
+        servers.settle(ids)
+        wait_for_all()  # all nodes have stored what they handed over
+        there: Array = servers.verify(ids) if ranks_of_job().first_here else np.zeros(count, bool)
         unite(there)
+        servers.learn(there)
         return there
     missing = np.ones(count, bool) if cache is None else ~np.asarray(cache.resident(ids), bool)
     unite(missing)

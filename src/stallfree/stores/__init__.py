@@ -1,27 +1,51 @@
-"""The cache of a data set over several hosts, on servers of Redis or Valkey, or in memory over a local disk."""
+"""Tiers of the cache below memory: a local disk, and servers of Redis or Valkey that several hosts use."""
 
-from typing import Union
+from typing import Any, TypeGuard
 
-from stallfree.cache import SampleCache
-from stallfree.stores.partition import PartitionedCache
-from stallfree.stores.servers import ServerCache
-from stallfree.stores.store import RedisStore, open_cache, wished_store
-from stallfree.stores.tiers import DiskTier, TieredCache
-
-AnyCache = Union[SampleCache, PartitionedCache, ServerCache, TieredCache]  # noqa: UP007 - it is read at run time
-"""The cache of a data set: of one host, of the nodes of a job, in servers, or in memory over a disk."""
-
-SpreadCache = (PartitionedCache, ServerCache, TieredCache)
-"""Those with samples that are asked for ahead: of other hosts, or on a disk."""
+from stallfree.stores.disk_tier import DiskTier
+from stallfree.stores.redis_cache import RedisCache
+from stallfree.stores.store import (
+    AnyCache,
+    RedisStore,
+    Store,
+    default_store,
+    open_cache,
+    parse_capacity,
+    room_of,
+    stores_in,
+)
+from stallfree.stores.tiered import TieredCache
 
 __all__ = [
     "AnyCache",
     "DiskTier",
-    "PartitionedCache",
+    "RedisCache",
     "RedisStore",
-    "ServerCache",
-    "SpreadCache",
+    "Store",
     "TieredCache",
+    "begins_reads",
+    "default_store",
+    "held",
     "open_cache",
-    "wished_store",
+    "parse_capacity",
+    "room_of",
+    "servers_of",
+    "stores_in",
 ]
+
+
+def begins_reads(cache: Any) -> "TypeGuard[TieredCache | RedisCache]":
+    """Whether samples of `cache` should be read as soon as it is known that they are needed."""
+    return isinstance(cache, (TieredCache, RedisCache))
+
+
+def servers_of(cache: Any) -> RedisCache | None:
+    """The tier of `cache` in servers, if it has one."""
+    found: RedisCache | None = getattr(cache, "servers", None)
+    return found
+
+
+def held(cache: Any, ids: Any) -> Any:
+    """Which of `ids` are in memory, or believed to be in servers: an array of bool."""
+    servers, there = servers_of(cache), cache.resident(ids)
+    return there if servers is None else there | servers.known(ids)

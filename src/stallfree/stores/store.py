@@ -1,38 +1,36 @@
-"""`RedisStore`: where the caches of several hosts meet."""
+"""`RedisStore`: servers of Redis or Valkey as a store; and the cache of a data set in any chain of stores."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
-from stallfree.cache import MISS, Policy, SampleCache
+from stallfree.cache import Policy, SampleCache
 from stallfree.cache.policies import make_policy
-from stallfree.errors import CapacityError, InputError, MissingExtraError, MissingServerError, StorageError
-from stallfree.folders import check_name, default_root, in_use
+from stallfree.errors import InputError, MissingExtraError, MissingServerError
+from stallfree.folders import check_name
 from stallfree.frames import users_level
 from stallfree.platform import need_linux, shares_memory
-from stallfree.stores.endpoint import EXAMPLE, Address
-from stallfree.stores.keeper import LOG
-from stallfree.stores.meet import Peer, find_interface, find_place, meet
-from stallfree.stores.partition import PartitionedCache
-from stallfree.stores.post import PostOffice
-from stallfree.stores.registry import register, registered_bytes
-from stallfree.stores.servers import ServerCache
-from stallfree.stores.spawn import Node
-from stallfree.stores.tiers import DiskTier, TieredCache
-from stallfree.stores.values import data_key
+from stallfree.stores.addresses import EXAMPLE, Address
+from stallfree.stores.disk_tier import DiskTier
+from stallfree.stores.redis_cache import RedisCache
+from stallfree.stores.rendezvous import NodeAddresses, find_interface, find_place
+from stallfree.stores.server import NodeServer
+from stallfree.stores.servers import Servers, Standalone, find_servers
+from stallfree.stores.tiered import TieredCache
 from stallfree.units import format_size, parse_size
 
-_CLERK_SECONDS = 120.0
-_NO_LIMIT = 1 << 62
-_CLERK = "stallfree.stores.clerk"
+Store = Union[str, Path, "RedisStore", DiskTier, Sequence[Any]]
+AnyCache = SampleCache | TieredCache | RedisCache
+"""The cache of a data set: in memory or on a disk, in several tiers, or in servers."""
 
 
 def open_cache(
-    store: str | Path | RedisStore | DiskTier,
+    store: Store,
     num_ids: int,
     *,
     capacity: int,
@@ -41,92 +39,114 @@ def open_cache(
     name: str,
     persist: bool,
     example: Any,
-) -> SampleCache | PartitionedCache | ServerCache | TieredCache:
-    """The cache of a data set in any store: "memory", a folder on a disk, a `RedisStore` or a `DiskTier`."""
-    if isinstance(store, RedisStore):
-        if persist:
-            raise InputError("persist=True with a RedisStore: its caches end with the job. Leave persist out")
-        return store.attach(
-            num_ids, capacity=capacity, fingerprint=fingerprint, policy=policy, name=name, example=example
-        )
-    if isinstance(store, DiskTier):
-        return store.attach(
-            num_ids,
-            capacity=capacity,
-            fingerprint=fingerprint,
-            policy=policy,
-            name=name,
-            persist=persist,
-            example=example,
-        )
-    return SampleCache(
-        num_ids,
-        capacity=capacity,
-        fingerprint=fingerprint,
-        policy=policy,
-        store=store,
-        name=name,
-        persist=persist,
-        example=example,
-    )
+) -> AnyCache:
+    """The cache of a data set in a store: "memory", a folder, a `DiskTier`, a `RedisStore`, or the last two in a list.
+
+    Capacity 0, only with a `RedisStore`, means that no memory is used in front of the servers.
+    """
+    disk, servers = _tiers(store)
+    if servers is not None and persist:
+        raise InputError("persist=True with a RedisStore: leave persist out. Servers given by hosts= keep samples")
+    own_name = name != f"{fingerprint[:20]}-{make_policy(policy).name}-{capacity}"
+    common: dict[str, Any] = {"fingerprint": fingerprint, "policy": policy, "name": name}
+    memory = common | {"capacity": capacity, "persist": persist, "example": example}
+    with contextlib.ExitStack() as undo:
+        below = None
+        if servers is not None:
+            below = servers.attach(num_ids, own_name=own_name, **common)
+            undo.callback(below.close)
+        found: AnyCache
+        if disk is not None:
+            found = disk.attach(num_ids, below=below, **memory)
+        elif below is None:
+            found = SampleCache(num_ids, store=store, **memory)  # type: ignore[arg-type]
+        elif capacity:
+            found = TieredCache(SampleCache(num_ids, allow_pickle=below.allow_pickle, **memory), below)
+        else:
+            found = below
+        undo.pop_all()
+    return found
 
 
-def wished_store() -> RedisStore | None:
-    """A store over the nodes of the job; None if there is only this one, or with a warning if it cannot be made."""
+def _tiers(store: Store) -> tuple[DiskTier | None, RedisStore | None]:
+    if isinstance(store, (list, tuple)):
+        if len(store) != 2 or not isinstance(store[0], DiskTier) or not isinstance(store[1], RedisStore):
+            raise InputError(f"store={store!r:.80}: a list is [DiskTier(...), RedisStore(...)], the faster one first")
+        return store[0], store[1]
+    return (store if isinstance(store, DiskTier) else None), (store if isinstance(store, RedisStore) else None)
+
+
+def parse_capacity(capacity: Any, store: Store) -> int:
+    """`capacity` in bytes; 0 only with a `RedisStore` alone. Raises `CapacityError`."""
+    if isinstance(store, RedisStore) and not isinstance(capacity, bool) and capacity in (0, "0"):
+        return 0
+    return parse_size(capacity, "capacity")
+
+
+def room_of(store: Store, capacity: int) -> int:
+    """Bytes of all tiers together, with `capacity` in the memory of each node."""
+    disk, servers = _tiers(store)
+    return capacity + (disk.capacity if disk else 0) + (servers.room if servers else 0)
+
+
+def stores_in(store: Store) -> list[RedisStore]:
+    """The `RedisStore` in `store`, if there is one."""
+    servers = _tiers(store)[1]
+    return [] if servers is None else [servers]
+
+
+def default_store(capacity: int) -> Store:
+    """A `RedisStore` where the job has several nodes and a server is installed; else "memory", if so with a warning."""
     if not shares_memory() or find_place().count == 1:
-        return None
+        return "memory"
     try:
-        return RedisStore(capacity_per_node=_NO_LIMIT, name="auto")
+        return RedisStore(capacity_per_node=capacity, name="auto")
     except (MissingServerError, MissingExtraError) as error:
         warnings.warn(f"samples are cached on each node for itself: {error}", RuntimeWarning, stacklevel=users_level())
-        return None
+        return "memory"
 
 
 class RedisStore:
-    """The memory of all nodes of a job, as one store for the caches of data sets.
+    """Servers of Redis or Valkey, as one store for the caches of data sets on all nodes of a job.
 
         store = RedisStore(capacity_per_node="64GiB")
-        dataset = CachedDataset(ds, capacity="64GiB", store=store, name="imagenet-train")
+        dataset = CachedDataset(ds, capacity="16GiB", store=store, name="imagenet-train")
 
-    Every node keeps the samples that it owns in its own shared memory, from which its processes read directly. Other
-    nodes get them from a process beside it, and leave what they have fetched for this node in its server: one of Valkey
-    or Redis per node, which the first process of a node starts, with that process, and which ends with the last. A
-    server holds only what is on its way, 256 MiB at most. Both listen: let `port` and the next one through a firewall.
-    Who owns a sample follows from its id and the names of the nodes. Samples of more than 64 MiB are not handed in.
+    The first process of a node starts a server of Valkey or Redis, which ends with the last. Every sample lies on one
+    of the servers; which one follows from its id and the names of the nodes. The `capacity` of a data set is memory of
+    each node in front of the servers, 0 for none. Servers listen on one TCP port: let `port` through the firewall.
 
-    The nodes of a job find each other through the variables that torchrun sets, and the store that it keeps at
-    MASTER_ADDR:MASTER_PORT (or the one of `torch.distributed.init_process_group`).
+    The nodes of a job find each other through the variables that torchrun sets, and the key-value store that it keeps
+    at MASTER_ADDR:MASTER_PORT (or the one of `torch.distributed.init_process_group`).
 
-    With `hosts`, nothing is started: the samples lie in servers that run already, and all nodes read them from there.
-    They stay when the job ends. `capacity` of a data set then means all servers together. One or more nodes of a Redis
-    Cluster stand for all of its masters, and what is said of one node (user, password, TLS) holds for all of them.
+    With `hosts`, nothing is started: the samples lie in servers that run already, and stay there when the job ends. What
+    these servers evict by their own `maxmemory-policy` is a miss. One or more nodes of a Redis Cluster stand for all of
+    its masters, and what is given for the first (user, password, TLS) holds for all.
 
     Args:
         hosts: None, or the servers, each a dict such as `{"host": "node1", "port": 6379, "password": "..."}`. Further
             keys are "path" (of a Unix socket), "username", "db", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile".
-            An ACL user needs at least `~stallfree* +ping +get +mget +set +strlen +unlink +del +hmget +hincrby +scan
-            +cluster|slots`, and `+select` for another database than 0.
-        capacity_per_node: bytes that the data sets of this store may take on each node, all together, as an int or such
-            as "64GiB". With `hosts`: that one data set may take on each of them.
-        cluster_mode: False keeps every node to itself: no server is started, and nothing is shared.
-        name: of the store; the processes of a node that give the same name share it.
+            An ACL user needs at least `~stallfree:* +ping +info +get +mget +set +exists +unlink +scan
+            +cluster|slots +cluster|shards +cluster|myid +command`, and `+select` for another database than 0.
+        capacity_per_node: bytes of memory that the server of each node may use, as an int or such as "64GiB". With
+            `hosts`: nothing more is stored on a server that uses so much; None for the servers' own `maxmemory`.
+        name: of the store; the processes of a node that give the same name share its server.
         interface: name or number of the network interface's address at which other nodes reach this one.
-        port: for the server; the process beside it that hands samples out takes the next one. 0 for free ones.
-        timeout: seconds that another node may be silent before it counts as lost, for a while.
-        allow_pickle: whether samples that can only be pickled are stored and, coming from another node, loaded.
-            Whoever can write to a server could then run code here.
+        port: for the server; 0 for a free one, and another one when the server was started again.
+        timeout: seconds that a server may be silent before it counts as lost, for a while.
+        allow_pickle: whether samples that can only be pickled are stored and loaded. Whoever can write to a server
+            could then run code here.
 
     Raises `InputError` for arguments that cannot be used, `MissingServerError` when there is neither `valkey-server`
-    nor `redis-server`, `WaitError` when other nodes of the job do not come, `StorageError` when no server can be
-    started.
+    nor `redis-server`, `WaitError` when other nodes of the job do not come, `StorageError` when a server cannot be
+    started or does not answer.
     """
 
     def __init__(
         self,
         hosts: Sequence[Mapping[str, Any]] | None = None,
         *,
-        capacity_per_node: int | str,
-        cluster_mode: bool = True,
+        capacity_per_node: int | str | None = None,
         name: str = "default",
         interface: str | None = None,
         port: int = 0,
@@ -134,128 +154,80 @@ class RedisStore:
         allow_pickle: bool = False,
     ) -> None:
         need_linux("RedisStore", "use store='memory'")
-        self.capacity = parse_size(capacity_per_node, "capacity_per_node")
+        if capacity_per_node is None and hosts is None:
+            raise InputError("RedisStore() without capacity_per_node: give the bytes that each node's server may use")
+        self.capacity = None if capacity_per_node is None else parse_size(capacity_per_node, "capacity_per_node")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise InputError(f"timeout={timeout!r}: give seconds above 0")
         self.name, self.timeout, self.allow_pickle = check_name(name), timeout, allow_pickle
-        self._node: Node | None = None
-        self._peers: list[Peer] = []
-        self._me = 0
-        self._taken: dict[str, int] = {}
-        if hosts is not None and not isinstance(hosts, (list, tuple)):
-            raise InputError(f"hosts={hosts!r:.80}: give a list of servers, such as [{EXAMPLE}]")
-        self._servers = None if hosts is None else [Address.of(host) for host in hosts]
-        if self._servers is not None:
-            if not self._servers:
-                raise InputError("hosts=[] names no server: give one or more, or leave hosts out to start them")
-        elif cluster_mode:
-            place = find_place()
-            alone = place.count == 1  # then nothing is gained but an open port
-            self._node = Node(
-                name,
-                interface=None if alone else interface or find_interface(place),
-                port=0 if alone else port,
-            )
-            try:
-                self._wait_for_clerk(alone)
-                self._peers, self._me = meet(self._node, name, place)
-            except BaseException:
-                self._node.close()
-                raise
-
-    def _wait_for_clerk(self, alone: bool) -> None:
-        """Before the others are told of this node: then whoever knows of a node can ask it."""
-        assert self._node is not None
-        office = PostOffice(self._node.unix.server, self._node.unix.clerk, self.timeout)
+        self._server: NodeServer | None = None
+        self._addresses: NodeAddresses | None = None
+        self._given: list[Address] = []
+        if hosts is not None:
+            if not isinstance(hosts, (list, tuple)) or not hosts:
+                raise InputError(f"hosts={hosts!r:.80}: give a list of servers, such as [{EXAMPLE}]")
+            self._given = [Address.of(host) for host in hosts]
+            find_servers(self._given, timeout).close()  # so that errors come now
+            return
+        assert self.capacity is not None
+        place = find_place()
+        if place.count > 1:
+            interface = interface or find_interface(place)
+        self._server = NodeServer(name, memory=self.capacity, interface=interface, port=port)
         try:
-            if not alone and not office.wait(_CLERK_SECONDS):
-                raise StorageError(
-                    f"the process {_CLERK} of the store {self.name!r} did not start within {_CLERK_SECONDS:.0f} s: see "
-                    f"{self._node.folder / LOG}"
-                )
-        finally:
-            office.close()
-
-    def attach(
-        self,
-        num_ids: int,
-        *,
-        capacity: int,
-        fingerprint: str,
-        policy: str | Policy = "minio",
-        name: str,
-        example: Any = MISS,
-    ) -> PartitionedCache | ServerCache:
-        """The cache of one data set in this store; the arguments are those of `SampleCache`.
-
-        The name alone never lets one data set read another's samples: the fingerprint is in the key. Raises
-        `CapacityError` when the data sets of this node would take more than the store has.
-        """
-        key, folder = data_key(name, fingerprint), self.folder_of(name, fingerprint)
-        if self._servers is not None:
-            return self._attach_to_servers(num_ids, capacity, fingerprint, policy, name)
-        if self._node is not None:
-            taken = registered_bytes(self._node.folder, but=key)
-        else:
-            taken = sum(size for part, size in self._taken.items() if part != folder and in_use(default_root() / part))
-        if taken + capacity > self.capacity:
-            raise CapacityError(
-                f"capacity={format_size(capacity)} for {name!r} is more than the store {self.name!r} has left on this "
-                f"node: {format_size(self.capacity - taken)} of capacity_per_node={format_size(self.capacity)}: give "
-                "less"
-            )
-        local = SampleCache(
-            num_ids,
-            capacity=capacity,
-            fingerprint=fingerprint,
-            policy=policy,
-            name=folder,
-            example=example,
-            allow_pickle=self.allow_pickle,
-        )
-        try:
-            self._taken[folder] = capacity
-            if self._node is not None:
-                register(self._node.folder, key, local)
-            peers = self._peers if len(self._peers) > 1 else []
-            offices = [PostOffice(peer.doors.server, peer.doors.clerk, self.timeout) for peer in peers]
-            return PartitionedCache(local, [peer.name for peer in self._peers] or [""], self._me, offices, key)
+            self._addresses = NodeAddresses(self._server, name, place)
         except BaseException:
-            local.close()
+            self._server.close()
             raise
 
-    def _attach_to_servers(
-        self, num_ids: int, capacity: int, fingerprint: str, policy: str | Policy, name: str
-    ) -> ServerCache:
-        assert self._servers is not None
-        if make_policy(policy).name != "minio":
-            raise InputError(
-                f"policy={make_policy(policy).name!r} with hosts: leave it out, nothing is ever evicted there"
-            )
-        return ServerCache(
+    def attach(
+        self, num_ids: int, *, fingerprint: str, policy: str | Policy = "minio", name: str, own_name: bool = True
+    ) -> RedisCache:
+        """The samples of one data set in this store.
+
+        The name alone never lets one data set read another's samples: the fingerprint is in the keys.
+
+        Args:
+            num_ids: number of its samples.
+            fingerprint: of its source and preparation.
+            policy: "importance" lets samples of low score make room; others have no effect in servers.
+            name: of the data set.
+            own_name: whether a user gave the name; else it is made of the fingerprint alone.
+        """
+        return RedisCache(
             num_ids,
-            addresses=self._servers,
-            capacity=capacity,
-            name=name,
+            servers=self._servers(),
+            name=name if own_name else fingerprint[:20],
             fingerprint=fingerprint,
-            per_server=self.capacity,
+            policy=policy,
+            me=self._addresses.me if self._addresses is not None else None,
+            limit=self.capacity if self._given else None,
             allow_pickle=self.allow_pickle,
-            timeout=self.timeout,
         )
 
-    def folder_of(self, name: str, fingerprint: str) -> str:
-        """The name of the folder in which this node keeps its part of a data set."""
-        return f"{self.name}-{data_key(name, fingerprint).hex()[:16]}"
+    def _servers(self) -> Servers:
+        if self._addresses is None:
+            return find_servers(self._given, self.timeout)
+        addresses = self._addresses
+        locations = [NodeLocation(addresses, place) for place in range(len(addresses.names))]
+        return Standalone(addresses.names, locations, self.timeout)
+
+    @property
+    def room(self) -> int:
+        """Bytes of all servers together, as far as they are granted here."""
+        return (self.capacity or 0) * max(len(self._given), self.num_nodes)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the job."""
-        return max(1, len(self._peers))
+        """Nodes of the job that have a server each."""
+        return 1 if self._addresses is None else len(self._addresses.names)
 
     def close(self) -> None:
         """Leave the store. Its server ends when the last process of the node has left. May be called twice."""
-        if self._node is not None:
-            self._node.close()
+        if self._addresses is not None:
+            self._addresses.close()
+        if self._server is not None:
+            self._server.close()
 
     def __enter__(self) -> RedisStore:
         return self
@@ -264,5 +236,23 @@ class RedisStore:
         self.close()
 
     def __repr__(self) -> str:
-        where = f"{self.num_nodes} nodes" if self._servers is None else f"{len(self._servers)} servers"
-        return f"RedisStore({self.name!r}, {where}, {format_size(self.capacity)} on each)"
+        where = f"{len(self._given)} servers" if self._given else f"{self.num_nodes} nodes"
+        each = "" if self.capacity is None else f", {format_size(self.capacity)} on each"
+        return f"RedisStore({self.name!r}, {where}{each})"
+
+
+class NodeLocation:
+    """Where the server of one node is."""
+
+    fixed = False
+
+    def __init__(self, addresses: NodeAddresses, place: int) -> None:
+        self._addresses, self._place = addresses, place
+
+    def find(self) -> tuple[int, Address] | None:
+        """See `shard.Location`."""
+        return self._addresses.of(self._place)
+
+    def confirm(self, after: int) -> None:
+        """See `shard.Location`."""
+        self._addresses.confirm(self._place, after)

@@ -1,0 +1,97 @@
+"""What the processes of a node share of a data set in servers: owners, counts, and what is known to be stored."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache.counters import Count, Counters
+from stallfree.folders import SharedFolder, default_root, sweep
+from stallfree.locks import CLAIMS, FileLock
+from stallfree.platform import allocate
+from stallfree.stores.circuit_breaker import Breaker, shared_cells
+from stallfree.stores.partitioning import owners
+from stallfree.stores.values import DataKey
+
+Array = npt.NDArray[Any]
+
+_LOCK_SECONDS = 2.0
+
+
+class NodeState:
+    """Attach to it; the first process makes it, in a folder that the last one removes.
+
+    Args:
+        key: of the data set.
+        num_ids: number of its samples.
+        names: of the servers, in the same order in all processes; none if their keys decide (Redis Cluster).
+
+    Attributes:
+        path: the folder.
+        owner: int16 per id: which of `names` owns it; empty without names.
+        known: uint8 per id: whether it is believed to be stored.
+        moving: uint8 per id: whether a process of this node is about to store it.
+        scores: float32 per id: what it is worth.
+        uncached: int64, one number: how many steps samples may not be cached with.
+        counters: of all these processes; this one has a row of its own.
+    """
+
+    def __init__(self, key: DataKey, num_ids: int, names: Sequence[str]) -> None:
+        def initialize(folder: Path) -> None:
+            np.save(folder / "owners.npy", owners(num_ids, names) if names else np.empty(0, np.int16))
+            (folder / "lock").touch(mode=0o600)
+
+        sweep(default_root())
+        self._folder = SharedFolder(f"servers-{key.hex()}", initialize=initialize)
+        self.path = self._folder.path
+        self.owner: Array = np.load(self.path / "owners.npy", mmap_mode="r")
+        self.known = _shared(self.path / "known", np.uint8, num_ids)
+        self.moving = _shared(self.path / "moving", np.uint8, num_ids)
+        self.scores = _shared(self.path / "scores", np.float32, num_ids)
+        self.uncached = _shared(self.path / "uncached", np.int64, 1)
+        self._rows = _shared(self.path / "counters", np.int64, (CLAIMS + 1) * len(Count))
+        self.counters = Counters(self._rows.reshape(CLAIMS + 1, len(Count)))
+        self._lock = FileLock(self.path / "lock")
+        self.claim()
+
+    def claim(self) -> None:
+        """Take a row of counters for this process; again after a fork."""
+        self.counters.claim(self._lock)
+
+    def share(self, breakers: Sequence[Breaker]) -> None:
+        """Let the processes of this node share what they know of lost servers."""
+        for breaker, cells in zip(breakers, shared_cells(self.path / "lost", len(breakers)), strict=True):
+            breaker.share(cells)
+
+    def uncache(self, count: int) -> bool:
+        """Raise `uncached` to `count`; whether it was lower."""
+        with self._lock.hold(_LOCK_SECONDS, "noting that samples are not cached any more"):
+            lower = bool(self.uncached[0] < count)
+            self.uncached[0] = max(count, self.uncached[0])
+        return lower
+
+    def close(self) -> None:
+        """Leave it; the last process removes it."""
+        self._lock.close()
+        self._folder.close()
+
+
+def _shared(file: Path, dtype: Any, count: int) -> Array:
+    """`count` zeros of `dtype`, shared by all processes that give the same `file`.
+
+    Raises `OSError` if there is no memory for it.
+    """
+    size = count * np.dtype(dtype).itemsize
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(fd).st_size < size:
+            allocate(fd, 0, size)  # writing to a file that has no memory yet could be SIGBUS
+        return np.frombuffer(mmap.mmap(fd, size), dtype)
+    finally:
+        os.close(fd)

@@ -1,0 +1,275 @@
+"""One server of Redis or Valkey as a process uses it: connections of redis-py, and a circuit breaker.
+
+A batch is read in requests of 512 KiB, two of which are under way while the reply before them is checked and copied.
+That is faster than one MGET for the whole batch: the server works meanwhile, and what is checked is still in the
+processor's cache. Figures: docs/decisions/redis.md.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from stallfree.stores.addresses import Address
+from stallfree.stores.circuit_breaker import Breaker
+
+if TYPE_CHECKING:
+    from redis.connection import AbstractConnection
+
+T = TypeVar("T")
+Request = Sequence[tuple[Any, ...]]
+
+REQUEST_BYTES = 512 << 10
+"""Bytes of values that one request asks for."""
+
+AHEAD = 2
+"""Requests under way while a reply is read."""
+
+_MOST_COMMANDS = 1000
+"""Commands sent before their replies are read."""
+
+_SLOWEST = 4 << 20
+"""Bytes that arrive within the time limit at least; a server that is slower counts as lost."""
+
+_IDLE_SECONDS = 15.0
+"""Seconds after which an idle connection is not used again. A started server closes it after 30 s."""
+
+
+class Location(Protocol):
+    """Where a server is, which may change."""
+
+    fixed: bool
+    """Whether the address never changes, so that it needs no confirmation."""
+
+    def find(self) -> tuple[int, Address] | None:
+        """A number that grows when the address was confirmed, and the address; None if there is none now."""
+
+    def confirm(self, after: int) -> None:
+        """Request an address with a number above `after`."""
+
+
+class Fixed:
+    """The location of a server that keeps its address."""
+
+    fixed = True
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+
+    def find(self) -> tuple[int, Address] | None:
+        """0 and the address."""
+        return 0, self.address
+
+    def confirm(self, after: int) -> None:
+        """Does nothing."""
+
+
+class NoReply(Exception):
+    """The server is not running, or what it sent is no reply to what was requested."""
+
+
+class Shard:
+    """A server, for all threads of this process and of its forked children. Picklable.
+
+    Args:
+        location: of the server.
+        timeout: seconds that it may be silent, for each step of connecting and reading.
+
+    Attributes:
+        breaker: open while the server counts as lost.
+        last_failure: why the breaker was opened the last time.
+    """
+
+    def __init__(self, location: Location, timeout: float = 0.25) -> None:
+        self.location, self.timeout = location, timeout
+        self.breaker = Breaker(self._ping)
+        self.last_failure = ""
+        # Connections, the address's number, and since when they are idle. List operations are atomic: no lock.
+        self._idle: list[tuple[AbstractConnection, int, float]] = []
+        self._lost_at = -1  # the number of the address at which the server was lost
+        self._closed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shard, (self.location, self.timeout)
+
+    def __str__(self) -> str:
+        found = self.location.find()
+        return "a server that is not running" if found is None else str(found[1])
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def run(self, call: Callable[[AbstractConnection], T]) -> T | None:
+        """Return `call(connection)`, or None if the server is lost.
+
+        A connection that fails opens the breaker; nothing is sent then until the server answers again. Raises
+        `redis.ResponseError` for an error that `call` raises; the connection is closed then.
+        """
+        if self._closed or not self.breaker.closed:
+            return None
+        from redis.exceptions import RedisError, ResponseError
+
+        connection, number = None, self._lost_at
+        try:
+            connection, number = self._take()
+            result = call(connection)
+        except Exception as error:
+            if connection is not None:
+                connection.disconnect()  # replies may be outstanding
+            if isinstance(error, ResponseError) or not isinstance(error, (RedisError, OSError, NoReply)):
+                raise
+            self._fail(number, error)
+            return None
+        self._idle.append((connection, number, time.monotonic()))
+        return result
+
+    def read(self, requests: Sequence[Request], typical: int, use: Callable[[int, Any], None]) -> bool:
+        """Send `requests` and pass each value of the replies to `use`.
+
+        Args:
+            requests: of commands such as `("MGET", key, key)` or `("GET", key)`.
+            typical: bytes of a value, for the time limit.
+            use: given the position of a key over all requests, and its value: bytes, None if there is none, or an
+                exception for an error in its place.
+
+        Returns whether all values were passed; False if the server is lost.
+        """
+
+        def call(connection: AbstractConnection) -> bool:
+            position = 0
+            for request in requests[:AHEAD]:
+                connection.send_packed_command(connection.pack_commands(request))
+            for number, request in enumerate(requests):
+                for command in request:
+                    keys = len(command) - 1
+                    _limit(connection, keys * typical)
+                    reply = _reply(connection)
+                    for value in reply if isinstance(reply, list) else [reply] * keys:
+                        use(position, value)
+                        position += 1
+                    if isinstance(reply, list) and len(reply) != keys:
+                        raise NoReply(f"{len(reply)} values came where {keys} were requested")
+                if number + AHEAD < len(requests):
+                    connection.send_packed_command(connection.pack_commands(requests[number + AHEAD]))
+            return True
+
+        return bool(self.run(call))
+
+    def send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any] | None:
+        """The replies to `commands`, errors among them as exceptions; None if the server is lost."""
+
+        def call(connection: AbstractConnection) -> list[Any]:
+            replies: list[Any] = []
+            for start in range(0, len(commands), _MOST_COMMANDS):
+                some = commands[start : start + _MOST_COMMANDS]
+                connection.send_packed_command(connection.pack_commands(some))
+                for _ in some:
+                    _limit(connection, 0)
+                    replies.append(_reply(connection))
+            return replies
+
+        return self.run(call) if commands else []
+
+    def call(self, *command: Any) -> Any:
+        """The reply to one command; None if the server is lost. Raises `redis.ResponseError` for an error."""
+        replies = self.send([command])
+        if replies and isinstance(replies[0], Exception):
+            raise replies[0]
+        return replies[0] if replies else None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the server counts as lost."""
+        return not self.breaker.closed
+
+    def close(self) -> None:
+        """Close the idle connections; those in use are closed when they are returned. May be called twice."""
+        self._closed = True
+        self.breaker.forget()
+        self._drop_idle()
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def _take(self) -> tuple[AbstractConnection, int]:
+        """A connection, and the number of its address. An idle one that has ended is a failure of that address."""
+        while True:
+            try:
+                connection, number, since = self._idle.pop()
+            except IndexError:
+                return self._connect()
+            if connection.pid != os.getpid():
+                continue  # of a parent, which uses it
+            found = self.location.find()
+            if time.monotonic() - since > _IDLE_SECONDS or (found is not None and found[0] != number):
+                connection.disconnect()
+                continue
+            try:
+                if not connection.can_read():
+                    return connection, number
+            except Exception:
+                if not self.location.fixed:
+                    self._lost_at = max(self._lost_at, number)
+                    raise
+            connection.disconnect()
+
+    def _connect(self) -> tuple[AbstractConnection, int]:
+        found = self.location.find()
+        if found is None or (found[0] <= self._lost_at and not self.location.fixed):
+            self.location.confirm(self._lost_at)
+            raise NoReply("the server is not running, or its address is not confirmed")
+        connection = found[1].connection(self.timeout)
+        _limit(connection, 0)
+        try:
+            connection.connect()
+        except BaseException:
+            self._lost_at = max(self._lost_at, found[0])
+            raise
+        return connection, found[0]
+
+    def _fail(self, number: int, error: Exception) -> None:
+        self._lost_at = max(self._lost_at, number)
+        self.last_failure = f"{type(error).__name__}: {error}"
+        if not self.location.fixed:
+            self.location.confirm(self._lost_at)
+        self.breaker.trip()
+        self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        while self._idle:
+            try:
+                connection, _, _ = self._idle.pop()
+            except IndexError:
+                return
+            if connection.pid == os.getpid():
+                connection.disconnect()
+
+    def _ping(self) -> None:
+        """Connect and exchange one message, in the breaker's thread."""
+        self.location.confirm(self._lost_at)
+        connection, number = self._connect()
+        try:
+            connection.send_command("PING")
+            _limit(connection, 0)
+            if _reply(connection) != b"PONG":
+                raise NoReply("no reply to PING")
+        except BaseException:
+            self._lost_at = max(self._lost_at, number)
+            connection.disconnect()
+            raise
+        self._idle.append((connection, number, time.monotonic()))
+
+
+def _limit(connection: Any, size: int) -> None:
+    """Set when the next reply, of `size` bytes, must have arrived."""
+    connection.deadline = time.monotonic() + connection.socket_timeout * (1 + size / _SLOWEST)
+
+
+def _reply(connection: Any) -> Any:
+    """The next reply: bytes, int, None, a list of these, or an exception for an error."""
+    from redis.exceptions import ResponseError
+
+    try:
+        return connection.read_response(disable_decoding=True)
+    except ResponseError as error:
+        return error
