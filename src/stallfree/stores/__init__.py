@@ -3,10 +3,11 @@
 from typing import Union
 
 from stallfree.cache import SampleCache
+from stallfree.stores.disk_tier import DiskTier
 from stallfree.stores.partition import PartitionedCache
 from stallfree.stores.servers import ServerCache
 from stallfree.stores.store import RedisStore, open_cache, wished_store
-from stallfree.stores.tiers import DiskTier, TieredCache
+from stallfree.stores.tiered import TieredCache
 
 AnyCache = Union[SampleCache, PartitionedCache, ServerCache, TieredCache]  # noqa: UP007 - it is read at run time
 """The cache of a data set: of one host, of the nodes of a job, in servers, or in memory over a disk."""

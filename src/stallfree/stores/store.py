@@ -14,6 +14,7 @@ from stallfree.errors import CapacityError, InputError, MissingExtraError, Missi
 from stallfree.folders import check_name, default_root, in_use
 from stallfree.frames import users_level
 from stallfree.platform import need_linux, shares_memory
+from stallfree.stores.disk_tier import DiskTier
 from stallfree.stores.endpoint import EXAMPLE, Address
 from stallfree.stores.keeper import LOG
 from stallfree.stores.meet import Peer, find_interface, find_place, meet
@@ -22,7 +23,7 @@ from stallfree.stores.post import PostOffice
 from stallfree.stores.registry import register, registered_bytes
 from stallfree.stores.servers import ServerCache
 from stallfree.stores.spawn import Node
-from stallfree.stores.tiers import DiskTier, TieredCache
+from stallfree.stores.tiered import TieredCache
 from stallfree.stores.values import data_key
 from stallfree.units import format_size, parse_size
 
