@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
+from stallfree.cache import SampleCache
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.errors import InputError
 from stallfree.folders import check_name, default_root, user_root
@@ -28,7 +29,7 @@ from stallfree.pipeline.randomness import peek_seed
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
-from stallfree.stores import AnyCache, DiskTier, RedisStore, SpreadCache, open_cache, wished_store
+from stallfree.stores import AnyCache, DiskTier, RedisStore, TieredCache, open_cache, wished_store
 from stallfree.units import parse_size, parse_whole
 
 _FORMAT = "records-1"
@@ -175,7 +176,7 @@ class CachedDataset:
         """Those that were read to learn about the data set."""
         for sample in samples:
             self.cache.count_fetch(1, payload_bytes(sample.record))
-            if not isinstance(self.cache, SpreadCache) or self.cache.owns(sample.id):
+            if isinstance(self.cache, (SampleCache, TieredCache)) or self.cache.owns(sample.id):
                 self.reader.store([sample.id], [sample.value])
 
     def __len__(self) -> int:

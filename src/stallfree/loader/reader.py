@@ -149,7 +149,7 @@ class Reader:
         pending = Pending(ids, {})
         missing = ids if self.cache is None or not self.caches else ids[~self.cache.resident(ids)]
         if isinstance(self.cache, SpreadCache) and self.caches:
-            for away in self.cache.away(np.unique(missing)):
+            for away in self.cache.parts(np.unique(missing)):
                 pool = self._executor()
                 pending.asked.append((away, pool.submit(self._ask, away, pending.fetches, pool)))
             missing = np.setdiff1d(missing, np.concatenate([missing[:0], *(away for away, _ in pending.asked)]))
@@ -172,7 +172,7 @@ class Reader:
     def _ask(self, ids: npt.NDArray[np.int64], fetches: dict[int, Future[Any]], pool: ThreadPoolExecutor) -> list[Any]:
         """Ask the node that owns `ids` for them, and start fetching what it has not."""
         assert isinstance(self.cache, SpreadCache)
-        found = self.cache.ask(ids)
+        found = self.cache.read(ids)
         if self.threads:
             with contextlib.suppress(RuntimeError):  # the pool is being closed: nobody wants them any more
                 for id, value in zip(ids.tolist(), found, strict=True):

@@ -210,6 +210,8 @@ class PartitionedCache:
         self.local.count_others(hits, len(values) - hits)
         return values
 
+    parts, read = away, ask
+
     def settle(self, ids: Array) -> Array:
         """Which of `ids`, that this node owns and did not hold, it still does not hold: an array of bool.
 

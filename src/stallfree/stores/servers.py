@@ -191,6 +191,8 @@ class ServerCache:
         self._here.counters.add((Count.HITS, hits), (Count.MISSES, len(values) - hits))
         return values
 
+    parts, read = away, ask
+
     def settle(self, ids: Array) -> Array:
         """Which of `ids`, that this node owns, it does not hold: it owns none."""
         return np.ones(len(ids), bool)
