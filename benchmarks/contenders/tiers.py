@@ -48,7 +48,7 @@ def run(given: dict[str, Any], records: Records, source: Any, disk: Path) -> dic
             for epoch in range(2):
                 if epoch and given["who"] == "tiers":
                     cached.cache.settle(np.arange(count))  # what is on its way to the disk is written
-                    put_out_of_memory(cached.cache.disk.path / "data")
+                    put_out_of_memory(cached.cache.lower[0].records.path / "data")
                 before = source.requests
                 start = time.perf_counter()
                 ids = [ids for _, ids in loader]
@@ -61,7 +61,7 @@ def run(given: dict[str, Any], records: Records, source: Any, disk: Path) -> dic
         "rates": [count / seconds[1]],
         "seconds": seconds,
         "reads": reads,
-        "disk_hits": getattr(stats, "disk_hits", 0),
+        "disk_hits": getattr(stats, "lower_hits", 0),
         "in_memory": stats.resident_items,
     }
 

@@ -59,22 +59,18 @@ class StoreStats(CacheStats):
 
 @dataclass(frozen=True)
 class TierStats(CacheStats):
-    """What a cache in memory over a local disk has done, summed over all processes.
+    """What a tier has done together with the tiers below it, such as memory over a local disk.
 
-    Hits, misses and `damaged` are those of both tiers. What is resident, evicted or rejected, capacity and bytes are
-    those of memory: what memory rejects goes to the disk while there is room.
+    Hits, misses and `damaged` are those of all these tiers. What is resident, evicted or rejected, capacity and bytes
+    are those of the first tier: what it rejects goes to the tier below while there is room.
 
     Attributes:
-        disk_hits: those of the hits that were read from the disk.
-        disk_items: records on the disk now.
-        disk_bytes: their bytes.
-        disk_capacity_bytes: the bytes that the disk may take, index included.
+        lower_hits: those of the hits that came from tiers below the first one.
+        lower: the counts of the tier below; a `TierStats` if that has another one below it.
     """
 
-    disk_hits: int
-    disk_items: int
-    disk_bytes: int
-    disk_capacity_bytes: int
+    lower_hits: int
+    lower: CacheStats
 
 
 @dataclass(frozen=True)

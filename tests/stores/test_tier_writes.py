@@ -19,6 +19,7 @@ from tier_tools import (
     Samples,
     all_of,
     dataset_of,
+    disk_of,
     held,
     is_right,
     open_tiers,
@@ -32,8 +33,9 @@ import stallfree as sf
 from children import Child
 from stallfree.cache import MISS, SampleCache
 from stallfree.cache.arena import DiskArena
-from stallfree.stores import mover
-from stallfree.stores.mover import FAILURES, MOST, PAUSE, Health
+from stallfree.stores import disk_tier, write_behind
+from stallfree.stores.disk_tier import FAILURES, PAUSE, Health
+from stallfree.stores.write_behind import QUEUE_BYTES
 from stallfree.testing import ThrottledSource
 
 
@@ -60,7 +62,7 @@ def test_processes_share_both_tiers(tmp_path: Path) -> None:
 
         assert Child(other).wait() == 0
         before = cache.stats()
-        assert before.disk_hits == 40 - before.resident_items
+        assert before.lower_hits == 40 - before.resident_items
         assert all(is_right(id, value) for id, value in enumerate(cache.get_many(range(80))))
         assert cache.stats().misses == 0
         sound(cache)
@@ -70,10 +72,10 @@ def test_a_cache_can_be_pickled(tmp_path: Path) -> None:
     with open_tiers(tmp_path, 12, COUNT, keep=True) as cache:
         put(cache, range(20))
         with pickle.loads(pickle.dumps(cache)) as copy:
-            assert held(copy.disk) == set(range(20))
+            assert held(disk_of(copy)) == set(range(20))
             put(copy, range(20, 30))
-        assert held(cache.disk) == set(range(30))
-        path = cache.disk.path
+        assert held(disk_of(cache)) == set(range(30))
+        path = disk_of(cache).path
     shutil.rmtree(path)
 
 
@@ -106,29 +108,29 @@ def test_a_forked_child_has_a_thread_of_its_own(tmp_path: Path, held_up: Any, mo
     """What is on its way when it is forked is written once, by the parent; the child writes what comes to it."""
     with open_tiers(tmp_path, 2, COUNT) as cache:
         put(cache, range(4))
-        waits, go = held_up(cache.disk)
+        waits, go = held_up(disk_of(cache))
         cache.put_many(range(10, 20), [sample(id) for id in range(10, 20)])
         assert waits.wait(60)
 
         def child() -> None:
             monkeypatch.undo()
             put(cache, range(20, 30))
-            assert set(range(20, 30)) <= held(cache.disk)
-            assert not set(range(10, 20)) & held(cache.disk)
+            assert set(range(20, 30)) <= held(disk_of(cache))
+            assert not set(range(10, 20)) & held(disk_of(cache))
             cache.close()
 
         assert Child(child).wait() == 0
         go.set()
         cache.flush()
-        assert set(range(10, 30)) <= held(cache.disk)
+        assert set(range(10, 30)) <= held(disk_of(cache))
         sound(cache)
 
 
 def test_a_sample_on_its_way_is_waited_for_by_others(tmp_path: Path, held_up: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(mover, "WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(write_behind, "SETTLE_SECONDS", 60.0)
     with open_tiers(tmp_path, 2, COUNT) as cache:
         put(cache, range(4))
-        waits, go = held_up(cache.disk)
+        waits, go = held_up(disk_of(cache))
         cache.put_many([10], [sample(10)])
         assert waits.wait(60)
         threading.Timer(0.05, go.set).start()
@@ -140,7 +142,7 @@ def test_what_a_killed_process_had_on_its_way_is_a_miss(tmp_path: Path, held_up:
         put(cache, range(4))
 
         def die() -> None:
-            waits, _ = held_up(cache.disk)
+            waits, _ = held_up(disk_of(cache))
             cache.put_many([10, 11], [sample(10), sample(11)])
             assert waits.wait(60)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -194,7 +196,7 @@ def check_killed(tmp_path: Path, moment: int) -> None:
 def test_a_sample_may_be_changed_when_it_was_handed_over(tmp_path: Path, held_up: Any) -> None:
     with open_tiers(tmp_path, 2, COUNT) as cache:
         put(cache, range(4))
-        waits, go = held_up(cache.disk)
+        waits, go = held_up(disk_of(cache))
         values = [sample(id) for id in range(10, 20)]
         cache.put_many(range(10, 20), values)
         assert waits.wait(60)
@@ -207,21 +209,21 @@ def test_a_sample_may_be_changed_when_it_was_handed_over(tmp_path: Path, held_up
 
 def test_closing_waits_for_what_is_on_its_way(tmp_path: Path, held_up: Any) -> None:
     cache = open_tiers(tmp_path, 12, COUNT, keep=True)
-    waits, go = held_up(cache.disk)
+    waits, go = held_up(disk_of(cache))
     cache.put_many(range(40), [sample(id) for id in range(40)])
     assert waits.wait(60)
     threading.Timer(0.05, go.set).start()
     cache.close()
     with open_tiers(tmp_path, 12, COUNT, keep=True) as again:
-        assert held(again.disk) == set(range(40))
-    shutil.rmtree(again.disk.path)
+        assert held(disk_of(again)) == set(range(40))
+    shutil.rmtree(disk_of(again).path)
 
 
 def test_no_more_than_so_much_is_on_its_way(tmp_path: Path, held_up: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mover, "MOST", 20 * 4096)
+    monkeypatch.setattr(write_behind, "QUEUE_BYTES", 20 * 4096)
     with open_tiers(tmp_path, 2, COUNT) as cache:
         put(cache, range(4))
-        waits, go = held_up(cache.disk)
+        waits, go = held_up(disk_of(cache))
         assert cache.put_many([10], [sample(10)]).all()
         assert waits.wait(60)
         with pytest.warns(RuntimeWarning, match="samples come faster than the disk .* takes them") as caught:
@@ -231,15 +233,15 @@ def test_no_more_than_so_much_is_on_its_way(tmp_path: Path, held_up: Any, monkey
         go.set()
         cache.flush()
         assert put(cache, range(40, 56)).all()  # they come again
-        assert set(range(40, 56)) <= held(cache.disk)
+        assert set(range(40, 56)) <= held(disk_of(cache))
 
 
 def test_a_batch_may_be_larger_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mover, "MOST", 4096)
+    monkeypatch.setattr(write_behind, "QUEUE_BYTES", 4096)
     with open_tiers(tmp_path, 2, COUNT) as cache, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert put(cache, range(30)).all()
-    assert MOST == 32 << 20
+    assert QUEUE_BYTES == 32 << 20
 
 
 def test_the_interpreter_ends_when_all_is_written(tmp_path: Path, interpreter: Any) -> None:
@@ -272,7 +274,7 @@ def test_a_damaged_record_comes_from_the_source(tmp_path: Path, source: Throttle
     with dataset_of(source, tmp_path, 20, COUNT) as dataset:
         loader = sf.DataLoader(dataset, 8)
         all_of(loader)
-        with open(dataset.cache.disk.path / "data", "r+b") as file:
+        with open(disk_of(dataset.cache).path / "data", "r+b") as file:
             file.write(bytes(10_000))  # two records and a part of a third
         all_of(loader)
         assert dataset.stats().damaged == 3
@@ -286,15 +288,15 @@ def test_a_disk_that_loses_all_is_left_alone(tmp_path: Path, source: ThrottledSo
     with dataset_of(source, tmp_path, 20, COUNT) as dataset:
         loader = sf.DataLoader(dataset, 8)
         all_of(loader)
-        os.truncate(dataset.cache.disk.path / "data", 0)
+        os.truncate(disk_of(dataset.cache).path / "data", 0)
         with pytest.warns(RuntimeWarning, match="did not give samples 3 times in a row: it is left alone") as caught:
             all_of(loader)
         assert len(caught) == 1
-        left = dataset.cache.disk.stats().resident_items
+        left = disk_of(dataset.cache).stats().resident_items
         assert 0 < left < COUNT
-        asked = dataset.cache.disk.stats().misses
+        asked = disk_of(dataset.cache).stats().misses
         all_of(loader)
-        assert dataset.cache.disk.stats().misses == asked
+        assert disk_of(dataset.cache).stats().misses == asked
 
 
 def test_a_disk_that_raises(tmp_path: Path, source: ThrottledSource, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +309,7 @@ def test_a_disk_that_raises(tmp_path: Path, source: ThrottledSource, monkeypatch
             calls.append(len(ids))
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(dataset.cache.disk, "get_many", fail)
+        monkeypatch.setattr(disk_of(dataset.cache), "get_many", fail)
         with pytest.warns(RuntimeWarning, match="did not give samples"):
             all_of(loader)
         assert FAILURES <= len(calls) < COUNT // 2
@@ -327,14 +329,14 @@ def test_a_disk_that_does_not_write(tmp_path: Path, source: ThrottledSource, mon
             dataset.cache.flush()
         stats = dataset.stats()
         assert [str(one.message).count("did not take samples 3 times") for one in caught] == [1]
-        assert stats.disk_items == 0
+        assert stats.lower.resident_items == 0
         assert source.requests == 2 * COUNT - stats.resident_items
-        assert dataset.cache.disk.stats().rejected < COUNT - stats.resident_items  # it was not asked any more
+        assert disk_of(dataset.cache).stats().rejected < COUNT - stats.resident_items  # it was not asked any more
 
 
 def test_a_failing_disk_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(mover.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(disk_tier.time, "monotonic", lambda: now[0])
     health = Health(Path("/disk"), "did nothing")
     for _ in range(FAILURES - 1):
         health.failed()
@@ -377,17 +379,17 @@ def test_a_disk_that_others_fill(small_disk: Path, source: ThrottledSource) -> N
             all_of(loader)
         dataset.cache.flush()
         stats = dataset.stats()
-        assert 0 < stats.disk_items < 30
+        assert 0 < stats.lower.resident_items < 30
         for epoch in (1, 2):
             all_of(loader)
-            assert source.requests == COUNT + epoch * (COUNT - stats.resident_items - stats.disk_items)
+            assert source.requests == COUNT + epoch * (COUNT - stats.resident_items - stats.lower.resident_items)
         sound(dataset.cache)
 
 
 def test_both_keep_to_their_capacity(tmp_path: Path, source: ThrottledSource) -> None:
     with dataset_of(source, tmp_path, 20, 30) as dataset:
         all_of(sf.DataLoader(dataset, 8))
-        for tier, wanted in ((dataset.cache.memory, room(20)), (dataset.cache.disk, room(30))):
+        for tier, wanted in ((dataset.cache.upper, room(20)), (disk_of(dataset.cache), room(30))):
             stats = tier.stats()
             assert stats.used_bytes <= stats.capacity_bytes == wanted
             assert (tier.path / "data").stat().st_blocks * 512 <= wanted

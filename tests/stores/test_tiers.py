@@ -24,6 +24,7 @@ from tier_tools import (
     Samples,
     all_of,
     dataset_of,
+    disk_of,
     held,
     ids_of,
     is_right,
@@ -140,7 +141,7 @@ def test_each_of_many_samples_comes_from_where_the_model_says(
 
 
 def check_against_model(tiers: TieredCache, steps: list[tuple[str, list[int]]]) -> None:
-    rooms = [room_of(tier) for tier in (tiers.memory, tiers.disk)]
+    rooms = [room_of(tier) for tier in (tiers.upper, disk_of(tiers))]
     tiers.clear()
     model = Model(*rooms, lru=tiers.policy.evicts)
     before = tiers.stats()
@@ -156,12 +157,12 @@ def check_against_model(tiers: TieredCache, steps: list[tuple[str, list[int]]]) 
             tiers.drop(ids)
             model.drop(ids)
         else:
-            tiers.memory.clear()
+            tiers.upper.clear()
             model.lose_memory()
-        assert held(tiers.memory) == set(model.memory)
-        assert held(tiers.disk) == model.disk
+        assert held(tiers.upper) == set(model.memory)
+        assert held(disk_of(tiers)) == model.disk
     now = tiers.stats()
-    from_disk = now.disk_hits - before.disk_hits
+    from_disk = now.lower_hits - before.lower_hits
     assert [now.hits - before.hits - from_disk, from_disk, now.misses - before.misses] == model.counts
 
 
@@ -175,24 +176,24 @@ def test_with_persist_copies_on_the_disk_give_way(
     """All that is put is held while there is room in either tier, and the disk has copies while it has room."""
     folder = tmp_path_factory.mktemp("persist")
     with open_tiers(folder, 12, 20, keep=True) as cache:
-        rooms = [room_of(tier) for tier in (cache.memory, cache.disk)]
+        rooms = [room_of(tier) for tier in (cache.upper, disk_of(cache))]
         for step, ids in steps:
             if step == "put":
                 put(cache, ids)
-                lost = set(ids) - held(cache.memory) - held(cache.disk)
-                full = len(held(cache.memory)) == rooms[0] and len(held(cache.disk)) == rooms[1]
-                assert not lost or (full and not held(cache.memory) & held(cache.disk))
-                if len(held(cache.disk)) < rooms[1]:
-                    assert set(ids) <= held(cache.disk)
+                lost = set(ids) - held(cache.upper) - held(disk_of(cache))
+                full = len(held(cache.upper)) == rooms[0] and len(held(disk_of(cache))) == rooms[1]
+                assert not lost or (full and not held(cache.upper) & held(disk_of(cache)))
+                if len(held(disk_of(cache))) < rooms[1]:
+                    assert set(ids) <= held(disk_of(cache))
             elif step == "get":
-                both = held(cache.memory) | held(cache.disk)
+                both = held(cache.upper) | held(disk_of(cache))
                 found = cache.get_many(ids)
                 assert [value is not MISS for value in found] == [id in both for id in ids]
-                assert held(cache.memory) | held(cache.disk) == both
+                assert held(cache.upper) | held(disk_of(cache)) == both
             elif step == "drop":
                 cache.drop(ids)
             else:
-                cache.memory.clear()
+                cache.upper.clear()
         sound(cache)
     shutil.rmtree(folder)
 
@@ -232,7 +233,7 @@ def test_epochs_read_from_the_source_what_neither_tier_holds(
         all_of(loader)
         dataset.cache.settle(np.arange(COUNT))  # what workers that live on have on its way
         stats = dataset.stats()
-        absent = COUNT - stats.resident_items - stats.disk_items
+        absent = COUNT - stats.resident_items - stats.lower.resident_items
         assert 15 < stats.resident_items < 25
         assert (absent == 0) == (disk == COUNT)
         assert stats.storage_reads == source.requests == COUNT
@@ -240,7 +241,7 @@ def test_epochs_read_from_the_source_what_neither_tier_holds(
             all_of(loader)
             now = dataset.stats()
             assert source.requests == COUNT + epoch * absent
-            assert now.disk_hits == epoch * stats.disk_items
+            assert now.lower_hits == epoch * stats.lower.resident_items
             assert now.resident_items == stats.resident_items
         assert loader.stats().hits == now.hits
 
@@ -253,7 +254,7 @@ def test_where_memory_evicts_the_disk_has_all(tmp_path: Path, source: ThrottledS
                 all_of(loader)
         stats = dataset.stats()
     assert source.requests == COUNT
-    assert stats.disk_items == COUNT
+    assert stats.lower.resident_items == COUNT
     assert stats.evictions > COUNT
     assert stats.hits + stats.misses == 3 * COUNT
 
@@ -298,7 +299,7 @@ def test_the_disk_is_read_when_a_batch_is_started(tmp_path: Path, source: Thrott
         assert sorted(id for ids, _ in pending.asked for id in ids.tolist()) == below.tolist()
         for _, answer in pending.asked:
             answer.result()
-        os.truncate(dataset.cache.disk.path / "data", 0)
+        os.truncate(disk_of(dataset.cache).path / "data", 0)
         samples = reader.finish(pending, 0, 0, skip=False)
         assert all(is_right(id, value) for id, value in zip(below.tolist(), samples.values, strict=True))
         assert (samples.hits, samples.misses, source.requests) == (len(below), 0, COUNT)
@@ -337,7 +338,7 @@ def test_the_whole_room_decides_on_the_form(tmp_path: Path) -> None:
 def test_the_next_job_begins_with_what_lies_on_the_disk(tmp_path: Path, source: ThrottledSource) -> None:
     with dataset_of(source, tmp_path, 20, COUNT, keep=True) as dataset:
         all_of(sf.DataLoader(dataset, 8, shuffle=True))
-        assert dataset.stats().disk_items == COUNT
+        assert dataset.stats().lower.resident_items == COUNT
     source.reset()
     with dataset_of(source, tmp_path, 40, COUNT, keep=True) as dataset:  # more memory than before
         made = source.requests
@@ -345,41 +346,41 @@ def test_the_next_job_begins_with_what_lies_on_the_disk(tmp_path: Path, source: 
         stats = dataset.stats()
         assert source.requests == made <= 2  # what is read when a data set is made
         assert 35 < stats.resident_items < 45  # they moved up as they were read
-        assert stats.disk_items == COUNT
+        assert stats.lower.resident_items == COUNT
         all_of(sf.DataLoader(dataset, 8, shuffle=True))
-        assert dataset.stats().disk_hits == stats.disk_hits + COUNT - stats.resident_items
-    shutil.rmtree(dataset.cache.disk.path)
+        assert dataset.stats().lower_hits == stats.lower_hits + COUNT - stats.resident_items
+    shutil.rmtree(disk_of(dataset.cache).path)
 
 
 def test_without_persist_the_disk_is_empty_when_the_last_one_has_left(tmp_path: Path, source: ThrottledSource) -> None:
     with dataset_of(source, tmp_path, 20, COUNT) as dataset:
         all_of(sf.DataLoader(dataset, 8))
-        assert len(list(dataset.cache.disk.path.parent.iterdir())) == 1
-    assert list(dataset.cache.disk.path.parent.iterdir()) == []
+        assert len(list(disk_of(dataset.cache).path.parent.iterdir())) == 1
+    assert list(disk_of(dataset.cache).path.parent.iterdir()) == []
 
 
 def test_memory_that_has_room_again_takes_what_is_read_and_the_disk_lets_go_of_it(tmp_path: Path) -> None:
     with open_tiers(tmp_path, 12, 40) as cache:
         put(cache, range(40))
-        below, before = held(cache.disk), held(cache.memory)
-        cache.memory.drop(sorted(before)[:5])
+        below, before = held(disk_of(cache)), held(cache.upper)
+        cache.upper.drop(sorted(before)[:5])
         ids = sorted(below)[:8]
         assert all(is_right(id, value) for id, value in zip(ids, cache.get_many(ids), strict=True))
-        assert held(cache.memory) == (before - set(sorted(before)[:5])) | set(ids[:5])
-        assert held(cache.disk) == below - set(ids[:5])
+        assert held(cache.upper) == (before - set(sorted(before)[:5])) | set(ids[:5])
+        assert held(disk_of(cache)) == below - set(ids[:5])
         sound(cache)
 
 
 def test_what_another_process_moves_up_meanwhile_comes_from_memory(tmp_path: Path) -> None:
     with open_tiers(tmp_path, 12, 40) as cache:
         put(cache, range(40))
-        ids = np.array(sorted(held(cache.disk))[:5])
-        cache.memory.drop(sorted(held(cache.memory))[:5])
-        pieces = cache.away(ids)
+        ids = np.array(sorted(held(disk_of(cache)))[:5])
+        cache.upper.drop(sorted(held(cache.upper))[:5])
+        pieces = cache.parts(ids)
         with pickle.loads(pickle.dumps(cache)) as other:
             other.get_many(ids)
-        assert not cache.disk.resident(ids).any()
-        values = [value for piece in pieces for value in cache.ask(piece)]
+        assert not disk_of(cache).resident(ids).any()
+        values = [value for piece in pieces for value in cache.read(piece)]
         assert all(is_right(id, value) for id, value in zip(ids.tolist(), values, strict=True))
         assert cache.stats().misses == 0
 
@@ -387,7 +388,7 @@ def test_what_another_process_moves_up_meanwhile_comes_from_memory(tmp_path: Pat
 def test_a_data_set_that_is_freed_leaves_nothing(tmp_path: Path) -> None:
     dataset = dataset_of(Samples(), tmp_path, 20, COUNT)
     all_of(sf.DataLoader(dataset, 8))
-    folder = dataset.cache.disk.path.parent
+    folder = disk_of(dataset.cache).path.parent
     del dataset
     gc.collect()
     assert list(folder.iterdir()) == []
@@ -395,15 +396,15 @@ def test_a_data_set_that_is_freed_leaves_nothing(tmp_path: Path) -> None:
 
 def test_two_data_sets_in_one_folder(tmp_path: Path) -> None:
     with dataset_of(Samples(), tmp_path, 20, COUNT) as one, dataset_of(Samples(50), tmp_path, 20, COUNT) as other:
-        assert one.cache.disk.path.parent == other.cache.disk.path.parent
+        assert disk_of(one.cache).path.parent == disk_of(other.cache).path.parent
         all_of(sf.DataLoader(one, 8))
         assert ids_of(sf.DataLoader(other, 8)) == list(range(50))
-        assert (one.stats().disk_items > 70, other.stats().disk_items < 50) == (True, True)
+        assert (one.stats().lower.resident_items > 70, other.stats().lower.resident_items < 50) == (True, True)
 
 
 def test_a_name_belongs_to_one_data_set(tmp_path: Path) -> None:
     with dataset_of(Samples(), tmp_path, 20, COUNT, name="photos", keep=True) as dataset:
-        path = dataset.cache.disk.path
+        path = disk_of(dataset.cache).path
         assert path.name == "photos"
     with pytest.raises(FingerprintError, match=r"the cache 'photos' in .* holds other data"):
         dataset_of(Samples(50), tmp_path, 20, COUNT, name="photos")
@@ -445,7 +446,7 @@ def test_a_closed_cache_says_so(tmp_path: Path) -> None:
     put(cache, range(5))
     cache.close()
     cache.close()
-    assert cache.stats().disk_items > 0
+    assert cache.stats().lower.resident_items > 0
     with pytest.raises(InputError, match="closed"):
         cache.get_many([1])
     with pytest.raises(InputError, match="closed"):
@@ -464,7 +465,7 @@ def test_values_by_key(tmp_path: Path, policy: str) -> None:
                 assert np.array_equal(cache.get(key, sample)[0], sample(key)[0])
         stats = cache.stats()
         assert stats.storage_reads == 100
-        assert stats.disk_hits > 50
+        assert stats.lower_hits > 50
 
 
 def test_jobs_that_share_one_preparation(tmp_path: Path, source: ThrottledSource) -> None:

@@ -12,6 +12,7 @@ import torch
 import stallfree as sf
 from stallfree.cache import MISS, SampleCache
 from stallfree.stores import DiskTier, TieredCache
+from stallfree.stores.disk_tier import DiskCache
 
 COUNT = 96
 SIZE = 4000
@@ -59,15 +60,22 @@ def put(cache: TieredCache, ids: Sequence[int]) -> np.ndarray:
     return taken
 
 
+def disk_of(cache: Any) -> SampleCache:
+    """The records on the disk."""
+    disk = cache.lower[0]
+    assert isinstance(disk, DiskCache)
+    return disk.records
+
+
 def held(cache: SampleCache) -> set[int]:
     return set(np.flatnonzero(cache.resident(np.arange(COUNT))).tolist())
 
 
 def sound(cache: TieredCache) -> None:
     """The bookkeeping of both tiers is right, and each sample that is there is the right one."""
-    assert cache.memory.check() == []
-    assert cache.disk.check() == []
-    for tier in (cache.memory, cache.disk):
+    assert cache.upper.check() == []
+    assert disk_of(cache).check() == []
+    for tier in (cache.upper, disk_of(cache)):
         there = sorted(held(tier))
         for id, value in zip(there, tier.get_many(there), strict=True):
             assert is_right(id, value)

@@ -1,0 +1,332 @@
+"""A local disk as a tier below memory: `DiskTier` is the user's object, `DiskCache` the tier of one data set."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache import MISS, Policy, SampleCache
+from stallfree.cache.checks import EVERY_STEP
+from stallfree.errors import CapacityError, InputError
+from stallfree.folders import is_address, is_path
+from stallfree.stats import CacheStats
+from stallfree.stores.tiered import LowerTier, TieredCache
+from stallfree.stores.write_behind import Record, WriteBehind, shared_flags
+from stallfree.units import format_size, parse_size
+
+Array = npt.NDArray[Any]
+
+FAILURES = 3
+"""Failures in a row after which a disk is not used for a while."""
+
+PAUSE = 10.0
+"""Seconds of that while."""
+
+_PIECES = 8
+"""Pieces of a batch that are read from the disk at the same time."""
+
+_PIECE_BYTES = 256 << 10
+"""Bytes of such a piece, at least."""
+
+_CHECKED = 1024
+_FULL = 0.8
+"""Share of its space in use above which a disk that stores nothing is full: the rest lies in scattered blocks."""
+
+
+class DiskTier:
+    """A folder on a local disk that takes what memory has no room for.
+
+        tier = DiskTier("/mnt/ssd", capacity="200GiB")
+        dataset = CachedDataset(ds, capacity="16GiB", store=tier)
+
+    Samples come from memory, else from the disk, else from the source. Of those on the disk, the ones that the next
+    batches need are read ahead. A disk that is full or fails costs hits, and no error.
+
+    Args:
+        folder: on a local disk; data sets share it, each under its own name. It is made if it is missing.
+        capacity: bytes on the disk for each data set that is given this, index included, as an int or such as "200GiB".
+            With a `CachedDataset`, its own capacity is memory.
+        persist: keep what lies on the disk when the last process has left, for the next job with the same data.
+
+    Attributes:
+        folder: as an absolute path.
+        capacity: bytes.
+        persist: as given.
+
+    Raises `InputError` for a folder that is no path, `CapacityError` for a capacity that is no size.
+    """
+
+    def __init__(self, folder: str | Path, *, capacity: int | str, persist: bool = False) -> None:
+        if not is_path(folder) or str(folder) == "memory" or is_address(folder):
+            raise InputError(f"DiskTier(folder={folder!r:.80}): give the path of a folder on a local disk")
+        self.folder = Path(folder).expanduser().absolute()
+        self.capacity = parse_size(capacity, "capacity")
+        self.persist = bool(persist)
+
+    def attach(
+        self,
+        num_ids: int,
+        *,
+        capacity: int,
+        fingerprint: str,
+        policy: str | Policy,
+        name: str,
+        persist: bool = False,
+        example: Any = MISS,
+        below: LowerTier | None = None,
+    ) -> TieredCache:
+        """The cache of one data set in memory, in this folder, and in the tier `below` if there is one.
+
+        The other arguments are those of `SampleCache`, for memory. A `name` that was made from policy and capacity is
+        not used on the disk, whose records fit other policies and capacities too.
+        """
+        shared: dict[str, Any] = {
+            "fingerprint": fingerprint,
+            "example": example,
+            "allow_pickle": below is None or below.allow_pickle,
+        }
+        memory = SampleCache(num_ids, capacity=capacity, policy=policy, name=name, persist=persist, **shared)
+        if name == f"{fingerprint[:20]}-{memory.policy.name}-{capacity}":
+            name = f"{fingerprint[:20]}-tier"
+        with contextlib.ExitStack() as undo:
+            undo.callback(memory.close)
+            try:
+                disk = SampleCache(
+                    num_ids, capacity=self.capacity, store=self.folder, name=name, persist=self.persist, **shared
+                )
+            except CapacityError as error:
+                raise CapacityError(f"{self!r}: {error}") from error
+            undo.pop_all()
+        lower = DiskCache(disk, memory, persist=self.persist)
+        return TieredCache(memory, lower, *([] if below is None else [below]))
+
+    def __repr__(self) -> str:
+        return f"DiskTier({str(self.folder)!r}, capacity={format_size(self.capacity)})"
+
+
+class DiskCache:
+    """The samples of one data set on a local disk: a `LowerTier`. Writes are in the background.
+
+    Args:
+        records: the sample cache on the disk, which never evicts.
+        upper: the tier in memory above.
+        persist: whether the disk is given what memory holds too, as far as there is room.
+    """
+
+    def __init__(self, records: SampleCache, upper: SampleCache, *, persist: bool = False) -> None:
+        self.records, self.allow_pickle = records, records.allow_pickle
+        self._upper, self._persist = upper, persist
+        self._both = persist or upper.policy.evicts
+        self._reading = Health(records.path, "did not give samples")
+        self._writer = _DiskWriter(records, upper, yields=self._both and not upper.policy.evicts)
+        flags = shared_flags(upper.path / "moving", records.num_ids)
+        self._writes = WriteBehind(self._writer.write, flags, target=f"the disk of {records.path}")
+
+    @property
+    def inclusive(self) -> bool:
+        """See `LowerTier`."""
+        return self._both and not self.records.full
+
+    @property
+    def takes(self) -> bool:
+        """See `LowerTier`."""
+        return self._writer.takes
+
+    def known(self, ids: Array) -> Array:
+        """Which of `ids` are on the disk: an array of bool. None of them while the disk is not used."""
+        there = self.records.resident(ids)
+        return there if self._reading.good else np.zeros_like(there)
+
+    def parts(self, ids: Array) -> list[Array]:
+        """Those of `ids` that are on the disk, in pieces that several threads read at the same time."""
+        found = ids[self.known(ids)]
+        if not len(found):
+            return []
+        stats = self.records.stats()
+        typical = max(1, stats.resident_bytes // max(1, stats.resident_items))
+        step = max(-(-len(found) // _PIECES), -(-_PIECE_BYTES // typical))
+        return [found[at : at + step] for at in range(0, len(found), step)]
+
+    def read(self, ids: Array) -> list[Any]:
+        """The samples of `ids`, `MISS` for those that are not there or cannot be read."""
+        values: list[Any] = [MISS] * len(ids)
+        with contextlib.suppress(OSError):
+            values = self.records.get_many(ids)
+        if any(value is not MISS for value in values):
+            self._reading.succeeded()
+        elif not self._upper.resident(ids).any():  # else another process has moved them up meanwhile
+            self._reading.failed()
+        return values
+
+    def put_records(self, ids: Array, records: Sequence[Record]) -> Array:
+        """Have the thread write `records`; which of them were taken or are there, as an array of bool."""
+        there = self.records.resident(ids)
+        at = np.flatnonzero(~there)
+        there[at[: self._writes.add(ids[at], [records[position] for position in at.tolist()])]] = True
+        return there
+
+    def settle(self, ids: Array) -> None:
+        """See `LowerTier`."""
+        self._writes.settle(ids)
+
+    def moved_up(self, ids: Array) -> None:
+        """Drop `ids`, which memory holds now, unless the disk is given all samples."""
+        if self._both:
+            self._writer.look_again()
+        else:
+            self.records.drop(ids)
+
+    def drop(self, ids: Array) -> None:
+        """Remove the records of `ids`. Raises `WaitError` if the lock is not free in 2 s."""
+        self.records.drop(ids)
+
+    def flush(self) -> None:
+        """See `LowerTier`."""
+        self._writes.flush()
+
+    def stats(self) -> CacheStats:
+        """The counts over all processes."""
+        return self.records.stats()
+
+    @property
+    def uncached_steps(self) -> int:
+        """See `LowerTier`."""
+        return self.records.uncached_steps
+
+    def uncache_steps(self) -> bool:
+        """See `LowerTier`."""
+        return self.records.uncache_steps(EVERY_STEP)
+
+    def close(self) -> None:
+        """Write what is in the queue, and leave the disk."""
+        try:
+            self._writes.close()
+        finally:
+            self.records.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (self.records, self._upper, self._persist)
+
+
+def _attach(records: SampleCache, upper: SampleCache, persist: bool) -> DiskCache:
+    return DiskCache(records, upper, persist=persist)
+
+
+class _DiskWriter:
+    """Writes records to a disk, in the thread of its `WriteBehind`.
+
+    Args:
+        disk: written to.
+        upper: the tier in memory above.
+        yields: whether records that memory holds too are dropped when there is no room for others.
+    """
+
+    def __init__(self, disk: SampleCache, upper: SampleCache, *, yields: bool) -> None:
+        self._disk, self._upper, self._yields = disk, upper, yields
+        self._health = Health(disk.path, "did not take samples")
+        self._copies: Array | None = None  # ids that both held; None: to be looked up
+        self._changes = 0  # calls of `look_again`
+
+    @property
+    def takes(self) -> bool:
+        """Whether the disk may store samples now."""
+        if not self._health.good:
+            return False
+        return not self._disk.full or (self._yields and (self._copies is None or len(self._copies) > 0))
+
+    def look_again(self) -> None:
+        """Note that memory has taken samples of the disk, whose records there may now be dropped."""
+        self._changes += 1
+        self._copies = None
+
+    def write(self, ids: Array, records: list[Record]) -> None:
+        """Store what there is room for."""
+        try:
+            self._store(ids, records)
+        except OSError:
+            self._health.failed()
+
+    def _store(self, ids: Array, records: list[Record]) -> None:
+        there = self._disk.put_records(ids, records)
+        stored, left = bool(there.any()), np.flatnonzero(~there)
+        if len(left) and self._yields:
+            left = left[~self._upper.resident(ids[left])]
+            if self._make_room(len(left)):
+                there = self._disk.put_records(ids[left], [records[at] for at in left.tolist()])
+                stored, left = stored or bool(there.any()), left[~there]
+        if stored or not len(left):
+            self._health.succeeded()
+        elif not self._disk.full:
+            stats = self._disk.stats()
+            size = sum(array.size for at in left.tolist() for array in records[at][1])
+            if stats.resident_bytes + size > _FULL * stats.used_bytes:
+                self._health.rest()
+            else:
+                self._health.failed()
+
+    def _make_room(self, count: int) -> bool:
+        """Drop up to `count` records that memory holds too. Returns whether there were any."""
+        wanted, copies, looked, changes = count, self._copies, False, self._changes
+        while wanted:
+            if copies is None or (not len(copies) and not looked):
+                copies, looked = self._in_both(np.arange(self._disk.num_ids)), True
+            some, rest = np.split(copies, [max(wanted, _CHECKED)])
+            some = self._in_both(some)  # they may have changed since
+            copies = np.concatenate([some[wanted:], rest])
+            if len(some):
+                self._disk.drop(some[:wanted])
+                wanted -= len(some[:wanted])
+            elif not len(copies) and looked:
+                break
+        self._copies = copies if changes == self._changes else None
+        return wanted < count
+
+    def _in_both(self, ids: Array) -> Array:
+        return ids[self._upper.resident(ids) & self._disk.resident(ids)]
+
+
+class Health:
+    """Whether a disk is used. After 3 failures in a row it is not for 10 s; the first time, that is a warning.
+
+    Args:
+        path: of the folder on the disk.
+        what: the failure, for the warning: "did not give samples".
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        self._path, self._what = path, what
+        self._failures, self._until, self._warned = 0, 0.0, False
+
+    @property
+    def good(self) -> bool:
+        """Whether it is used now."""
+        return time.monotonic() >= self._until
+
+    def succeeded(self) -> None:
+        """Count a success: failures before it do not count any more."""
+        self._failures = 0
+
+    def failed(self) -> None:
+        """Count a failure."""
+        self._failures += 1
+        if self._failures >= FAILURES and self.good:
+            self.rest()
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"the disk of {self._path} {self._what} {FAILURES} times in a row: it is left alone for "
+                    f"{PAUSE:.0f} s at a time, and samples come from the source meanwhile",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+    def rest(self) -> None:
+        """Do not use it for a while."""
+        self._until = time.monotonic() + PAUSE
