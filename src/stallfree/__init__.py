@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         LoaderStats,
         SharedStats,
         SmartCacheStats,
-        StoreStats,
         TierStats,
     )
     from stallfree.stores import DiskTier, RedisStore
@@ -60,7 +59,7 @@ _PLACES = {
     "plans": "BySamples ImportanceSampler",
     "shared": "SharedLoader",
     "sources": "DecodeImage FileDataset ImageFolder TarDataset",
-    "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats StoreStats TierStats",
+    "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats TierStats",
     "stores": "DiskTier RedisStore",
     "vision": "DecodeRandomResizedCrop",
 }
@@ -115,7 +114,6 @@ __all__ = [
     "StallfreeError",
     "StallfreeWarning",
     "StorageError",
-    "StoreStats",
     "TarDataset",
     "TensorBoardHook",
     "TierStats",

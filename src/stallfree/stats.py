@@ -44,20 +44,6 @@ class CacheStats:
 
 
 @dataclass(frozen=True)
-class StoreStats(CacheStats):
-    """What a cache that is spread over the nodes of a job has done on this node, summed over its processes.
-
-    Hits and misses are those of this node's processes, wherever the samples lie. What is resident, capacity and bytes
-    are those of this node's part.
-
-    Attributes:
-        other_hits: those of the hits that came from other nodes.
-    """
-
-    other_hits: int
-
-
-@dataclass(frozen=True)
 class TierStats(CacheStats):
     """What a tier has done together with the tiers below it, such as memory over a local disk.
 

@@ -18,7 +18,7 @@ from stallfree.cache.policies import Policy
 from stallfree.errors import CodecError, InputError, WaitError
 from stallfree.folders import check_name
 from stallfree.stats import CacheStats
-from stallfree.stores import AnyCache, Store, begins_reads, open_cache, room_of, stores_in
+from stallfree.stores import AnyCache, Store, begins_reads, open_cache, parse_capacity, room_of, stores_in
 from stallfree.units import parse_size
 
 Places = npt.NDArray[np.int64]
@@ -56,13 +56,13 @@ class CacheLoader:
         self,
         *,
         capacity: int | str,
-        store: str | Path | RedisStore | DiskTier = "memory",
+        store: Store = "memory",
         name: str,
         policy: str | Policy = "minio",
         persist: bool = False,
         typical: int | str = "16KiB",
     ) -> None:
-        size, name = parse_size(capacity, "capacity"), check_name(name)
+        size, name = parse_capacity(capacity, store), check_name(name)
         example = bytes(min(parse_size(typical, "typical"), _MOST_TYPICAL))
         room = room_of(store, size)
         places = min(max(room // _BYTES_PER_PLACE, _WAYS), _MOST_PLACES)
@@ -174,7 +174,7 @@ class CacheLoader:
         self.cache.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None}
+        return {**self.__dict__, "_stores": []}
 
     def __enter__(self) -> CacheLoader:
         return self

@@ -249,8 +249,9 @@ class CachedDataset:
         """
         self.reader.end(f"{self!r} is closed: make a new one to read samples")
         self.cache.close()
-        if self._wished and self._store is not None:
-            self._store.close()
+        if self._wished:
+            for store in self._stores:
+                store.close()
         self._epochs.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -136,6 +136,11 @@ class TieredCache:
         """Which of `ids` (integers) are in the upper tier: an array of bool."""
         return self.upper.resident(ids)
 
+    @property
+    def servers(self) -> Any:
+        """The tier in servers that other hosts use too (`RedisCache`); None if there is none."""
+        return next((tier for tier in self.lower if hasattr(tier, "verify")), None)
+
     def populate(self) -> None:
         """As `SampleCache.populate`."""
         self.upper.populate()
@@ -155,8 +160,10 @@ class TieredCache:
         self.upper.count_fetch(reads, size)
 
     def set_scores(self, ids: Any, scores: Any) -> None:
-        """As `SampleCache.set_scores`, for the upper tier."""
+        """As `SampleCache.set_scores`, for the upper tier and the one in servers."""
         self.upper.set_scores(ids, scores)
+        if self.servers is not None:
+            self.servers.set_scores(ids, scores)
 
     @property
     def uncached_steps(self) -> int:
