@@ -258,7 +258,7 @@ class _DiskWriter:
         stored, left = bool(there.any()), np.flatnonzero(~there)
         if len(left) and self._yields:
             left = left[~self._upper.resident(ids[left])]
-            if self._make_room(len(left)):
+            if len(left) and self._make_room(len(left)):
                 there = self._disk.put_records(ids[left], [records[at] for at in left.tolist()])
                 stored, left = stored or bool(there.any()), left[~there]
         if stored or not len(left):
@@ -273,20 +273,14 @@ class _DiskWriter:
 
     def _make_room(self, count: int) -> bool:
         """Drop up to `count` records that memory holds too. Returns whether there were any."""
-        wanted, copies, looked, changes = count, self._copies, False, self._changes
-        while wanted:
-            if copies is None or (not len(copies) and not looked):
-                copies, looked = self._in_both(np.arange(self._disk.num_ids)), True
-            some, rest = np.split(copies, [max(wanted, _CHECKED)])
-            some = self._in_both(some)  # they may have changed since
-            copies = np.concatenate([some[wanted:], rest])
-            if len(some):
-                self._disk.drop(some[:wanted])
-                wanted -= len(some[:wanted])
-            elif not len(copies) and looked:
-                break
-        self._copies = copies if changes == self._changes else None
-        return wanted < count
+        changes, copies, checked = self._changes, self._copies, max(count, _CHECKED)
+        first = np.empty(0, np.int64) if copies is None else self._in_both(copies[:checked])
+        if copies is None or len(first) < count:  # those that were looked up have changed since
+            copies = first = self._in_both(np.arange(self._disk.num_ids))
+            checked = len(copies)
+        self._disk.drop(first[:count])
+        self._copies = np.concatenate([first[count:], copies[checked:]]) if changes == self._changes else None
+        return len(first) > 0
 
     def _in_both(self, ids: Array) -> Array:
         return ids[self._upper.resident(ids) & self._disk.resident(ids)]
