@@ -234,7 +234,7 @@ def test_what_any_tier_holds_is_found_and_right(chain: TieredCache, steps: list[
         if step == "put":
             taken = put(chain, ids)
             model |= {id for id, kept in zip(ids, taken, strict=True) if kept}
-            assert not taken.all() or remote.raises or not remote.takes or set(ids) <= set(remote.values)
+            assert set(ids) <= set(remote.values) or remote.raises or not remote.takes
         elif step in ("get", "get_here"):
             found = chain.get_many(ids) if step == "get" else chain.get_here(np.array(ids))
             assert [value is not MISS for value in found] == [id in there for id in ids]

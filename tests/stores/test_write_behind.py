@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ class Target:
         self.entered, self.gate = threading.Event(), threading.Event()
         self.flags = np.zeros(100, np.uint8)
 
-    def write(self, ids: np.ndarray, records: list[object]) -> None:
+    def write(self, ids: np.ndarray, records: list[Any]) -> None:
         self.entered.set()
         assert self.gate.wait(60)
         self.ids += ids.tolist()
@@ -56,12 +57,29 @@ def test_without_patience_what_finds_no_room_is_not_taken(target: Target) -> Non
 
 def test_with_patience_samples_wait_for_room(target: Target) -> None:
     queue = WriteBehind(target.write, target.flags, target="the target", patience=60.0)
-    assert add(queue, 1, 2) == 2
+    assert add(queue, 0, 1, 2) == 3  # more than there is room for, as the queue is empty
     assert target.entered.wait(60)
     threading.Timer(0.05, target.gate.set).start()
     assert add(queue, *range(3, 12)) == 9
     queue.close()
-    assert target.ids == list(range(1, 12))
+    assert target.ids == list(range(12))
+
+
+def test_a_sample_may_be_changed_when_it_was_added(target: Target) -> None:
+    written: list[bytes] = []
+
+    def write(ids: np.ndarray, records: list[Any]) -> None:
+        target.write(ids, records)
+        written.extend(arrays[0].tobytes() for _, arrays in records)
+
+    queue = WriteBehind(write, target.flags, target="the target")
+    body = np.ones(SIZE, np.uint8)
+    assert queue.add(np.array([1]), [encode(body)]) == 1
+    assert target.entered.wait(60)
+    body[:] = 0
+    target.gate.set()
+    queue.close()
+    assert written == [b"\1" * SIZE]
 
 
 def test_nobody_waits_again_for_a_target_that_makes_no_progress(
@@ -83,7 +101,7 @@ def test_nobody_waits_again_for_a_target_that_makes_no_progress(
 
 
 def test_flush_raises_what_writing_raised(target: Target) -> None:
-    def write(ids: np.ndarray, records: list[object]) -> None:
+    def write(ids: np.ndarray, records: list[Any]) -> None:
         raise ZeroDivisionError
 
     queue = WriteBehind(write, target.flags, target="the target")
