@@ -67,7 +67,7 @@ class Remote:
     def stats(self) -> CacheStats:
         return CacheStats(self.hits, self.misses, 0, 0, 0, 0, 0, len(self.values), 0, 0, 0)
 
-    def uncache_steps(self) -> bool:
+    def uncache_steps(self, count: int) -> bool:
         self.uncached_steps, before = EVERY_STEP, self.uncached_steps
         return not before
 

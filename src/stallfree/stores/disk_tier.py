@@ -85,7 +85,8 @@ class DiskTier:
         """The cache of one data set in memory, in this folder, and in the tier `below` if there is one.
 
         The other arguments are those of `SampleCache`, for memory. A `name` that was made from policy and capacity is
-        not used on the disk, whose records fit other policies and capacities too.
+        not used on the disk, whose records fit other policies and capacities too. The cache closes `below`; if this
+        raises, the caller does.
         """
         shared: dict[str, Any] = {
             "fingerprint": fingerprint,
@@ -124,6 +125,7 @@ class DiskCache:
         self.records, self.allow_pickle = records, records.allow_pickle
         self._upper, self._persist = upper, persist
         self._both = persist or upper.policy.evicts
+        self._typical = 0  # bytes of a record
         self._reading = Health(records.path, "did not give samples")
         self._writer = _DiskWriter(records, upper, yields=self._both and not upper.policy.evicts)
         flags = shared_flags(upper.path / "moving", records.num_ids)
@@ -149,9 +151,10 @@ class DiskCache:
         found = ids[self.known(ids)]
         if not len(found):
             return []
-        stats = self.records.stats()
-        typical = max(1, stats.resident_bytes // max(1, stats.resident_items))
-        step = max(-(-len(found) // _PIECES), -(-_PIECE_BYTES // typical))
+        if not self._typical:
+            stats = self.records.stats()
+            self._typical = stats.resident_bytes // max(1, stats.resident_items)
+        step = max(-(-len(found) // _PIECES), -(-_PIECE_BYTES // max(1, self._typical)))
         return [found[at : at + step] for at in range(0, len(found), step)]
 
     def read(self, ids: Array) -> list[Any]:
@@ -200,7 +203,7 @@ class DiskCache:
         """See `LowerTier`."""
         return self.records.uncached_steps
 
-    def uncache_steps(self) -> bool:
+    def uncache_steps(self, count: int) -> bool:
         """See `LowerTier`."""
         return self.records.uncache_steps(EVERY_STEP)
 
