@@ -1,0 +1,143 @@
+"""Where a server of Redis or Valkey is, and how to be let in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from stallfree.errors import InputError, missing_extra
+
+if TYPE_CHECKING:
+    import redis
+    from redis.connection import AbstractConnection
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is and how to be let in. Picklable; the password is in its pickle, and in no text made of it.
+
+    Attributes:
+        host: name or number of the host.
+        port: TCP port.
+        path: of a Unix socket; then host and port mean nothing.
+        username: of an ACL user; empty for the default user.
+        password: empty for none.
+        ssl: whether to speak TLS. The server's certificate is checked, its host's name too.
+        ssl_ca_certs: file of the authorities to trust; the system's if empty.
+        ssl_certfile: file of a certificate of one's own, if the server wants one.
+        ssl_keyfile: file of its key, if that is not in the same file.
+        db: number of the database.
+    """
+
+    host: str = "localhost"
+    port: int = 6379
+    path: str = ""
+    username: str = ""
+    password: str = field(default="", repr=False)
+    ssl: bool = False
+    ssl_ca_certs: str = ""
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+    db: int = 0
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> Address:
+        """The address that a user gave as a dict of the attributes above, of which all may be missing.
+
+        None counts as missing. Raises `InputError` for a name that is not known and for a value that cannot be.
+        """
+        known = {field.name: field for field in fields(Address)}
+        if not isinstance(given, Mapping):
+            raise InputError(f"a host was given as {type(given).__name__}: give a dict such as {EXAMPLE}")
+        values = {name: value for name, value in given.items() if value is not None}
+        for name, value in values.items():
+            if name not in known:
+                raise InputError(f"a host was given with {name!r}, which is unknown: use {', '.join(known)}")
+            kind = type(known[name].default)
+            if isinstance(value, os.PathLike) and kind is str:
+                value = values[name] = os.fspath(value)
+            if type(value) is not kind:
+                shown = "something else" if name == "password" else repr(value)
+                raise InputError(f"a host was given with {name}={shown:.80}: expected {_KINDS[kind]}")
+        address = Address(**values)
+        for wrong, why in (
+            (not address.path and not address.host, "an empty host: give its name, or leave it out for this host"),
+            (not 0 < address.port < 1 << 16, f"port={address.port}: expected 1 to 65535"),
+            (address.db < 0, f"db={address.db}: expected 0 or more"),
+            (address.path and {"host", "port"} & set(values), "path and host or port: give one of them"),
+            (address.path and address.ssl, "path and ssl: a Unix socket needs no TLS"),
+            (address.username and not address.password, "a username and no password: give both"),
+            (
+                not address.ssl and any(values.get(name) for name in _TLS),
+                f"{next((name for name in _TLS if values.get(name)), '')} and without ssl=True: give both",
+            ),
+            (address.ssl_keyfile and not address.ssl_certfile, "ssl_keyfile and no ssl_certfile: give both"),
+        ):
+            if wrong:
+                raise InputError(f"a host was given with {why}")
+        return address
+
+    def __str__(self) -> str:
+        if self.path:
+            return self.path
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def connection(self, timeout: float) -> AbstractConnection:
+        """A connection of redis-py to it, which is not open yet.
+
+        Args:
+            timeout: seconds for the connecting, and for each answer.
+
+        Raises `MissingExtraError` without redis-py.
+        """
+        kind, arguments = self._redis(timeout)
+        connection: AbstractConnection = kind(**arguments)
+        return connection
+
+    def client(self, timeout: float) -> redis.Redis:
+        """A client of redis-py for it, which does not try again. Raises `MissingExtraError` without redis-py."""
+        kind, arguments = self._redis(timeout)
+        from redis import ConnectionPool, Redis
+
+        return Redis(connection_pool=ConnectionPool(connection_class=kind, **arguments))
+
+    def _redis(self, timeout: float) -> tuple[type[AbstractConnection], dict[str, Any]]:
+        try:
+            from redis.backoff import NoBackoff
+            from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+            from redis.retry import Retry
+        except ModuleNotFoundError as error:
+            raise missing_extra("redis", "redis", "a store on Redis or Valkey") from error
+        arguments: dict[str, Any] = {
+            "username": self.username or None,
+            "password": self.password or None,
+            "db": self.db,
+            "protocol": 2,
+            "socket_timeout": timeout,
+            "socket_connect_timeout": timeout,
+            "retry": Retry(NoBackoff(), 0),
+            **_nameless(),
+        }
+        if self.path:
+            return UnixDomainSocketConnection, arguments | {"path": self.path}
+        arguments |= {"host": self.host, "port": self.port}
+        if not self.ssl:
+            return Connection, arguments
+        arguments |= {name: getattr(self, name) or None for name in _TLS}
+        return SSLConnection, arguments | {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+
+
+def _nameless() -> dict[str, Any]:
+    """What keeps redis-py from telling the server its name and version: two round trips less per connection."""
+    try:
+        from redis import driver_info  # noqa: F401 - from version 8 on it has another parameter for that
+    except ImportError:
+        return {"lib_name": None, "lib_version": None}
+    return {"driver_info": None}
+
+
+_TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_KINDS = {str: "a text", int: "an integer", bool: "True or False"}
+EXAMPLE = "{'host': 'node1', 'port': 6379, 'password': '...'}"
