@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import socket
 import threading
@@ -78,8 +77,7 @@ class Listener:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         until(lambda: self._bind(port), "the port is free")
         self._socket.listen()
-        self._end, end = os.pipe()
-        self._thread = threading.Thread(target=self._read, args=(end,))
+        self._thread = threading.Thread(target=self._read)
         self.connections = 0
         self.received = b""
         self._thread.start()
@@ -90,7 +88,7 @@ class Listener:
             return True
         return False
 
-    def _read(self, end: int) -> None:
+    def _read(self) -> None:
         while True:
             connection, _ = self._socket.accept()
             self.connections += 1
@@ -98,7 +96,6 @@ class Listener:
                 connection.settimeout(1)
                 received = connection.recv(4096)
                 if received == b"end":
-                    os.close(end)
                     return
                 self.received += received
 
@@ -112,8 +109,6 @@ class Listener:
         """Read what has come until now, and end."""
         with socket.create_connection(self._socket.getsockname()) as last:
             last.sendall(b"end")
-            os.read(self._end, 1)
-        os.close(self._end)
-        self._thread.join()
+            self._thread.join()
         self._socket.close()
         self.connections -= 1

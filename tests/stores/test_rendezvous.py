@@ -131,7 +131,8 @@ def in_fork(addresses: NodeAddresses, place: int, after: int) -> bool:
         assert (copy.names, copy.me) == (addresses.names, addresses.me)
         assert copy.of(place) == addresses.of(place)
         addresses.confirm(place, after)
-        until(lambda: addresses.of(place)[0] > after and copy.of(place) == addresses.of(place), "it is confirmed")
+        until(lambda: addresses.of(place)[0] > after, "it is confirmed")
+        assert copy.of(place)[1] == addresses.of(place)[1]
         addresses.close()
         os._exit(server_at(addresses.of(place)[1]) is None)
 
@@ -180,9 +181,11 @@ def test_what_an_earlier_attempt_left_is_passed_over_and_gets_nothing(
             master.set(f"stallfree/2/one/{number}", json.dumps({"version": 3, "host": "old", "id": "old"}))
         left = {"sequence": 7, "host": "127.0.0.1", "port": port, "password": "old"}
         master.set("stallfree/node/old/address", json.dumps(left))
+        master.set("stallfree/node/old/requests", "7")
         ranks = job(0, 1)
         assert ranks[0].call(names) == ((HOST, f"{HOST}#1"), 0)
         assert None not in ranks[0].call(servers)
+        assert [os.listdir(rank.folder / "requests") for rank in ranks] == [[], []]
     assert (thief.connections, thief.received) == (0, b"")
 
 
@@ -285,7 +288,7 @@ def test_forked_children_and_pickled_copies_use_files_only(job: Callable[..., li
 def test_what_is_known_stays_when_the_store_goes_away(job: Callable[..., list[Rank]], master: JobStore) -> None:
     ranks = job(0, 1)
     before = ranks[0].call(servers)
-    master.close()
+    os.kill(master._process.pid, signal.SIGKILL)
     for rank in ranks:
         until(lambda rank=rank: not holds_lock(rank.child.pid, rank.folder / "announcer"), "its thread has ended")
     assert ranks[0].call(servers) == before

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from server_tools import (
+    PATIENCE,
     Listener,
     is_alive,
     make_server,
@@ -275,24 +277,20 @@ def test_no_other_user_can_read_the_password() -> None:
         assert [path.name for path in files if password.encode() in path.read_bytes()] == ["server.json"]
 
 
-def client(server: NodeServer, **options: Any) -> Any:
-    address = server.address()
-    assert address is not None
-    return redis.Redis(**{"host": address.host, "port": address.port, "password": address.password, **options})
-
-
 def test_it_listens_at_its_interface_and_needs_the_password() -> None:
     with make_server(interface="127.0.0.2") as server:
+        address = server.address()
         connections = psutil.Process(record(folder())["pid"]).net_connections("inet")
         listening = {tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN}
-        assert listening == {("127.0.0.2", server.address().port)}
-        for password in (None, "wrong"):
-            with client(server, password=password) as stranger, pytest.raises(redis.exceptions.AuthenticationError):
+        assert listening == {("127.0.0.2", address.port)}
+        for password in ("", "wrong"):
+            stranger = replace(address, password=password).client(PATIENCE)
+            with stranger, pytest.raises(redis.exceptions.AuthenticationError):
                 stranger.ping()
 
 
 def test_limits() -> None:
-    with make_server(memory="5MiB") as server, client(server) as connection:
+    with make_server(memory="5MiB") as server, server.address().client(PATIENCE) as connection:
         config = connection.config_get("*")
         expected = {"maxmemory": str(5 << 20), "maxmemory-policy": "noeviction", "save": "", "appendonly": "no"}
         expected |= {"protected-mode": "yes", "timeout": "30", "tcp-keepalive": "30", "databases": "1"}

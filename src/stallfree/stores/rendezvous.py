@@ -288,6 +288,7 @@ class NodeAddresses:
                 raise _missing(len(keys), missing, name)
             if now > reread:  # what an earlier attempt of the job left may have been replaced
                 for number, value in zip(missing, store.multi_get([keys[number] for number in missing]), strict=True):
+                    _withdraw(self._folder, members[number]["id"])
                     members[number] = _unpack(value, number)
                 reread = now + _REREAD_SECONDS
             time.sleep(_QUICK_SECONDS)
@@ -346,6 +347,11 @@ def _unpack_record(record: dict[str, Any]) -> tuple[int, Address]:
 def _request(folder: Path, id: str, after: int) -> None:
     with contextlib.suppress(OSError):  # the folder is gone, or full: the next request may succeed
         os.close(os.open(folder / REQUESTS / f"{id}-{max(0, after)}", os.O_WRONLY | os.O_CREAT | OPEN, 0o600))
+
+
+def _withdraw(folder: Path, id: str) -> None:
+    with contextlib.suppress(OSError):  # it was fulfilled
+        os.unlink(folder / REQUESTS / f"{id}-0")
 
 
 class _Announcer:
@@ -441,7 +447,8 @@ class _Announcer:
         if done:
             write_json(self._server.folder / _NODES, self._nodes)
         for name in done:
-            os.unlink(folder / name)
+            with contextlib.suppress(FileNotFoundError):  # it was withdrawn
+                os.unlink(folder / name)
         return new
 
 
