@@ -44,12 +44,9 @@ MEET_SECONDS = 300.0
 """Longest wait for the other nodes."""
 
 _VERSION = 3
-_ANSWER_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 _QUICK_SECONDS = 0.01  # first pause of an announcer with requests; it grows to _POLL_SECONDS
-_REREAD_SECONDS = 1.0
-_REVIVE_SECONDS = 5.0
-_END_SECONDS = 2.0
+_REREAD_SECONDS, _REVIVE_SECONDS, _END_SECONDS = 1.0, 5.0, 2.0
 _STARTS = 1 << 20  # sequence numbers for one start of the own server
 _NODES = "nodes.json"
 _SOMEWHERE = "192.0.2.1"  # an address that belongs to nobody, by RFC 5737
@@ -299,7 +296,7 @@ class NodeAddresses:
             found = self.of(place)
             assert found is not None
             sequence, address = found
-            if sequence > lost and identify((address.host, address.port), address.password, _ANSWER_SECONDS):
+            if sequence > lost and identify((address.host, address.port), address.password, 1.0):
                 return
             lost = sequence
             if time.monotonic() > deadline:
