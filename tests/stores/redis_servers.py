@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 import redis
-from node_tools import needs_server, until
+from server_tools import needs_server, until
 
 from stallfree.stores.endpoint import Address
-from stallfree.stores.spawn import find_server
+from stallfree.stores.server import find_server
 
 __all__ = ["Cluster", "FakeServer", "Server", "needs_server", "until"]
 

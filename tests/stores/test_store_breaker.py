@@ -14,8 +14,8 @@ import weakref
 from pathlib import Path
 
 import pytest
-from node_tools import until
 from redis_servers import FakeServer
+from server_tools import until
 
 from children import Child
 from stallfree.stores import breaker as module
