@@ -9,19 +9,34 @@ import socket
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
+import pytest
 import redis
-from node_tools import needs_server, until
 
-from stallfree.stores.endpoint import Address
-from stallfree.stores.spawn import find_server
+from stallfree.stores.addresses import Address
+from stallfree.stores.server import PROGRAMS, find_server
 
-__all__ = ["Cluster", "FakeServer", "Server", "needs_server", "until"]
+PATIENCE = 60.0  # seconds until something that should come counts as never coming
+
+needs_server = pytest.mark.skipif(
+    not any(shutil.which(program) for program in PROGRAMS),
+    reason="neither valkey-server nor redis-server is installed: apt install redis-server",
+)
+
+
+def until(met: Callable[[], Any], what: str) -> Any:
+    """Wait until `met` returns something true, and return that. Fails the test after 60 s."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := met()):
+        assert time.monotonic() < deadline, f"after {PATIENCE:.0f} s still not so: {what}"
+        time.sleep(0.002)
+    return found
 
 
 class Server:
