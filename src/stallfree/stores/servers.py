@@ -185,7 +185,7 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
             answered += 1
         except (AuthenticationError, ResponseError) as error:
             raise InputError(f"the server {address} refuses us: {error}. Give its user and password") from error
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, UnicodeError) as error:  # the last for a name that no host can have
             lost = lost or StorageError(
                 f"the server {address} does not answer within {START_SECONDS:.0f} s ({error}): start it, or correct "
                 "the address"
