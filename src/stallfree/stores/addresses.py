@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -111,15 +111,6 @@ class Address:
     def at(self, host: str, port: int) -> Address:
         """Another server, with the same user, password and TLS."""
         return replace(self, host=host, port=port, path="")
-
-    def cluster(self, nodes: Sequence[Address], timeout: float) -> Any:
-        """A client of redis-py for the Redis Cluster of `nodes`. Raises `redis.RedisError` if none of them answers."""
-        _, arguments = self._redis(timeout)
-        from redis.cluster import ClusterNode, RedisCluster
-
-        arguments = {name: value for name, value in arguments.items() if name not in ("host", "port", "path", "db")}
-        startup = [ClusterNode(node.host, node.port) for node in nodes]
-        return RedisCluster(startup_nodes=startup, require_full_coverage=False, ssl=self.ssl, **arguments)
 
     def _redis(self, timeout: float) -> tuple[type[AbstractConnection], dict[str, Any]]:
         try:

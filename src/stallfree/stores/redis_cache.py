@@ -28,7 +28,7 @@ import numpy.typing as npt
 from stallfree.cache.checks import EVERY_STEP, MISS, checked_ids, checked_scores
 from stallfree.cache.counters import Count
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.errors import CodecError, InputError, WaitError
+from stallfree.errors import CodecError, InputError
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.platform import at_fork
 from stallfree.stats import CacheStats
@@ -128,7 +128,8 @@ class RedisCache:
             self._node.share([shard.breaker for shard in servers.shards])
         self._buffers = Buffers()
         self._typical = _TYPICAL
-        self._pauses: dict[Shard, float] = {}
+        self._full: dict[Shard, float] = {}  # until when a server counts as full, or as one that refuses samples
+        self._refused: dict[Shard, float] = {}
         self._warned: set[str] = set()
         self._writer = WriteBehind(self._write, self._node.moving, target=f"servers of {name!r}", patience=_PATIENCE)
         self._pid, self._threads = os.getpid(), None
@@ -276,9 +277,10 @@ class RedisCache:
         new = self._node.uncache(EVERY_STEP)
         if new:
             self.clear()
-            for shard in self._servers.shards:
-                with contextlib.suppress(Exception):
-                    shard.call("SET", self._off, b"1")
+            named = bool(self._servers.names)
+            masters = [] if named else [shard for shard, _ in self._servers.split(self._node.owner, [self._off])]
+            for shard in self._servers.shards if named else masters:
+                self._send(shard, [("SET", self._off, b"1")])
         return new
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -300,42 +302,46 @@ class RedisCache:
         self._check_process()
         values: list[Any] = [MISS] * len(ids)
         keys = self._keys(ids)
-        for shard, at in self._servers.split(self._owners(ids), keys):
-            self._read(shard, ids[at].tolist(), [keys[position] for position in at.tolist()], at.tolist(), values)
+        if self._servers.names:
+            for shard, at in self._servers.split(self._owners(ids), keys):
+                self._read(shard, ids, [*keys, self._off], [*at.tolist(), len(ids)], values)
+        else:
+            keys.append(self._off)
+            for shard, at in self._servers.split(self._node.owner, keys):
+                self._read(shard, ids, keys, at.tolist(), values)
         hits = sum(value is not MISS for value in values)
         self._node.counters.add((Count.HITS, hits), (Count.MISSES, len(values) - hits))
         return values
 
-    def _read(self, shard: Shard, ids: list[int], keys: list[bytes], at: list[int], values: list[Any]) -> None:
-        """Read what one server owns into `values`."""
-        damaged: list[bytes] = []
-        memory = _Memory(self._buffers, len(ids))
-        off = bool(self._servers.names)  # in a cluster, the key may be another master's
+    def _read(self, shard: Shard, ids: Array, keys: list[bytes], at: list[int], values: list[Any]) -> None:
+        """Read the `keys` at the positions `at`, which one server owns, into `values`.
 
-        def use(position: int, value: Any) -> None:
-            if off and position == 0:
-                if isinstance(value, bytes):
-                    self._node.uncache(EVERY_STEP)
-                return
-            position -= off
+        Those are the keys of `ids`, and that which says that a step turned out to be random.
+        """
+        damaged: list[bytes] = []
+        memory = _Memory(self._buffers, len(at))
+
+        def use(number: int, value: Any) -> None:
+            position = at[number]
             if value is None:
                 return
             if not isinstance(value, bytes):
                 if not self._servers.moved(value):
                     self._refuse(shard, value, 0)
-                return
-            record = check_value(np.frombuffer(value, np.uint8), self._key, ids[position])
-            if record is None:
+            elif position == len(ids):
+                self._node.uncache(EVERY_STEP)
+            elif (record := check_value(np.frombuffer(value, np.uint8), self._key, int(ids[position]))) is None:
                 damaged.append(keys[position])
-                return
-            self._typical = len(value)
-            with contextlib.suppress(CodecError):  # of another version, or a pickle: it is fetched
-                values[at[position]] = read_record(memory.copy(record), copy=False, allow_pickle=self.allow_pickle)
+            else:
+                self._typical = len(value)
+                with contextlib.suppress(CodecError):  # of another version, or a pickle: it is fetched
+                    values[position] = read_record(memory.copy(record), copy=False, allow_pickle=self.allow_pickle)
 
-        asked = [self._off, *keys] if off else keys
+        requests = self._servers.requests([keys[position] for position in at], self._typical)
         try:
-            if shard.read(self._servers.requests(asked, self._typical), self._typical, use):
-                self._node.known[ids] = [values[position] is not MISS for position in at]
+            if shard.read(requests, self._typical, use):
+                own = [position for position in at if position < len(ids)]
+                self._node.known[ids[own]] = [values[position] is not MISS for position in own]
         except Exception as error:
             self._raise_unknown(error)
             self._refuse(shard, error, 0)
@@ -391,7 +397,12 @@ class RedisCache:
     def takes(self) -> bool:
         """Whether any server may take samples now."""
         now = time.monotonic()
-        return any(not shard.lost and self._pauses.get(shard, 0.0) <= now for shard in self._servers.shards)
+        return any(not shard.lost and not self._pauses(shard, now) for shard in self._servers.shards)
+
+    def _pauses(self, shard: Shard, now: float) -> bool:
+        """Whether nothing is stored on a server now. One that is full still takes samples of higher score."""
+        full = not self.policy.given and self._full.get(shard, 0.0) > now
+        return full or self._refused.get(shard, 0.0) > now
 
     def put_many(self, ids: Any, values: Sequence[Any]) -> Array:
         """Hand over `values` to be stored as the samples of `ids`; which of them were taken, as an array of bool.
@@ -428,13 +439,11 @@ class RedisCache:
         for shard, at in self._servers.split(self._owners(ids), keys):
             ends = np.cumsum(sizes[at])
             for lot in np.split(at, np.flatnonzero(np.diff(ends // _LOT_BYTES)) + 1):
-                if len(lot) and self._pauses.get(shard, 0.0) <= time.monotonic():
+                if len(lot) and not self._pauses(shard, time.monotonic()):
                     self._store(shard, ids[lot], [records[position] for position in lot.tolist()], sizes[lot])
 
     def _store(self, shard: Shard, ids: Array, records: Sequence[Record], sizes: Array) -> None:
         """Store samples on one server: without room, in place of others of lower score."""
-        if self._limit is not None and not self._has_room(shard):
-            return
         memory = self._buffers.take(int((sizes + 63 & ~63).sum()))
         commands, at = [], 0
         for id, record, size in zip(ids.tolist(), records, sizes.tolist(), strict=True):
@@ -443,12 +452,14 @@ class RedisCache:
             value[:HEAD_SIZE] = np.frombuffer(pack_head(self._key, id, [value[HEAD_SIZE:]]), np.uint8)
             commands.append(("SET", self._name(id), value.data, "NX"))
             at += size + 63 & ~63
-        left = self._set(shard, ids, commands)
+        full = self._full.get(shard, 0.0) > time.monotonic() or not self._has_room(shard)
+        left = np.arange(len(ids)) if full else self._set(shard, ids, commands)
         if len(left) and self.policy.given:
             left = left[self._make_room(shard, ids[left])]
             left = left[self._set(shard, ids[left], [commands[position] for position in left.tolist()])]
         if len(left):
-            self._pauses[shard] = max(self._pauses.get(shard, 0.0), time.monotonic() + _FULL_SECONDS)
+            if not full:
+                self._full[shard] = time.monotonic() + _FULL_SECONDS
             self._node.counters.add((Count.REJECTED, len(left)))
 
     def _set(self, shard: Shard, ids: Array, commands: list[Any]) -> Array:
@@ -467,16 +478,18 @@ class RedisCache:
         return np.array(left, np.int64)
 
     def _has_room(self, shard: Shard) -> bool:
-        """Whether a given server uses less memory than the user granted."""
+        """Whether a given server uses less memory than the user granted, if there is a limit."""
+        if self._limit is None:
+            return True
         try:
             found = _info(shard)
         except Exception as error:
             self._raise_unknown(error)
             return True  # a user who must not ask
-        if found and int(found["used_memory"]) >= (self._limit or 0):
-            self._pauses[shard] = time.monotonic() + _FULL_SECONDS
+        if found and int(found["used_memory"]) >= self._limit:
+            self._full[shard] = time.monotonic() + _FULL_SECONDS
             return False
-        return bool(found)
+        return True
 
     # -- importance ---------------------------------------------------------------------------------------------------
 
@@ -487,17 +500,12 @@ class RedisCache:
 
     def _make_room(self, shard: Shard, ids: Array) -> Array:
         """Remove samples of lower score than `ids` from a server: the positions of those of `ids` that find room."""
-        scores, place = self._node.scores, self._servers.shards.index(shard)
+        scores = self._node.scores
         best_first, removed = np.argsort(-scores[ids], kind="stable"), 0
         while removed < len(ids):
-            there = np.flatnonzero((self._node.known != 0) & (self._node.owner == place))
-            count = min(len(ids) - removed, len(there))
-            if not count:
-                break
-            worst = there[np.argpartition(scores[there], count - 1)[:count]]
-            worst = worst[np.argsort(scores[worst], kind="stable")]
-            gains = scores[ids[best_first[removed : removed + count]]] > scores[worst]
-            victims = worst[: count if gains.all() else int(np.argmin(gains))]
+            worst = self._worst(shard, len(ids) - removed)
+            gains = scores[ids[best_first[removed : removed + len(worst)]]] > scores[worst]
+            victims = worst if gains.all() else worst[: int(np.argmin(gains))]
             replies = self._send(shard, [("UNLINK", self._name(id)) for id in victims.tolist()])
             if not replies:
                 break
@@ -505,6 +513,22 @@ class RedisCache:
             removed += sum(reply == 1 for reply in replies)  # another node may have removed some of them
         self._node.counters.add((Count.EVICTIONS, removed))
         return np.sort(best_first[:removed])
+
+    def _worst(self, shard: Shard, count: int) -> Array:
+        """Up to `count` samples of a server that have the lowest scores, lowest first."""
+        scores, there = self._node.scores, np.flatnonzero(self._node.known)
+        some = count
+        if self._servers.names:
+            there = there[self._node.owner[there] == self._servers.shards.index(shard)]
+        else:
+            some *= 2 * len(self._servers.shards)  # of a cluster, half of its share of them is enough
+        if some < len(there):
+            there = there[np.argpartition(scores[there], some)[:some]]
+        there = there[np.argsort(scores[there], kind="stable")]
+        if not self._servers.names:
+            parts = self._servers.split(self._node.owner, self._keys(there))
+            there = next((there[at] for master, at in parts if master is shard), there[:0])
+        return there[:count]
 
     def drop(self, ids: Any) -> None:
         """Remove `ids` from the servers."""
@@ -526,7 +550,7 @@ class RedisCache:
         """The keys of this data set on a server, in lists; one may come twice."""
         cursor: Any = b"0"
         while True:
-            replies = self._send(shard, [("SCAN", cursor, "MATCH", self._prefix + b"*", "COUNT", 1000)])
+            replies = self._send(shard, [("SCAN", cursor, "MATCH", self._prefix + b"[0-9]*", "COUNT", 1000)])
             if not replies or isinstance(replies[0], Exception):
                 return
             cursor, keys = replies[0]
@@ -563,7 +587,7 @@ class RedisCache:
 
     def _refuse(self, shard: Shard, error: Exception, seconds: float) -> None:
         """Warn once per server that it refuses requests; store nothing there for a while."""
-        self._pauses[shard] = time.monotonic() + seconds
+        self._refused[shard] = max(self._refused.get(shard, 0.0), time.monotonic() + seconds)
         if str(shard) not in self._warned:
             self._warned.add(str(shard))
             warnings.warn(

@@ -121,9 +121,7 @@ class Shard:
                 raise
             self._fail(number, error)
             return None
-        self._idle.append((connection, number, time.monotonic()))
-        if self._closed:
-            self._drop_idle()
+        self._keep(connection, number)
         return result
 
     def read(self, requests: Sequence[Request], typical: int, use: Callable[[int, Any], None]) -> bool:
@@ -238,6 +236,11 @@ class Shard:
         self.breaker.trip()
         self._drop_idle()
 
+    def _keep(self, connection: AbstractConnection, number: int) -> None:
+        self._idle.append((connection, number, time.monotonic()))
+        if self._closed:
+            self._drop_idle()
+
     def _drop_idle(self) -> None:
         while self._idle:
             try:
@@ -260,7 +263,7 @@ class Shard:
             self._lost_at = max(self._lost_at, number)
             connection.disconnect()
             raise
-        self._idle.append((connection, number, time.monotonic()))
+        self._keep(connection, number)
 
 
 def _limit(connection: Any, size: int) -> None:
