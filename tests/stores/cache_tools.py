@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import redis
 from redis_servers import Server
 
 from stallfree.cache import MISS
@@ -44,6 +45,30 @@ def attach(servers: Sequence[Server], count: int = COUNT, *, timeout: float = EN
     """The cache of a data set in given servers."""
     found = find_servers([server.tcp for server in servers], timeout)
     return RedisCache(count, servers=found, **(NAME | options))
+
+
+def client(server: Server) -> redis.Redis:
+    """A client of redis-py for a test's own commands."""
+    return redis.Redis.from_url(f"unix://{server.path}")
+
+
+def emptied(servers: list[Server]) -> list[Server]:
+    """The same servers, without values and limits."""
+    for server in servers:
+        with client(server) as there:
+            there.flushall()
+            there.config_set("maxmemory", 0)
+            there.config_set("maxmemory-policy", "noeviction")
+    return servers
+
+
+def keys_of(servers: Sequence[Server]) -> set[bytes]:
+    """All keys of all servers."""
+    found: set[bytes] = set()
+    for server in servers:
+        with client(server) as there:
+            found |= set(there.keys("*"))
+    return found
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from typing import Any
 
 import psutil
 import pytest
-
 from stallfree.stores.endpoint import Address
 from stallfree.stores.keeper import identify
 from stallfree.stores.spawn import PROGRAMS, Node

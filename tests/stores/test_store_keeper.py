@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 from node_tools import PATIENCE, Seen, clerks, is_alive, needs_server, told, until
-
-from stallfree.stores import keeper
 from stallfree.stores.keeper import Kept, identify
 from stallfree.stores.spawn import find_server
+
+from stallfree.stores import keeper
 
 DIES = ["/bin/sh", "-c", 'date +%s.%N >> "$0/births"; echo $$ >> "$0/clerks"; exit 1']
 WAITS = ["/bin/sh", "-c", 'echo $$ >> "$0/clerks"; exec sleep 1000']

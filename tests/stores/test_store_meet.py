@@ -13,13 +13,13 @@ import pytest
 import torch.distributed
 from job_store import JobStore
 from node_tools import PATIENCE, make_node, needs_server, server_at, told, until
+from stallfree.stores.endpoint import Address
+from stallfree.stores.meet import Peer, Place, find_interface, find_place, meet
+from stallfree.stores.spawn import Doors
 
 from children import Child
 from stallfree.errors import InputError, WaitError
 from stallfree.stores import meet as meeting
-from stallfree.stores.endpoint import Address
-from stallfree.stores.meet import Peer, Place, find_interface, find_place, meet
-from stallfree.stores.spawn import Doors
 
 HOST = socket.gethostname()
 VARIABLES = (

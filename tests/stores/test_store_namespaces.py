@@ -22,14 +22,14 @@ from namespaces import Hosts, listeners
 from node_tools import ask
 from nodes import Here, Nodes, Stamped, close_store, is_right, open_store, servants
 from redis_servers import needs_server, until
+from stallfree.stores.breaker import Breaker
+from stallfree.stores.endpoint import Address
+from stallfree.stores.spawn import Doors
 from torch.utils.data.distributed import DistributedSampler
 
 import stallfree
 from stallfree import CachedDataset
 from stallfree.loader.reader import IO_THREADS
-from stallfree.stores.breaker import Breaker
-from stallfree.stores.endpoint import Address
-from stallfree.stores.spawn import Doors
 
 pytestmark = [needs_server, pytest.mark.slow]
 

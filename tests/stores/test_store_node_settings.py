@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 import pytest
 from node_tools import Seen, ask, make_node, needs_server, server_at, told, until
+from stallfree.stores.endpoint import Address
+from stallfree.stores.spawn import find_address, find_server
 
 from stallfree.errors import InputError, MissingServerError, StorageError
 from stallfree.folders import default_root, in_use
-from stallfree.stores.endpoint import Address
-from stallfree.stores.spawn import find_address, find_server
 
 pytestmark = needs_server
 redis = pytest.importorskip("redis", reason="the package redis is not installed: pip install 'stallfree[redis]'")

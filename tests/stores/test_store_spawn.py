@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 from node_tools import CLERK, Seen, clerks, is_alive, make_node, needs_server, server_at, told, until, where
+from stallfree.stores.spawn import Node, read_server
 
 from children import Child, Holder
 from stallfree.folders import default_root
 from stallfree.stores import spawn
-from stallfree.stores.spawn import Node, read_server
 
 pytestmark = needs_server
 

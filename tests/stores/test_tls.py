@@ -16,14 +16,14 @@ import pytest
 import redis
 import torch
 from redis_servers import Cluster, Server, needs_server
+from stallfree.stores.endpoint import Address, Endpoint
+from stallfree.stores.wire import Wire, command
 
 import stallfree as sf
 from stallfree.cache import MISS
 from stallfree.errors import InputError, StorageError
 from stallfree.stores.buffers import Buffers
-from stallfree.stores.endpoint import Address, Endpoint
 from stallfree.stores.servers import ServerCache
-from stallfree.stores.wire import Wire, command
 
 ENOUGH = 60.0  # seconds that a server may be silent where that is not what is tested
 
