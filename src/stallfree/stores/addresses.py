@@ -101,6 +101,21 @@ class Address:
         connection: AbstractConnection = _limited(kind)(**arguments, socket_read_size=_READ_BYTES)
         return connection
 
+    def request(self, timeout: float, *command: str) -> Any:
+        """The reply to one command, by a connection of its own.
+
+        The clients of redis-py 8 look whether a new connection is readable, and take a session ticket of TLS for an
+        error. Raises `redis.RedisError` or `OSError` if there is no reply, and others for nonsense.
+        """
+        connection = self.connection(timeout)
+        connection.deadline = time.monotonic() + 2 * timeout  # type: ignore[attr-defined]
+        try:
+            connection.connect()
+            connection.send_command(*command)
+            return connection.read_response()
+        finally:
+            connection.disconnect()
+
     def client(self, timeout: float) -> redis.Redis:
         """A client of redis-py for it, which does not try again. Raises `MissingExtraError` without redis-py."""
         kind, arguments = self._redis(timeout)

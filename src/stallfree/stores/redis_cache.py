@@ -485,7 +485,8 @@ class RedisCache:
             found = _info(shard)
         except Exception as error:
             self._raise_unknown(error)
-            return True  # a user who must not ask
+            self._refuse(shard, error, _REFUSED_SECONDS)
+            return False
         if found and int(found["used_memory"]) >= self._limit:
             self._full[shard] = time.monotonic() + _FULL_SECONDS
             return False
@@ -572,12 +573,18 @@ class RedisCache:
 
     def _send(self, shard: Shard, commands: list[Any]) -> list[Any]:
         """The replies of a server, errors among them; none if it is lost or refuses all."""
+        from redis.exceptions import NoPermissionError
+
         try:
-            return shard.send(commands) or []
+            replies = shard.send(commands) or []
         except Exception as error:
             self._raise_unknown(error)
             self._refuse(shard, error, _REFUSED_SECONDS)
             return []
+        denied = next((reply for reply in replies if isinstance(reply, NoPermissionError)), None)
+        if denied is not None:
+            self._refuse(shard, denied, 0)
+        return replies
 
     def _raise_unknown(self, error: Exception) -> None:
         from redis.exceptions import ResponseError

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError, StorageError
+from stallfree.errors import InputError, MissingExtraError, StorageError
 from stallfree.stores.addresses import Address
 from stallfree.stores.shard import REQUEST_BYTES, Fixed, Location, Request, Shard
 
@@ -157,16 +157,13 @@ class Cluster:
 
     def _read_slots(self, timeout: float) -> tuple[list[tuple[int, int, tuple[str, int]]], str]:
         """The ranges of slots and the masters that serve them, as the first node says that answers; and any error."""
-        from redis.exceptions import RedisError
-
         problem = "no slots"
         for node in list(self._nodes):
             try:
-                with node.client(timeout) as client:
-                    found = client.execute_command("CLUSTER SLOTS")
+                found = node.request(timeout, "CLUSTER", "SLOTS")
                 nodes = [[(_text(name) or node.host, int(port)) for name, port, *_ in part[2:]] for part in found]
                 slots = [(int(part[0]), int(part[1]), here[0]) for part, here in zip(found, nodes, strict=True)]
-            except (RedisError, OSError, ValueError, LookupError, TypeError) as error:
+            except Exception as error:  # of the socket, of redis-py, or for a reply that is no table
                 problem = str(error)
                 continue
             known = (self._nodes[0].at(*where) for here in nodes for where in here)
@@ -206,7 +203,7 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
     Raises `InputError` for servers that cannot be used together or that refuse us, `StorageError` for one that does
     not answer within 5 s. Of a cluster, one node that answers is enough.
     """
-    from redis.exceptions import AuthenticationError, RedisError, ResponseError
+    from redis.exceptions import AuthenticationError, ResponseError
 
     if not addresses or len({(str(address), address.db) for address in addresses}) < len(addresses):
         given = ", ".join(map(str, addresses)) or "none"
@@ -214,21 +211,20 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
     answered = clusters = 0
     lost: StorageError | None = None
     for address in addresses:
-        client = address.client(START_SECONDS)
         try:
-            client.ping()
+            address.request(START_SECONDS, "PING")
             with contextlib.suppress(ResponseError):  # a user who must not ask
-                clusters += client.info("server").get("redis_mode") == "cluster"
+                clusters += b"redis_mode:cluster" in address.request(START_SECONDS, "INFO", "server")
             answered += 1
         except (AuthenticationError, ResponseError) as error:
             raise InputError(f"the server {address} refuses us: {error}. Give its user and password") from error
-        except (RedisError, OSError, UnicodeError) as error:  # the last for a name that no host can have
+        except MissingExtraError:
+            raise
+        except Exception as error:  # of the socket, of redis-py, or of a parser that receives nonsense
             lost = lost or StorageError(
                 f"the server {address} does not answer within {START_SECONDS:.0f} s ({error}): start it, or correct "
                 "the address"
             )
-        finally:
-            client.close()
     if lost is not None and not clusters:
         raise lost
     if clusters == answered:
