@@ -1,4 +1,4 @@
-"""Given servers that speak TLS, and that know users: what is asked of them, and that samples are whole."""
+"""Given servers that use TLS and ACL users: what is requested of them, and that samples are whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import subprocess
-import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 import redis
 import torch
+from cache_tools import COUNT, ENOUGH, load
 from redis_servers import Cluster, Server, needs_server
-from stallfree.stores.endpoint import Address, Endpoint
-from stallfree.stores.wire import Wire, command
 
 import stallfree as sf
-from stallfree.cache import MISS
 from stallfree.errors import InputError, StorageError
-from stallfree.stores.buffers import Buffers
-from stallfree.stores.servers import ServerCache
+from stallfree.stores.addresses import Address
+from stallfree.stores.redis_cache import RedisCache
+from stallfree.stores.servers import find_servers
+from stallfree.stores.shard import Fixed, Shard
 
-ENOUGH = 60.0  # seconds that a server may be silent where that is not what is tested
+ALL = list(range(COUNT))
 
-RIGHTS = "~stallfree* +ping +get +mget +set +strlen +unlink +del +hmget +hincrby +scan +cluster|slots"
+RIGHTS = "~stallfree:* +ping +info +get +mget +set +exists +unlink +scan +cluster|slots"
 """What `RedisStore` says that a user needs."""
 
 pytestmark = [
@@ -76,34 +76,17 @@ def trusted(files: Path, server: Server, **options: Any) -> dict[str, Any]:
 def test_values_of_all_sizes(server: Server, files: Path) -> None:
     """A record of TLS has 16 KiB at most, and what was decrypted may wait where no poll sees it."""
     sizes = [*range(1, 40, 3), *(16384 + step for step in range(-70, 10)), 60_000, 65_536, 110_000, 600_000, 3_000_000]
-    order = np.random.default_rng(0).permutation(len(sizes)).tolist()
     values = {b"v%d" % at: np.random.default_rng(at).bytes(size) for at, size in enumerate(sizes)}
-    made, buffers = Endpoint(Address.of(trusted(files, server)), ENOUGH), Buffers()
-    for key, value in values.items():
-        assert made.run(lambda wire, key=key, value=value: wire.call("SET", key, value)) == b"OK"
-    keys = [b"v%d" % at for at in order] + [b"none", b"v3", b"v3", b"v3", b"v3", b"v3", b"none"]
-    for typical in (100, 20_000, 1 << 20):
-        found = made.run(lambda wire, typical=typical: wire.mget(keys, typical, buffers))
-        assert found
-        assert [one if one is None else one.tobytes() for one in found] == [values.get(key) for key in keys]
-    number = made.run(lambda wire: wire.call("CLIENT", "ID"))
-    assert number == made.run(lambda wire: wire.call("CLIENT", "ID")), "the connection is kept"
-    made.close()
-
-
-def test_waiting_takes_no_work(server: Server, files: Path) -> None:
-    def wait(wire: Wire) -> float:
-        wire.send(command("BLPOP", "nothing", "0.4"))
-        wire.expect(ENOUGH)
-        before = time.thread_time()
-        assert wire.reply() is None
-        return time.thread_time() - before
-
-    made = Endpoint(Address.of(trusted(files, server)), ENOUGH)
-    worked = made.run(wait)
-    assert worked is not None
-    assert worked < 0.1
-    made.close()
+    shard = Shard(Fixed(Address.of(trusted(files, server))), ENOUGH)
+    assert shard.send([("SET", key, value) for key, value in values.items()]) == [b"OK"] * len(values)
+    keys = [b"none", *reversed(values), b"v3", b"v3", b"none"]
+    for step in (1, 20, 200):
+        found: dict[int, Any] = {}
+        requests = [[("MGET", *keys[start : start + step])] for start in range(0, len(keys), step)]
+        assert shard.read(requests, 100_000, found.__setitem__)
+        assert [found[at] for at in range(len(keys))] == [values.get(key) for key in keys]
+    assert shard.call("CLIENT", "ID") == shard.call("CLIENT", "ID"), "the connection is kept"
+    shard.close()
 
 
 def test_servers_that_are_not_who_they_should_be(server: Server, files: Path, tmp_path: Path) -> None:
@@ -118,93 +101,84 @@ def test_servers_that_are_not_who_they_should_be(server: Server, files: Path, tm
         ]
         for given in cases:
             address = Address.of(given)
-            stranger = Endpoint(address, 5)
-            assert stranger.run(lambda wire: wire.call("PING")) is None
-            assert stranger.breaker.trips == 1
-            stranger.close()
-            with pytest.raises(StorageError, match="no server answers at localhost"):
-                ServerCache(5, addresses=[address], capacity=1, name="a", fingerprint="b")
+            shard = Shard(Fixed(address), 5)
+            assert shard.call("PING") is None
+            assert shard.breaker.trips == 1
+            shard.close()
+            with pytest.raises(StorageError, match=r"localhost:\d+ does not answer"):
+                find_servers([address], 1)
 
 
 def test_a_data_set_by_tls(server: Server, files: Path) -> None:
     plain = [(torch.arange(9000) * id, id) for id in range(60)]
     store = sf.RedisStore(hosts=[trusted(files, server)], capacity_per_node="64MiB", timeout=ENOUGH)
-    with sf.CachedDataset(plain, capacity="64MiB", store=store, name="encrypted") as data:
+    with store, sf.CachedDataset(plain, capacity=0, store=store, name="encrypted") as data:
         for _ in range(2):
             with contextlib.closing(sf.DataLoader(data, batch_size=8, shuffle=True, num_workers=2)) as loader:
                 seen = {int(label): row for rows, labels in loader for row, label in zip(rows, labels, strict=True)}
             assert all(torch.equal(seen[id], plain[id][0]) for id in range(60))
         assert data.stats().hits >= 60
-        data.cache.clear()
 
 
-def use(cache: ServerCache, admin: redis.Redis) -> None:
-    """All that is done with a cache."""
-    assert cache.put_many(range(50), list(range(50))).all()
-    damaged = next(key for key in admin.scan_iter("stallfree:*"))
-    admin.append(damaged, b"x")
-    assert sum(found is MISS for found in cache.get_many(range(50))) == 1
-    assert cache.put_many(range(50), list(range(50))).all()
-    assert cache.get_many(range(50)) == list(range(50))
-    assert (cache.num_keys(), cache.stats().resident_items, cache.stats().damaged) == (50, 50, 1)
-    cache.clear()
-    assert cache.num_keys() == 0
+def use(cache: RedisCache) -> bool:
+    """Use all of a cache; whether all of it worked."""
+    load(cache, ALL)
+    with client_of_admin(cache) as admin:
+        admin.append(cache._name(3), b"x")
+    good = load(cache, ALL) == [3] and load(cache, ALL) == [] and cache.num_keys() == COUNT
+    good = bool(cache.verify(np.array(ALL)).all()) and good and not any(state.lost for state in cache.status())
+    cache.uncache_steps()
+    return good and cache.num_keys() == 0
+
+
+def client_of_admin(cache: RedisCache) -> redis.Redis:
+    """A client that may do everything."""
+    address = cache._servers.shards[0].location.find()[1]
+    return dataclasses.replace(address, username="admin", password="all", db=address.db).client(ENOUGH)
+
+
+def attach_as(server: Server, name: str, user: str, db: int = 0) -> RedisCache:
+    address = Address("127.0.0.1", server.port, username=user, password="word", db=db)
+    return RedisCache(COUNT, servers=find_servers([address], ENOUGH), name=name, fingerprint="f", limit=1 << 40)
 
 
 def test_what_a_user_needs(tmp_path: Path) -> None:
     users = ["user default off", "user admin on >all ~* &* +@all", f"user worker on >word {RIGHTS}"]
     with (
-        Server(
-            tmp_path, *users, f"user other on >word {RIGHTS} +select", "user reader on >word ~stallfree* +@read +ping"
-        ) as server,
+        Server(tmp_path, *users, f"user other on >word {RIGHTS} +select") as server,
         redis.Redis(unix_socket_path=server.path, username="admin", password="all", protocol=2) as admin,
     ):
-        worker = dataclasses.replace(server.tcp, username="worker", password="word")
-        with ServerCache(50, addresses=[worker], capacity="1GiB", name="a", fingerprint="f", timeout=ENOUGH) as cache:
-            use(cache, admin)
-        assert admin.acl_log() == [], "nothing else was asked"
-        third = dataclasses.replace(worker, username="other", db=3)
-        with ServerCache(50, addresses=[third], capacity="1GiB", name="a", fingerprint="f", timeout=ENOUGH) as cache:
-            cache.put(1, 2)
-            assert cache.get(1) == 2
-        assert admin.acl_log() == []
-        with pytest.raises(InputError, match="does not let us in"):
-            ServerCache(50, addresses=[dataclasses.replace(worker, db=3)], capacity=1, name="a", fingerprint="f")
-        for right in [one for one in RIGHTS.split() if one not in ("~stallfree*", "+ping", "+get", "+cluster|slots")]:
-            assert admin.execute_command(
-                "ACL", "SETUSER", "poor", "reset", "on", ">word", *RIGHTS.split(), f"-{right[1:]}"
-            )
-            poor = dataclasses.replace(worker, username="poor")
+        for user, db in (("worker", 0), ("other", 3)):
+            with attach_as(server, user, user, db) as cache:
+                assert use(cache)
+        assert admin.acl_log() == [], "nothing else was requested"
+        with pytest.raises(InputError, match="refuses us"):
+            attach_as(server, "a", "worker", 3)
+        for right in RIGHTS.split()[1:]:
+            admin.execute_command("ACL", "SETUSER", "poor", "reset", "on", ">word", *RIGHTS.split(), f"-{right[1:]}")
             admin.acl_log_reset()
-            with (
-                ServerCache(
-                    50, addresses=[poor], capacity="1GiB", name=right, fingerprint="f", timeout=ENOUGH
-                ) as cache,
-                pytest.warns(RuntimeWarning, match="NOPERM") if right in WARNED else contextlib.nullcontext(),
-                contextlib.suppress(AssertionError),
-            ):
-                use(cache, admin)
-            denied = admin.acl_log()
-            assert [entry["object"] for entry in denied][-1:] == [right[1:]], f"without {right} something is missing"
-            admin.flushall()
-
-
-WARNED = ("+mget", "+set", "+strlen", "+unlink", "+hmget", "+hincrby")
+            if right == "+ping":
+                with pytest.raises(InputError, match="refuses us"):
+                    attach_as(server, "a", "poor")
+            elif right not in ("+get", "+cluster|slots"):  # which a Redis Cluster needs
+                with warnings.catch_warnings(record=True) as caught, attach_as(server, right[1:], "poor") as cache:
+                    warnings.simplefilter("always")
+                    assert not use(cache)
+                assert "refuses samples" in str([warning.message for warning in caught]), right
+            denied = {entry["object"] for entry in admin.acl_log()}
+            assert denied == ({right[1:]} if right not in ("+get", "+cluster|slots") else set())
 
 
 def test_a_cluster_by_tls_with_users(files: Path, tmp_path: Path) -> None:
     extra = [*lines(files), "tls-cluster yes", "tls-replication yes"]
     with Cluster(tmp_path, 3, *extra, "user admin on >all ~* &* +@all", f"user worker on >word {RIGHTS}") as cluster:
-        for server in cluster.servers:
-            cluster.said(server, "ACL", "LOG", "RESET")
         given = trusted(files, cluster.servers[1], username="worker", password="word")
-        addresses = [Address.of(given)]
-        with ServerCache(90, addresses=addresses, capacity="1GiB", name="a", fingerprint="f", timeout=ENOUGH) as cache:
-            values = [torch.full((7000,), id) for id in range(90)]
-            assert cache.put_many(range(90), values).all()
-            assert all(map(torch.equal, cache.get_many(range(90)), values))
-            assert [cluster.said(server, "DBSIZE") >= 30 for server in cluster.servers] == [True] * 3
-            assert cache.num_keys() == 90
-            cache.clear()
-        assert [cluster.said(server, "DBSIZE") for server in cluster.servers] == [0] * 3
+        servers = find_servers([Address.of(given)], ENOUGH)
+        with RedisCache(COUNT, servers=servers, name="a", fingerprint="f") as cache:
+            load(cache, ALL)
+            assert load(cache, ALL) == []
+            assert cache.num_keys() == COUNT
+            assert min(cluster.said(server, "DBSIZE") for server in cluster.servers) > 0
+            cache.uncache_steps()
+        assert sum(cluster.said(server, "DBSIZE") for server in cluster.servers) == 1, "the key that ends its use"
         assert [cluster.said(server, "ACL", "LOG") for server in cluster.servers] == [[], [], []]
