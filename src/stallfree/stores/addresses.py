@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +102,21 @@ class Address:
         connection: AbstractConnection = _limited(kind)(**arguments, socket_read_size=_READ_BYTES)
         return connection
 
+    def request(self, timeout: float, *command: str) -> Any:
+        """The reply to one command, by a connection of its own.
+
+        The clients of redis-py 8 look whether a new connection is readable, and take a session ticket of TLS for an
+        error. Raises `redis.RedisError` or `OSError` if there is no reply, and others for nonsense.
+        """
+        connection: Any = self.connection(timeout)
+        connection.deadline = time.monotonic() + 2 * timeout
+        try:
+            connection.connect()
+            connection.send_command(*command)
+            return connection.read_response()
+        finally:
+            connection.disconnect()
+
     def client(self, timeout: float) -> redis.Redis:
         """A client of redis-py for it, which does not try again. Raises `MissingExtraError` without redis-py."""
         kind, arguments = self._redis(timeout)
@@ -112,15 +127,6 @@ class Address:
     def at(self, host: str, port: int) -> Address:
         """Another server, with the same user, password and TLS."""
         return replace(self, host=host, port=port, path="")
-
-    def cluster(self, nodes: Sequence[Address], timeout: float) -> Any:
-        """A client of redis-py for the Redis Cluster of `nodes`. Raises `redis.RedisError` if none of them answers."""
-        _, arguments = self._redis(timeout)
-        from redis.cluster import ClusterNode, RedisCluster
-
-        arguments = {name: value for name, value in arguments.items() if name not in ("host", "port", "path", "db")}
-        startup = [ClusterNode(node.host, node.port) for node in nodes]  # type: ignore[no-untyped-call]
-        return RedisCluster(startup_nodes=startup, require_full_coverage=False, ssl=self.ssl, **arguments)
 
     def _redis(self, timeout: float) -> tuple[type[AbstractConnection], dict[str, Any]]:
         try:

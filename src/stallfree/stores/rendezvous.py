@@ -337,6 +337,13 @@ class _Nodes:
         return nodes
 
 
+def known_addresses(folder: Path) -> list[Address]:
+    """The addresses that the node with this folder knows: its own first, if its server runs."""
+    own = read_running(folder)
+    others = [address for _, address in _Nodes(folder / _NODES).read().values()]
+    return others if own is None else [own[1], *(other for other in others if other != own[1])]
+
+
 def _unpack_record(record: dict[str, Any]) -> tuple[int, Address]:
     return record["sequence"], Address(host=record["host"], port=record["port"], password=record["password"])
 

@@ -119,7 +119,7 @@ class Shard:
                 raise
             self._fail(number, error)
             return None
-        self._idle.append((connection, number, time.monotonic()))
+        self._keep(connection, number)
         return result
 
     def read(self, requests: Sequence[Request], typical: int, use: Callable[[int, Any], None]) -> bool:
@@ -143,11 +143,12 @@ class Shard:
                     keys = len(command) - 1
                     _limit(connection, keys * typical)
                     reply = _reply(connection)
-                    for value in reply if isinstance(reply, list) else [reply] * keys:
+                    values = reply if isinstance(reply, list) else [reply] * keys
+                    if len(values) != keys:
+                        raise NoReply(f"{len(values)} values came where {keys} were requested")
+                    for value in values:
                         use(position, value)
                         position += 1
-                    if isinstance(reply, list) and len(reply) != keys:
-                        raise NoReply(f"{len(reply)} values came where {keys} were requested")
                 if number + AHEAD < len(requests):
                     connection.send_packed_command(connection.pack_commands(requests[number + AHEAD]))
             return True
@@ -219,7 +220,7 @@ class Shard:
         connection: Connection = found[1].connection(self.timeout)
         _limit(connection, 0)
         try:
-            connection.connect()
+            _parsed(connection.connect)
         except BaseException:
             self._lost_at = max(self._lost_at, found[0])
             raise
@@ -232,6 +233,11 @@ class Shard:
             self.location.confirm(self._lost_at)
         self.breaker.trip()
         self._drop_idle()
+
+    def _keep(self, connection: Connection, number: int) -> None:
+        self._idle.append((connection, number, time.monotonic()))
+        if self._closed:
+            self._drop_idle()
 
     def _drop_idle(self) -> None:
         while self._idle:
@@ -255,7 +261,7 @@ class Shard:
             self._lost_at = max(self._lost_at, number)
             connection.disconnect()
             raise
-        self._idle.append((connection, number, time.monotonic()))
+        self._keep(connection, number)
 
 
 def _limit(connection: Any, size: int) -> None:
@@ -268,6 +274,18 @@ def _reply(connection: Any) -> Any:
     from redis.exceptions import ResponseError
 
     try:
-        return connection.read_response(disable_decoding=True)
+        return _parsed(lambda: connection.read_response(disable_decoding=True))
     except ResponseError as error:
         return error
+
+
+def _parsed(receive: Callable[[], T]) -> T:
+    """Return `receive()`. Raises `NoReply` for nonsense that redis-py or hiredis cannot parse."""
+    from redis.exceptions import RedisError
+
+    try:
+        return receive()
+    except (RedisError, OSError, NoReply):
+        raise
+    except Exception as error:
+        raise NoReply(f"a reply that cannot be parsed: {error!r}") from error
