@@ -339,7 +339,7 @@ class RedisCache:
 
         requests = self._servers.requests([keys[position] for position in at], self._typical)
         try:
-            if shard.read(requests, self._typical, use):
+            if shard.read(requests, use):
                 own = [position for position in at if position < len(ids)]
                 self._node.known[ids[own]] = [values[position] is not MISS for position in own]
         except Exception as error:
