@@ -107,8 +107,8 @@ class Address:
         The clients of redis-py 8 look whether a new connection is readable, and take a session ticket of TLS for an
         error. Raises `redis.RedisError` or `OSError` if there is no reply, and others for nonsense.
         """
-        connection = self.connection(timeout)
-        connection.deadline = time.monotonic() + 2 * timeout  # type: ignore[attr-defined]
+        connection: Any = self.connection(timeout)
+        connection.deadline = time.monotonic() + 2 * timeout
         try:
             connection.connect()
             connection.send_command(*command)
