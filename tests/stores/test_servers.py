@@ -185,6 +185,7 @@ def test_a_lost_master_costs_its_hits_until_a_replica_takes_over(tmp_path: Path)
     with Cluster(tmp_path) as cluster, attach(cluster.servers[:1], timeout=2.0) as cache:
         until(lambda: load(cache, ALL) == [], "all are stored")
         lost = cluster.servers[0]
+        (shard,) = (one for one in cache._servers.shards if str(one) == str(lost.tcp))
         mine = {int(key.split(b":")[2]) for key in cluster.said(lost, "KEYS", "stallfree:*")}
         replica = cluster.add_replica(lost)
         until(lambda: cluster.said(replica, "DBSIZE") == len(mine), "the replica has them")
@@ -205,6 +206,7 @@ def test_a_lost_master_costs_its_hits_until_a_replica_takes_over(tmp_path: Path)
             assert shown(late.get_many(ALL)) == [None if id in mine else id for id in ALL], "it asks another node"
         cluster.said(replica, "CLUSTER", "FAILOVER", "TAKEOVER")
         until(lambda: shown(cache.get_many(ALL)) == ALL, "the replica is read")
+        assert shard._closed, "nothing is sent to the old master any more"
         other.signal(signal.SIGCONT)
         assert other.wait() == 0
 

@@ -36,10 +36,10 @@ def shard(server: Server) -> Iterator[Shard]:
     made.close()
 
 
-def values_of(shard: Shard, requests: Any = REQUEST, typical: int = 10) -> list[Any] | None:
+def values_of(shard: Shard, requests: Any = REQUEST) -> list[Any] | None:
     """What `read` passes, in order; None if the server is lost."""
     found: dict[int, Any] = {}
-    if not shard.read(requests, typical, found.__setitem__):
+    if not shard.read(requests, found.__setitem__):
         return None
     assert sorted(found) == list(range(len(found)))
     return [found[position] for position in range(len(found))]
@@ -81,7 +81,7 @@ def test_values_come_in_order_over_many_requests(shard: Shard, kind: str) -> Non
     for step in (1, 7, len(keys)):
         parts = [keys[start : start + step] for start in range(0, len(keys), step)]
         requests = [[("MGET", *part)] if kind == "MGET" else [("GET", key) for key in part] for part in parts]
-        assert values_of(shard, requests, 10_000) == [values.get(key) for key in keys]
+        assert values_of(shard, requests) == [values.get(key) for key in keys]
     assert values_of(shard, []) == []
 
 
@@ -111,7 +111,7 @@ def test_what_fails_in_the_middle_leaves_no_replies_for_others(shard: Shard) -> 
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        shard.read([[("MGET", "a", "a")], [("MGET", "a")]], 10, fail)
+        shard.read([[("MGET", "a", "a")], [("MGET", "a")]], fail)
     assert shard.call("ECHO", "second") == b"second"
     assert shard.breaker.trips == 0
 
@@ -279,6 +279,28 @@ def test_a_server_that_sends_byte_by_byte_is_lost_after_all() -> None:
         assert values_of(shard) is None
         shard.close()
         over.set()
+
+
+def test_large_values_have_more_time() -> None:
+    """They pass slowly, and without a pause."""
+
+    def answer(connection: socket.socket, words: list[bytes]) -> None:
+        if words[0] == b"SET":
+            connection.sendall(b"+OK\r\n")
+            return
+        connection.sendall(b"$%d\r\n" % len(value))
+        for start in range(0, len(value), 64 << 10):
+            connection.sendall(value[start : start + (64 << 10)])
+            over.wait(0.006)
+        connection.sendall(b"\r\n")
+
+    over, value = threading.Event(), bytes(24 << 20)
+    with FakeServer(answer, pause=0.006) as server:
+        shard = Shard(Fixed(server.tcp), 1.0)
+        assert shard.call("SET", "a", value) == b"OK"
+        assert values_of(shard, [[("GET", b"a")]]) == [value]
+        assert shard.breaker.trips == 0
+        shard.close()
 
 
 NONSENSE: dict[str, bytes | Callable[[socket.socket], None]] = {

@@ -83,7 +83,7 @@ def test_values_of_all_sizes(server: Server, files: Path) -> None:
     for step in (1, 20, 200):
         found: dict[int, Any] = {}
         requests = [[("MGET", *keys[start : start + step])] for start in range(0, len(keys), step)]
-        assert shard.read(requests, 100_000, found.__setitem__)
+        assert shard.read(requests, found.__setitem__)
         assert [found[at] for at in range(len(keys))] == [values.get(key) for key in keys]
     assert shard.call("CLIENT", "ID") == shard.call("CLIENT", "ID"), "the connection is kept"
     shard.close()

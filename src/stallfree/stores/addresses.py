@@ -129,12 +129,11 @@ class Address:
         return replace(self, host=host, port=port, path="")
 
     def _redis(self, timeout: float) -> tuple[type[AbstractConnection], dict[str, Any]]:
-        try:
-            from redis.backoff import NoBackoff
-            from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
-            from redis.retry import Retry
-        except ModuleNotFoundError as error:
-            raise missing_extra("redis", "redis", "a store on Redis or Valkey") from error
+        load_client()
+        from redis.backoff import NoBackoff
+        from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+        from redis.retry import Retry
+
         arguments: dict[str, Any] = {
             "username": self.username or None,
             "password": self.password or None,
@@ -155,10 +154,33 @@ class Address:
 
 
 @functools.cache
+def load_client() -> None:
+    """Import redis-py and what it imports later.
+
+    Call it before threads use connections: a process that is forked while a thread imports a module can never import
+    that module. Raises `MissingExtraError` without redis-py.
+    """
+    try:
+        import redis.backoff
+        import redis.connection
+        import redis.crc
+        import redis.exceptions
+        import redis.retry
+    except ModuleNotFoundError as error:
+        raise missing_extra("redis", "redis", "a store on Redis or Valkey") from error
+    import ssl  # noqa: F401
+
+    "localhost".encode("idna")  # as for the names of hosts
+    _nameless()
+    redis.connection.Connection()  # takes the parser that is installed
+
+
+@functools.cache
 def _limited(kind: Any) -> Any:
     """The class of connections `kind`, with a deadline for what is received.
 
     The time limit of a socket is for each piece that arrives, so a server that sends byte by byte would never reach it.
+    And it is for all of what is sent at once, however large.
     """
 
     class Limited(kind):  # type: ignore[misc]
@@ -171,25 +193,44 @@ def _limited(kind: Any) -> Any:
 
 
 class _LimitedSocket:
+    """A socket with more time for more bytes: the time limit once, and again for each 4 MiB."""
+
     def __init__(self, socket: Any, connection: Any) -> None:
         self._socket, self._connection = socket, connection
+        self._seconds_per_byte = connection.socket_timeout / _SLOWEST
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._socket, name)
 
     def recv_into(self, *arguments: Any) -> int:
         received: int = self._socket.recv_into(*arguments)
-        if time.monotonic() > self._connection.deadline:
-            raise TimeoutError("the server sends too slowly")
+        self._check(received)
         return received
 
     def recv(self, *arguments: Any) -> bytes:
         received: bytes = self._socket.recv(*arguments)
-        if time.monotonic() > self._connection.deadline:
-            raise TimeoutError("the server sends too slowly")
+        self._check(len(received))
         return received
 
+    def _check(self, received: int) -> None:
+        self._connection.deadline += received * self._seconds_per_byte
+        if time.monotonic() > self._connection.deadline:
+            raise TimeoutError("the server sends too slowly")
 
+    def sendall(self, data: Any) -> None:
+        size = len(data)
+        if size < _SLOWEST // 4:
+            self._socket.sendall(data)
+            return
+        timeout = self._socket.gettimeout()
+        self._socket.settimeout(timeout + size * self._seconds_per_byte)
+        try:
+            self._socket.sendall(data)
+        finally:
+            self._socket.settimeout(timeout)
+
+
+@functools.cache
 def _nameless() -> dict[str, Any]:
     """What keeps redis-py from telling the server its name and version: two round trips less per connection."""
     try:
@@ -201,6 +242,9 @@ def _nameless() -> dict[str, Any]:
 
 _READ_BYTES = 256 << 10
 """Bytes received at once: twice as fast as redis-py's 64 KiB for values of 100 KB and more."""
+
+_SLOWEST = 4 << 20
+"""Bytes that are sent or received within the time limit at least; a server that is slower counts as lost."""
 
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _KINDS = {str: "a text", int: "an integer", bool: "True or False"}

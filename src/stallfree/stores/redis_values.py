@@ -141,7 +141,7 @@ class RedisValues:
 
         requests = self._servers.requests([names[position] for position in at], self.typical)
         try:
-            done = shard.read(requests, self.typical, use)
+            done = shard.read(requests, use)
         except Exception as error:
             self.refuse(shard, error)
             return None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from stallfree.stores.addresses import Address
+from stallfree.stores.addresses import Address, load_client
 from stallfree.stores.circuit_breaker import Breaker
 
 T = TypeVar("T")
@@ -27,9 +27,6 @@ AHEAD = 2
 
 _MOST_COMMANDS = 1000
 """Commands sent before their replies are read."""
-
-_SLOWEST = 4 << 20
-"""Bytes that arrive within the time limit at least; a server that is slower counts as lost."""
 
 _IDLE_SECONDS = 15.0
 """Seconds after which an idle connection is not used again. A started server closes it after 30 s."""
@@ -81,6 +78,7 @@ class Shard:
     """
 
     def __init__(self, location: Location, timeout: float = 0.25) -> None:
+        load_client()
         self.location, self.timeout = location, timeout
         self.breaker = Breaker(self._ping)
         self.last_failure = ""
@@ -122,12 +120,11 @@ class Shard:
         self._keep(connection, number)
         return result
 
-    def read(self, requests: Sequence[Request], typical: int, use: Callable[[int, Any], None]) -> bool:
+    def read(self, requests: Sequence[Request], use: Callable[[int, Any], None]) -> bool:
         """Send `requests` and pass each value of the replies to `use`.
 
         Args:
             requests: of commands such as `("MGET", key, key)` or `("GET", key)`.
-            typical: bytes of a value, for the time limit.
             use: given the position of a key over all requests, and its value: bytes, None if there is none, or an
                 exception for an error in its place.
 
@@ -141,7 +138,7 @@ class Shard:
             for number, request in enumerate(requests):
                 for command in request:
                     keys = len(command) - 1
-                    _limit(connection, keys * typical)
+                    _limit(connection)
                     reply = _reply(connection)
                     values = reply if isinstance(reply, list) else [reply] * keys
                     if len(values) != keys:
@@ -164,7 +161,7 @@ class Shard:
                 some = commands[start : start + _MOST_COMMANDS]
                 connection.send_packed_command(connection.pack_commands(some))
                 for _ in some:
-                    _limit(connection, 0)
+                    _limit(connection)
                     replies.append(_reply(connection))
             return replies
 
@@ -217,8 +214,8 @@ class Shard:
         if found is None or (found[0] <= self._lost_at and not self.location.fixed):
             self.location.confirm(self._lost_at)
             raise NoReply("the server is not running, or its address is not confirmed")
-        connection: Connection = found[1].connection(self.timeout)
-        _limit(connection, 0)
+        connection = found[1].connection(self.timeout)
+        _limit(connection)
         try:
             _parsed(connection.connect)
         except BaseException:
@@ -254,7 +251,7 @@ class Shard:
         connection, number = self._connect()
         try:
             connection.send_command("PING")
-            _limit(connection, 0)
+            _limit(connection)
             if _reply(connection) != b"PONG":
                 raise NoReply("no reply to PING")
         except BaseException:
@@ -264,9 +261,9 @@ class Shard:
         self._keep(connection, number)
 
 
-def _limit(connection: Any, size: int) -> None:
-    """Set when the next reply, of `size` bytes, must have arrived."""
-    connection.deadline = time.monotonic() + connection.socket_timeout * (1 + size / _SLOWEST)
+def _limit(connection: Any) -> None:
+    """Set when the next reply must have arrived; later, the more bytes come."""
+    connection.deadline = time.monotonic() + connection.socket_timeout
 
 
 def _reply(connection: Any) -> Any:
