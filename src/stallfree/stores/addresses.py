@@ -172,7 +172,7 @@ def load_client() -> None:
 
     "localhost".encode("idna")  # as for the names of hosts
     _nameless()
-    redis.connection.Connection()  # takes the parser that is installed
+    redis.connection.Connection()  # type: ignore[no-untyped-call] # takes the parser that is installed
 
 
 @functools.cache
