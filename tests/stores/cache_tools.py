@@ -104,3 +104,8 @@ def load(cache: RedisCache, ids: Sequence[int], salt: int = 0) -> list[int]:
     cache.put_many(missing, samples(missing, salt))
     cache.flush()
     return missing
+
+
+def name_of(cache: RedisCache, id: int) -> bytes:
+    """The key of a sample on its server."""
+    return cache._values.names(np.array([id]))[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stallfree.errors import InputError, MissingExtraError
-from stallfree.stores.addresses import Address
+from stallfree.stores.addresses import Address, load_client
 
 
 def test_an_address_as_users_give_it() -> None:
@@ -53,6 +53,7 @@ def test_an_address_that_cannot_be(given: Any, message: str) -> None:
 
 def test_without_the_client_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis.backoff", None)
+    load_client.cache_clear()
     for use in (Address().connection, Address().client):
         with pytest.raises(MissingExtraError, match=r"stallfree\[redis\]"):
             use(1.0)

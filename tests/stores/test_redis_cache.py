@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from cache_tools import COUNT, attach, client, emptied, keys_of, load, node, samples, shown
+from cache_tools import COUNT, attach, client, emptied, keys_of, load, name_of, node, samples, shown
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -25,7 +25,7 @@ from redis_servers import Server, needs_server, until
 from children import Child
 from stallfree.cache import MISS
 from stallfree.errors import CodecError, InputError
-from stallfree.stores import redis_cache as module
+from stallfree.stores import redis_writer as module
 from stallfree.stores.redis_cache import RedisCache
 from stallfree.stores.values import data_key, pack_head
 
@@ -259,7 +259,7 @@ def test_a_value_that_is_wrong_is_a_miss_and_is_replaced(kind: str, pair: list[S
     with attach(pair[:1]) as cache:
         load(cache, ALL)
         with client(pair[0]) as there:
-            key, other = cache._name(3), there.get(cache._name(4))
+            key, other = name_of(cache, 3), there.get(name_of(cache, 4))
             there.set(key, WRONG[kind](there.get(key), other))
         assert shown(cache.get_many(ALL)) == [None if id == 3 else id for id in ALL]
         assert cache.stats().damaged == 1
@@ -277,7 +277,7 @@ def test_a_forged_record_is_a_miss_and_is_never_unpickled(pair: list[Server]) ->
     with attach(pair[:1]) as cache, attach(pair[:1], allow_pickle=True) as trusting, client(pair[0]) as there:
         rng = np.random.default_rng(0)
         for record in (b"", b"x", pickle.dumps(Bomb()), *(rng.bytes(size) for size in range(1, 400, 7))):
-            there.set(cache._name(3), forged(3, data_key("train", "f"), record))
+            there.set(name_of(cache, 3), forged(3, data_key("train", "f"), record))
             assert cache.get(3) is MISS
         there.flushall()
         assert trusting.put(3, Path("/tmp"))
@@ -287,7 +287,7 @@ def test_a_forged_record_is_a_miss_and_is_never_unpickled(pair: list[Server]) ->
         with pytest.raises(CodecError):
             cache.put_many([4, 5], [1, Path("/tmp")])
         cache.flush()
-        assert not there.exists(cache._name(4)), "nothing of it was stored"
+        assert not there.exists(name_of(cache, 4)), "nothing of it was stored"
 
 
 class Pair(NamedTuple):
@@ -320,7 +320,7 @@ def test_a_full_server_keeps_what_it_has_and_stores_again_when_there_is_room(
         warnings.simplefilter("error")
         load(cache, ALL[:100])
         if limited:
-            cache._limit = 1
+            cache._storing._limit = 1
         else:
             fill_up(pair[0])
         for _ in range(3):
@@ -328,7 +328,7 @@ def test_a_full_server_keeps_what_it_has_and_stores_again_when_there_is_room(
         assert cache.stats().rejected == 300
         assert cache.num_keys() == 100
         if limited:
-            cache._limit = 1 << 40
+            cache._storing._limit = 1 << 40
         else:
             with client(pair[0]) as there:
                 there.config_set("maxmemory", 0)

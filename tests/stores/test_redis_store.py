@@ -101,7 +101,7 @@ def test_importance_keeps_to_the_limit_of_given_servers(pair: list[Server]) -> N
         cache.set_scores(ALL, np.arange(COUNT))
         cache.put_many(ALL[:50], equal_samples(ALL[:50]))
         cache.flush()
-        cache._limit = 1
+        cache._storing._limit = 1
         cache.put_many(ALL[100:120], equal_samples(ALL[100:120]))
         cache.flush()
         assert np.flatnonzero(cache.verify(np.array(ALL))).tolist() == [*range(20, 50), *range(100, 120)]

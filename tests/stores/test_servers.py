@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_tools import COUNT, ENOUGH, attach, load, node, samples, shown
+from cache_tools import COUNT, ENOUGH, attach, load, name_of, node, samples, shown
 from redis.crc import key_slot
 from redis_servers import Cluster, Server, free_port, needs_server, until
 
@@ -144,7 +144,7 @@ def test_a_full_cluster_makes_room_for_samples_of_higher_score(cluster: Cluster)
                 cluster.said(server, "CONFIG", "SET", "maxmemory", 0)
         assert cache.stats().evictions == 30
         left = cache.verify(np.arange(100))
-        masters = np.array([key_slot(cache._name(id)) * 3 // 16384 for id in range(100)])
+        masters = np.array([key_slot(name_of(cache, id)) * 3 // 16384 for id in range(100)])
         for one in range(3):
             here = left[masters == one].tolist()
             assert here == sorted(here), "those of lowest score went"
@@ -155,7 +155,7 @@ def test_a_slot_that_moves_while_samples_are_read(cluster: Cluster) -> None:
     with attach(cluster.servers[:1]) as cache, warnings.catch_warnings():
         warnings.simplefilter("error")
         load(cache, ALL)
-        slot = key_slot(cache._name(7))
+        slot = key_slot(name_of(cache, 7))
         source, target = cluster.begin_move(slot)
         stop, seen = threading.Event(), list[list[int | None]]()
 

@@ -85,7 +85,7 @@ class Chain(DiskTier):
         self.remote = remote
 
     def attach(self, *args: Any, **given: Any) -> TieredCache:
-        return super().attach(*args, below=self.remote, **given)
+        return super().attach(*args, **{**given, "below": self.remote})
 
 
 def open_chain(folder: Path, memory: int, disk: int, remote: LowerTier, *, policy: str = "minio") -> TieredCache:

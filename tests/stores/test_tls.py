@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import redis
 import torch
-from cache_tools import COUNT, ENOUGH, load
+from cache_tools import COUNT, ENOUGH, load, name_of
 from redis_servers import Cluster, Server, needs_server
 
 import stallfree as sf
@@ -124,7 +124,7 @@ def use(cache: RedisCache) -> bool:
     """Use all of a cache; whether all of it worked."""
     load(cache, ALL)
     with client_of_admin(cache) as admin:
-        admin.append(cache._name(3), b"x")
+        admin.append(name_of(cache, 3), b"x")
     good = load(cache, ALL) == [3] and load(cache, ALL) == [] and cache.num_keys() == COUNT
     good = bool(cache.verify(np.array(ALL)).all()) and good and not any(state.lost for state in cache.status())
     cache.uncache_steps()
