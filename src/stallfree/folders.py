@@ -338,25 +338,6 @@ class SharedFolder:
             os.close(fd)
 
 
-class Unheld:
-    """A folder that others hold, and that this does not hold: it may vanish. Raises `StorageError` if it has already.
-
-    Attributes:
-        path: the folder.
-        created: False.
-    """
-
-    created = False
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if not is_root(path.parent) or not (path / _ATTACHED).exists():
-            raise StorageError(f"{path} is gone: nobody uses it any more. Make it anew")
-
-    def close(self) -> None:
-        """Nothing."""
-
-
 def _keep(path: Path) -> None:
     with contextlib.suppress(OSError):
         (path / _PERSIST).touch(mode=0o600)

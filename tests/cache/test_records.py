@@ -10,8 +10,8 @@ import pytest
 import torch
 from cache_tools import make
 
-from stallfree.cache import MISS, SampleCache, visit
-from stallfree.errors import CodecError, InputError, StorageError
+from stallfree.cache import MISS, SampleCache
+from stallfree.errors import CodecError, InputError
 from stallfree.pipeline.codec import read_record, split_record
 
 PICTURE = (torch.zeros(3, 50, dtype=torch.uint8), 0)
@@ -178,27 +178,6 @@ def test_a_named_tuple_whose_class_is_not_imported(monkeypatch: pytest.MonkeyPat
 def test_put_records_wants_one_for_each_id() -> None:
     with make(20, 60, name="few") as cache, pytest.raises(InputError, match="2 ids and 1 records"):
         cache.put_records([1, 2], [None])  # type: ignore[list-item]
-
-
-def test_a_visitor_does_not_keep_a_cache() -> None:
-    cache = make(20, 60, example=PICTURE, name="visited")
-    cache.put(1, picture(1))
-    visitor = visit(cache.path.parent, "visited", cache.policy, False)
-    assert not visitor.gone
-    visitor.put(2, picture(2))
-    assert cache.get(2)[1] == 2
-    folder = cache.path
-    cache.close()
-    assert not folder.exists()
-    assert visitor.gone
-    assert visitor.get(1)[1] == 1  # its memory stays as long as somebody looks at it
-    again = make(20, 60, example=PICTURE, name="visited")
-    assert visitor.gone
-    visitor.close()
-    assert again.get(1) is MISS
-    again.close()
-    with pytest.raises(StorageError, match="gone"):
-        visit(folder.parent, "visited", again.policy, False)
 
 
 def test_hits_of_others_count_and_are_told_apart() -> None:

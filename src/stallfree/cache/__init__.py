@@ -1,6 +1,6 @@
 """The sample cache: arena, index, policies, the life of a cache."""
 
-from stallfree.cache.admin import CacheInfo, collect_garbage, list_caches, remove, visit
+from stallfree.cache.admin import CacheInfo, collect_garbage, list_caches, remove
 from stallfree.cache.checks import MISS
 from stallfree.cache.packages import Packages, PackageStats
 from stallfree.cache.policies import POLICIES, Policy
@@ -21,5 +21,4 @@ __all__ = [
     "list_caches",
     "remove",
     "stay_alone",
-    "visit",
 ]

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from stallfree.cache.index import Field, Index
 from stallfree.cache.layout import META, Meta
-from stallfree.cache.policies import Policy
-from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import InputError, StorageError
 from stallfree.folders import check_name, default_root, in_use, is_persistent, is_root, remove_unused, sweep, user_root
 
@@ -89,14 +87,3 @@ def remove(root: Path, name: str) -> None:
 def collect_garbage(root: Path) -> list[str]:
     """Remove what killed processes left below `root`; the names."""
     return sweep(root)
-
-
-def visit(root: Path, name: str, policy: Policy, allow_pickle: bool) -> SampleCache:
-    """Use a cache that other processes hold, without keeping it from vanishing with the last of them.
-
-    Its memory stays until the cache is closed here; whether it is `gone` should be asked now and then. Raises
-    `StorageError` when there is no such cache.
-    """
-    cache = SampleCache.__new__(SampleCache)
-    cache._attach_to(name, root, policy, allow_pickle, None, False)
-    return cache

@@ -30,7 +30,7 @@ from stallfree.cache.records import Aim, Borrowed, Found, Records, Views
 from stallfree.cache.recovery import check_disk
 from stallfree.cache.writer import Record, Writer, fence
 from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
-from stallfree.folders import SharedFolder, Unheld, default_root, prepare_root, remove_unused, sweep, user_root
+from stallfree.folders import SharedFolder, default_root, prepare_root, remove_unused, sweep, user_root
 from stallfree.locks import FileLock
 from stallfree.pipeline.codec import encode
 from stallfree.pipeline.structure import Structure
@@ -122,21 +122,16 @@ class SampleCache:
         root: Path,
         policy: Policy,
         allow_pickle: bool,
-        initialize: Callable[[Path], None] | None,
+        initialize: Callable[[Path], None],
         persist: bool,
     ) -> None:
         self.name, self.policy, self._root, self._allow_pickle = name, policy, root, allow_pickle
         self._skip_puts, self._warned_of_lock = 0, False
         self._last: CacheStats | None = None
         with contextlib.ExitStack() as undo:
-            folder = (
-                Unheld(root / name)
-                if initialize is None
-                else SharedFolder(name, root=root, initialize=initialize, persist=persist)
-            )
+            folder = SharedFolder(name, root=root, initialize=initialize, persist=persist)
             undo.callback(folder.close)
             self._path, self._created = folder.path, folder.created
-            self._inode = folder.path.stat().st_ino
             meta = self.meta = Meta.load(folder.path)
             index = self._index = Index(folder.path / "index", meta.num_ids, meta.num_blocks, **meta.kinds)
             if not index.belongs_to(meta.num_ids, meta.num_blocks, meta.block):
@@ -236,14 +231,6 @@ class SampleCache:
         """Count `reads` fetches from the source that brought `size` bytes."""
         self._check_process()
         self._counters.add((Count.READS, reads), (Count.BYTES, size))
-
-    @property
-    def gone(self) -> bool:
-        """Whether the folder of the cache has been removed or made anew since this object attached to it."""
-        try:
-            return self._path.stat().st_ino != self._inode
-        except OSError:
-            return True
 
     def populate(self) -> None:
         """Map what is in memory in the background, so that the first reads do not fault page by page."""
@@ -508,7 +495,7 @@ _after_fork = threading.RLock()
 at_fork(before=_after_fork.acquire, after_in_parent=_after_fork.release, after_in_child=_after_fork.release)
 
 
-def _leave(arena: Arena, file_lock: FileLock, folder: SharedFolder | Unheld) -> None:
+def _leave(arena: Arena, file_lock: FileLock, folder: SharedFolder) -> None:
     arena.close()
     file_lock.close()
     folder.close()

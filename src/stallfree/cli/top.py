@@ -1,4 +1,4 @@
-"""`stallfree top`: the caches and loaders of this host, live."""
+"""`stallfree top`: the caches and loaders of this host, and the servers of its stores, live."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from stallfree.units import format_size, parse_seconds
 
 if TYPE_CHECKING:
     from stallfree.observe.jobs import CacheRow, LoaderRow, Look
+    from stallfree.observe.servers import ServerRow
 
 _FILE_WIDTH = 140
 """Columns of a table that goes to a file or a pipe."""
@@ -62,12 +63,14 @@ def top(
 
 
 def tables(look: Look) -> RenderableType:
-    """The loaders and the caches of one look."""
+    """The loaders, caches and servers of one look."""
     parts: list[RenderableType] = []
     if look.loaders:
         parts.append(_loaders(look.loaders))
     if look.caches:
         parts.append(_caches(look.caches))
+    if look.servers:
+        parts.append(_servers(look.servers))
     return Group(*parts) if parts else "no caches and no loaders"
 
 
@@ -121,6 +124,29 @@ def _caches(rows: list[CacheRow]) -> Table:
             _share(row.hit_ratio),
             "?" if row.evictions is None else f"{row.evictions:,}{recent}",
             "?" if row.processes is None else str(row.processes),
+        )
+    return table
+
+
+def _servers(rows: list[ServerRow]) -> Table:
+    table = _table(
+        "servers (hits: of all nodes, since the start of the server)",
+        ("store", "server", "state"),
+        ("keys", "used", "hits", "clients"),
+    )
+    for row in rows:
+        if row.lost:
+            table.add_row(row.store, row.address, "lost", "-", "-", "-", "-")
+            continue
+        asked = row.hits + row.misses
+        table.add_row(
+            row.store,
+            row.address,
+            "answers",
+            f"{row.keys:,}",
+            f"{row.used_bytes / max(1, row.capacity_bytes):.0%} of {format_size(row.capacity_bytes)}",
+            _share(row.hits / asked if asked else None),
+            str(row.connections),
         )
     return table
 

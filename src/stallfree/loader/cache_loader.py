@@ -6,7 +6,6 @@ import contextlib
 import operator
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,7 +109,7 @@ class CacheLoader:
         if not len(free) and self.cache.policy.evicts:
             free = places[[self._chance.randrange(_WAYS)]]
             with contextlib.suppress(WaitError):  # another process is writing: the value is not stored this time
-                self.cache.drop(free)  # type: ignore[union-attr] # one in servers never evicts
+                self.cache.drop(free)
         if len(free):
             try:
                 self.cache.put(int(free[0]), (key, value))

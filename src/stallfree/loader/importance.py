@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from multiprocessing.context import BaseContext
-from typing import Any
 
 import numpy as np
 import torch

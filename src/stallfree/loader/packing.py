@@ -363,11 +363,11 @@ class ReadWork:
         if found is None or len(found[0]) == 0:
             return 0, 0
         ids, values = found
-        cache.set_scores(ids, np.full(len(ids), FRESH))  # type: ignore[union-attr] # it has scores
+        cache.set_scores(ids, np.full(len(ids), FRESH))
         there = cache.put_many(ids, values)
         late = ids[~(there & self._pending(ids))]  # no place, or served meanwhile and its score lowered before
         if len(late):
-            cache.set_scores(late, np.zeros(len(late)))  # type: ignore[union-attr] # it has scores
+            cache.set_scores(late, np.zeros(len(late)))
         return len(ids), int(np.count_nonzero(there))
 
     def _pending(self, ids: Ids) -> Any:

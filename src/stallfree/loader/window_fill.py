@@ -101,7 +101,7 @@ class FillSetup:
         there[keep] = False
         try:
             if there.any():
-                cache.drop(np.flatnonzero(there))  # type: ignore[union-attr] # it is of this host
+                cache.drop(np.flatnonzero(there))  # it is of this host
         except WaitError:
             return False
         return True

@@ -14,6 +14,7 @@ from stallfree.cache.index import Index
 from stallfree.cache.layout import Meta
 from stallfree.errors import StorageError
 from stallfree.loader.status import LoaderStatus, running_loaders
+from stallfree.observe.servers import ServerRow, running_servers
 
 _LOCKS = Path("/proc/locks")
 
@@ -83,13 +84,14 @@ class LoaderRow:
 
 @dataclass(frozen=True)
 class Look:
-    """All caches and loaders at one instant."""
+    """All caches, loaders and servers at one instant."""
 
     caches: list[CacheRow]
     loaders: list[LoaderRow]
+    servers: list[ServerRow] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.caches or self.loaders)
+        return bool(self.caches or self.loaders or self.servers)
 
 
 @dataclass
@@ -109,7 +111,8 @@ class Jobs:
         owners = _lock_owners()
         before, self._counts = self._counts, {}
         caches = [self._cache(info, before.get(info.path), owners) for info in list_caches(self.root)]
-        return Look(caches, [self._loader(status) for status in running_loaders(self.root)])
+        loaders = [self._loader(status) for status in running_loaders(self.root)]
+        return Look(caches, loaders, running_servers(self.root))
 
     def _cache(
         self, info: CacheInfo, before: list[int] | None, owners: dict[tuple[int, int], set[int]] | None

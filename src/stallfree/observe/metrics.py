@@ -62,6 +62,7 @@ _HELP = {
     "private_copies": "Batches handed over as copies.",
     "staging_bytes": "Bytes of the staging ring.",
     "num_workers": "Worker processes.",
+    "lower_hits": "Samples served by the tiers below the first.",
     "evictions": "Records dropped to make room.",
     "rejected": "Samples that were not stored.",
     "damaged": "Records whose checksum or form was wrong.",
@@ -145,7 +146,7 @@ class Metrics:
 def metrics_of(stats: LoaderStats | CacheStats) -> list[Metric]:
     """All values in `stats`, in the order of its fields, with those that follow from them."""
     kind = "loader" if isinstance(stats, LoaderStats) else "cache"
-    names = [field.name for field in fields(stats)]
+    names = [field.name for field in fields(stats) if field.name != "lower"]
     names += ["stall_fetch_seconds", "stall_prep_seconds"] if isinstance(stats, LoaderStats) else ["hit_ratio"]
     own = {field.name for field in fields(SmartCacheStats)} - {field.name for field in fields(CacheStats)}
     found = []

@@ -97,6 +97,7 @@ class Address:
 
         Raises `MissingExtraError` without redis-py.
         """
+        kind: Any
         kind, arguments = self._redis(timeout)
         connection: AbstractConnection = _limited(kind)(**arguments, socket_read_size=_READ_BYTES)
         return connection
@@ -118,7 +119,7 @@ class Address:
         from redis.cluster import ClusterNode, RedisCluster
 
         arguments = {name: value for name, value in arguments.items() if name not in ("host", "port", "path", "db")}
-        startup = [ClusterNode(node.host, node.port) for node in nodes]
+        startup = [ClusterNode(node.host, node.port) for node in nodes]  # type: ignore[no-untyped-call]
         return RedisCluster(startup_nodes=startup, require_full_coverage=False, ssl=self.ssl, **arguments)
 
     def _redis(self, timeout: float) -> tuple[type[AbstractConnection], dict[str, Any]]:
@@ -148,13 +149,13 @@ class Address:
 
 
 @functools.cache
-def _limited(kind: type[AbstractConnection]) -> type[AbstractConnection]:
+def _limited(kind: Any) -> Any:
     """The class of connections `kind`, with a deadline for what is received.
 
     The time limit of a socket is for each piece that arrives, so a server that sends byte by byte would never reach it.
     """
 
-    class Limited(kind):  # type: ignore[misc, valid-type]
+    class Limited(kind):  # type: ignore[misc]
         deadline = math.inf
 
         def _connect(self) -> Any:

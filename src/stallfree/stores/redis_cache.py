@@ -10,11 +10,8 @@ is not stored. What is stored is written by a thread in the background.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,36 +25,22 @@ import numpy.typing as npt
 from stallfree.cache.checks import EVERY_STEP, MISS, checked_ids, checked_scores
 from stallfree.cache.counters import Count
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.errors import CodecError, InputError, WaitError
-from stallfree.pipeline.codec import encode, read_record, record_size, write_record
+from stallfree.errors import InputError
+from stallfree.pipeline.codec import encode
 from stallfree.platform import at_fork
 from stallfree.stats import CacheStats
-from stallfree.stores.buffers import Buffers
 from stallfree.stores.node_state import NodeState
+from stallfree.stores.redis_values import RedisValues
+from stallfree.stores.redis_writer import RedisWriter
 from stallfree.stores.servers import Servers
 from stallfree.stores.shard import Shard
-from stallfree.stores.values import HEAD_SIZE, check_value, data_key, pack_head
+from stallfree.stores.values import data_key
 from stallfree.stores.write_behind import Record, WriteBehind
 
 Array = npt.NDArray[Any]
 
 _PATIENCE = 0.25
 """Seconds that one batch waits for room among the writes under way, while they make progress."""
-
-_TYPICAL = 128 << 10
-"""Bytes of a value before one was seen."""
-
-_LOT_BYTES = 8 << 20
-"""Bytes of values sent to a server at once."""
-
-_FULL_SECONDS = 1.0
-"""Pause in storing on a server that has no room."""
-
-_REFUSED_SECONDS = 10.0
-"""Pause in storing on a server that refuses it for another reason."""
-
-_KEYS = 1000
-"""Keys of one request that does not carry values."""
 
 
 @dataclass(frozen=True)
@@ -119,19 +102,15 @@ class RedisCache:
         self.policy, self.me = make_policy(policy), me
         self._servers, self._limit = servers, limit
         self._given = (num_ids, servers, name, fingerprint, self.policy, me, limit, allow_pickle)
-        self._key = data_key(name, fingerprint)
-        self._prefix = b"stallfree:%b-%b:" % (name.encode(), self._key.hex()[:8].encode())
-        self._off = self._prefix + b"random"
+        self._values = RedisValues(servers, name, fingerprint, allow_pickle=allow_pickle)
         places = " ".join(servers.names) or "cluster"
-        self._node = NodeState(data_key(self._key.hex(), f"{num_ids} {places}"), num_ids, servers.names)
+        self._node = NodeState(data_key(self._values.key.hex(), f"{num_ids} {places}"), num_ids, servers.names)
         if servers.names:
             self._node.share([shard.breaker for shard in servers.shards])
-        self._buffers = Buffers()
-        self._typical = _TYPICAL
-        self._pauses: dict[Shard, float] = {}
-        self._warned: set[str] = set()
-        self._writer = WriteBehind(self._write, self._node.moving, target=f"servers of {name!r}", patience=_PATIENCE)
-        self._pid, self._threads = os.getpid(), None
+        writer = RedisWriter(self._values, servers, self._node, self.policy, limit)
+        self._writer = WriteBehind(writer.write, self._node.moving, target=f"servers of {name!r}", patience=_PATIENCE)
+        self._pid = os.getpid()
+        self._threads: ThreadPoolExecutor | None = None
         self._last: CacheStats | None = None
         self._leave = weakref.finalize(self, _leave, servers, self._node)
 
@@ -172,34 +151,10 @@ class RedisCache:
         self.settle(ids)
         there = np.zeros(len(ids), bool)
         mine = np.arange(len(ids)) if self.me is None else np.flatnonzero(self._node.owner[ids] == self.me)
-        keys = self._keys(ids[mine])
-        for shard, at in self._servers.split(self._owners(ids[mine]), keys):
-            there[mine[at]] = self._exist(shard, ids[mine[at]], [keys[position] for position in at.tolist()])
+        for shard, at, names in self._values.split(self._node.owner, ids[mine]):
+            chosen = mine[at]
+            there[chosen] = self._values.exist(shard, names, self._node.known[ids[chosen]] != 0)
         self._node.known[ids[mine]] = there[mine]
-        return there
-
-    def _exist(self, shard: Shard, ids: Array, keys: list[bytes]) -> Array:
-        """Which of `keys` a server has. What is believed is confirmed by one request for 1,000 keys."""
-        known, there = self._node.known[ids] != 0, np.zeros(len(ids), bool)
-        if self._servers.names:
-            groups = [
-                group
-                for some in (np.flatnonzero(known), np.flatnonzero(~known))
-                for group in np.split(some, range(_KEYS, len(some), _KEYS))
-                if len(group)
-            ]
-        else:
-            groups = [np.array([at]) for at in range(len(keys))]  # keys of several slots cannot be in one request
-        counts = self._send(shard, [("EXISTS", *(keys[at] for at in group.tolist())) for group in groups])
-        unsure = [np.empty(0, np.int64)]
-        for group, count in zip(groups, counts, strict=False):
-            if count in (0, len(group)):
-                there[group] = count > 0
-            elif isinstance(count, int):
-                unsure.append(group)
-        left = np.concatenate(unsure)
-        for at, reply in zip(left.tolist(), self._send(shard, [("EXISTS", keys[at]) for at in left]), strict=False):
-            there[at] = reply == 1
         return there
 
     def learn(self, there: Array) -> None:
@@ -224,7 +179,7 @@ class RedisCache:
             storage_reads=sums[Count.READS],
             storage_bytes=sums[Count.BYTES],
             resident_items=items,
-            resident_bytes=items * self._typical,
+            resident_bytes=items * self._values.typical,
             capacity_bytes=0,
             used_bytes=0,
         )
@@ -244,19 +199,13 @@ class RedisCache:
         return [self._status(shard) for shard in self._servers.shards]
 
     def _status(self, shard: Shard) -> ServerStatus:
-        with contextlib.suppress(Exception):
-            found = _info(shard)
-            if found:
-                return ServerStatus(
-                    str(shard),
-                    False,
-                    *(int(found[key]) for key in ("used_memory", "maxmemory", "keyspace_hits", "keyspace_misses")),
-                )
-        return ServerStatus(str(shard), True)
+        found = self._values.info(shard)
+        numbers = (int(found.get(key, 0)) for key in ("used_memory", "maxmemory", "keyspace_hits", "keyspace_misses"))
+        return ServerStatus(str(shard), shard.lost, *numbers)
 
     def num_keys(self) -> int:
         """Samples of this data set on all servers that can be reached. Looks through all of their keys."""
-        return sum(len({key for keys in self._scan(shard) for key in keys}) for shard in self._servers.shards)
+        return sum(len({key for keys in self._values.scan(shard) for key in keys}) for shard in self._servers.shards)
 
     def count_fetch(self, reads: int, size: int) -> None:
         """Count `reads` fetches from the source that brought `size` bytes."""
@@ -277,8 +226,7 @@ class RedisCache:
         if new:
             self.clear()
             for shard in self._servers.shards:
-                with contextlib.suppress(Exception):
-                    shard.call("SET", self._off, b"1")
+                self._values.switch_off(shard)
         return new
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -299,55 +247,23 @@ class RedisCache:
         """
         self._check_process()
         values: list[Any] = [MISS] * len(ids)
-        keys = self._keys(ids)
-        for shard, at in self._servers.split(self._owners(ids), keys):
-            self._read(shard, ids[at].tolist(), [keys[position] for position in at.tolist()], at.tolist(), values)
+        for shard, at, names in self._values.split(self._node.owner, ids):
+            found = self._values.read(shard, ids[at].tolist(), names)
+            if found is None:
+                continue
+            got, damaged, off = found
+            if off:
+                self._node.uncache(EVERY_STEP)
+            if damaged:  # or nothing would ever be stored in their place
+                dropped = self._values.remove(shard, damaged)
+                self._node.counters.add((Count.DAMAGED, sum(reply == 1 for reply in dropped)))
+            self._node.known[ids[at]] = [value is not MISS for value in got]
+            if not self.uncached_steps:
+                for position, value in zip(at.tolist(), got, strict=True):
+                    values[position] = value
         hits = sum(value is not MISS for value in values)
         self._node.counters.add((Count.HITS, hits), (Count.MISSES, len(values) - hits))
         return values
-
-    def _read(self, shard: Shard, ids: list[int], keys: list[bytes], at: list[int], values: list[Any]) -> None:
-        """Read what one server owns into `values`."""
-        damaged: list[bytes] = []
-        memory = _Memory(self._buffers, len(ids))
-        off = bool(self._servers.names)  # in a cluster, the key may be another master's
-
-        def use(position: int, value: Any) -> None:
-            if off and position == 0:
-                if isinstance(value, bytes):
-                    self._node.uncache(EVERY_STEP)
-                return
-            position -= off
-            if value is None:
-                return
-            if not isinstance(value, bytes):
-                if not self._servers.moved(value):
-                    self._refuse(shard, value, 0)
-                return
-            record = check_value(np.frombuffer(value, np.uint8), self._key, ids[position])
-            if record is None:
-                damaged.append(keys[position])
-                return
-            self._typical = len(value)
-            with contextlib.suppress(CodecError):  # of another version, or a pickle: it is fetched
-                values[at[position]] = read_record(memory.copy(record), copy=False, allow_pickle=self.allow_pickle)
-
-        asked = [self._off, *keys] if off else keys
-        try:
-            if shard.read(self._servers.requests(asked, self._typical), self._typical, use):
-                self._node.known[ids] = [values[position] is not MISS for position in at]
-        except Exception as error:
-            self._raise_unknown(error)
-            self._refuse(shard, error, 0)
-        if self.uncached_steps:
-            values[:] = [MISS] * len(values)
-        if damaged:
-            self._drop_damaged(shard, damaged)
-
-    def _drop_damaged(self, shard: Shard, keys: list[bytes]) -> None:
-        """Remove damaged values, or nothing would ever be stored in their place."""
-        dropped = self._send(shard, [("UNLINK", key) for key in keys])
-        self._node.counters.add((Count.DAMAGED, sum(reply == 1 for reply in dropped)))
 
     def get_many(self, ids: Any) -> list[Any]:
         """The samples of `ids`, `MISS` for those that are not there. The servers are read at the same time.
@@ -390,8 +306,7 @@ class RedisCache:
     @property
     def takes(self) -> bool:
         """Whether any server may take samples now."""
-        now = time.monotonic()
-        return any(not shard.lost and self._pauses.get(shard, 0.0) <= now for shard in self._servers.shards)
+        return any(not shard.lost and not self._values.paused(shard) for shard in self._servers.shards)
 
     def put_many(self, ids: Any, values: Sequence[Any]) -> Array:
         """Hand over `values` to be stored as the samples of `ids`; which of them were taken, as an array of bool.
@@ -421,63 +336,6 @@ class RedisCache:
         self._node.counters.add((Count.REJECTED, int((~taken).sum())))
         return taken
 
-    def _write(self, ids: Array, records: Sequence[Record]) -> None:
-        """Store samples, in the thread of the writer."""
-        sizes = np.array([HEAD_SIZE + record_size(*record) for record in records])
-        keys = self._keys(ids)
-        for shard, at in self._servers.split(self._owners(ids), keys):
-            ends = np.cumsum(sizes[at])
-            for lot in np.split(at, np.flatnonzero(np.diff(ends // _LOT_BYTES)) + 1):
-                if len(lot) and self._pauses.get(shard, 0.0) <= time.monotonic():
-                    self._store(shard, ids[lot], [records[position] for position in lot.tolist()], sizes[lot])
-
-    def _store(self, shard: Shard, ids: Array, records: Sequence[Record], sizes: Array) -> None:
-        """Store samples on one server: without room, in place of others of lower score."""
-        if self._limit is not None and not self._has_room(shard):
-            return
-        memory = self._buffers.take(int((sizes + 63 & ~63).sum()))
-        commands, at = [], 0
-        for id, record, size in zip(ids.tolist(), records, sizes.tolist(), strict=True):
-            value = memory[at : at + size]
-            write_record(*record, value[HEAD_SIZE:])
-            value[:HEAD_SIZE] = np.frombuffer(pack_head(self._key, id, [value[HEAD_SIZE:]]), np.uint8)
-            commands.append(("SET", self._name(id), value.data, "NX"))
-            at += size + 63 & ~63
-        left = self._set(shard, ids, commands)
-        if len(left) and self.policy.given:
-            left = left[self._make_room(shard, ids[left])]
-            left = left[self._set(shard, ids[left], [commands[position] for position in left.tolist()])]
-        if len(left):
-            self._pauses[shard] = max(self._pauses.get(shard, 0.0), time.monotonic() + _FULL_SECONDS)
-            self._node.counters.add((Count.REJECTED, len(left)))
-
-    def _set(self, shard: Shard, ids: Array, commands: list[Any]) -> Array:
-        """Send SETs; the positions of those for which there was no room."""
-        from redis.exceptions import OutOfMemoryError
-
-        replies, left = self._send(shard, commands), []
-        for position, reply in enumerate(replies):
-            if isinstance(reply, OutOfMemoryError):
-                left.append(position)
-            elif isinstance(reply, Exception):
-                if not self._servers.moved(reply):
-                    self._refuse(shard, reply, _REFUSED_SECONDS)
-            else:  # stored, or there already
-                self._node.known[ids[position]] = 1
-        return np.array(left, np.int64)
-
-    def _has_room(self, shard: Shard) -> bool:
-        """Whether a given server uses less memory than the user granted."""
-        try:
-            found = _info(shard)
-        except Exception as error:
-            self._raise_unknown(error)
-            return True  # a user who must not ask
-        if found and int(found["used_memory"]) >= (self._limit or 0):
-            self._pauses[shard] = time.monotonic() + _FULL_SECONDS
-            return False
-        return bool(found)
-
     # -- importance ---------------------------------------------------------------------------------------------------
 
     def set_scores(self, ids: Any, scores: Any) -> None:
@@ -485,33 +343,11 @@ class RedisCache:
         wanted = checked_ids(ids, self.num_ids)
         self._node.scores[wanted] = checked_scores(scores, len(wanted))
 
-    def _make_room(self, shard: Shard, ids: Array) -> Array:
-        """Remove samples of lower score than `ids` from a server: the positions of those of `ids` that find room."""
-        scores, place = self._node.scores, self._servers.shards.index(shard)
-        best_first, removed = np.argsort(-scores[ids], kind="stable"), 0
-        while removed < len(ids):
-            there = np.flatnonzero((self._node.known != 0) & (self._node.owner == place))
-            count = min(len(ids) - removed, len(there))
-            if not count:
-                break
-            worst = there[np.argpartition(scores[there], count - 1)[:count]]
-            worst = worst[np.argsort(scores[worst], kind="stable")]
-            gains = scores[ids[best_first[removed : removed + count]]] > scores[worst]
-            victims = worst[: count if gains.all() else int(np.argmin(gains))]
-            replies = self._send(shard, [("UNLINK", self._name(id)) for id in victims.tolist()])
-            if not replies:
-                break
-            self._node.known[victims] = 0
-            removed += sum(reply == 1 for reply in replies)  # another node may have removed some of them
-        self._node.counters.add((Count.EVICTIONS, removed))
-        return np.sort(best_first[:removed])
-
     def drop(self, ids: Any) -> None:
         """Remove `ids` from the servers."""
         wanted = checked_ids(ids, self.num_ids)
-        keys = self._keys(wanted)
-        for shard, at in self._servers.split(self._owners(wanted), keys):
-            self._send(shard, [("UNLINK", keys[position]) for position in at.tolist()])
+        for shard, _, names in self._values.split(self._node.owner, wanted):
+            self._values.remove(shard, names)
         self._node.known[wanted] = 0
 
     def clear(self) -> None:
@@ -519,58 +355,8 @@ class RedisCache:
         self._check_process()
         self._node.known[:] = 0
         for shard in self._servers.shards:
-            for keys in self._scan(shard):
-                self._send(shard, [("UNLINK", key) for key in keys])
-
-    def _scan(self, shard: Shard) -> Any:
-        """The keys of this data set on a server, in lists; one may come twice."""
-        cursor: Any = b"0"
-        while True:
-            replies = self._send(shard, [("SCAN", cursor, "MATCH", self._prefix + b"*", "COUNT", 1000)])
-            if not replies or isinstance(replies[0], Exception):
-                return
-            cursor, keys = replies[0]
-            yield keys
-            if cursor == b"0":
-                return
-
-    # -- servers ------------------------------------------------------------------------------------------------------
-
-    def _name(self, id: int) -> bytes:
-        return b"%b%d" % (self._prefix, id)
-
-    def _keys(self, ids: Array) -> list[bytes]:
-        prefix = self._prefix
-        return [b"%b%d" % (prefix, id) for id in ids.tolist()]
-
-    def _owners(self, ids: Array) -> Array:
-        return self._node.owner[ids] if self._servers.names else self._node.owner
-
-    def _send(self, shard: Shard, commands: list[Any]) -> list[Any]:
-        """The replies of a server, errors among them; none if it is lost or refuses all."""
-        try:
-            return shard.send(commands) or []
-        except Exception as error:
-            self._raise_unknown(error)
-            self._refuse(shard, error, _REFUSED_SECONDS)
-            return []
-
-    def _raise_unknown(self, error: Exception) -> None:
-        from redis.exceptions import ResponseError
-
-        if not isinstance(error, ResponseError):
-            raise error
-
-    def _refuse(self, shard: Shard, error: Exception, seconds: float) -> None:
-        """Warn once per server that it refuses requests; store nothing there for a while."""
-        self._pauses[shard] = time.monotonic() + seconds
-        if str(shard) not in self._warned:
-            self._warned.add(str(shard))
-            warnings.warn(
-                f"the server {shard} refuses samples of {self.name!r}: {error}. Nothing is stored there for a while",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            for names in self._values.scan(shard):
+                self._values.remove(shard, names)
 
     # -- the life of it -----------------------------------------------------------------------------------------------
 
@@ -614,37 +400,8 @@ class RedisCache:
         self.close()
 
 
-class _Memory:
-    """Standing memory for the records of one batch."""
-
-    def __init__(self, buffers: Buffers, count: int) -> None:
-        self._buffers, self._left = buffers, count
-        self._memory, self._at = np.empty(0, np.uint8), 0
-
-    def copy(self, record: Array) -> Array:
-        """A copy of `record` at a multiple of 64."""
-        stride = len(record) + 63 & ~63
-        if self._at + stride > len(self._memory):
-            self._memory = self._buffers.take(max(stride, min(_LOT_BYTES, stride * max(1, self._left))))
-            self._at = 0
-        copy = self._memory[self._at : self._at + len(record)]
-        copy[:] = record
-        self._at, self._left = self._at + stride, self._left - 1
-        return copy
-
-
 _after_fork = threading.RLock()
 at_fork(before=_after_fork.acquire, after_in_parent=_after_fork.release, after_in_child=_after_fork.release)
-
-
-def _info(shard: Shard) -> dict[str, str]:
-    """What a server says of its memory and hits; empty if it is lost."""
-    found: dict[str, str] = {}
-    for section in ("memory", "stats"):
-        text = shard.call("INFO", section)
-        lines = text.decode().split("\r\n") if isinstance(text, bytes) else []
-        found |= dict(line.split(":", 1) for line in lines if ":" in line)
-    return found
 
 
 def _leave(servers: Servers, node: NodeState) -> None:

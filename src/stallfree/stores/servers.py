@@ -83,9 +83,8 @@ class Cluster:
         timeout: seconds that a node may be silent.
     """
 
-    names: list[str] = []
-
     def __init__(self, nodes: Sequence[Address], timeout: float) -> None:
+        self.names: list[str] = []
         self._nodes, self._timeout = list(nodes), timeout
         self._lock = threading.Lock()
         self._shards: dict[tuple[str, int], Shard] = {}

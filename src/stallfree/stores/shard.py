@@ -10,16 +10,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from stallfree.stores.addresses import Address
 from stallfree.stores.circuit_breaker import Breaker
 
-if TYPE_CHECKING:
-    from redis.connection import AbstractConnection
-
 T = TypeVar("T")
 Request = Sequence[tuple[Any, ...]]
+Connection = Any  # of redis-py, whose methods have no types
 
 REQUEST_BYTES = 512 << 10
 """Bytes of values that one request asks for."""
@@ -87,7 +85,7 @@ class Shard:
         self.breaker = Breaker(self._ping)
         self.last_failure = ""
         # Connections, the address's number, and since when they are idle. List operations are atomic: no lock.
-        self._idle: list[tuple[AbstractConnection, int, float]] = []
+        self._idle: list[tuple[Connection, int, float]] = []
         self._lost_at = -1  # the number of the address at which the server was lost
         self._closed = False
 
@@ -100,7 +98,7 @@ class Shard:
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
-    def run(self, call: Callable[[AbstractConnection], T]) -> T | None:
+    def run(self, call: Callable[[Connection], T]) -> T | None:
         """Return `call(connection)`, or None if the server is lost.
 
         A connection that fails opens the breaker; nothing is sent then until the server answers again. Raises
@@ -136,7 +134,7 @@ class Shard:
         Returns whether all values were passed; False if the server is lost.
         """
 
-        def call(connection: AbstractConnection) -> bool:
+        def call(connection: Connection) -> bool:
             position = 0
             for request in requests[:AHEAD]:
                 connection.send_packed_command(connection.pack_commands(request))
@@ -159,7 +157,7 @@ class Shard:
     def send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any] | None:
         """The replies to `commands`, errors among them as exceptions; None if the server is lost."""
 
-        def call(connection: AbstractConnection) -> list[Any]:
+        def call(connection: Connection) -> list[Any]:
             replies: list[Any] = []
             for start in range(0, len(commands), _MOST_COMMANDS):
                 some = commands[start : start + _MOST_COMMANDS]
@@ -191,7 +189,7 @@ class Shard:
 
     # -- connections --------------------------------------------------------------------------------------------------
 
-    def _take(self) -> tuple[AbstractConnection, int]:
+    def _take(self) -> tuple[Connection, int]:
         """A connection, and the number of its address. An idle one that has ended is a failure of that address."""
         while True:
             try:
@@ -213,12 +211,12 @@ class Shard:
                     raise
             connection.disconnect()
 
-    def _connect(self) -> tuple[AbstractConnection, int]:
+    def _connect(self) -> tuple[Connection, int]:
         found = self.location.find()
         if found is None or (found[0] <= self._lost_at and not self.location.fixed):
             self.location.confirm(self._lost_at)
             raise NoReply("the server is not running, or its address is not confirmed")
-        connection = found[1].connection(self.timeout)
+        connection: Connection = found[1].connection(self.timeout)
         _limit(connection, 0)
         try:
             connection.connect()

@@ -119,9 +119,9 @@ class RedisStore:
     The nodes of a job find each other through the variables that torchrun sets, and the key-value store that it keeps
     at MASTER_ADDR:MASTER_PORT (or the one of `torch.distributed.init_process_group`).
 
-    With `hosts`, nothing is started: the samples lie in servers that run already, and stay there when the job ends. What
-    these servers evict by their own `maxmemory-policy` is a miss. One or more nodes of a Redis Cluster stand for all of
-    its masters, and what is given for the first (user, password, TLS) holds for all.
+    With `hosts`, nothing is started: the samples lie in servers that run already, and stay there when the job ends.
+    What these servers evict by their own `maxmemory-policy` is a miss. One or more nodes of a Redis Cluster stand for
+    all of its masters, and what is given for the first (user, password, TLS) holds for all.
 
     Args:
         hosts: None, or the servers, each a dict such as `{"host": "node1", "port": 6379, "password": "..."}`. Further

@@ -70,7 +70,7 @@ class LowerTier(Protocol):
     def put_records(self, ids: Array, records: Sequence[Record]) -> Array:
         """Write `records` in the background; which of them were taken or are there. The bytes are copied."""
 
-    def settle(self, ids: Array) -> None:
+    def settle(self, ids: Array) -> object:
         """Wait until none of `ids` is on its way there from a process of this host, for 250 ms at most."""
 
     def moved_up(self, ids: Array) -> None:

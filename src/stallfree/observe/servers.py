@@ -1,0 +1,65 @@
+"""The servers of Redis or Valkey that stores of this user have started, on this host and for the nodes of its jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from stallfree.stores.addresses import Address
+from stallfree.stores.rendezvous import known_addresses
+from stallfree.stores.server import server_folders
+
+_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class ServerRow:
+    """A server at one look.
+
+    Attributes:
+        store: name of the store that started it.
+        address: host and port.
+        lost: whether it did not answer within 0.25 s; the numbers are 0 then.
+        keys: values in it.
+        used_bytes, capacity_bytes: memory.
+        hits, misses: keys that were found and not found, of all nodes since its start.
+        connections: clients now.
+    """
+
+    store: str
+    address: str
+    lost: bool
+    keys: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    connections: int = 0
+
+
+def running_servers(root: Path) -> list[ServerRow]:
+    """The servers of all stores whose folders are below `root`, this node's first. Each is sent one request."""
+    return [
+        _look(name, address) for name, folder in server_folders(root).items() for address in known_addresses(folder)
+    ]
+
+
+def _look(store: str, address: Address) -> ServerRow:
+    from redis.exceptions import RedisError
+
+    client = address.client(_SECONDS)
+    try:
+        found = client.info("everything")
+        keys = client.dbsize()
+    except (RedisError, OSError):
+        return ServerRow(store, str(address), True)
+    finally:
+        client.close()
+    return ServerRow(
+        store,
+        str(address),
+        False,
+        keys,
+        *(found[name] for name in ("used_memory", "maxmemory", "keyspace_hits", "keyspace_misses")),
+        found["connected_clients"],
+    )

@@ -1,0 +1,239 @@
+"""The values of one data set on servers of Redis or Valkey: keys, reading and checking, storing, removing."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache.checks import MISS
+from stallfree.errors import CodecError
+from stallfree.pipeline.codec import read_record, write_record
+from stallfree.stores.buffers import Buffers
+from stallfree.stores.servers import Servers
+from stallfree.stores.shard import Shard
+from stallfree.stores.values import HEAD_SIZE, check_value, data_key, pack_head
+from stallfree.stores.write_behind import Record
+
+Array = npt.NDArray[Any]
+
+LOT_BYTES = 8 << 20
+"""Bytes of values that are sent to a server, or received from it, in memory taken at once."""
+
+_TYPICAL = 128 << 10
+"""Bytes of a value before one was seen."""
+
+_REFUSED_SECONDS = 10.0
+"""Pause in storing on a server that has refused a request."""
+
+_KEYS = 1000
+"""Keys of one request that does not carry values."""
+
+
+class RedisValues:
+    """The values of a data set, in the process that uses them. Safe in threads and after a fork.
+
+    Args:
+        servers: where they lie.
+        name: of the data set; part of the keys.
+        fingerprint: says which samples these are.
+        allow_pickle: whether pickled samples are loaded.
+
+    Attributes:
+        key: 16 bytes that stand for the data set.
+        typical: bytes of a value, as of the last one read.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        name: str,
+        fingerprint: str,
+        *,
+        allow_pickle: bool,
+    ) -> None:
+        self.key, self.typical = data_key(name, fingerprint), _TYPICAL
+        self._servers, self._name, self._allow_pickle = servers, name, allow_pickle
+        self._prefix = b"stallfree:%b-%b:" % (name.encode(), self.key.hex()[:8].encode())
+        self._off = self._prefix + b"random"
+        self._buffers = Buffers()
+        self._warned: set[str] = set()
+        self._pauses: dict[Shard, float] = {}
+
+    def names(self, ids: Array) -> list[bytes]:
+        """The keys of `ids` on the servers."""
+        prefix = self._prefix
+        return [b"%b%d" % (prefix, id) for id in ids.tolist()]
+
+    def split(self, owner: Array, ids: Array) -> list[tuple[Shard, Array, list[bytes]]]:
+        """Each server that owns some of `ids`, with their positions and keys. `owner` is that of every sample."""
+        names = self.names(ids)
+        found = self._servers.split(owner[ids] if self._servers.names else owner, names)
+        return [(shard, at, [names[position] for position in at.tolist()]) for shard, at in found]
+
+    def pause(self, shard: Shard, seconds: float) -> None:
+        """Store nothing on a server for a while."""
+        self._pauses[shard] = max(self._pauses.get(shard, 0.0), time.monotonic() + seconds)
+
+    def paused(self, shard: Shard) -> bool:
+        """Whether nothing is to be stored on a server now."""
+        return self._pauses.get(shard, 0.0) > time.monotonic()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self, shard: Shard, ids: list[int], names: list[bytes]) -> tuple[list[Any], list[bytes], bool] | None:
+        """Read samples from the server that owns them.
+
+        Returns the samples, `MISS` for those that are not there, which may share memory that lives as long as any of
+        them; the keys of damaged values; and whether the data set was switched off. None if the server is lost.
+        """
+        values: list[Any] = [MISS] * len(ids)
+        damaged: list[bytes] = []
+        memory = _Memory(self._buffers, len(ids))
+        off, first = False, bool(self._servers.names)  # in a cluster, another master may have the key
+
+        def use(position: int, value: Any) -> None:
+            nonlocal off
+            position -= first
+            if isinstance(value, Exception):
+                self.refuse(shard, value)
+            elif value is None:
+                return
+            elif position < 0:
+                off = True
+            elif not isinstance(value, bytes):
+                damaged.append(names[position])
+            else:
+                record = check_value(np.frombuffer(value, np.uint8), self.key, ids[position])
+                if record is None:
+                    damaged.append(names[position])
+                    return
+                self.typical = len(value)
+                with contextlib.suppress(CodecError):  # of another version, or a pickle: it is fetched
+                    values[position] = read_record(memory.copy(record), copy=False, allow_pickle=self._allow_pickle)
+
+        wanted = [self._off, *names] if first else names
+        try:
+            done = shard.read(self._servers.requests(wanted, self.typical), self.typical, use)
+        except Exception as error:
+            self.refuse(shard, error)
+            done = False
+        return (values, damaged, off) if done else None
+
+    def exist(self, shard: Shard, names: list[bytes], believed: Array) -> Array:
+        """Which of `names` a server has, as bools. Those `believed` right are confirmed by a request for 1,000 keys."""
+        there = np.zeros(len(names), bool)
+        if self._servers.names:
+            groups = [
+                group
+                for some in (np.flatnonzero(believed), np.flatnonzero(~believed))
+                for group in np.split(some, range(_KEYS, len(some), _KEYS))
+                if len(group)
+            ]
+        else:
+            groups = list(np.arange(len(names))[:, None])  # keys of several slots cannot be in one request
+        unsure = [np.empty(0, np.int64)]
+        counts = self.send(shard, [("EXISTS", *(names[at] for at in group.tolist())) for group in groups])
+        for group, count in zip(groups, counts, strict=False):
+            if isinstance(count, int) and count in (0, len(group)):
+                there[group] = count > 0
+            elif isinstance(count, int):
+                unsure.append(group)
+        left = np.concatenate(unsure).tolist()
+        for at, reply in zip(left, self.send(shard, [("EXISTS", names[at]) for at in left]), strict=False):
+            there[at] = reply == 1
+        return there
+
+    def scan(self, shard: Shard) -> Iterator[list[bytes]]:
+        """The keys of this data set on a server, in lists; one may come twice."""
+        cursor: Any = b"0"
+        while True:
+            replies = self.send(shard, [("SCAN", cursor, "MATCH", self._prefix + b"*", "COUNT", _KEYS)])
+            if not replies or isinstance(replies[0], Exception):
+                return
+            cursor, keys = replies[0]
+            yield keys
+            if cursor == b"0":
+                return
+
+    def info(self, shard: Shard) -> dict[str, str]:
+        """What a server says of its memory and hits; empty if it is lost or this user must not ask."""
+        found: dict[str, str] = {}
+        for text in self.send(shard, [("INFO", "memory"), ("INFO", "stats")]):
+            lines = text.decode().split("\r\n") if isinstance(text, bytes) else []
+            found |= dict(line.split(":", 1) for line in lines if ":" in line)
+        return found
+
+    # -- storing ------------------------------------------------------------------------------------------------------
+
+    def commands(self, ids: Array, records: Sequence[Record], sizes: Array) -> list[Any]:
+        """The commands that store records, whose values have `sizes` bytes with their headers.
+
+        The reply to each: b"OK", or None if there is a value already.
+        """
+        memory = self._buffers.take(int((sizes + 63 & ~63).sum()))
+        commands, at = [], 0
+        for id, name, record, size in zip(ids.tolist(), self.names(ids), records, sizes.tolist(), strict=True):
+            value = memory[at : at + size]
+            write_record(*record, value[HEAD_SIZE:])
+            value[:HEAD_SIZE] = np.frombuffer(pack_head(self.key, id, [value[HEAD_SIZE:]]), np.uint8)
+            commands.append(("SET", name, value.data, "NX"))
+            at += size + 63 & ~63
+        return commands
+
+    def remove(self, shard: Shard, names: Sequence[bytes]) -> list[Any]:
+        """Remove keys; the reply for each: 1 if it was there. Empty if the server is lost."""
+        return self.send(shard, [("UNLINK", name) for name in names])
+
+    def switch_off(self, shard: Shard) -> None:
+        """Let all nodes know that the values of this data set may not be used."""
+        self.send(shard, [("SET", self._off, b"1")])
+
+    def send(self, shard: Shard, commands: list[Any]) -> list[Any]:
+        """The replies of a server, errors among them as exceptions; none if it is lost or refuses the connection."""
+        try:
+            return shard.send(commands) or []
+        except Exception as error:
+            self.refuse(shard, error)
+            return []
+
+    def refuse(self, shard: Shard, error: Exception) -> None:
+        """Note that a server refuses a request, and warn once per server. Raises any other error."""
+        from redis.exceptions import ResponseError
+
+        if not isinstance(error, ResponseError):
+            raise error
+        if self._servers.moved(error):
+            return
+        self.pause(shard, _REFUSED_SECONDS)
+        if str(shard) not in self._warned:
+            self._warned.add(str(shard))
+            warnings.warn(
+                f"the server {shard} refuses samples of {self._name!r}: {error}. Nothing is stored there for a while",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class _Memory:
+    """Standing memory for the records of one batch."""
+
+    def __init__(self, buffers: Buffers, count: int) -> None:
+        self._buffers, self._left = buffers, count
+        self._memory, self._at = np.empty(0, np.uint8), 0
+
+    def copy(self, record: Array) -> Array:
+        """A copy of `record` at a multiple of 64."""
+        stride = len(record) + 63 & ~63
+        if self._at + stride > len(self._memory):
+            self._memory = self._buffers.take(max(stride, min(LOT_BYTES, stride * max(1, self._left))))
+            self._at = 0
+        copy = self._memory[self._at : self._at + len(record)]
+        copy[:] = record
+        self._at, self._left = self._at + stride, self._left - 1
+        return copy

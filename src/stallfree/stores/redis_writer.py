@@ -1,0 +1,106 @@
+"""Stores samples on servers of Redis or Valkey, in the thread of a `WriteBehind`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache.counters import Count
+from stallfree.cache.policies import Policy
+from stallfree.pipeline.codec import record_size
+from stallfree.stores.node_state import NodeState
+from stallfree.stores.redis_values import LOT_BYTES, RedisValues
+from stallfree.stores.servers import Servers
+from stallfree.stores.shard import Shard
+from stallfree.stores.values import HEAD_SIZE
+from stallfree.stores.write_behind import Record
+
+Array = npt.NDArray[Any]
+
+_FULL_SECONDS = 1.0
+"""Pause in storing on a server that has no room."""
+
+
+class RedisWriter:
+    """Stores samples; without room, in place of others of lower score.
+
+    Args:
+        values: of the data set.
+        servers: where they lie.
+        node: what the processes of this node share.
+        policy: with one that is given scores ("importance"), samples of low score make room.
+        limit: bytes of memory that a server may use when something is stored there; None for its own limit.
+    """
+
+    def __init__(
+        self, values: RedisValues, servers: Servers, node: NodeState, policy: Policy, limit: int | None
+    ) -> None:
+        self._values, self._servers, self._node, self._policy, self._limit = values, servers, node, policy, limit
+
+    def write(self, ids: Array, records: Sequence[Record]) -> None:
+        """Store what there is room for."""
+        sizes = np.array([HEAD_SIZE + record_size(*record) for record in records])
+        for shard, at, _ in self._values.split(self._node.owner, ids):
+            ends = np.cumsum(sizes[at])
+            for lot in np.split(at, np.flatnonzero(np.diff(ends // LOT_BYTES)) + 1):
+                if not self._values.paused(shard):
+                    self._store(shard, ids[lot], [records[position] for position in lot.tolist()], sizes[lot])
+
+    def _store(self, shard: Shard, ids: Array, records: Sequence[Record], sizes: Array) -> None:
+        """Store samples on one server: without room, in place of others of lower score."""
+        if self._limit is not None and not self._has_room(shard):
+            return
+        commands = self._values.commands(ids, records, sizes)
+        left = self._set(shard, ids, commands)
+        if len(left) and self._policy.given:
+            left = left[self._make_room(shard, ids[left])]
+            left = left[self._set(shard, ids[left], [commands[position] for position in left.tolist()])]
+        if len(left):
+            self._values.pause(shard, _FULL_SECONDS)
+            self._node.counters.add((Count.REJECTED, len(left)))
+
+    def _set(self, shard: Shard, ids: Array, commands: list[Any]) -> Array:
+        """Send commands that store `ids`; the positions of those for which there was no room."""
+        from redis.exceptions import OutOfMemoryError
+
+        left = []
+        for position, reply in enumerate(self._values.send(shard, commands)):
+            if isinstance(reply, OutOfMemoryError):
+                left.append(position)
+            elif isinstance(reply, Exception):
+                self._values.refuse(shard, reply)
+            else:  # stored, or there already
+                self._node.known[ids[position]] = 1
+        return np.array(left, np.int64)
+
+    def _has_room(self, shard: Shard) -> bool:
+        """Whether a given server uses less memory than the user granted."""
+        found = self._values.info(shard)
+        if found and int(found["used_memory"]) >= (self._limit or 0):
+            self._values.pause(shard, _FULL_SECONDS)
+            return False
+        return not shard.lost
+
+    def _make_room(self, shard: Shard, ids: Array) -> Array:
+        """Remove samples of lower score than `ids` from a server: the positions of those of `ids` that find room."""
+        scores, place = self._node.scores, self._servers.shards.index(shard)
+        best_first, removed = np.argsort(-scores[ids], kind="stable"), 0
+        while removed < len(ids):
+            there = np.flatnonzero((self._node.known != 0) & (self._node.owner == place))
+            count = min(len(ids) - removed, len(there))
+            if not count:
+                break
+            worst = there[np.argpartition(scores[there], count - 1)[:count]]
+            worst = worst[np.argsort(scores[worst], kind="stable")]
+            gains = scores[ids[best_first[removed : removed + count]]] > scores[worst]
+            victims = worst[: count if gains.all() else int(np.argmin(gains))]
+            replies = self._values.remove(shard, self._values.names(victims))
+            if not replies:
+                break
+            self._node.known[victims] = 0
+            removed += sum(reply == 1 for reply in replies)  # another node may have removed some of them
+        self._node.counters.add((Count.EVICTIONS, removed))
+        return np.sort(best_first[:removed])
