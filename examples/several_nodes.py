@@ -2,8 +2,8 @@
 
     torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 several_nodes.py
 
-A node keeps half of the samples; the others come out of the other node's memory, not from storage. Started without
-torchrun, the job has one node. Wants `pip install 'stallfree[redis]'` and a valkey-server or redis-server.
+The server of each node holds half of the samples, so that after the first epoch nothing is read from storage. Started
+without torchrun, the job has one node. Wants `pip install 'stallfree[redis]'` and a valkey-server or redis-server.
 """
 
 import os
@@ -33,7 +33,7 @@ def main() -> None:
     except sf.MissingServerError as error:
         print(f"this example needs a server: {error}")
         return
-    with store, sf.CachedDataset(Slow(), capacity="2MiB", store=store, name="slow") as dataset:
+    with store, sf.CachedDataset(Slow(), capacity="256KiB", store=store, name="slow") as dataset:
         # sf.LocalSampler(dataset) in its place keeps nearly everything on its own node.
         sampler = DistributedSampler(dataset, ranks, rank)
         with sf.DataLoader(dataset, batch_size=BATCH, sampler=sampler, num_workers=2) as loader:
@@ -43,8 +43,8 @@ def main() -> None:
                     assert (pictures[:, 0, 0, 0] == ids % 256).all()
                 now = dataset.stats()
                 reads, hits = now.storage_reads - before.storage_reads, now.hits - before.hits
-                others = now.other_hits - before.other_hits
-                print(f"epoch {epoch}: {reads} samples from storage, {hits} out of memory, {others} of another node")
+                servers = now.lower_hits - before.lower_hits
+                print(f"epoch {epoch}: {reads} samples from storage, {hits} hits, {servers} of them in servers")
 
 
 if __name__ == "__main__":

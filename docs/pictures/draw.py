@@ -247,29 +247,21 @@ def shared() -> Picture:
 
 
 def nodes() -> Picture:
-    """What a node holds, and how another one gets it."""
-    picture = Picture("Each node keeps its share in its own memory and hands it out", 720, 300)
+    """What a node has, and where it reads a sample."""
+    title = "Each node has a server that holds its share, and memory in front of all servers"
+    picture = Picture(title, 720, 290)
     for node in range(2):
         left = 10 + 380 * node
-        picture.box((left, 34), (320, 220), "none")
+        picture.box((left, 34), (320, 210), "none")
         picture.text((left + 160, 24), f"node {node}", "mid bold")
-        picture.box((left + 20, 56), (280, 44), "warm", "training processes and workers")
-        picture.box((left + 20, 190), (120, 46), "main", "arena", "ids it owns")
-        inner = left + 180
-        picture.box((inner, 126), (120, 44), "cool", "clerk", "hands out")
-        picture.box((inner, 194), (120, 44), "cool", "server", "takes in")
-        picture.arrow((left + 80, 188), (left + 80, 104))
-        picture.text((left + 86, 150), "own ids:", "start small faint")
-        picture.text((left + 86, 165), "one gather", "start small faint")
-        picture.arrow((inner - 2, 156), (left + 142, 196), ends="both")
-        picture.arrow((inner + 60, 192), (inner + 60, 174))
-    picture.parts.append('<path d="M310 142C345 142 372 110 406 92" class="line" marker-end="url(#head)"/>')
-    picture.parts.append('<path d="M406 84C360 100 352 214 314 216" class="line" marker-end="url(#head)"/>')
-    picture.text(
-        (360, 274),
-        "what the other node owns comes from its clerk; what was fetched for it is left with its server",
-        "mid small",
-    )
+        picture.box((left + 20, 52), (280, 40), "warm", "training processes and workers")
+        picture.box((left + 20, 116), (280, 40), "main", "memory of the node: capacity")
+        picture.box((left + 20, 190), (280, 44), "cool", "server: capacity_per_node", "ids it owns")
+        picture.arrow((left + 80, 114), (left + 80, 94))
+        picture.arrow((left + 80, 188), (left + 80, 158))
+    picture.parts.append('<path d="M408 200C370 180 350 165 314 142" class="line" marker-end="url(#head)"/>')
+    picture.parts.append('<path d="M312 200C350 180 370 165 406 142" class="line" marker-end="url(#head)"/>')
+    picture.text((360, 270), "one request per server for a batch; what no server holds comes from storage", "mid small")
     return picture
 
 

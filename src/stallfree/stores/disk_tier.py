@@ -85,7 +85,8 @@ class DiskTier:
         """The cache of one data set in memory, in this folder, and in the tier `below` if there is one.
 
         The other arguments are those of `SampleCache`, for memory. A `name` that was made from policy and capacity is
-        not used on the disk, whose records fit other policies and capacities too.
+        not used on the disk, whose records fit other policies and capacities too. The cache closes `below`; if this
+        raises, the caller does.
         """
         shared: dict[str, Any] = {
             "fingerprint": fingerprint,
@@ -124,6 +125,7 @@ class DiskCache:
         self.records, self.allow_pickle = records, records.allow_pickle
         self._upper, self._persist = upper, persist
         self._both = persist or upper.policy.evicts
+        self._typical = 0  # bytes of a record
         self._reading = Health(records.path, "did not give samples")
         self._writer = _DiskWriter(records, upper, yields=self._both and not upper.policy.evicts)
         flags = shared_flags(upper.path / "moving", records.num_ids)
@@ -149,9 +151,10 @@ class DiskCache:
         found = ids[self.known(ids)]
         if not len(found):
             return []
-        stats = self.records.stats()
-        typical = max(1, stats.resident_bytes // max(1, stats.resident_items))
-        step = max(-(-len(found) // _PIECES), -(-_PIECE_BYTES // typical))
+        if not self._typical:
+            stats = self.records.stats()
+            self._typical = stats.resident_bytes // max(1, stats.resident_items)
+        step = max(-(-len(found) // _PIECES), -(-_PIECE_BYTES // max(1, self._typical)))
         return [found[at : at + step] for at in range(0, len(found), step)]
 
     def read(self, ids: Array) -> list[Any]:
@@ -200,7 +203,7 @@ class DiskCache:
         """See `LowerTier`."""
         return self.records.uncached_steps
 
-    def uncache_steps(self) -> bool:
+    def uncache_steps(self, count: int) -> bool:
         """See `LowerTier`."""
         return self.records.uncache_steps(EVERY_STEP)
 
@@ -258,7 +261,7 @@ class _DiskWriter:
         stored, left = bool(there.any()), np.flatnonzero(~there)
         if len(left) and self._yields:
             left = left[~self._upper.resident(ids[left])]
-            if self._make_room(len(left)):
+            if len(left) and self._make_room(len(left)):
                 there = self._disk.put_records(ids[left], [records[at] for at in left.tolist()])
                 stored, left = stored or bool(there.any()), left[~there]
         if stored or not len(left):
@@ -273,20 +276,14 @@ class _DiskWriter:
 
     def _make_room(self, count: int) -> bool:
         """Drop up to `count` records that memory holds too. Returns whether there were any."""
-        wanted, copies, looked, changes = count, self._copies, False, self._changes
-        while wanted:
-            if copies is None or (not len(copies) and not looked):
-                copies, looked = self._in_both(np.arange(self._disk.num_ids)), True
-            some, rest = np.split(copies, [max(wanted, _CHECKED)])
-            some = self._in_both(some)  # they may have changed since
-            copies = np.concatenate([some[wanted:], rest])
-            if len(some):
-                self._disk.drop(some[:wanted])
-                wanted -= len(some[:wanted])
-            elif not len(copies) and looked:
-                break
-        self._copies = copies if changes == self._changes else None
-        return wanted < count
+        changes, copies, checked = self._changes, self._copies, max(count, _CHECKED)
+        first = np.empty(0, np.int64) if copies is None else self._in_both(copies[:checked])
+        if copies is None or len(first) < count:  # those that were looked up have changed since
+            copies = first = self._in_both(np.arange(self._disk.num_ids))
+            checked = len(copies)
+        self._disk.drop(first[:count])
+        self._copies = np.concatenate([first[count:], copies[checked:]]) if changes == self._changes else None
+        return len(first) > 0
 
     def _in_both(self, ids: Array) -> Array:
         return ids[self._upper.resident(ids) & self._disk.resident(ids)]

@@ -85,8 +85,8 @@ class LowerTier(Protocol):
     def stats(self) -> CacheStats:
         """The counts over all processes of this host; after `close`, those of that moment."""
 
-    def uncache_steps(self) -> bool:
-        """Do not use this tier any more, on this host. Returns whether it was used until now."""
+    def uncache_steps(self, count: int) -> bool:
+        """Do not use this tier any more, on this host, whatever `count` is. Returns whether it was used until now."""
 
     def close(self) -> None:
         """Write what was handed over, and leave."""
@@ -172,7 +172,8 @@ class TieredCache:
 
     def uncache_steps(self, count: int) -> bool:
         """Do not use this cache any more, on this host; whether it was used until now. See `SampleCache`."""
-        return any([self.upper.uncache_steps(EVERY_STEP), *[tier.uncache_steps() for tier in self.lower]])
+        used = [tier.uncache_steps(EVERY_STEP) for tier in self.lower]
+        return self.upper.uncache_steps(EVERY_STEP) or any(used)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -241,8 +242,8 @@ class TieredCache:
     def _read(self, ids: Array, choose: Callable[[LowerTier, Array], Array]) -> tuple[list[Any], int]:
         """The samples of `ids` that were below, including those that moved up meanwhile; and how many are counted."""
         values: list[Any] = [MISS] * len(ids)
-        _, first = np.unique(ids, return_index=True)
-        if len(first) < len(ids):  # each of several equal ids gets a value of its own
+        if len(set(ids.tolist())) < len(ids):  # each of several equal ids gets a value of its own
+            _, first = np.unique(ids, return_index=True)
             again = np.setdiff1d(np.arange(len(ids)), first)
             (once, counted), (twice, others) = self._read(ids[first], choose), self._read(ids[again], choose)
             _fill(values, first, once)
@@ -250,8 +251,9 @@ class TieredCache:
             return values, counted + others
         left = np.arange(len(ids))
         for level, tier in enumerate(self.lower):
-            at = left[np.isin(ids[left], choose(tier, ids[left]), assume_unique=True)] if len(left) else left
-            if len(at):
+            chosen = set(choose(tier, ids[left]).tolist()) if len(left) else ()
+            if chosen:
+                at = left[[id in chosen for id in ids[left].tolist()]]
                 with contextlib.suppress(OSError):
                     _fill(values, at, tier.read(ids[at]))
                 self._move_up(level, ids, values, at)

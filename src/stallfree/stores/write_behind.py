@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +33,6 @@ _ALIGN = 64
 _POLL_SECONDS = 0.001
 
 _buffers = Buffers()
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """Samples that were added together.
-
-    Attributes:
-        ids: of the samples, integers.
-        records: their bytes, in memory of the queue.
-        size: bytes of all of them.
-    """
-
-    ids: Array
-    records: list[Record]
-    size: int
 
 
 class WriteBehind:
@@ -77,11 +61,9 @@ class WriteBehind:
     def _reset(self) -> None:
         self._changed = threading.Condition()
         self._pool: ThreadPoolExecutor | None = None
-        self._entries: list[_Entry] = []
-        self._bytes = 0  # of entries, including those that are being written
+        self._bytes = 0  # in the queue, including those that are being written
         self._written = 0  # calls of `write` that have returned
         self._stalled = -1  # `_written` when a call of `add` had waited in vain
-        self._running = False
         self._last: Future[None] | None = None
 
     def add(self, ids: Array, records: Sequence[Record]) -> int:
@@ -116,14 +98,11 @@ class WriteBehind:
             return 0
         self._flags[ids[:fit]] = 1
         try:
-            entry = _Entry(ids[:fit], _copied(records[:fit], size), size)
+            copies = _copied(records[:fit], size)
             with self._changed:
-                self._entries.append(entry)
-                if not self._running:
-                    if self._pool is None:
-                        self._pool = ThreadPoolExecutor(1, thread_name_prefix="stallfree-write")
-                    self._last = self._pool.submit(self._drain)
-                    self._running = True
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(1, thread_name_prefix="stallfree-write")
+                self._last = self._pool.submit(self._run, ids[:fit], copies, size)
         except (MemoryError, RuntimeError):  # no memory for the copies, or the interpreter is ending
             self._release(ids[:fit], size)
             return 0
@@ -147,22 +126,11 @@ class WriteBehind:
             self._changed.notify_all()
         self._flags[ids] = 0
 
-    def _drain(self) -> None:
-        while True:
-            with self._changed:
-                entries, self._entries = self._entries, []
-                self._running = bool(entries)
-            if not entries:
-                return
-            ids = np.concatenate([entry.ids for entry in entries])
-            try:
-                self._write(ids, [record for entry in entries for record in entry.records])
-            except BaseException:
-                with self._changed:
-                    self._running = False
-                raise
-            finally:
-                self._release(ids, sum(entry.size for entry in entries))
+    def _run(self, ids: Array, records: list[Record], size: int) -> None:
+        try:
+            self._write(ids, records)
+        finally:
+            self._release(ids, size)
 
     def settle(self, ids: Array) -> None:
         """Wait until none of `ids` is in the queue of any process; after 250 ms they count as lost."""

@@ -1,0 +1,289 @@
+"""Memory over a disk over a tier that other hosts share: a dict here, which loses, raises and is full when told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tier_tools import COUNT, Samples, all_of, disk_of, held, is_right, put, room, room_of, sample
+
+import stallfree as sf
+from stallfree.cache import MISS, SampleCache
+from stallfree.cache.checks import EVERY_STEP
+from stallfree.errors import CodecError
+from stallfree.stats import CacheStats
+from stallfree.stores import DiskTier, TieredCache
+from stallfree.stores.tiered import LowerTier
+from stallfree.testing import ThrottledSource
+
+
+class Remote:
+    """A tier that is given every sample. It does not say what it lacks before it is asked."""
+
+    allow_pickle, inclusive, takes, uncached_steps = False, True, True, 0
+
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self.requests: list[list[int]] = []
+        self.hits = self.misses = 0
+        self.raises = False
+
+    def known(self, ids: np.ndarray) -> np.ndarray:
+        return np.array([id in self.values for id in ids.tolist()], bool)
+
+    def parts(self, ids: np.ndarray) -> list[np.ndarray]:
+        return [ids] if len(ids) else []
+
+    def read(self, ids: np.ndarray) -> list[Any]:
+        if self.raises:
+            raise ConnectionError
+        self.requests.append(ids.tolist())
+        found = [self.values.get(id, MISS) for id in ids.tolist()]
+        self.misses += found.count(MISS)
+        self.hits += len(found) - found.count(MISS)
+        return [value if value is MISS else (value[0].copy(), value[1]) for value in found]
+
+    def put_records(self, ids: np.ndarray, records: Sequence[Any]) -> np.ndarray:
+        if self.raises:
+            raise ConnectionError
+        for id, (_, (body, number)) in zip(ids.tolist(), records, strict=True):
+            self.values[id] = body.copy(), int(number.view(np.int64)[0])
+        return np.ones(len(ids), bool)
+
+    def drop(self, ids: np.ndarray) -> None:
+        for id in ids.tolist():
+            self.values.pop(id, None)
+
+    def settle(self, ids: np.ndarray) -> None:
+        pass
+
+    moved_up = settle
+
+    def stats(self) -> CacheStats:
+        return CacheStats(self.hits, self.misses, 0, 0, 0, 0, 0, len(self.values), 0, 0, 0)
+
+    def uncache_steps(self, count: int) -> bool:
+        self.uncached_steps, before = EVERY_STEP, self.uncached_steps
+        return not before
+
+    def flush(self) -> None:
+        pass
+
+    close = flush
+
+
+class Chain(DiskTier):
+    """A `DiskTier` with another tier below it."""
+
+    def __init__(self, folder: Path, disk: int, remote: LowerTier, *, persist: bool = False) -> None:
+        super().__init__(folder, capacity=room(disk), persist=persist)
+        self.remote = remote
+
+    def attach(self, *args: Any, **given: Any) -> TieredCache:
+        return super().attach(*args, below=self.remote, **given)
+
+
+def open_chain(folder: Path, memory: int, disk: int, remote: LowerTier, *, policy: str = "minio") -> TieredCache:
+    given = {"fingerprint": "data", "name": "chain", "example": sample(0)}
+    return Chain(folder, disk, remote).attach(COUNT, capacity=room(memory), policy=policy, **given)
+
+
+def over_remote(remote: LowerTier, memory: int, *, store: str | Path = "memory", policy: str = "minio") -> TieredCache:
+    given = {"fingerprint": "data", "name": "two", "example": sample(0), "allow_pickle": False}
+    return TieredCache(SampleCache(COUNT, capacity=room(memory), store=store, policy=policy, **given), remote)
+
+
+def right(cache: TieredCache, ids: Sequence[int]) -> bool:
+    return all(is_right(id, value) for id, value in zip(ids, cache.get_many(ids), strict=True))
+
+
+# --- which tier holds what --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["minio", "lru"])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_two_tiers_the_lower_one_has_all_and_keeps_it(tmp_path: Path, policy: str, on_disk: bool) -> None:
+    remote = Remote()
+    with over_remote(remote, 12, store=tmp_path if on_disk else "memory", policy=policy) as cache:
+        assert put(cache, range(40)).all()
+        assert set(remote.values) == set(range(40))
+        above = held(cache.upper)
+        assert right(cache, range(40))
+        assert sorted(id for request in remote.requests for id in request) == sorted(set(range(40)) - above)
+        cache.upper.clear()
+        before = cache.stats()
+        assert right(cache, range(20, 28))  # they move up
+        assert held(cache.upper) == set(range(20, 28))
+        assert right(cache, range(20, 28))
+        stats = cache.stats()
+        assert (stats.lower_hits - before.lower_hits, stats.hits - before.hits, stats.misses) == (8, 16, 0)
+        assert stats.lower.hits == stats.lower_hits
+        assert len(remote.values) == 40
+
+
+def test_three_tiers_add_up(tmp_path: Path) -> None:
+    """Memory and disk hold different samples, the last tier holds all; counts of a tier include those below it."""
+    remote = Remote()
+    with open_chain(tmp_path, 12, 20, remote) as cache:
+        rooms = room_of(cache.upper), room_of(disk_of(cache))
+        put(cache, range(COUNT))
+        assert not held(cache.upper) & held(disk_of(cache))
+        assert (len(held(cache.upper)), len(held(disk_of(cache))), len(remote.values)) == (*rooms, COUNT)
+        assert right(cache, range(COUNT))
+        stats = cache.stats()
+        assert isinstance(stats.lower, sf.TierStats)
+        assert (stats.hits, stats.misses) == (COUNT, 0)
+        assert stats.lower_hits == stats.lower.hits == COUNT - rooms[0]
+        assert stats.lower.lower_hits == stats.lower.lower.hits == remote.hits == COUNT - sum(rooms)
+
+
+def test_what_comes_from_the_last_tier_stays_in_memory_or_on_the_disk(tmp_path: Path) -> None:
+    remote = Remote()
+    with open_chain(tmp_path, 12, 20, remote) as cache:
+        rooms = room_of(cache.upper), room_of(disk_of(cache))
+        put(cache, range(COUNT))
+        cache.upper.clear()
+        disk_of(cache).clear()
+        for batch in np.split(np.arange(COUNT), COUNT // 8):
+            assert right(cache, batch.tolist())
+            cache.flush()
+        assert (len(held(cache.upper)), len(held(disk_of(cache)))) == rooms
+        assert not held(cache.upper) & held(disk_of(cache))
+        remote.values.clear()
+        assert right(cache, sorted(held(cache.upper) | held(disk_of(cache))))
+
+
+def test_a_sample_that_the_disk_loses_comes_from_the_tier_below(tmp_path: Path) -> None:
+    with open_chain(tmp_path, 2, 40, Remote()) as cache:
+        put(cache, range(30))
+        (disk_of(cache).path / "data").write_bytes(b"")
+        assert right(cache, range(30))
+        assert cache.stats().misses == 0
+
+
+def test_equal_ids_have_values_of_their_own() -> None:
+    with over_remote(Remote(), 2) as cache:
+        put(cache, range(10))
+        one, two, three = cache.get_many([7, 7, 7])
+        one[0][:] = two[0][:] = 0
+        assert is_right(7, three)
+
+
+def test_samples_that_are_not_known_below_are_asked_for_once() -> None:
+    """What the parts of a batch did not bring is not requested again when the batch is made."""
+    remote = Remote()
+    with over_remote(remote, 2) as cache:
+        (part,) = cache.parts(np.arange(8))
+        assert cache.read(part) == [MISS] * 8
+        assert cache.get_here(np.arange(8)) == [MISS] * 8
+        assert remote.requests == [list(range(8))]
+        assert (cache.stats().hits, cache.stats().misses) == (0, 8)
+
+
+def test_drop_and_uncached_steps_reach_all_tiers(tmp_path: Path) -> None:
+    remote = Remote()
+    with open_chain(tmp_path, 2, 40, remote) as cache:
+        put(cache, range(30))
+        cache.drop(range(10))
+        assert cache.get_many(range(10)) == [MISS] * 10
+        cache.clear()
+        assert not held(cache.upper) | held(disk_of(cache)) | set(remote.values)
+        assert (cache.uncache_steps(1), cache.uncache_steps(1), cache.uncached_steps) == (True, False, EVERY_STEP)
+        assert remote.uncached_steps == EVERY_STEP
+
+
+def test_nothing_is_pickled_where_a_tier_takes_no_pickles(tmp_path: Path) -> None:
+    with open_chain(tmp_path, 2, 40, Remote()) as cache, pytest.raises(CodecError):
+        cache.put(1, {Path("a")})
+
+
+# --- against a model --------------------------------------------------------------------------------------------------
+
+batches = st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=12)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["put", "get", "get_here", "drop", "lose_below"]), batches),
+        st.tuples(st.sampled_from(["lose_memory", "lose_disk", "fail", "recover", "fill_up"]), st.just([0])),
+    ),
+    max_size=25,
+)
+
+
+@pytest.fixture(params=["minio", "lru"])
+def chain(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredCache]:
+    with open_chain(tmp_path, 6, 12, Remote(), policy=request.param) as cache:
+        yield cache
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=steps)
+def test_what_any_tier_holds_is_found_and_right(chain: TieredCache, steps: list[tuple[str, list[int]]]) -> None:
+    remote = chain.lower[1]
+    assert isinstance(remote, Remote)
+    remote.raises, remote.takes = False, True
+    chain.clear()
+    model: set[int] = set()
+    for step, ids in steps:
+        there = held(chain.upper) | held(disk_of(chain)) | (set() if remote.raises else set(remote.values))
+        assert there <= model
+        if step == "put":
+            taken = put(chain, ids)
+            model |= {id for id, kept in zip(ids, taken, strict=True) if kept}
+            assert set(ids) <= set(remote.values) or remote.raises or not remote.takes
+        elif step in ("get", "get_here"):
+            found = chain.get_many(ids) if step == "get" else chain.get_here(np.array(ids))
+            assert [value is not MISS for value in found] == [id in there for id in ids]
+            assert all(is_right(id, value) for id, value in zip(ids, found, strict=True) if value is not MISS)
+            chain.flush()
+        elif step == "drop":
+            chain.drop(ids)
+            model -= set(ids)
+        elif step == "lose_below":
+            remote.drop(np.array(ids))
+        elif step == "lose_memory":
+            chain.upper.clear()
+        elif step == "lose_disk":
+            disk_of(chain).clear()
+        else:
+            remote.raises, remote.takes = step == "fail", step != "fill_up"
+
+
+# --- under a loader ---------------------------------------------------------------------------------------------------
+
+
+def lose(remote: Remote) -> None:
+    remote.values.clear()
+
+
+def fail(remote: Remote) -> None:
+    remote.raises = True
+
+
+def fill_up(remote: Remote) -> None:
+    remote.takes = False
+    remote.values.clear()
+
+
+@pytest.mark.parametrize("fault", [None, lose, fail, fill_up])
+def test_a_tier_that_fails_costs_hits_only(tmp_path: Path, fault: Callable[[Remote], None] | None) -> None:
+    remote, source = Remote(), ThrottledSource(Samples())
+    with sf.CachedDataset(source, capacity=room(12), store=Chain(tmp_path, 20, remote)) as dataset:
+        loader = sf.DataLoader(dataset, 8, shuffle=True)
+        all_of(loader)
+        all_of(loader)
+        assert source.requests == len(remote.values) == COUNT
+        stats = dataset.stats()
+        assert isinstance(stats.lower, sf.TierStats)
+        above = stats.resident_items + stats.lower.resident_items
+        if fault is not None:
+            fault(remote)
+        all_of(loader)
+        assert source.requests == COUNT + (0 if fault is None else COUNT - above)
+        all_of(loader)
+        assert source.requests == COUNT + (COUNT - above) * {None: 0, lose: 1}.get(fault, 2)
+    source.close()

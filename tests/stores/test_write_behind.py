@@ -1,0 +1,111 @@
+"""The queue of writes in the background: what waits for room, and what is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stallfree.pipeline.codec import encode
+from stallfree.stores import write_behind
+from stallfree.stores.write_behind import WriteBehind
+
+SIZE = 4096
+
+
+class Target:
+    """Stores ids when the gate is open."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.entered, self.gate = threading.Event(), threading.Event()
+        self.flags = np.zeros(100, np.uint8)
+
+    def write(self, ids: np.ndarray, records: list[Any]) -> None:
+        self.entered.set()
+        assert self.gate.wait(60)
+        self.ids += ids.tolist()
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
+    """With room for two records on their way."""
+    monkeypatch.setattr(write_behind, "QUEUE_BYTES", 2 * SIZE)
+    target = Target()
+    yield target
+    target.gate.set()
+
+
+def add(queue: WriteBehind, *ids: int) -> int:
+    return queue.add(np.array(ids), [encode(bytes(SIZE)) for _ in ids])
+
+
+def test_without_patience_what_finds_no_room_is_not_taken(target: Target) -> None:
+    queue = WriteBehind(target.write, target.flags, target="the target")
+    assert add(queue, 1) == 1
+    assert target.entered.wait(60)
+    with pytest.warns(RuntimeWarning, match="samples come faster than the target takes them"):
+        assert add(queue, 2, 3, 4) == 1
+    assert np.flatnonzero(target.flags).tolist() == [1, 2]
+    target.gate.set()
+    queue.close()
+    assert (target.ids, target.flags.any()) == ([1, 2], False)
+
+
+def test_with_patience_samples_wait_for_room(target: Target) -> None:
+    queue = WriteBehind(target.write, target.flags, target="the target", patience=60.0)
+    assert add(queue, 0, 1, 2) == 3  # more than there is room for, as the queue is empty
+    assert target.entered.wait(60)
+    threading.Timer(0.05, target.gate.set).start()
+    assert add(queue, *range(3, 12)) == 9
+    queue.close()
+    assert target.ids == list(range(12))
+
+
+def test_a_sample_may_be_changed_when_it_was_added(target: Target) -> None:
+    written: list[bytes] = []
+
+    def write(ids: np.ndarray, records: list[Any]) -> None:
+        target.write(ids, records)
+        written.extend(arrays[0].tobytes() for _, arrays in records)
+
+    queue = WriteBehind(write, target.flags, target="the target")
+    body = np.ones(SIZE, np.uint8)
+    assert queue.add(np.array([1]), [encode(body)]) == 1
+    assert target.entered.wait(60)
+    body[:] = 0
+    target.gate.set()
+    queue.close()
+    assert written == [b"\1" * SIZE]
+
+
+def test_nobody_waits_again_for_a_target_that_makes_no_progress(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = []
+    wait_for = threading.Condition.wait_for
+    monkeypatch.setattr(threading.Condition, "wait_for", lambda *given: waits.append(1) or wait_for(*given))
+    queue = WriteBehind(target.write, target.flags, target="the target", patience=0.01)
+    assert add(queue, 1, 2) == 2
+    assert target.entered.wait(60)
+    with pytest.warns(RuntimeWarning, match="faster"):
+        assert [add(queue, 3), add(queue, 4), len(waits)] == [0, 0, 1]
+    target.gate.set()
+    queue.flush()
+    assert add(queue, 5) == 1
+    queue.close()
+    assert target.ids == [1, 2, 5]
+
+
+def test_flush_raises_what_writing_raised(target: Target) -> None:
+    def write(ids: np.ndarray, records: list[Any]) -> None:
+        raise ZeroDivisionError
+
+    queue = WriteBehind(write, target.flags, target="the target")
+    add(queue, 1)
+    with pytest.raises(ZeroDivisionError):
+        queue.flush()
+    assert not target.flags.any()
