@@ -123,12 +123,11 @@ class Address:
         return RedisCluster(startup_nodes=startup, require_full_coverage=False, ssl=self.ssl, **arguments)
 
     def _redis(self, timeout: float) -> tuple[type[AbstractConnection], dict[str, Any]]:
-        try:
-            from redis.backoff import NoBackoff
-            from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
-            from redis.retry import Retry
-        except ModuleNotFoundError as error:
-            raise missing_extra("redis", "redis", "a store on Redis or Valkey") from error
+        load_client()
+        from redis.backoff import NoBackoff
+        from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+        from redis.retry import Retry
+
         arguments: dict[str, Any] = {
             "username": self.username or None,
             "password": self.password or None,
@@ -146,6 +145,17 @@ class Address:
             return Connection, arguments
         arguments |= {name: getattr(self, name) or None for name in _TLS}
         return SSLConnection, arguments | {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+
+
+def load_client() -> None:
+    """Import redis-py, before there are threads: a child forked during an import would wait for its lock for ever.
+
+    Raises `MissingExtraError` without redis-py.
+    """
+    try:
+        import redis.backoff, redis.connection, redis.retry  # noqa: E401, F401
+    except ModuleNotFoundError as error:
+        raise missing_extra("redis", "redis", "a store on Redis or Valkey") from error
 
 
 @functools.cache

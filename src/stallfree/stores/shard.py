@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from stallfree.stores.addresses import Address
+from stallfree.stores.addresses import Address, load_client
 from stallfree.stores.circuit_breaker import Breaker
 
 T = TypeVar("T")
@@ -81,6 +81,7 @@ class Shard:
     """
 
     def __init__(self, location: Location, timeout: float = 0.25) -> None:
+        load_client()
         self.location, self.timeout = location, timeout
         self.breaker = Breaker(self._ping)
         self.last_failure = ""
