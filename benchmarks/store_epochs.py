@@ -106,6 +106,6 @@ def _notes(samples: int, cases: Json, reads: Json, timed: Json) -> list[str]:
         "before the first epoch; those samples are left out of the count of how often each was read. All of an epoch's "
         "samples came exactly once over both nodes. `timeout` is 5 s here, so that a busy machine costs no hits.",
         "First epoch against the same without a cache, in turns on the same nodes; a new data set of the store, with "
-        f"room for all, each time; the slower node counts. {'; '.join(seconds)}. Prep of so much processor time on both "
-        "cores leaves none for copying, checksums and servers: what these take is lost there.",
+        f"room for all, each time; the slower node counts. {'; '.join(seconds)}. Prep of so much processor time on "
+        "both cores leaves none for copying, checksums and servers: what these take is lost there.",
     ]

@@ -9,8 +9,8 @@ from benchmarks.harness import BenchmarkError, Check, Json, Options, Report, Spr
 NAME = "store_faults"
 QUESTION = (
     "A node trains on samples that the other node owns, and in the middle of an epoch that one is killed, frozen, "
-    "full or cut off: how many seconds does the epoch lose, how fast is it until the other is back, and how soon are there "
-    "hits then?"
+    "full or cut off: how many seconds does the epoch lose, how fast is it until the other is back, and how soon are "
+    "there hits then?"
 )
 MODULE = "benchmarks.contenders.store_faults"
 SIZE = 60_000
@@ -131,14 +131,15 @@ def _report(params: Json, faults: list[Fault], versions: dict[str, str]) -> Repo
         rows=[fault.row() for fault in faults],
         checks=checks,
         notes=[
-            "Two nodes on one host, `timeout` at its default of 0.25 s, `capacity=0`. One of them reads only samples that "
-            f"the other one owns, so that nothing hides the loss: {params['samples']} of {SIZE // 1000} KB, "
-            f"batches of {params['batch']}, one worker. Lost: an epoch with the fault in its middle against the one "
-            f"before, with steps of {PAUSE * 1000:.0f} ms and a source in memory, so that samples from there cost "
-            f"next to nothing and what is lost is waiting; {params['strikes']} times each, but once for the killed "
-            "node. The epoch before each is not timed either: it fills a server that is empty. Then: whole epochs without steps while the other node stays lost, in turns with a loader that has "
-            "no cache, the first epoch of each not counted. Until hits come again: from the moment at which what was "
-            "stopped goes on or refused is taken again, or at which something was killed; 0 means that there was no miss.",
+            "Two nodes on one host, `timeout` at its default of 0.25 s, `capacity=0`. One of them reads only samples "
+            "that the other one owns, so that nothing hides the loss: "
+            f"{params['samples']} of {SIZE // 1000} KB, batches of {params['batch']}, one worker. Lost: an epoch with "
+            f"the fault in its middle against the one before, with steps of {PAUSE * 1000:.0f} ms and a source in "
+            "memory, so that samples from there cost next to nothing and what is lost is waiting; "
+            f"{params['strikes']} times each, but once for the killed node. An epoch before these is not timed: it "
+            "fills a server that is empty. Then: whole epochs without steps while the other node stays lost, in turns "
+            "with a loader that has no cache, the first epoch of each not counted. Until hits come again: from the "
+            "moment at which something was killed, or at which the fault was mended; 0 means that there was no miss.",
             "The network is a process that passes on what comes, and is stopped. Every sample tells its id, and is "
             "looked at. Medians (lowest to highest).",
         ],

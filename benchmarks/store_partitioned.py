@@ -66,8 +66,8 @@ def _report(samples: int, rounds: list[Json], versions: dict[str, str]) -> Repor
     for name in STORES:
         ratio = _over(rounds, "own", name)
         text = (
-            f"two nodes, 65% each, 15 MB/s: time of an epoch with caches of their own over that with {KINDS[name]}; the "
-            f"paper, on its disks: {PAPER}; bound here: {own_bound / whole:.1f}"
+            f"two nodes, 65% each, 15 MB/s: time of an epoch with caches of their own over that with {KINDS[name]}; "
+            f"the paper, on its disks: {PAPER}; bound here: {own_bound / whole:.1f}"
         )
         checks.append(Check(text, ratio.median, min(PAPER, own_bound / whole), ">=", ".1f", (ratio.low, ratio.high)))
         read = max(turn[name]["bytes"] for turn in rounds)
@@ -89,8 +89,8 @@ def _report(samples: int, rounds: list[Json], versions: dict[str, str]) -> Repor
             f"their own read at {speed / 1e6:.2f} MB/s at most, both together), random shares in each epoch, batches "
             "of 64, two nodes on one host with one worker each, policy `minio`; no device, so nothing hides a wait. "
             "Room in servers is measured with `MEMORY USAGE`, plus what an empty server uses. "
-            f"Full caches: {FILLS} epochs before filled them from storage that is not slow. The slower node counts; start "
-            "and end of the workers are part of an epoch. "
+            f"Full caches: {FILLS} epochs before filled them from storage that is not slow. The slower node counts; "
+            "start and end of the workers are part of an epoch. "
             f"Bound of caches of their own: (1 - {SHARE}) of the bytes at 15 MB/s. Bound of a store: the time of the "
             "same loaders when each node has all samples in its own memory, measured in the same rounds. "
             f"{len(rounds)} rounds, in turns, ratios within a round; median (lowest to highest). The paper is CoorDL "

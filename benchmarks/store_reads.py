@@ -65,7 +65,7 @@ def _report(records: Json, batches: tuple[int, ...], found: Json, reason: str | 
                 tcp, unix = _rates(found, f"{cell} {way}"), _rates(found, f"{cell} {way} unix")
                 rows.append([what, f"{words}, TCP {_rate(tcp, size)}", f"Unix socket {_rate(unix, size)}"])
                 rows[-1].append(_ratio(tcp, unix).show(".2f"))
-                text = f"the node's own server, {what}, {words}: samples/s over TCP (as used) over those of the Unix socket"
+                text = f"the node's own server, {what}, {words}: samples/s by TCP, as used, over the Unix socket's"
                 checks.append(_checked(text, tcp, unix, FASTER))
     for what in ("gather", "get_many"):
         tier, plain = ([each["tier"][what][name] for each in found["rounds"]] for name in ("tier", "plain"))

@@ -40,10 +40,10 @@ def run(options: Options) -> Report:
         checks=checks,
         notes=[
             "The processes are forked from one that has imported torch, and begin together. Ready: `RedisStore(...)` "
-            "has returned. With two nodes that contains the exchange of their addresses. Servers: the processes that run, the different ones that the processes found, and the times that "
-            "a process has started one; the most of these. All killed: SIGKILL to all of them at once, then "
-            "the process table and the folders are looked at every 2 ms. "
-            f"{times} times each; median (lowest to highest)."
+            "has returned. With two nodes that contains the exchange of their addresses. Servers: the processes that "
+            "run, the different ones that the processes found, and the times that a process has started one; the most "
+            "of these. All killed: SIGKILL to all of them at once, then the process table and the folders are looked "
+            f"at every 2 ms. {times} times each; median (lowest to highest)."
         ],
         versions=versions,
         raw=found,
