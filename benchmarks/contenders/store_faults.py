@@ -308,7 +308,7 @@ def node_1(meet: Meet, given: Json, node: Any, end: Any) -> None:
             if not servers_of(cached).verify(ids).all():
                 raise AssertionError("not all samples are in the server")
         meet()
-        end.wait(_RUN_SECONDS)
+        end[0].poll(_RUN_SECONDS)
         for _, cached in datas.values():
             cached.close()
 
@@ -319,12 +319,12 @@ def as_node(number: int, meet: Meet, given: Json, node: Any, end: Any) -> Json |
     try:
         return node_0(meet, given, node)
     finally:
-        end.set()
+        end[1].send(None)
 
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    with Nodes(2, as_node, given, RawValue("i", 0), get_context("fork").Event()) as nodes:
+    with Nodes(2, as_node, given, RawValue("i", 0), get_context("fork").Pipe(duplex=False)) as nodes:
         found = nodes.result(0)
     emit({"found": found}, stallfree=version("stallfree"), torch=torch.__version__)
 
