@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 import pytest
 from job_store import JobStore
-from node_tools import until
 from nodes import Here, Nodes
+from server_tools import until
 
 _NEW_NAMES, _NEW_NETWORK = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET
 _ALL = 0x0003  # ETH_P_ALL

@@ -27,17 +27,17 @@ import pytest
 import torch
 from job_store import JobStore
 from redis_servers import Server
+from stallfree.stores.endpoint import Address
+from stallfree.stores.partition import PartitionedCache
+from stallfree.stores.post import PostOffice
+from stallfree.stores.registry import register
+from stallfree.stores.spawn import Doors
 
 from children import Child
 from stallfree import Compose, RedisStore
 from stallfree.cache import MISS, SampleCache
 from stallfree.sources import BaseSource
 from stallfree.stores import clerk
-from stallfree.stores.endpoint import Address
-from stallfree.stores.partition import PartitionedCache
-from stallfree.stores.post import PostOffice
-from stallfree.stores.registry import register
-from stallfree.stores.spawn import Doors
 from stallfree.stores.values import data_key
 
 LIMIT = 280.0

@@ -9,19 +9,34 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
+import pytest
 import redis
-from node_tools import needs_server, until
 
-from stallfree.stores.endpoint import Address
-from stallfree.stores.spawn import find_server
+from stallfree.stores.addresses import Address
+from stallfree.stores.server import PROGRAMS, find_server
 
-__all__ = ["Cluster", "FakeServer", "Server", "needs_server", "until"]
+PATIENCE = 60.0  # seconds until something that should come counts as never coming
+
+needs_server = pytest.mark.skipif(
+    not any(shutil.which(program) for program in PROGRAMS),
+    reason="neither valkey-server nor redis-server is installed: apt install redis-server",
+)
+
+
+def until(met: Callable[[], Any], what: str) -> Any:
+    """Wait until `met` returns something true, and return that. Fails the test after 60 s."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := met()):
+        assert time.monotonic() < deadline, f"after {PATIENCE:.0f} s still not so: {what}"
+        time.sleep(0.002)
+    return found
 
 
 class Server:
@@ -162,6 +177,31 @@ class Cluster:
         until(lambda: self.said(replica, "INFO")["master_link_status"] == "up", "the replica has it all")
         return replica
 
+    def begin_move(self, slot: int) -> tuple[Server, Server]:
+        """Begin to give a slot to another master: the one that has it, and the one that gets it."""
+        source = next(server for server in self.servers if self._master(server, slot) == server.port)
+        target = next(server for server in self.servers if server is not source)
+        self.said(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", self.id_of(source))
+        self.said(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self.id_of(target))
+        return source, target
+
+    def move_keys(self, slot: int, source: Server, target: Server) -> None:
+        """Move what lies in a slot."""
+        if keys := self.said(source, "CLUSTER", "GETKEYSINSLOT", slot, 1 << 20):
+            self.said(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 60000, "KEYS", *keys)
+
+    def end_move(self, slot: int, source: Server, target: Server) -> None:
+        """End it, and wait until all masters know."""
+        self.move_keys(slot, source, target)
+        for server in (target, source):
+            self.said(server, "CLUSTER", "SETSLOT", slot, "NODE", self.id_of(target))
+        until(lambda: all(self._master(server, slot) == target.port for server in self.servers), "all know of the move")
+
+    def _master(self, server: Server, slot: int) -> int | None:
+        """The port of the master of a slot, as a node says."""
+        ranges = self.said(server, "CLUSTER", "SLOTS")
+        return next((int(master[1]) for first, last, master, *_ in ranges if first <= slot <= last), None)
+
     def said(self, server: Server, *command: Any) -> Any:
         """What a node answers to a command."""
         with redis.Redis.from_url(f"unix://{server.path}") as client:
@@ -194,12 +234,15 @@ class FakeServer:
 
     Args:
         answer: given the connection and the command, a list of its arguments.
+        pause: seconds between two pieces of 64 KiB that it receives.
     """
 
-    def __init__(self, answer: Callable[[socket.socket, list[bytes]], None]) -> None:
+    def __init__(self, answer: Callable[[socket.socket, list[bytes]], None], pause: float = 0.0) -> None:
         self.connections = 0
-        self._answer = answer
+        self._answer, self._pause = answer, pause
         self._listener = socket.create_server(("127.0.0.1", 0))
+        if pause:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
         self._open: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._listen)]
         self._threads[0].start()
@@ -228,7 +271,7 @@ class FakeServer:
                     words = []
                     for _ in range(int(line[1:])):
                         size = int(commands.readline()[1:])
-                        words.append(commands.read(size))
+                        words.append(b"".join(map(commands.read, self._pieces(size))))
                         commands.read(2)
                     if words[0].upper() in (b"CLIENT", b"AUTH", b"SELECT"):
                         connection.sendall(b"+OK\r\n")
@@ -236,6 +279,11 @@ class FakeServer:
                         self._answer(connection, words)
             except OSError:
                 return  # the client has gone
+
+    def _pieces(self, size: int) -> Iterator[int]:
+        for start in range(0, size, 64 << 10):
+            time.sleep(self._pause)
+            yield min(64 << 10, size - start)
 
     def close(self) -> None:
         """End all connections."""

@@ -18,13 +18,13 @@ import psutil
 import pytest
 from nodes import Here, Nodes, Servants, Stamped, close_store, is_right, open_store, servants, stamp, until
 from redis_servers import needs_server
+from stallfree.stores.endpoint import Address
+from stallfree.stores.post import POST
 from torch.utils.data.distributed import DistributedSampler
 
 from children import Child
 from stallfree import CachedDataset, DataLoader, WaitError
 from stallfree.pipeline.codec import encode
-from stallfree.stores.endpoint import Address
-from stallfree.stores.post import POST
 
 pytestmark = needs_server
 

@@ -30,12 +30,12 @@ from nodes import (
     until,
 )
 from redis_servers import needs_server
+from stallfree.stores.endpoint import Endpoint
+from stallfree.stores.partition import PartitionedCache
 from torch.utils.data.distributed import DistributedSampler
 
 from stallfree import CachedDataset, DataLoader
 from stallfree.stores import post
-from stallfree.stores.endpoint import Endpoint
-from stallfree.stores.partition import PartitionedCache
 
 pytestmark = needs_server
 

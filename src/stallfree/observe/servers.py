@@ -49,17 +49,11 @@ def _look(store: str, address: Address) -> ServerRow:
 
     client = address.client(_SECONDS)
     try:
-        found = client.info("everything")
+        found = dict(client.info("everything"))
         keys = client.dbsize()
     except (RedisError, OSError):
         return ServerRow(store, str(address), True)
     finally:
         client.close()
-    return ServerRow(
-        store,
-        str(address),
-        False,
-        keys,
-        *(found[name] for name in ("used_memory", "maxmemory", "keyspace_hits", "keyspace_misses")),
-        found["connected_clients"],
-    )
+    names = ("used_memory", "maxmemory", "keyspace_hits", "keyspace_misses", "connected_clients")
+    return ServerRow(store, str(address), False, int(keys), *(int(found[name]) for name in names))

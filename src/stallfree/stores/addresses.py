@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +102,21 @@ class Address:
         connection: AbstractConnection = _limited(kind)(**arguments, socket_read_size=_READ_BYTES)
         return connection
 
+    def request(self, timeout: float, *command: str) -> Any:
+        """The reply to one command, by a connection of its own.
+
+        The clients of redis-py 8 look whether a new connection is readable, and take a session ticket of TLS for an
+        error. Raises `redis.RedisError` or `OSError` if there is no reply, and others for nonsense.
+        """
+        connection: Any = self.connection(timeout)
+        connection.deadline = time.monotonic() + 2 * timeout
+        try:
+            connection.connect()
+            connection.send_command(*command)
+            return connection.read_response()
+        finally:
+            connection.disconnect()
+
     def client(self, timeout: float) -> redis.Redis:
         """A client of redis-py for it, which does not try again. Raises `MissingExtraError` without redis-py."""
         kind, arguments = self._redis(timeout)
@@ -112,15 +127,6 @@ class Address:
     def at(self, host: str, port: int) -> Address:
         """Another server, with the same user, password and TLS."""
         return replace(self, host=host, port=port, path="")
-
-    def cluster(self, nodes: Sequence[Address], timeout: float) -> Any:
-        """A client of redis-py for the Redis Cluster of `nodes`. Raises `redis.RedisError` if none of them answers."""
-        _, arguments = self._redis(timeout)
-        from redis.cluster import ClusterNode, RedisCluster
-
-        arguments = {name: value for name, value in arguments.items() if name not in ("host", "port", "path", "db")}
-        startup = [ClusterNode(node.host, node.port) for node in nodes]  # type: ignore[no-untyped-call]
-        return RedisCluster(startup_nodes=startup, require_full_coverage=False, ssl=self.ssl, **arguments)
 
     def _redis(self, timeout: float) -> tuple[type[AbstractConnection], dict[str, Any]]:
         load_client()
@@ -159,10 +165,33 @@ def load_client() -> None:
 
 
 @functools.cache
+def load_client() -> None:
+    """Import redis-py and what it imports later.
+
+    Call it before threads use connections: a process that is forked while a thread imports a module can never import
+    that module. Raises `MissingExtraError` without redis-py.
+    """
+    try:
+        import redis.backoff
+        import redis.connection
+        import redis.crc
+        import redis.exceptions
+        import redis.retry
+    except ModuleNotFoundError as error:
+        raise missing_extra("redis", "redis", "a store on Redis or Valkey") from error
+    import ssl  # noqa: F401
+
+    "localhost".encode("idna")  # as for the names of hosts
+    _nameless()
+    redis.connection.Connection()  # type: ignore[no-untyped-call] # takes the parser that is installed
+
+
+@functools.cache
 def _limited(kind: Any) -> Any:
     """The class of connections `kind`, with a deadline for what is received.
 
     The time limit of a socket is for each piece that arrives, so a server that sends byte by byte would never reach it.
+    And it is for all of what is sent at once, however large.
     """
 
     class Limited(kind):  # type: ignore[misc]
@@ -175,25 +204,44 @@ def _limited(kind: Any) -> Any:
 
 
 class _LimitedSocket:
+    """A socket with more time for more bytes: the time limit once, and again for each 4 MiB."""
+
     def __init__(self, socket: Any, connection: Any) -> None:
         self._socket, self._connection = socket, connection
+        self._seconds_per_byte = connection.socket_timeout / _SLOWEST
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._socket, name)
 
     def recv_into(self, *arguments: Any) -> int:
         received: int = self._socket.recv_into(*arguments)
-        if time.monotonic() > self._connection.deadline:
-            raise TimeoutError("the server sends too slowly")
+        self._check(received)
         return received
 
     def recv(self, *arguments: Any) -> bytes:
         received: bytes = self._socket.recv(*arguments)
-        if time.monotonic() > self._connection.deadline:
-            raise TimeoutError("the server sends too slowly")
+        self._check(len(received))
         return received
 
+    def _check(self, received: int) -> None:
+        self._connection.deadline += received * self._seconds_per_byte
+        if time.monotonic() > self._connection.deadline:
+            raise TimeoutError("the server sends too slowly")
 
+    def sendall(self, data: Any) -> None:
+        size = len(data)
+        if size < _SLOWEST // 4:
+            self._socket.sendall(data)
+            return
+        timeout = self._socket.gettimeout()
+        self._socket.settimeout(timeout + size * self._seconds_per_byte)
+        try:
+            self._socket.sendall(data)
+        finally:
+            self._socket.settimeout(timeout)
+
+
+@functools.cache
 def _nameless() -> dict[str, Any]:
     """What keeps redis-py from telling the server its name and version: two round trips less per connection."""
     try:
@@ -205,6 +253,9 @@ def _nameless() -> dict[str, Any]:
 
 _READ_BYTES = 256 << 10
 """Bytes received at once: twice as fast as redis-py's 64 KiB for values of 100 KB and more."""
+
+_SLOWEST = 4 << 20
+"""Bytes that are sent or received within the time limit at least; a server that is slower counts as lost."""
 
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _KINDS = {str: "a text", int: "an integer", bool: "True or False"}

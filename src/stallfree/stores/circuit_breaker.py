@@ -8,14 +8,17 @@ samples of a server that is there are misses until then, or one more process wai
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from stallfree.platform import at_fork
+from stallfree.stores.shared_array import shared_array
 
 LONGEST = 8.0
 """Seconds between two pings, at most: a wait of 250 ms in that time is 3% of it."""
@@ -70,12 +73,6 @@ class Breaker:
             return True
         _rejoin.watch(self)  # perhaps another process has opened it
         return False
-
-    @property
-    def returned(self) -> float:
-        """A number that changes each time that the server was found back, by whichever process."""
-        number: float = self._cells[_GOOD_UNTIL]
-        return number
 
     @property
     def pause(self) -> float:
@@ -140,17 +137,7 @@ def shared_cells(file: Path, count: int) -> list[memoryview[float]]:
 
     It is made if it is not there. Without room for it, the breakers of this process have it for themselves.
     """
-    size = count * _CELLS * _CELL_SIZE
-    try:
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, size)  # writing to a file that has no memory yet could be SIGBUS
-            memory = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
-    except OSError:
-        memory = mmap.mmap(-1, size)
-    cells = memoryview(memory).cast("d")
+    cells: memoryview[Any] = shared_array(file, np.float64, count * _CELLS).data
     return [cells[at : at + _CELLS] for at in range(0, count * _CELLS, _CELLS)]
 
 

@@ -17,8 +17,9 @@ from stallfree.cache.checks import EVERY_STEP
 from stallfree.errors import CapacityError, InputError
 from stallfree.folders import is_address, is_path
 from stallfree.stats import CacheStats
+from stallfree.stores.shared_array import shared_array
 from stallfree.stores.tiered import LowerTier, TieredCache
-from stallfree.stores.write_behind import Record, WriteBehind, shared_flags
+from stallfree.stores.write_behind import Record, WriteBehind
 from stallfree.units import format_size, parse_size
 
 Array = npt.NDArray[Any]
@@ -128,7 +129,7 @@ class DiskCache:
         self._typical = 0  # bytes of a record
         self._reading = Health(records.path, "did not give samples")
         self._writer = _DiskWriter(records, upper, yields=self._both and not upper.policy.evicts)
-        flags = shared_flags(upper.path / "moving", records.num_ids)
+        flags = shared_array(upper.path / "moving", np.uint8, records.num_ids)
         self._writes = WriteBehind(self._writer.write, flags, target=f"the disk of {records.path}")
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,9 @@ import numpy.typing as npt
 from stallfree.cache.counters import Count, Counters
 from stallfree.folders import SharedFolder, default_root, sweep
 from stallfree.locks import CLAIMS, FileLock
-from stallfree.platform import allocate
 from stallfree.stores.circuit_breaker import Breaker, shared_cells
 from stallfree.stores.partitioning import owners
+from stallfree.stores.shared_array import shared_array
 from stallfree.stores.values import DataKey
 
 Array = npt.NDArray[Any]
@@ -51,11 +49,11 @@ class NodeState:
         self._folder = SharedFolder(f"servers-{key.hex()}", initialize=initialize)
         self.path = self._folder.path
         self.owner: Array = np.load(self.path / "owners.npy", mmap_mode="r")
-        self.known = _shared(self.path / "known", np.uint8, num_ids)
-        self.moving = _shared(self.path / "moving", np.uint8, num_ids)
-        self.scores = _shared(self.path / "scores", np.float32, num_ids)
-        self.uncached = _shared(self.path / "uncached", np.int64, 1)
-        self._rows = _shared(self.path / "counters", np.int64, (CLAIMS + 1) * len(Count))
+        self.known = shared_array(self.path / "known", np.uint8, num_ids)
+        self.moving = shared_array(self.path / "moving", np.uint8, num_ids)
+        self.scores = shared_array(self.path / "scores", np.float32, num_ids)
+        self.uncached = shared_array(self.path / "uncached", np.int64, 1)
+        self._rows = shared_array(self.path / "counters", np.int64, (CLAIMS + 1) * len(Count))
         self.counters = Counters(self._rows.reshape(CLAIMS + 1, len(Count)))
         self._lock = FileLock(self.path / "lock")
         self.claim()
@@ -80,18 +78,3 @@ class NodeState:
         """Leave it; the last process removes it."""
         self._lock.close()
         self._folder.close()
-
-
-def _shared(file: Path, dtype: Any, count: int) -> Array:
-    """`count` zeros of `dtype`, shared by all processes that give the same `file`.
-
-    Raises `OSError` if there is no memory for it.
-    """
-    size = count * np.dtype(dtype).itemsize
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if os.fstat(fd).st_size < size:
-            allocate(fd, 0, size)  # writing to a file that has no memory yet could be SIGBUS
-        return np.frombuffer(mmap.mmap(fd, size), dtype)
-    finally:
-        os.close(fd)

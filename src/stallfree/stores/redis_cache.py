@@ -107,8 +107,10 @@ class RedisCache:
         self._node = NodeState(data_key(self._values.key.hex(), f"{num_ids} {places}"), num_ids, servers.names)
         if servers.names:
             self._node.share([shard.breaker for shard in servers.shards])
-        writer = RedisWriter(self._values, servers, self._node, self.policy, limit)
-        self._writer = WriteBehind(writer.write, self._node.moving, target=f"servers of {name!r}", patience=_PATIENCE)
+        self._storing = RedisWriter(self._values, servers, self._node, self.policy, limit)
+        self._writer = WriteBehind(
+            self._storing.write, self._node.moving, target=f"servers of {name!r}", patience=_PATIENCE
+        )
         self._pid = os.getpid()
         self._threads: ThreadPoolExecutor | None = None
         self._last: CacheStats | None = None
@@ -225,8 +227,7 @@ class RedisCache:
         new = self._node.uncache(EVERY_STEP)
         if new:
             self.clear()
-            for shard in self._servers.shards:
-                self._values.switch_off(shard)
+            self._values.switch_off()
         return new
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -247,20 +248,17 @@ class RedisCache:
         """
         self._check_process()
         values: list[Any] = [MISS] * len(ids)
-        for shard, at, names in self._values.split(self._node.owner, ids):
-            found = self._values.read(shard, ids[at].tolist(), names)
-            if found is None:
-                continue
-            got, damaged, off = found
-            if off:
+        for found in self._values.read(self._node.owner, ids):
+            if found.off:
                 self._node.uncache(EVERY_STEP)
-            if damaged:  # or nothing would ever be stored in their place
-                dropped = self._values.remove(shard, damaged)
+            if found.damaged:  # or nothing would ever be stored in their place
+                dropped = self._values.remove(found.shard, found.damaged)
                 self._node.counters.add((Count.DAMAGED, sum(reply == 1 for reply in dropped)))
-            self._node.known[ids[at]] = [value is not MISS for value in got]
-            if not self.uncached_steps:
-                for position, value in zip(at.tolist(), got, strict=True):
-                    values[position] = value
+            self._node.known[ids[found.at]] = [position in found.values for position in found.at]
+            for position, value in found.values.items():
+                values[position] = value
+        if self.uncached_steps:
+            values = [MISS] * len(ids)
         hits = sum(value is not MISS for value in values)
         self._node.counters.add((Count.HITS, hits), (Count.MISSES, len(values) - hits))
         return values
@@ -306,7 +304,7 @@ class RedisCache:
     @property
     def takes(self) -> bool:
         """Whether any server may take samples now."""
-        return any(not shard.lost and not self._values.paused(shard) for shard in self._servers.shards)
+        return any(not shard.lost and self._storing.takes(shard) for shard in self._servers.shards)
 
     def put_many(self, ids: Any, values: Sequence[Any]) -> Array:
         """Hand over `values` to be stored as the samples of `ids`; which of them were taken, as an array of bool.

@@ -6,18 +6,18 @@ import contextlib
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache.checks import MISS
 from stallfree.errors import CodecError
 from stallfree.pipeline.codec import read_record, write_record
 from stallfree.stores.buffers import Buffers
 from stallfree.stores.servers import Servers
 from stallfree.stores.shard import Shard
-from stallfree.stores.values import HEAD_SIZE, check_value, data_key, pack_head
+from stallfree.stores.values import HEAD_SIZE, DataKey, check_value, data_key, pack_head
 from stallfree.stores.write_behind import Record
 
 Array = npt.NDArray[Any]
@@ -33,6 +33,25 @@ _REFUSED_SECONDS = 10.0
 
 _KEYS = 1000
 """Keys of one request that does not carry values."""
+
+
+@dataclass
+class Found:
+    """What one server has of a batch.
+
+    Attributes:
+        shard: the server.
+        at: the positions of the ids that it owns.
+        values: the samples by position, which may share memory that lives as long as any of them.
+        damaged: the keys of values that are not what was stored.
+        off: whether the data set was switched off.
+    """
+
+    shard: Shard
+    at: list[int]
+    values: dict[int, Any]
+    damaged: list[bytes]
+    off: bool = False
 
 
 class RedisValues:
@@ -63,7 +82,7 @@ class RedisValues:
         self._off = self._prefix + b"random"
         self._buffers = Buffers()
         self._warned: set[str] = set()
-        self._pauses: dict[Shard, float] = {}
+        self._refusals: dict[Shard, float] = {}
 
     def names(self, ids: Array) -> list[bytes]:
         """The keys of `ids` on the servers."""
@@ -76,54 +95,57 @@ class RedisValues:
         found = self._servers.split(owner[ids] if self._servers.names else owner, names)
         return [(shard, at, [names[position] for position in at.tolist()]) for shard, at in found]
 
-    def pause(self, shard: Shard, seconds: float) -> None:
-        """Store nothing on a server for a while."""
-        self._pauses[shard] = max(self._pauses.get(shard, 0.0), time.monotonic() + seconds)
-
-    def paused(self, shard: Shard) -> bool:
-        """Whether nothing is to be stored on a server now."""
-        return self._pauses.get(shard, 0.0) > time.monotonic()
+    def refuses(self, shard: Shard) -> bool:
+        """Whether a server has refused a request lately: nothing is stored there for a while."""
+        return self._refusals.get(shard, 0.0) > time.monotonic()
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def read(self, shard: Shard, ids: list[int], names: list[bytes]) -> tuple[list[Any], list[bytes], bool] | None:
-        """Read samples from the server that owns them.
+    def read(self, owner: Array, ids: Array) -> Iterator[Found]:
+        """Read samples, server by server.
 
-        Returns the samples, `MISS` for those that are not there, which may share memory that lives as long as any of
-        them; the keys of damaged values; and whether the data set was switched off. None if the server is lost.
+        Yields for each server that is not lost what it has of `ids`. `owner` is that of every sample.
         """
-        values: list[Any] = [MISS] * len(ids)
-        damaged: list[bytes] = []
-        memory = _Memory(self._buffers, len(ids))
-        off, first = False, bool(self._servers.names)  # in a cluster, another master may have the key
+        names = self.names(ids)
+        if self._servers.names:
+            parts = [(shard, [*at.tolist(), -1]) for shard, at in self._servers.split(owner[ids], names)]
+        else:  # one of the masters has the key that is not a sample's
+            split = self._servers.split(owner, [*names, self._off])
+            parts = [(shard, [-1 if at == len(names) else at for at in some.tolist()]) for shard, some in split]
+        names.append(self._off)  # which is at the position -1
+        for shard, at in parts:
+            found = self._read(shard, ids, names, at)
+            if found is not None:
+                yield found
 
-        def use(position: int, value: Any) -> None:
-            nonlocal off
-            position -= first
+    def _read(self, shard: Shard, ids: Array, names: list[bytes], at: list[int]) -> Found | None:
+        """What one server has at the positions `at` of `names`; None if it is lost or refuses."""
+        found = Found(shard, [position for position in at if position >= 0], {}, [])
+        memory = _Memory(self._buffers, len(at))
+
+        def use(number: int, value: Any) -> None:
+            position = at[number]
+            if value is None:
+                return
             if isinstance(value, Exception):
                 self.refuse(shard, value)
-            elif value is None:
-                return
             elif position < 0:
-                off = True
-            elif not isinstance(value, bytes):
-                damaged.append(names[position])
+                found.off = True
+            elif (record := _checked(value, self.key, int(ids[position]))) is None:
+                found.damaged.append(names[position])
             else:
-                record = check_value(np.frombuffer(value, np.uint8), self.key, ids[position])
-                if record is None:
-                    damaged.append(names[position])
-                    return
                 self.typical = len(value)
                 with contextlib.suppress(CodecError):  # of another version, or a pickle: it is fetched
-                    values[position] = read_record(memory.copy(record), copy=False, allow_pickle=self._allow_pickle)
+                    copy = memory.copy(record)
+                    found.values[position] = read_record(copy, copy=False, allow_pickle=self._allow_pickle)
 
-        wanted = [self._off, *names] if first else names
+        requests = self._servers.requests([names[position] for position in at], self.typical)
         try:
-            done = shard.read(self._servers.requests(wanted, self.typical), self.typical, use)
+            done = shard.read(requests, use)
         except Exception as error:
             self.refuse(shard, error)
-            done = False
-        return (values, damaged, off) if done else None
+            return None
+        return found if done else None
 
     def exist(self, shard: Shard, names: list[bytes], believed: Array) -> Array:
         """Which of `names` a server has, as bools. Those `believed` right are confirmed by a request for 1,000 keys."""
@@ -153,7 +175,7 @@ class RedisValues:
         """The keys of this data set on a server, in lists; one may come twice."""
         cursor: Any = b"0"
         while True:
-            replies = self.send(shard, [("SCAN", cursor, "MATCH", self._prefix + b"*", "COUNT", _KEYS)])
+            replies = self.send(shard, [("SCAN", cursor, "MATCH", self._prefix + b"[0-9]*", "COUNT", _KEYS)])
             if not replies or isinstance(replies[0], Exception):
                 return
             cursor, keys = replies[0]
@@ -190,17 +212,25 @@ class RedisValues:
         """Remove keys; the reply for each: 1 if it was there. Empty if the server is lost."""
         return self.send(shard, [("UNLINK", name) for name in names])
 
-    def switch_off(self, shard: Shard) -> None:
+    def switch_off(self) -> None:
         """Let all nodes know that the values of this data set may not be used."""
-        self.send(shard, [("SET", self._off, b"1")])
+        owning = [shard for shard, _ in self._servers.split(np.empty(0), [self._off])]
+        for shard in self._servers.shards if self._servers.names else owning:
+            self.send(shard, [("SET", self._off, b"1")])
 
     def send(self, shard: Shard, commands: list[Any]) -> list[Any]:
         """The replies of a server, errors among them as exceptions; none if it is lost or refuses the connection."""
+        from redis.exceptions import NoPermissionError
+
         try:
-            return shard.send(commands) or []
+            replies = shard.send(commands) or []
         except Exception as error:
             self.refuse(shard, error)
             return []
+        denied = next((reply for reply in replies if isinstance(reply, NoPermissionError)), None)
+        if denied is not None:
+            self.refuse(shard, denied)
+        return replies
 
     def refuse(self, shard: Shard, error: Exception) -> None:
         """Note that a server refuses a request, and warn once per server. Raises any other error."""
@@ -210,7 +240,7 @@ class RedisValues:
             raise error
         if self._servers.moved(error):
             return
-        self.pause(shard, _REFUSED_SECONDS)
+        self._refusals[shard] = time.monotonic() + _REFUSED_SECONDS
         if str(shard) not in self._warned:
             self._warned.add(str(shard))
             warnings.warn(
@@ -218,6 +248,11 @@ class RedisValues:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _checked(value: Any, key: DataKey, id: int) -> Array | None:
+    """The record in `value`, if it is a sound value of this sample."""
+    return check_value(np.frombuffer(value, np.uint8), key, id) if isinstance(value, bytes) else None
 
 
 class _Memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,14 @@ class RedisWriter:
         self, values: RedisValues, servers: Servers, node: NodeState, policy: Policy, limit: int | None
     ) -> None:
         self._values, self._servers, self._node, self._policy, self._limit = values, servers, node, policy, limit
+        self._full: dict[Shard, float] = {}  # until when a server counts as full
+
+    def takes(self, shard: Shard) -> bool:
+        """Whether something may be stored on a server now. One that is full still takes samples of higher score."""
+        return not self._values.refuses(shard) and (self._policy.given or not self._is_full(shard))
+
+    def _is_full(self, shard: Shard) -> bool:
+        return self._full.get(shard, 0.0) > time.monotonic()
 
     def write(self, ids: Array, records: Sequence[Record]) -> None:
         """Store what there is room for."""
@@ -46,20 +55,20 @@ class RedisWriter:
         for shard, at, _ in self._values.split(self._node.owner, ids):
             ends = np.cumsum(sizes[at])
             for lot in np.split(at, np.flatnonzero(np.diff(ends // LOT_BYTES)) + 1):
-                if not self._values.paused(shard):
+                if self.takes(shard):
                     self._store(shard, ids[lot], [records[position] for position in lot.tolist()], sizes[lot])
 
     def _store(self, shard: Shard, ids: Array, records: Sequence[Record], sizes: Array) -> None:
         """Store samples on one server: without room, in place of others of lower score."""
-        if self._limit is not None and not self._has_room(shard):
-            return
         commands = self._values.commands(ids, records, sizes)
-        left = self._set(shard, ids, commands)
+        full = self._is_full(shard) or not self._has_room(shard)
+        left = np.arange(len(ids)) if full else self._set(shard, ids, commands)
         if len(left) and self._policy.given:
             left = left[self._make_room(shard, ids[left])]
             left = left[self._set(shard, ids[left], [commands[position] for position in left.tolist()])]
         if len(left):
-            self._values.pause(shard, _FULL_SECONDS)
+            if not full:
+                self._full[shard] = time.monotonic() + _FULL_SECONDS
             self._node.counters.add((Count.REJECTED, len(left)))
 
     def _set(self, shard: Shard, ids: Array, commands: list[Any]) -> Array:
@@ -77,26 +86,23 @@ class RedisWriter:
         return np.array(left, np.int64)
 
     def _has_room(self, shard: Shard) -> bool:
-        """Whether a given server uses less memory than the user granted."""
-        found = self._values.info(shard)
-        if found and int(found["used_memory"]) >= (self._limit or 0):
-            self._values.pause(shard, _FULL_SECONDS)
+        """Whether a server uses less memory than the user granted. If it does not say, nothing is stored there."""
+        if self._limit is None:
+            return True
+        used = self._values.info(shard).get("used_memory")
+        if used is None or int(used) >= self._limit:
+            self._full[shard] = time.monotonic() + _FULL_SECONDS
             return False
-        return not shard.lost
+        return True
 
     def _make_room(self, shard: Shard, ids: Array) -> Array:
         """Remove samples of lower score than `ids` from a server: the positions of those of `ids` that find room."""
-        scores, place = self._node.scores, self._servers.shards.index(shard)
+        scores = self._node.scores
         best_first, removed = np.argsort(-scores[ids], kind="stable"), 0
         while removed < len(ids):
-            there = np.flatnonzero((self._node.known != 0) & (self._node.owner == place))
-            count = min(len(ids) - removed, len(there))
-            if not count:
-                break
-            worst = there[np.argpartition(scores[there], count - 1)[:count]]
-            worst = worst[np.argsort(scores[worst], kind="stable")]
-            gains = scores[ids[best_first[removed : removed + count]]] > scores[worst]
-            victims = worst[: count if gains.all() else int(np.argmin(gains))]
+            worst = self._worst(shard, len(ids) - removed)
+            gains = scores[ids[best_first[removed : removed + len(worst)]]] > scores[worst]
+            victims = worst if gains.all() else worst[: int(np.argmin(gains))]
             replies = self._values.remove(shard, self._values.names(victims))
             if not replies:
                 break
@@ -104,3 +110,19 @@ class RedisWriter:
             removed += sum(reply == 1 for reply in replies)  # another node may have removed some of them
         self._node.counters.add((Count.EVICTIONS, removed))
         return np.sort(best_first[:removed])
+
+    def _worst(self, shard: Shard, count: int) -> Array:
+        """Up to `count` samples of a server that have the lowest scores, lowest first."""
+        scores, there = self._node.scores, np.flatnonzero(self._node.known)
+        some = count
+        if self._servers.names:
+            there = there[self._node.owner[there] == self._servers.shards.index(shard)]
+        else:
+            some *= 2 * len(self._servers.shards)  # of a cluster, half of its share of them is enough
+        if some < len(there):
+            there = there[np.argpartition(scores[there], some)[:some]]
+        there = there[np.argsort(scores[there], kind="stable")]
+        if not self._servers.names:
+            parts = self._values.split(self._node.owner, there)
+            there = next((there[at] for master, at, _ in parts if master is shard), there[:0])
+        return there[:count]

@@ -44,12 +44,9 @@ MEET_SECONDS = 300.0
 """Longest wait for the other nodes."""
 
 _VERSION = 3
-_ANSWER_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 _QUICK_SECONDS = 0.01  # first pause of an announcer with requests; it grows to _POLL_SECONDS
-_REREAD_SECONDS = 1.0
-_REVIVE_SECONDS = 5.0
-_END_SECONDS = 2.0
+_REREAD_SECONDS, _REVIVE_SECONDS, _END_SECONDS = 1.0, 5.0, 2.0
 _STARTS = 1 << 20  # sequence numbers for one start of the own server
 _NODES = "nodes.json"
 _SOMEWHERE = "192.0.2.1"  # an address that belongs to nobody, by RFC 5737
@@ -141,8 +138,8 @@ def find_interface(place: Place) -> str:
         found = _route_to(_SOMEWHERE)  # the master may resolve its own name to a loop-back address
     if not found:
         raise InputError(
-            f"there is no route to MASTER_ADDR={place.host!r} from here: correct it, or give interface=... with the address "
-            "of this host at which the other nodes reach it"
+            f"there is no route to MASTER_ADDR={place.host!r} from here: correct it, or give interface=... with the "
+            "address of this host at which the other nodes reach it"
         )
     return found
 
@@ -203,9 +200,7 @@ class NodeAddresses:
             )
         deadline = time.monotonic() + seconds
         store = _connect(place, seconds)
-        announcer = _Announcer(server, store)
-        self._stop = weakref.finalize(self, announcer.stop)  # also at the interpreter's exit
-        announcer.start()
+        self._stop = weakref.finalize(self, _Announcer(server, store).stop)  # also at the interpreter's exit
         keys = [f"stallfree/{place.count}/{name}/{number}" for number in range(place.count)]
         try:
             store.set(keys[place.number], json.dumps(own))
@@ -264,6 +259,12 @@ class NodeAddresses:
         if self._stop is not None:
             self._stop()
 
+    def __enter__(self) -> NodeAddresses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self._folder, self.names, self._ids, self.me)
 
@@ -284,6 +285,7 @@ class NodeAddresses:
                 raise _missing(len(keys), missing, name)
             if now > reread:  # what an earlier attempt of the job left may have been replaced
                 for number, value in zip(missing, store.multi_get([keys[number] for number in missing]), strict=True):
+                    _withdraw(self._folder, members[number]["id"])
                     members[number] = _unpack(value, number)
                 reread = now + _REREAD_SECONDS
             time.sleep(_QUICK_SECONDS)
@@ -294,7 +296,7 @@ class NodeAddresses:
             found = self.of(place)
             assert found is not None
             sequence, address = found
-            if sequence > lost and identify((address.host, address.port), address.password, _ANSWER_SECONDS):
+            if sequence > lost and identify((address.host, address.port), address.password, 1.0):
                 return
             lost = sequence
             if time.monotonic() > deadline:
@@ -335,6 +337,13 @@ class _Nodes:
         return nodes
 
 
+def known_addresses(folder: Path) -> list[Address]:
+    """The addresses that the node with this folder knows: its own first, if its server runs."""
+    own = read_running(folder)
+    others = [address for _, address in _Nodes(folder / _NODES).read().values()]
+    return others if own is None else [own[1], *(other for other in others if other != own[1])]
+
+
 def _unpack_record(record: dict[str, Any]) -> tuple[int, Address]:
     return record["sequence"], Address(host=record["host"], port=record["port"], password=record["password"])
 
@@ -344,15 +353,20 @@ def _request(folder: Path, id: str, after: int) -> None:
         os.close(os.open(folder / REQUESTS / f"{id}-{max(0, after)}", os.O_WRONLY | os.O_CREAT | OPEN, 0o600))
 
 
-class _Announcer(threading.Thread):
+def _withdraw(folder: Path, id: str) -> None:
+    with contextlib.suppress(OSError):  # it was fulfilled
+        os.unlink(folder / REQUESTS / f"{id}-0")
+
+
+class _Announcer:
     """Publishes the address of this node's server, and gets those of other nodes that are requested.
 
     Several threads and processes of a node may have one; a lock decides which is active.
     """
 
     def __init__(self, server: NodeServer, store: Any) -> None:
-        super().__init__(name="stallfree-announcer", daemon=True)
         self._server, self._store = server, store
+        self._thread = threading.Thread(target=self._run, name="stallfree-announcer", daemon=True)
         self._over = threading.Event()
         self._owner = os.getpid()
         self._lock = FileLock(server.folder / "announcer")
@@ -361,14 +375,16 @@ class _Announcer(threading.Thread):
         self._nodes: dict[str, Any] = {}
         self._requested: dict[str, int] = {}  # by the names of request files: the least number that will do
         self._revive_at = 0.0
+        self._thread.start()
 
     def stop(self) -> None:
         """End the thread, and wait for that unless the `TCPStore` blocks it."""
-        self._over.set()
-        if os.getpid() == self._owner and threading.current_thread() is not self:
-            self.join(_END_SECONDS)
+        if os.getpid() == self._owner:
+            self._over.set()
+            if threading.current_thread() is not self._thread:  # the garbage collector may run in any thread
+                self._thread.join(_END_SECONDS)
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Announce until `stop`, or until the `TCPStore` goes away."""
         try:
             while not self._lock.claim(1):
@@ -435,7 +451,8 @@ class _Announcer(threading.Thread):
         if done:
             write_json(self._server.folder / _NODES, self._nodes)
         for name in done:
-            os.unlink(folder / name)
+            with contextlib.suppress(FileNotFoundError):  # it was withdrawn
+                os.unlink(folder / name)
         return new
 
 

@@ -78,6 +78,12 @@ def read_running(folder: Path) -> tuple[int, Address] | None:
     return server["start"], Address(host=server["host"], port=server["port"], password=server["password"])
 
 
+def server_folders(root: Path) -> dict[str, Path]:
+    """The folders of the servers of this user below `root`, by the names of their stores."""
+    found = sorted(root.glob(f"{_PREFIX}*/{supervisor.NODE}"))
+    return {path.parent.name.removeprefix(_PREFIX): path.parent for path in found}
+
+
 class NodeServer:
     """Attach to the server `name` of this host, and start it if it does not run.
 

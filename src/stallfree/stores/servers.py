@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError, StorageError
+from stallfree.errors import InputError, MissingExtraError, StorageError
 from stallfree.stores.addresses import Address
 from stallfree.stores.shard import REQUEST_BYTES, Fixed, Location, Request, Shard
 
@@ -19,6 +18,13 @@ Array = npt.NDArray[Any]
 
 START_SECONDS = 5.0
 """Seconds that a given server may be silent when it is used for the first time."""
+
+
+_REFRESH_SECONDS = 1.0
+"""Between two readings of a cluster's table of slots, at least."""
+
+_SILENT_SECONDS = 5.0
+"""The same after no node answered."""
 
 
 class Servers(Protocol):
@@ -76,7 +82,9 @@ class Standalone:
 
 
 class Cluster:
-    """The masters of a Redis Cluster. redis-py's `RedisCluster` says which of them serves a key.
+    """The masters of a Redis Cluster, with a table of the slots that each of them serves.
+
+    The table is read again when a master says that a key moved and while one is lost.
 
     Args:
         nodes: addresses of one or more nodes. What is said of the first (user, password, TLS) holds for all.
@@ -85,23 +93,30 @@ class Cluster:
 
     def __init__(self, nodes: Sequence[Address], timeout: float) -> None:
         self.names: list[str] = []
-        self._nodes, self._timeout = list(nodes), timeout
-        self._lock = threading.Lock()
-        self._shards: dict[tuple[str, int], Shard] = {}
-        self._cluster: Any = None
+        self._nodes = [nodes[0], *(nodes[0].at(node.host, node.port) for node in nodes[1:])]
+        self._timeout = timeout
+        self._masters: dict[tuple[str, int], Shard] = {}
+        self._table: dict[int, Shard] = {}
+        self._next_read = 0.0
 
     @property
     def shards(self) -> list[Shard]:
-        """The masters."""
-        return [self._shard(node) for node in self._client().get_primaries()]
+        """The masters; none while the table could not be read."""
+        if not self._table:
+            self.refresh()
+        return list(self._masters.values())
 
     def split(self, owner: Array, keys: Sequence[bytes]) -> list[tuple[Shard, Array]]:
         """See `Servers`. Keys of slots that no master serves are in none."""
-        cluster, positions = self._client(), dict[Shard, list[int]]()
+        from redis.crc import key_slot
+
+        if not self._table:
+            self.refresh()
+        table, positions = self._table, dict[Shard, list[int]]()
         for position, key in enumerate(keys):
-            node = cluster.get_node_from_key(key)
-            if node is not None:
-                positions.setdefault(self._shard(node), []).append(position)
+            shard = table.get(key_slot(key))
+            if shard is not None:
+                positions.setdefault(shard, []).append(position)
         return [(shard, np.array(found)) for shard, found in positions.items()]
 
     def requests(self, keys: Sequence[bytes], typical: int) -> list[Request]:
@@ -117,37 +132,57 @@ class Cluster:
             self.refresh()
         return isinstance(error, (MovedError, AskError, TryAgainError, ClusterDownError))
 
-    def refresh(self) -> None:
-        """Read the table of slots again."""
-        from redis.exceptions import RedisError
+    def refresh(self, timeout: float | None = None) -> str:
+        """Read the table of slots again, at most once in a while. It stays as it was if no node answers: why not."""
+        now = time.monotonic()
+        if now < self._next_read:
+            return ""
+        self._next_read = now + _SILENT_SECONDS
+        slots, problem = self._read_slots(timeout or self._timeout)
+        if not slots:
+            return problem
+        self._next_read = now + _REFRESH_SECONDS
+        masters: dict[tuple[str, int], Shard] = {}
+        table: dict[int, Shard] = {}
+        for first, last, where in slots:
+            if where not in masters:
+                found = self._masters.get(where)
+                masters[where] = found or Shard(_Node(self._nodes[0].at(*where), self), self._timeout)
+            table.update(dict.fromkeys(range(first, last + 1), masters[where]))
+        gone = [shard for where, shard in self._masters.items() if where not in masters]
+        self._masters, self._table = masters, table
+        for shard in gone:
+            shard.close()
+        return ""
 
-        with contextlib.suppress(RedisError, OSError):  # no node answers: what was known stays
-            self._client().nodes_manager.initialize()
+    def _read_slots(self, timeout: float) -> tuple[list[tuple[int, int, tuple[str, int]]], str]:
+        """The ranges of slots and the masters that serve them, as the first node says that answers; and any error."""
+        problem = "no slots"
+        for node in list(self._nodes):
+            try:
+                found = node.request(timeout, "CLUSTER", "SLOTS")
+                nodes = [[(_text(name) or node.host, int(port)) for name, port, *_ in part[2:]] for part in found]
+                slots = [(int(part[0]), int(part[1]), here[0]) for part, here in zip(found, nodes, strict=True)]
+            except Exception as error:  # of the socket, of redis-py, or for a reply that is no table
+                problem = str(error)
+                continue
+            known = (self._nodes[0].at(*where) for here in nodes for where in here)
+            self._nodes = list(dict.fromkeys([*self._nodes, *known]))  # any node may be lost later
+            if slots:
+                return slots, ""
+        return [], problem
 
     def close(self) -> None:
         """See `Servers`."""
-        for shard in self._shards.values():
+        for shard in self._masters.values():
             shard.close()
-        if self._cluster is not None:
-            self._cluster[1].close()
-
-    def _shard(self, node: Any) -> Shard:
-        where = str(node.host), int(node.port)
-        shard = self._shards.get(where)
-        if shard is None:
-            with self._lock:
-                location = _Node(self._nodes[0].at(*where), self)
-                shard = self._shards.setdefault(where, Shard(location, self._timeout))
-        return shard
-
-    def _client(self) -> Any:
-        """A client for the table of slots, made anew in a forked child."""
-        if self._cluster is None or self._cluster[0] != os.getpid():
-            self._cluster = os.getpid(), self._nodes[0].cluster(self._nodes, self._timeout)
-        return self._cluster[1]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Cluster, (self._nodes, self._timeout)
+
+
+def _text(name: Any) -> str:
+    return name.decode() if isinstance(name, bytes) else ""
 
 
 class _Node(Fixed):
@@ -168,7 +203,7 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
     Raises `InputError` for servers that cannot be used together or that refuse us, `StorageError` for one that does
     not answer within 5 s. Of a cluster, one node that answers is enough.
     """
-    from redis.exceptions import AuthenticationError, RedisError, ResponseError
+    from redis.exceptions import AuthenticationError, ResponseError
 
     if not addresses or len({(str(address), address.db) for address in addresses}) < len(addresses):
         given = ", ".join(map(str, addresses)) or "none"
@@ -176,25 +211,28 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
     answered = clusters = 0
     lost: StorageError | None = None
     for address in addresses:
-        client = address.client(START_SECONDS)
         try:
-            client.ping()
+            address.request(START_SECONDS, "PING")
             with contextlib.suppress(ResponseError):  # a user who must not ask
-                clusters += client.info("server").get("redis_mode") == "cluster"
+                clusters += b"redis_mode:cluster" in address.request(START_SECONDS, "INFO", "server")
             answered += 1
         except (AuthenticationError, ResponseError) as error:
             raise InputError(f"the server {address} refuses us: {error}. Give its user and password") from error
-        except (RedisError, OSError) as error:
+        except MissingExtraError:
+            raise
+        except Exception as error:  # of the socket, of redis-py, or of a parser that receives nonsense
             lost = lost or StorageError(
                 f"the server {address} does not answer within {START_SECONDS:.0f} s ({error}): start it, or correct "
                 "the address"
             )
-        finally:
-            client.close()
     if lost is not None and not clusters:
         raise lost
     if clusters == answered:
-        return Cluster(addresses, timeout)
+        cluster = Cluster(addresses, timeout)
+        problem = cluster.refresh(START_SECONDS)
+        if not cluster.shards:
+            raise StorageError(f"the cluster of {addresses[0]} has no table of slots ({problem}): repair it")
+        return cluster
     if clusters:
         raise InputError(
             f"the servers {', '.join(map(str, addresses))} do not belong together: give nodes of one Redis Cluster, or "

@@ -28,9 +28,6 @@ AHEAD = 2
 _MOST_COMMANDS = 1000
 """Commands sent before their replies are read."""
 
-_SLOWEST = 4 << 20
-"""Bytes that arrive within the time limit at least; a server that is slower counts as lost."""
-
 _IDLE_SECONDS = 15.0
 """Seconds after which an idle connection is not used again. A started server closes it after 30 s."""
 
@@ -120,15 +117,14 @@ class Shard:
                 raise
             self._fail(number, error)
             return None
-        self._idle.append((connection, number, time.monotonic()))
+        self._keep(connection, number)
         return result
 
-    def read(self, requests: Sequence[Request], typical: int, use: Callable[[int, Any], None]) -> bool:
+    def read(self, requests: Sequence[Request], use: Callable[[int, Any], None]) -> bool:
         """Send `requests` and pass each value of the replies to `use`.
 
         Args:
             requests: of commands such as `("MGET", key, key)` or `("GET", key)`.
-            typical: bytes of a value, for the time limit.
             use: given the position of a key over all requests, and its value: bytes, None if there is none, or an
                 exception for an error in its place.
 
@@ -142,13 +138,14 @@ class Shard:
             for number, request in enumerate(requests):
                 for command in request:
                     keys = len(command) - 1
-                    _limit(connection, keys * typical)
+                    _limit(connection)
                     reply = _reply(connection)
-                    for value in reply if isinstance(reply, list) else [reply] * keys:
+                    values = reply if isinstance(reply, list) else [reply] * keys
+                    if len(values) != keys:
+                        raise NoReply(f"{len(values)} values came where {keys} were requested")
+                    for value in values:
                         use(position, value)
                         position += 1
-                    if isinstance(reply, list) and len(reply) != keys:
-                        raise NoReply(f"{len(reply)} values came where {keys} were requested")
                 if number + AHEAD < len(requests):
                     connection.send_packed_command(connection.pack_commands(requests[number + AHEAD]))
             return True
@@ -164,7 +161,7 @@ class Shard:
                 some = commands[start : start + _MOST_COMMANDS]
                 connection.send_packed_command(connection.pack_commands(some))
                 for _ in some:
-                    _limit(connection, 0)
+                    _limit(connection)
                     replies.append(_reply(connection))
             return replies
 
@@ -217,10 +214,10 @@ class Shard:
         if found is None or (found[0] <= self._lost_at and not self.location.fixed):
             self.location.confirm(self._lost_at)
             raise NoReply("the server is not running, or its address is not confirmed")
-        connection: Connection = found[1].connection(self.timeout)
-        _limit(connection, 0)
+        connection = found[1].connection(self.timeout)
+        _limit(connection)
         try:
-            connection.connect()
+            _parsed(connection.connect)
         except BaseException:
             self._lost_at = max(self._lost_at, found[0])
             raise
@@ -233,6 +230,11 @@ class Shard:
             self.location.confirm(self._lost_at)
         self.breaker.trip()
         self._drop_idle()
+
+    def _keep(self, connection: Connection, number: int) -> None:
+        self._idle.append((connection, number, time.monotonic()))
+        if self._closed:
+            self._drop_idle()
 
     def _drop_idle(self) -> None:
         while self._idle:
@@ -249,19 +251,19 @@ class Shard:
         connection, number = self._connect()
         try:
             connection.send_command("PING")
-            _limit(connection, 0)
+            _limit(connection)
             if _reply(connection) != b"PONG":
                 raise NoReply("no reply to PING")
         except BaseException:
             self._lost_at = max(self._lost_at, number)
             connection.disconnect()
             raise
-        self._idle.append((connection, number, time.monotonic()))
+        self._keep(connection, number)
 
 
-def _limit(connection: Any, size: int) -> None:
-    """Set when the next reply, of `size` bytes, must have arrived."""
-    connection.deadline = time.monotonic() + connection.socket_timeout * (1 + size / _SLOWEST)
+def _limit(connection: Any) -> None:
+    """Set when the next reply must have arrived; later, the more bytes come."""
+    connection.deadline = time.monotonic() + connection.socket_timeout
 
 
 def _reply(connection: Any) -> Any:
@@ -269,6 +271,18 @@ def _reply(connection: Any) -> Any:
     from redis.exceptions import ResponseError
 
     try:
-        return connection.read_response(disable_decoding=True)
+        return _parsed(lambda: connection.read_response(disable_decoding=True))
     except ResponseError as error:
         return error
+
+
+def _parsed(receive: Callable[[], T]) -> T:
+    """Return `receive()`. Raises `NoReply` for nonsense that redis-py or hiredis cannot parse."""
+    from redis.exceptions import RedisError
+
+    try:
+        return receive()
+    except (RedisError, OSError, NoReply):
+        raise
+    except Exception as error:
+        raise NoReply(f"a reply that cannot be parsed: {error!r}") from error

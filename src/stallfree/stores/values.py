@@ -12,7 +12,7 @@ All numbers are little-endian. A record behind its header is as aligned as the v
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ HEAD_SIZE = 64
 """Bytes of the header."""
 
 _HEAD = struct.Struct("<Q4sI16sQQ16s")
-_ID_WORD = 4  # of the header's eight words of 8 bytes
 _digest: Any = xxhash.xxh3_64_intdigest  # takes arrays, which its types do not say, in less time than their `.data`
 _MAGIC = b"SFV1"
 _ZEROS = bytes(16)
@@ -53,15 +52,6 @@ def pack_head(key: DataKey, id: int, parts: Iterable[bytes | memoryview | Bytes]
     return _HEAD.pack(checksum.intdigest(), _MAGIC, 0, key, id, length, _ZEROS)
 
 
-def owner_of(memory: Bytes) -> tuple[DataKey, int]:
-    """The key of the data set and the id that the header at the start of `memory` names, checked by nobody yet.
-
-    `memory` has `HEAD_SIZE` bytes or more.
-    """
-    _, _, _, key, id, _, _ = _HEAD.unpack_from(memory.data)
-    return key, id
-
-
 def check_value(memory: Bytes, key: DataKey, id: int) -> Bytes | None:
     """The record in `memory`, as a view; None if it is not a whole and sound value of this sample of this data set.
 
@@ -78,48 +68,3 @@ def check_value(memory: Bytes, key: DataKey, id: int) -> Bytes | None:
         return None
     record = memory[HEAD_SIZE:]
     return record if _digest(record, id) == checksum else None
-
-
-class Expected:
-    """The values that a reply should hold, in this order.
-
-    Args:
-        key: of the data set.
-        ids: of the samples.
-
-    Attributes:
-        damaged: the places of values that came and were not what was expected.
-    """
-
-    def __init__(self, key: DataKey, ids: Sequence[int]) -> None:
-        self.damaged: list[int] = []
-        self._key = key
-        self._ids = ids
-        self._numbers = np.array(ids, np.uint64)
-
-    def check(self, position: int, memory: Bytes) -> Bytes | None:
-        """What `check_value` says of the value that came as number `position`."""
-        record = check_value(memory, self._key, self._ids[position])
-        if record is None:
-            self.damaged.append(position)
-        return record
-
-    def check_rows(self, position: int, rows: Bytes) -> list[Bytes | None]:
-        """The same for values of one size, a row each, which came as number `position` and those behind it."""
-        count, size = rows.shape[0], rows.shape[1] - HEAD_SIZE
-        if size < 0:
-            self.damaged += range(position, position + count)
-            return [None] * count
-        ids = self._ids[position : position + count]
-        words = rows[:, :HEAD_SIZE].copy().view("<u8")
-        words[:, _ID_WORD] ^= self._numbers[position : position + count]
-        common = _HEAD.pack(0, _MAGIC, 0, self._key, 0, size, _ZEROS)[8:]
-        records = list(rows[:, HEAD_SIZE:])
-        digests = list(map(_digest, records, ids))
-        checksums = words[:, 0].tolist()
-        if digests == checksums and words[:, 1:].tobytes() == common * count:
-            return records
-        fits = (words[:, 1:] == np.frombuffer(common, "<u8")).all(1).tolist()
-        good = [fit and digest == checksum for fit, digest, checksum in zip(fits, digests, checksums, strict=True)]
-        self.damaged += [position + at for at, fine in enumerate(good) if not fine]
-        return [record if fine else None for record, fine in zip(records, good, strict=True)]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from stallfree.pipeline.structure import Structure
-from stallfree.platform import OPEN, allocate, at_fork
+from stallfree.platform import at_fork
 from stallfree.stores.buffers import Buffers
 
 Array = npt.NDArray[Any]
@@ -44,7 +41,7 @@ class WriteBehind:
 
     Args:
         write: called in the thread with ids and their records. What it raises, `flush` raises.
-        flags: a byte per id in memory that all processes share (`shared_flags`): set while the id is in a queue.
+        flags: a byte per id in memory that all processes share (`shared_array`): set while the id is in a queue.
         target: where the samples go, for the warning: "the disk of /mnt/ssd".
         patience: seconds that one call of `add` may wait for room, as long as the thread makes progress.
     """
@@ -168,23 +165,6 @@ def _reset_in_child() -> None:
 
 
 at_fork(after_in_child=_reset_in_child)
-
-
-def shared_flags(file: Path, count: int) -> Array:
-    """`count` flags of a byte each for all processes that give the same `file`, which is created if it is missing.
-
-    Without room for the file, this process shares them with its children alone.
-    """
-    try:
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | OPEN, 0o600)
-        try:
-            allocate(fd, 0, count)  # writing to a file that has no memory yet could be SIGBUS
-            memory = mmap.mmap(fd, count)
-        finally:
-            os.close(fd)
-    except OSError:
-        memory = mmap.mmap(-1, count)
-    return np.frombuffer(memory, np.uint8)
 
 
 def _copied(records: Sequence[Record], size: int) -> list[Record]:

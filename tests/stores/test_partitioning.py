@@ -10,8 +10,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stallfree.stores import spread
-from stallfree.stores.spread import owners
+from stallfree.stores import partitioning
+from stallfree.stores.partitioning import owners
 from warm import Interpreter
 
 WORD = (1 << 64) - 1
@@ -99,7 +99,7 @@ def test_every_process_computes_the_same(interpreter: Interpreter) -> None:
     nodes = ["b", "a", "ü", "a#1"]
     here = xxhash.xxh3_64_hexdigest(owners(5000, nodes).tobytes())
     ended = interpreter.run(
-        "import xxhash\nfrom stallfree.stores.spread import owners\n"
+        "import xxhash\nfrom stallfree.stores.partitioning import owners\n"
         f"print(xxhash.xxh3_64_hexdigest(owners(5000, {nodes!r}).tobytes()))"
     )
     assert ended.out.split() == [here], ended.err
@@ -116,7 +116,7 @@ def test_ids_are_hashed_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -
     nodes = ["a", "b", "c"]
     whole = owners(100, nodes)
     for step in (1, 7, 100):
-        monkeypatch.setattr(spread, "_STEP", step)
+        monkeypatch.setattr(partitioning, "_STEP", step)
         assert owners(100, nodes).tolist() == whole.tolist()
 
 

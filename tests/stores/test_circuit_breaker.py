@@ -14,13 +14,12 @@ import weakref
 from pathlib import Path
 
 import pytest
-from node_tools import until
-from redis_servers import FakeServer
+from redis_servers import FakeServer, until
 
 from children import Child
-from stallfree.stores import breaker as module
-from stallfree.stores.breaker import AT_ONCE, Breaker, shared_cells
-from stallfree.stores.endpoint import Endpoint
+from stallfree.stores import circuit_breaker as module
+from stallfree.stores.circuit_breaker import AT_ONCE, Breaker, shared_cells
+from stallfree.stores.shard import Fixed, Shard
 
 
 class Patient:
@@ -149,7 +148,7 @@ def test_of_thirty_lost_servers_none_hides_the_one_that_is_back() -> None:
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(FakeServer(say_nothing)) for _ in range(30)]
         good = stack.enter_context(FakeServer(answer))
-        endpoints = [Endpoint(server.tcp, timeout=600.0) for server in (*silent[:20], good, *silent[20:])]
+        endpoints = [Shard(Fixed(server.tcp), timeout=600.0) for server in (*silent[:20], good, *silent[20:])]
         for endpoint in endpoints:
             stack.callback(endpoint.close)
             endpoint.breaker.trip()

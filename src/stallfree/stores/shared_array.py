@@ -1,0 +1,32 @@
+"""Arrays in memory that the processes of a host share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.platform import OPEN, allocate
+
+
+def shared_array(file: Path, dtype: Any, count: int) -> npt.NDArray[Any]:
+    """`count` zeros of `dtype` for all processes that give the same `file`, which is created if it is missing.
+
+    Without room for the file, this process shares them with its children alone.
+    """
+    size = count * np.dtype(dtype).itemsize
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | OPEN, 0o600)
+        try:
+            if os.fstat(fd).st_size < size:
+                allocate(fd, 0, size)  # writing to a file that has no memory yet could be SIGBUS
+            memory = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+    except OSError:
+        memory = mmap.mmap(-1, size)
+    return np.frombuffer(memory, dtype)

@@ -1,0 +1,450 @@
+"""The samples of a data set in servers: against dicts as the model, and with wrong values, full and lost servers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from cache_tools import COUNT, attach, client, emptied, keys_of, load, node, samples, shown
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from redis_servers import Server, needs_server, until
+
+from children import Child
+from stallfree.cache import MISS
+from stallfree.errors import CodecError, InputError
+from stallfree.stores import redis_cache as module
+from stallfree.stores.redis_cache import RedisCache
+from stallfree.stores.values import data_key, pack_head
+
+pytestmark = needs_server
+
+ALL = list(range(COUNT))
+SOON = 1.0  # seconds that a server may be silent where that is what is tested; a loaded machine may be slow
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    with Server(tmp_path_factory.mktemp("one")) as one, Server(tmp_path_factory.mktemp("two")) as two:
+        yield [one, two]
+
+
+@pytest.fixture
+def pair(both: list[Server]) -> list[Server]:
+    """Two servers that stand alone, empty and without a limit."""
+    return emptied(both)
+
+
+def fill_up(server: Server) -> None:
+    """Leave a server no room."""
+    with client(server) as there:
+        there.config_set("maxmemory", 1)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, (torch.Tensor, np.ndarray)):
+        return type(one) is type(other) and one.dtype == other.dtype and repr(one) == repr(other)
+    return type(one) is type(other) and one == other
+
+
+# --- a cache --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_samples_of_all_kinds_come_back_in_order(pair: list[Server], count: int) -> None:
+    values = [None, 0, False, "", b"", (), [], {}, 0.0, 7, torch.zeros(0), torch.tensor(0), np.zeros((0, 3))]
+    with attach(pair[:count], 20) as cache:
+        assert cache.get_many([5, 1, 5]) == [MISS] * 3
+        assert cache.get_many([]) == []
+        assert cache.put_many(range(len(values)), values).all()
+        assert cache.put(9, "another"), "what is there stays"
+        cache.flush()
+        order = [9, 0, 3, 3, 19, *range(len(values))]
+        found = cache.get_many(order)
+        assert found.pop(4) is MISS
+        del order[4]
+        assert all(same(value, values[id]) for id, value in zip(order, found, strict=True))
+        assert cache.get(9) == 7
+        stats = cache.stats()
+        assert (stats.hits, stats.misses, stats.rejected, stats.resident_items) == (len(order) + 1, 4, 0, len(values))
+        assert not cache.resident(range(20)).any(), "nothing is in memory"
+        assert cache.capacity == 0
+
+
+class Machine(RuleBasedStateMachine):
+    """Data sets of the same and of other names, each used by two nodes, against a dict for each of them."""
+
+    servers: list[Server]
+    folder: Path
+    ids = st.lists(st.integers(0, 29), max_size=8)
+    which = st.integers(0, 2)
+    where = st.integers(0, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        for server in self.servers:
+            with client(server) as there:
+                there.flushall()
+        self.models: list[set[int]] = [set(), set(), set()]
+        names = [("a", "f"), ("a", "g"), ("b", "f")]
+        self.leave = contextlib.ExitStack()
+        self.caches = []
+        for number in range(2):
+            with node(self.folder / f"node{number}"):
+                self.caches.append(
+                    [
+                        self.leave.enter_context(attach(self.servers, 30, name=name, fingerprint=print))
+                        for name, print in names
+                    ]
+                )
+
+    @rule(which=which, where=where, ids=ids)
+    def load(self, which: int, where: int, ids: list[int]) -> None:
+        missing = load(self.caches[where][which], ids, which)
+        assert missing == [id for id in ids if id not in self.models[which]]
+        self.models[which] |= set(ids)
+
+    @rule(which=which, where=where, ids=ids)
+    def get(self, which: int, where: int, ids: list[int]) -> None:
+        cache = self.caches[where][which]
+        there = [id if id in self.models[which] else None for id in ids]
+        assert shown(cache.get_many(ids), which) == there
+        assert cache.known(np.array(ids, np.int64)).tolist() == [id is not None for id in there]
+
+    @rule(which=which, where=where, ids=ids)
+    def drop(self, which: int, where: int, ids: list[int]) -> None:
+        self.caches[where][which].drop(ids)
+        self.models[which] -= set(ids)
+
+    @rule(which=which, where=where)
+    def clear(self, which: int, where: int) -> None:
+        self.caches[where][which].clear()
+        self.models[which].clear()
+
+    @rule(which=which, where=where)
+    def verify(self, which: int, where: int) -> None:
+        cache, ids = self.caches[where][which], np.arange(30)
+        there = [id in self.models[which] for id in range(30)]
+        assert cache.verify(ids).tolist() == cache.known(ids).tolist() == there
+
+    @invariant()
+    def counts(self) -> None:
+        for which, model in enumerate(self.models):
+            assert self.caches[0][which].num_keys() == len(model)
+
+    def teardown(self) -> None:
+        self.leave.close()
+
+
+def test_it_does_what_a_dict_does(pair: list[Server], tmp_path: Path) -> None:
+    Machine.servers, Machine.folder = pair, tmp_path
+    run_state_machine_as_test(Machine, settings=settings(max_examples=10, stateful_step_count=25, deadline=None))  # type: ignore[no-untyped-call]
+
+
+def test_each_value_is_ones_own(pair: list[Server]) -> None:
+    with attach(pair) as cache:
+        load(cache, ALL)
+        ids = [5, 6, 5, 7, 5, 6, 6]
+        first = cache.get_many(ids)
+        for number, (array, _) in enumerate(first):
+            array[:] = -number
+        for _ in range(5):
+            assert shown(cache.get_many(ids)) == ids
+        assert [array.max() for array, _ in first] == [-number for number in range(7)]
+
+
+def test_threads_forked_processes_and_copies_use_it_at_once(pair: list[Server]) -> None:
+    with attach(pair) as cache:
+        copied = pickle.dumps(cache)
+        cache.get_many(ALL)  # connections and threads are there when it forks
+
+        def use(some: RedisCache, seed: int) -> None:
+            order = np.random.default_rng(seed).permutation(COUNT).tolist()
+            for start in range(0, COUNT, 20):
+                load(some, order[start : start + 20])
+
+        def child(seed: int) -> None:
+            threads = [threading.Thread(target=use, args=(cache, 10 * seed + number)) for number in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            with pickle.loads(copied) as copy:
+                use(copy, seed)
+
+        children = [Child(child, seed) for seed in range(2)]
+        child(2)
+        assert [process.wait() for process in children] == [0, 0]
+        assert shown(cache.get_many(ALL)) == ALL
+        assert cache.num_keys() == COUNT
+        stats = cache.stats()
+        assert stats.hits + stats.misses == 2 * COUNT + 3 * 4 * COUNT, "over all processes"
+
+
+def test_a_process_that_ends_stores_what_it_handed_over(pair: list[Server]) -> None:
+    with attach(pair) as cache:
+        cache.put_many(ALL[:50], samples(ALL[:50]))
+
+        def child() -> None:
+            cache.put_many(ALL[50:], samples(ALL[50:]))
+            cache.close()
+
+        assert Child(child).wait() == 0
+        cache.flush()
+        assert cache.settle(np.array(ALL)).all()
+        assert shown(cache.get_many(ALL)) == ALL
+    assert cache.stats().hits == COUNT
+    with pytest.raises(InputError, match="is closed"):
+        cache.get(1)
+    cache.close()
+
+
+def test_keys_can_be_read(pair: list[Server]) -> None:
+    with attach(pair) as cache:
+        load(cache, ALL[:3])
+        fingerprint = data_key("train", "f").hex()[:8]
+        assert keys_of(pair) == {b"stallfree:train-%b:%d" % (fingerprint.encode(), id) for id in range(3)}
+        states = cache.status()
+        assert {state.name for state in states} == {str(server.tcp) for server in pair}
+        assert all(state.used_bytes > 0 and not state.lost for state in states)
+        with client(pair[0]) as there:
+            there.set("stallfree:other", "own")
+        cache.clear()
+        assert keys_of(pair) == {b"stallfree:other"}
+
+
+@pytest.mark.parametrize("ids", [[COUNT], [-1], ["x"], [[1]], [0.5], None])
+def test_what_is_no_list_of_ids_is_one_clear_error(ids: Any, pair: list[Server]) -> None:
+    with attach(pair) as cache:
+        for call in (cache.get_many, cache.resident, cache.owner, cache.drop, lambda ids: cache.put_many(ids, [0])):
+            with pytest.raises(InputError, match=r"give a sequence of integers|outside of the data set"):
+                call(ids)
+        with pytest.raises(InputError, match="2 ids and 1 values"):
+            cache.put_many([1, 2], [0])
+
+
+# --- values that are wrong ------------------------------------------------------------------------------------------
+
+
+def forged(id: int, key: bytes, record: bytes) -> bytes:
+    return pack_head(key, id, [record]) + record
+
+
+WRONG: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "a flipped bit of the record": lambda value, _: value[:90] + bytes([value[90] ^ 1]) + value[91:],
+    "a flipped bit of the header": lambda value, _: bytes([value[0] ^ 128]) + value[1:],
+    "cut": lambda value, _: value[:-1],
+    "longer": lambda value, _: value + b"x",
+    "empty": lambda value, _: b"",
+    "another sample": lambda _, other: other,
+    "another data set of the name": lambda value, _: forged(3, data_key("train", "g"), value[64:]),
+    "garbage": lambda value, _: np.random.default_rng(0).bytes(len(value)),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_value_that_is_wrong_is_a_miss_and_is_replaced(kind: str, pair: list[Server]) -> None:
+    with attach(pair[:1]) as cache:
+        load(cache, ALL)
+        with client(pair[0]) as there:
+            key, other = cache._name(3), there.get(cache._name(4))
+            there.set(key, WRONG[kind](there.get(key), other))
+        assert shown(cache.get_many(ALL)) == [None if id == 3 else id for id in ALL]
+        assert cache.stats().damaged == 1
+        assert load(cache, ALL) == [3]
+        assert load(cache, ALL) == []
+
+
+def test_a_forged_record_is_a_miss_and_is_never_unpickled(pair: list[Server]) -> None:
+    """Somebody who can write to the server makes headers that are right."""
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os._exit, (1,)
+
+    with attach(pair[:1]) as cache, attach(pair[:1], allow_pickle=True) as trusting, client(pair[0]) as there:
+        rng = np.random.default_rng(0)
+        for record in (b"", b"x", pickle.dumps(Bomb()), *(rng.bytes(size) for size in range(1, 400, 7))):
+            there.set(cache._name(3), forged(3, data_key("train", "f"), record))
+            assert cache.get(3) is MISS
+        there.flushall()
+        assert trusting.put(3, Path("/tmp"))
+        trusting.flush()
+        assert trusting.get(3) == Path("/tmp")
+        assert cache.get(3) is MISS
+        with pytest.raises(CodecError):
+            cache.put_many([4, 5], [1, Path("/tmp")])
+        cache.flush()
+        assert not there.exists(cache._name(4)), "nothing of it was stored"
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    id: int
+    text: str
+
+
+def test_a_named_tuple_whose_class_is_not_imported_is_a_miss(
+    pair: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attach(pair) as cache:
+        cache.put(1, Pair(1, "one"))
+        cache.flush()
+        assert cache.get(1) == Pair(1, "one")
+        monkeypatch.delattr(sys.modules[__name__], "Pair")
+        assert cache.get(1) is MISS
+
+
+# --- room -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_full_server_keeps_what_it_has_and_stores_again_when_there_is_room(
+    limited: bool, pair: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FULL_SECONDS", 0.0)
+    with attach(pair[:1], limit=(1 << 40) if limited else None) as cache, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(cache, ALL[:100])
+        if limited:
+            cache._limit = 1
+        else:
+            fill_up(pair[0])
+        for _ in range(3):
+            assert load(cache, ALL) == ALL[100:]
+        assert cache.stats().rejected == 300
+        assert cache.num_keys() == 100
+        if limited:
+            cache._limit = 1 << 40
+        else:
+            with client(pair[0]) as there:
+                there.config_set("maxmemory", 0)
+        load(cache, ALL)
+        assert load(cache, ALL) == []
+
+
+def test_a_full_server_is_left_alone_for_a_while(pair: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FULL_SECONDS", 1e6)
+    with attach(pair[:1]) as cache, client(pair[0]) as there:
+        fill_up(pair[0])
+        load(cache, ALL[:10])
+        sets = there.info("commandstats")["cmdstat_set"]["calls"]
+        assert not cache.takes
+        load(cache, ALL[:10])
+        assert there.info("commandstats")["cmdstat_set"]["calls"] == sets
+
+
+def test_what_a_server_evicts_by_its_own_policy_is_a_miss(pair: list[Server]) -> None:
+    big = np.arange(100_000)
+    with attach(pair[:1]) as cache, client(pair[0]) as there:
+        there.config_set("maxmemory-policy", "allkeys-lru")
+        there.config_set("maxmemory", there.info("memory")["used_memory"] + 10 * big.nbytes)
+        for id in range(40):
+            cache.put(id, big + id)
+            cache.flush()
+        assert there.info("stats")["evicted_keys"] > 0
+        found = cache.get_many(range(40))
+        hits = [id for id in range(40) if found[id] is not MISS]
+        assert 0 < len(hits) < 20
+        assert all(np.array_equal(found[id], big + id) for id in hits)
+        assert np.flatnonzero(cache.known(np.arange(40))).tolist() == hits
+        assert cache.stats().rejected == 0
+
+
+# --- servers that are lost ------------------------------------------------------------------------------------------
+
+
+def fault(server: Server, how: str) -> Callable[[], None]:
+    """Make a server useless; what is returned brings it back."""
+    if how == "frozen":
+        server.freeze()
+        return server.thaw
+    server.kill()
+    return server.start
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_a_lost_server_costs_its_hits_only(how: str, tmp_path: Path, pair: list[Server]) -> None:
+    with Server(tmp_path) as server, attach([pair[0], server], timeout=SOON) as cache, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        until(lambda: load(cache, ALL) == [], "all are stored")
+        place = sorted([pair[0], server], key=lambda one: str(one.tcp)).index(server)
+        gone = cache.owner(ALL) == place
+        back = fault(server, how)
+
+        def child() -> None:
+            for _ in range(3):
+                check()
+
+        def check() -> None:
+            found = shown(cache.get_many(ALL))
+            assert all(one in (None, id) for id, one in zip(ALL, found, strict=True))
+            assert all(found[id] is None for id in np.flatnonzero(gone).tolist())
+            cache.put_many(ALL, samples(ALL))
+            cache.flush()
+
+        for _ in range(5):
+            check()
+        until(lambda: cache.known(np.array(ALL)).tolist() == (~gone).tolist(), "the other server is used")
+        assert [state.lost for state in cache.status()] == [one == place for one in range(2)]
+        assert cache.num_keys() <= COUNT - gone.sum()
+        cache.drop(ALL[:2])
+        assert Child(child).wait() == 0
+        back()
+        until(lambda: load(cache, ALL) == [], "all are there again")
+
+
+def test_a_server_that_answers_and_does_not_store(pair: list[Server]) -> None:
+    with attach(pair[:1], timeout=SOON) as cache, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        until(lambda: load(cache, ALL[:100]) == [], "they are stored")
+        with client(pair[0]) as there:
+            there.client_pause(10**7, all=False)
+            try:
+                assert load(cache, ALL)[-100:] == ALL[100:]
+                assert cache._servers.shards[0].breaker.trips > 0
+            finally:
+                there.client_unpause()
+        until(lambda: load(cache, ALL) == [], "all are there")
+
+
+def test_a_server_that_was_emptied_is_filled_again(pair: list[Server]) -> None:
+    with attach(pair) as cache:
+        load(cache, ALL)
+        with client(pair[0]) as there:
+            there.flushall()
+        first = sorted(pair, key=lambda one: str(one.tcp)).index(pair[0])
+        left = (cache.owner(ALL) != first).tolist()
+        assert cache.verify(np.array(ALL)).tolist() == cache.known(np.array(ALL)).tolist() == left
+        cache.learn(np.ones(COUNT, bool))
+        assert cache.known(np.array(ALL)).all()
+        assert [found is not None for found in shown(cache.get_many(ALL))] == left
+        assert cache.known(np.array(ALL)).tolist() == left
+        assert load(cache, ALL) == [id for id in ALL if not left[id]]
+        assert load(cache, ALL) == []
+
+
+def test_a_writer_that_is_killed_costs_what_it_handed_over(pair: list[Server]) -> None:
+    with attach(pair) as cache:
+
+        def child() -> None:
+            cache.put_many(ALL, samples(ALL))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        assert Child(child).wait() == -signal.SIGKILL
+        assert cache.settle(np.array(ALL)).all()
+        load(cache, ALL)
+        assert load(cache, ALL) == []
