@@ -153,17 +153,6 @@ class Address:
         return SSLConnection, arguments | {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
 
 
-def load_client() -> None:
-    """Import redis-py, before there are threads: a child forked during an import would wait for its lock for ever.
-
-    Raises `MissingExtraError` without redis-py.
-    """
-    try:
-        import redis.backoff, redis.connection, redis.retry  # noqa: E401, F401
-    except ModuleNotFoundError as error:
-        raise missing_extra("redis", "redis", "a store on Redis or Valkey") from error
-
-
 @functools.cache
 def load_client() -> None:
     """Import redis-py and what it imports later.
