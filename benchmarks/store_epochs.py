@@ -100,8 +100,9 @@ def _notes(samples: int, cases: Json, reads: Json, timed: Json) -> list[str]:
         f"{samples:,} samples of {SIZE // 1000} KB, random shares in each epoch (`DistributedSampler`), batches of 64, "
         "two nodes on one host with a server and one worker each, `capacity=0`: no memory tier. Room for so many "
         f"samples is what they take in a server, {reads['record']:,} bytes each by `MEMORY USAGE`, and the "
-        f"{reads['empty']:,} bytes that an empty server uses: that is `capacity_per_node`. Reads and bytes are those "
-        "that came out of the source on both nodes. Not counted are the "
+        f"{reads['empty']:,} bytes that an empty server uses: that is `capacity_per_node`. For 50% on each node it "
+        "is 1 MiB more, for the buffers of connections, which take the room of 3 samples in each server. Reads and "
+        "bytes are those that came out of the source on both nodes. Not counted are the "
         f"{whole['looked']} readings of the samples that each node looks at when its data set is made, which come "
         "before the first epoch; those samples are left out of the count of how often each was read. All of an epoch's "
         "samples came exactly once over both nodes. `timeout` is 5 s here, so that a busy machine costs no hits.",

@@ -194,8 +194,14 @@ def room_for(records: int, source: Records) -> int:
         capacity += mmap.PAGESIZE
 
 
+CONNECTIONS = 1 << 20
+"""Bytes that are enough for the buffers of a small job's connections to a server."""
+
+
 class ServerRoom:
     """What records of `source` take in a server: by `MEMORY USAGE` of one, and what an empty server uses.
+
+    The buffers of connections take memory of the server, too: add `CONNECTIONS` where really all records must fit.
 
     Make it before the nodes are forked: it starts a server for a moment.
 

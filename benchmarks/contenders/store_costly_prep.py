@@ -12,7 +12,17 @@ import torch
 import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.shared_team import Meet
-from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, ServerRoom, check_epoch, run_epoch, share_of
+from benchmarks.store_team import (
+    CONNECTIONS,
+    PATIENT,
+    Epoch,
+    Nodes,
+    Records,
+    ServerRoom,
+    check_epoch,
+    run_epoch,
+    share_of,
+)
 
 Json = dict[str, Any]
 
@@ -42,7 +52,7 @@ def as_node(number: int, meet: Meet, room: int, given: Json) -> list[Json]:
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    room = ServerRoom(Records(given["samples"], given["size"]))(given["samples"] // given["nodes"])
+    room = ServerRoom(Records(given["samples"], given["size"]))(given["samples"] // given["nodes"]) + CONNECTIONS
     with Nodes(given["nodes"], as_node, room, given) as nodes:
         each = nodes.results()
     seconds: Json = {"plain": [], "store": []}

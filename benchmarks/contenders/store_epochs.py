@@ -13,7 +13,17 @@ import torch
 import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.shared_team import Meet
-from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, ServerRoom, check_epoch, run_epoch, share_of
+from benchmarks.store_team import (
+    CONNECTIONS,
+    PATIENT,
+    Epoch,
+    Nodes,
+    Records,
+    ServerRoom,
+    check_epoch,
+    run_epoch,
+    share_of,
+)
 from stallfree.stores import RedisCache
 
 NODES = 2
@@ -85,7 +95,8 @@ def all_reads(given: Json) -> Json:
     for share in given["shares"]:
         source = sf.testing.ThrottledSource(Records(given["samples"], given["size"]))  # counts, and is not slow
         half = round(share * given["samples"] / NODES)
-        with Nodes(NODES, count_reads, source, room(half), given["epochs"]) as nodes:
+        granted = room(half) + (CONNECTIONS if share == 1 else 0)
+        with Nodes(NODES, count_reads, source, granted, given["epochs"]) as nodes:
             each = nodes.results()
         source.close()
         epochs = []
@@ -97,7 +108,7 @@ def all_reads(given: Json) -> Json:
             epochs.append({"requests": first["requests"], "bytes": first["bytes"], **sums})
         found[str(share)] = {
             "epochs": epochs,
-            "room": room(half),
+            "room": granted,
             **{name: each[0][name] for name in ("keys", "used", "looked", "not_once", "most")},
         }
     return {"shares": found, "record": room.record, "empty": room.empty}

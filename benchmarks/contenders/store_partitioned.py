@@ -13,6 +13,7 @@ import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.shared_team import Meet
 from benchmarks.store_team import (
+    CONNECTIONS,
     PATIENT,
     Epoch,
     Nodes,
@@ -50,7 +51,7 @@ class Kind:
         options: Json = {"capacity": capacity, "form": "fetched", "name": name}
         self._store = None
         if in_servers:
-            room = server_room(round(in_servers * count))
+            room = server_room(round(in_servers * count)) + CONNECTIONS
             self._store = options["store"] = sf.RedisStore(capacity_per_node=room, timeout=PATIENT, name=name)
         self.data = sf.CachedDataset(source, **options)
         # The same data on storage that is not slow, for the epochs that fill the cache.
