@@ -26,9 +26,15 @@ def run(options: Options) -> Report:
     batches = BATCHES[:1] if options.quick else BATCHES
     rounds, passes, seconds = (1, 1, 0.1) if options.quick else (5, 3, 1.0)
     reason = venvs.why_missing("redis")
-    params = {"records": records, "batches": batches, "rounds": rounds, "passes": passes, "seconds": seconds}
-    with scratch_folder() as scratch:
-        found = run_child(MODULE, params | {"peer": reason is None}, scratch=scratch)
+    params = {"batches": batches, "rounds": rounds, "passes": passes, "seconds": seconds, "peer": reason is None}
+    found: Json = {"rounds": [{} for _ in range(rounds)], "tried": {}, "best": {}, "versions": {}}
+    for size, count in records.items():
+        with scratch_folder() as scratch:
+            one = run_child(MODULE, params | {"records": {size: count}}, scratch=scratch)
+        for name in ("tried", "best", "versions"):
+            found[name] |= one[name]
+        for whole, part in zip(found["rounds"], one["rounds"], strict=True):
+            whole |= part
     for number, each in enumerate(found["rounds"], 1):
         say(f"  round {number}: " + "; ".join(_in_words(each, cell) for cell in _cells(records, batches)))
     return _report(records, batches, found, reason)

@@ -195,7 +195,8 @@ class Readers:
 
     def __init__(self, nodes: Nodes, pipes: Any, given: Json) -> None:
         self._nodes, self._pipes = nodes, [ours for ours, _ in pipes]
-        self._common = {**self._receive(PROCESSES), "seconds": given["seconds"]}
+        self._common = self._receive(PROCESSES)
+        self._seconds = given["seconds"]
         self.versions: dict[str, str] = {}
 
     def _receive(self, number: int) -> Any:
@@ -220,7 +221,8 @@ class Readers:
 
     def peer(self, run: Json, *, passes: int = 0) -> Any:
         """Samples/s of redis-py; with `passes`, of each of its settings."""
-        params = {**self._common, "runs": [run], "passes": passes}
+        seconds = min(0.3, self._seconds) if passes else self._seconds
+        params = {**self._common, "seconds": seconds, "runs": [run], "passes": passes}
         result = run_child(PEER, params, scratch=Path("/nonexistent"), python=venvs.python_of("redis"))
         self.versions |= result["versions"]
         return result["found"][0]
@@ -237,14 +239,15 @@ def measure(readers: Readers, given: Json) -> Json:
     ]
     tried: Json = {}
     for run in runs if peer else ():
+        passes = given["passes"] if run["processes"] == 1 else 1
         for way in ("checked", "bare"):
-            tried[_name(run, way)] = readers.peer(run | {"way": way}, passes=given["passes"])
+            tried[_name(run, way)] = readers.peer(run | {"way": way}, passes=passes)
         if run["processes"] == 1:
             tried[_name(run, "unix")] = readers.peer(run | {"way": "bare", "unix": True}, passes=given["passes"])
     best = {name: max(rates, key=lambda setting: rates[setting]) for name, rates in tried.items()}
     rounds = []
     for number in range(given["rounds"]):
-        found: Json = {"tier": readers.tier()}
+        found: Json = {"tier": readers.tier()} if str(TIER) in given["records"] else {}
         for run in runs:
             calls: dict[str, Callable[[], float]] = {"ours": lambda run=run: readers.ours(run)}  # type: ignore[misc]
             for way in ("checked", "bare") if peer else ():
