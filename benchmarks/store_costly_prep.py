@@ -54,12 +54,11 @@ def _report(samples: int, found: dict[str, list[Json]], versions: dict[str, str]
         checks=checks,
         notes=[
             f"{samples:,} samples of {SIZE // 1000} KB per node and epoch, batches of {BATCH}, records in memory, no "
-            "device. Without a cache and then with a store in the same processes; the slower node counts; the first "
-            f"epoch contains the start of the workers. {len(next(iter(found.values())))} rounds in fresh processes; "
-            "median (lowest to highest).",
-            "The case is the one for which Bagua's Cached Dataset was made; there every sample goes through a server, "
-            "this node's own too. Bagua is not among the contenders: its source package wants the CUDA toolkit, Rust "
-            "and MPI, and cannot be installed beside the others.",
+            "device. Without a cache and then with a store in the same processes, `capacity=0`, so that every sample "
+            "comes out of a server; the slower node counts; the first epoch contains the start of the workers. "
+            f"{len(next(iter(found.values())))} rounds in fresh processes; median (lowest to highest).",
+            "The case is the one for which Bagua's Cached Dataset was made. Bagua is not among the contenders: its "
+            "source package wants the CUDA toolkit, Rust and MPI, and cannot be installed beside the others.",
         ],
         versions=versions,
         raw=found,

@@ -8,9 +8,9 @@ from benchmarks.harness import BenchmarkError, Check, Json, Options, Report, Spr
 
 NAME = "store_faults"
 QUESTION = (
-    "A node trains on samples that the other node owns, and in the middle of an epoch that one is killed, frozen or "
-    "cut off: how many seconds does the epoch lose, how fast is it until the other is back, and how soon are there "
-    "hits then?"
+    "A node trains on samples that the other node owns, and in the middle of an epoch that one is killed, frozen, "
+    "full or cut off: how many seconds does the epoch lose, how fast is it until the other is back, and how soon are "
+    "there hits then?"
 )
 MODULE = "benchmarks.contenders.store_faults"
 SIZE = 60_000
@@ -70,12 +70,13 @@ class Fault:
 
 def _faults() -> list[Fault]:
     return [
-        Fault("server killed", "Its server is killed; its keeper starts another one."),
-        Fault("clerk killed", "Its clerk is killed; its keeper starts another one."),
+        Fault("server killed", "Its server is killed; its supervisor starts another one, with another password."),
         Fault("server frozen", "Its server is stopped (SIGSTOP), then goes on."),
-        Fault("clerk frozen", "Its clerk is stopped, then goes on."),
+        Fault("server full", "Its server loses all samples and has no room for others, then has room again."),
         Fault("cut off", "The network between is cut, then mended."),
-        Fault("node killed", "Its keeper is killed, with which server and clerk die."),
+        Fault("password changed", "Its server refuses our password, then ends, and another one is started."),
+        Fault("supervisor killed", "Its supervisor is killed, with which its server dies; both are started again."),
+        Fault("node killed", "All of its processes are killed."),
     ]
 
 
@@ -130,14 +131,15 @@ def _report(params: Json, faults: list[Fault], versions: dict[str, str]) -> Repo
         rows=[fault.row() for fault in faults],
         checks=checks,
         notes=[
-            "Two nodes on one host, `timeout` at its default of 0.25 s. One of them reads only samples that the other "
-            f"one owns, so that nothing of its own memory hides the loss: {params['samples']} of {SIZE // 1000} KB, "
-            f"batches of {params['batch']}, one worker. Lost: an epoch with the fault in its middle against the one "
-            f"before, with steps of {PAUSE * 1000:.0f} ms and a source in memory, so that samples from there cost "
-            f"next to nothing and what is lost is waiting; {params['strikes']} times each, but once for the killed "
-            "node. Then: whole epochs without steps while the other node stays lost, in turns with a loader that has "
-            "no cache, the first epoch of each not counted. Until hits come again: from the moment at which what was "
-            "stopped goes on, or at which something was killed; 0 means that there was no miss.",
+            "Two nodes on one host, `timeout` at its default of 0.25 s, `capacity=0`. One of them reads only samples "
+            "that the other one owns, so that nothing hides the loss: "
+            f"{params['samples']} of {SIZE // 1000} KB, batches of {params['batch']}, one worker. Lost: an epoch with "
+            f"the fault in its middle against the one before, with steps of {PAUSE * 1000:.0f} ms and a source in "
+            "memory, so that samples from there cost next to nothing and what is lost is waiting; "
+            f"{params['strikes']} times each, but once for the killed node. An epoch before these is not timed: it "
+            "fills a server that is empty. Then: whole epochs without steps while the other node stays lost, in turns "
+            "with a loader that has no cache, the first epoch of each not counted. Until hits come again: from the "
+            "moment at which something was killed, or at which the fault was mended; 0 means that there was no miss.",
             "The network is a process that passes on what comes, and is stopped. Every sample tells its id, and is "
             "looked at. Medians (lowest to highest).",
         ],

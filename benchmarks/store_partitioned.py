@@ -14,17 +14,28 @@ BANDWIDTH = 15e6
 SIZE = 60_000
 SHARE = 0.65
 PAPER = 15
+FILLS = 2
+"""Epochs before those that are timed: the first fills the caches, the second the memory tier."""
 KINDS = {
-    "store": "one store for both",
-    "local": "the same, `LocalSampler`",
+    "servers": "one store for both, 65% in each node's server",
+    "tiered": "one store for both, 50% in each node's server and 15% in its memory",
+    "local": "one store for both, 65% in each node's server, `LocalSampler`",
     "own": "a cache for each, not coordinated",
     "whole": "a cache of 100% for each (the bound of a store)",
 }
+STORES = ("servers", "tiered")
 
 
 def run(options: Options) -> Report:
     samples, rounds = (320, 1) if options.quick else (3200, 7)
-    params = {"samples": samples, "size": SIZE, "bandwidth": BANDWIDTH, "share": SHARE, "rounds": rounds}
+    params = {
+        "samples": samples,
+        "size": SIZE,
+        "bandwidth": BANDWIDTH,
+        "share": SHARE,
+        "rounds": rounds,
+        "fills": FILLS,
+    }
     with scratch_folder() as scratch:
         found = run_child(MODULE, params | {"kinds": list(KINDS)}, scratch=scratch)
     for number, turn in enumerate(found["rounds"], 1):
@@ -48,47 +59,39 @@ def _report(samples: int, rounds: list[Json], versions: dict[str, str]) -> Repor
     rows = []
     for name, what in KINDS.items():
         read = Spread.of([turn[name]["bytes"] / total for turn in rounds])
-        other = Spread.of([turn[name]["other_hits"] / samples for turn in rounds])
-        bound = own_bound if name == "own" else whole
-        rows.append(
-            [
-                what,
-                f"{read.median:.3f}",
-                f"{other.median:.2f}",
-                Spread.of(_seconds(rounds, name)).show(".3f"),
-                "" if name == "whole" else f"{bound:.3f}",
-                "1" if name == "store" else _over(rounds, name, "store").show(".2f"),
-            ]
+        row = [what, f"{read.median:.3f}", Spread.of(_seconds(rounds, name)).show(".3f")]
+        row.append(f"{own_bound if name == 'own' else whole:.3f}")
+        rows.append([*row, "1" if name == "own" else _over(rounds, "own", name).show(".1f")])
+    checks = []
+    for name in STORES:
+        ratio = _over(rounds, "own", name)
+        text = (
+            f"two nodes, 65% each, 15 MB/s: time of an epoch with caches of their own over that with {KINDS[name]}; "
+            f"the paper, on its disks: {PAPER}; bound here: {own_bound / whole:.1f}"
         )
-    ratio = _over(rounds, "own", "store")
-    text = (
-        "two nodes, 65% each, 15 MB/s: time of an epoch with caches of their own over that with one store; bound "
-        f"{own_bound / whole:.1f}; the paper, on its disks: {PAPER}"
-    )
-    read = max(turn["store"]["bytes"] for turn in rounds)
+        checks.append(Check(text, ratio.median, min(PAPER, own_bound / whole), ">=", ".1f", (ratio.low, ratio.high)))
+        read = max(turn[name]["bytes"] for turn in rounds)
+        text = f"two nodes, 65% each, {KINDS[name]}: bytes from storage in a later epoch, the most"
+        checks.append(Check(text, read, 0, "==", ",.0f"))
     speed = max(turn["own"]["bytes"] / turn["own"]["seconds"] for turn in rounds)
     return Report(
         columns=[
             "caches",
             "read from storage / data",
-            "samples from the other node / data",
             "s per epoch",
             "bound, s",
-            "times as long as one store",
+            "times as fast as caches of their own",
         ],
         rows=rows,
-        checks=[
-            Check(text, ratio.median, 1.0, ">=", ".1f", (ratio.low, ratio.high)),
-            Check(
-                "two nodes, 65% each, one store: bytes from storage in a later epoch, the most", read, 0, "==", ",.0f"
-            ),
-        ],
+        checks=checks,
         notes=[
             f"{samples:,} samples of {SIZE // 1000} KB behind one `ThrottledSource` that both nodes share (caches of "
             f"their own read at {speed / 1e6:.2f} MB/s at most, both together), random shares in each epoch, batches "
             "of 64, two nodes on one host with one worker each, policy `minio`; no device, so nothing hides a wait. "
-            "Full caches: they were filled from storage that is not slow. The slower node counts; start and end of the "
-            "workers are part of an epoch. "
+            "Room in servers is measured with `MEMORY USAGE`, plus what an empty server uses and 1 MiB for the "
+            "buffers of connections. "
+            f"Full caches: {FILLS} epochs before filled them from storage that is not slow. The slower node counts; "
+            "start and end of the workers are part of an epoch. "
             f"Bound of caches of their own: (1 - {SHARE}) of the bytes at 15 MB/s. Bound of a store: the time of the "
             "same loaders when each node has all samples in its own memory, measured in the same rounds. "
             f"{len(rounds)} rounds, in turns, ratios within a round; median (lowest to highest). The paper is CoorDL "

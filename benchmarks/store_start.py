@@ -32,7 +32,7 @@ def run(options: Options) -> Report:
         )
         checks.append(Check(f"a store made by {what}: servers per node, the most", most / nodes, 1, "==", ".2f"))
         gone = Spread.of([run["gone"] for run in each])
-        text = f"a store made by {what}, all killed: seconds until no server, keeper, clerk and folder is left"
+        text = f"a store made by {what}, all killed: seconds until no server, supervisor and folder is left"
         checks.append(Check(text, gone.median, GONE, "<=", ".2f", (gone.low, gone.high)))
     return Report(
         columns=["who", "s until the last is ready", "s for the quickest", "servers", "s until nothing is left"],
@@ -40,11 +40,10 @@ def run(options: Options) -> Report:
         checks=checks,
         notes=[
             "The processes are forked from one that has imported torch, and begin together. Ready: `RedisStore(...)` "
-            "has returned. With two nodes that contains the start of both clerks, which import torch, and the nodes' "
-            "meeting. Servers: the processes that run, the different ones that the processes found, and the times that "
-            "a process says to have started one; the most of these. All killed: SIGKILL to all of them at once, then "
-            "the process table and the folders are looked at every 2 ms. "
-            f"{times} times each; median (lowest to highest)."
+            "has returned. With two nodes that contains the exchange of their addresses. Servers: the processes that "
+            "run, the different ones that the processes found, and the times that a process has started one; the most "
+            "of these. All killed: SIGKILL to all of them at once, then the process table and the folders are looked "
+            f"at every 2 ms. {times} times each; median (lowest to highest)."
         ],
         versions=versions,
         raw=found,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -59,6 +58,21 @@ class Nodes(Team):
         port.value = self._place.port
         self.meet()
 
+    def result(self, number: int) -> Any:
+        """What one process returned, whatever became of the others. Raises `TeamError` if it failed."""
+        try:
+            worked, found = self._jobs[number][1].recv() if self._jobs[number][1].poll(_LIMIT) else (False, "no result")
+        except EOFError:
+            worked, found = False, "it died"
+        if not worked:
+            raise TeamError(f"process {number}: {found or 'another one failed'}")
+        return found
+
+    @property
+    def all_alive(self) -> bool:
+        """Whether no process has ended."""
+        return all(process.is_alive() for process, _ in self._jobs)
+
     def results(self) -> list[Any]:
         """What each process returned, once all have. Raises `TeamError` for one that failed."""
         deadline = time.monotonic() + _LIMIT
@@ -108,13 +122,6 @@ def _as_rank(
 def node_root(node: int) -> Path:
     """What is `STALLFREE_ROOT` on a node; asked for before a process has become a node."""
     return Path(os.environ["STALLFREE_ROOT"]).parent / f"node-{node}"
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody listens on."""
-    with socket.socket() as taken:
-        taken.bind((_MASTER, 0))
-        return int(taken.getsockname()[1])
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -185,6 +192,41 @@ def room_for(records: int, source: Records) -> int:
         if layout.num_blocks >= records:
             return capacity
         capacity += mmap.PAGESIZE
+
+
+CONNECTIONS = 1 << 20
+"""Bytes that are enough for the buffers of a small job's connections to a server."""
+
+
+class ServerRoom:
+    """What records of `source` take in a server: by `MEMORY USAGE` of one, and what an empty server uses.
+
+    The buffers of connections take memory of the server, too: add `CONNECTIONS` where really all records must fit.
+
+    Make it before the nodes are forked: it starts a server for a moment.
+
+    Attributes:
+        record: bytes of one record.
+        empty: bytes that an empty server uses.
+    """
+
+    def __init__(self, source: Records) -> None:
+        last = len(source) - 1
+        with sf.RedisStore(capacity_per_node="64MiB", name="measured") as store:
+            address = store._server.address() if store._server is not None else None
+            assert address is not None
+            with (
+                store.attach(len(source), fingerprint=source.fingerprint(), name="measured") as cache,
+                address.client(PATIENT) as client,
+            ):
+                self.empty = int(client.info("memory")["used_memory"])
+                cache.put(last, (torch.from_numpy(make_record(source._noise, last)), last))
+                cache.flush()
+                self.record = int(client.memory_usage(client.keys(f"stallfree:*:{last}")[0], samples=0))
+
+    def __call__(self, records: int) -> int:
+        """`capacity_per_node` that is room for so many records."""
+        return self.empty + records * self.record
 
 
 # -- epochs -----------------------------------------------------------------------------------------------------------

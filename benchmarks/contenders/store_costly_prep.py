@@ -12,19 +12,28 @@ import torch
 import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.shared_team import Meet
-from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, check_epoch, room_for, run_epoch, share_of
+from benchmarks.store_team import (
+    CONNECTIONS,
+    PATIENT,
+    Epoch,
+    Nodes,
+    Records,
+    ServerRoom,
+    check_epoch,
+    run_epoch,
+    share_of,
+)
 
 Json = dict[str, Any]
 
 
-def as_node(number: int, meet: Meet, given: Json) -> list[Json]:
+def as_node(number: int, meet: Meet, room: int, given: Json) -> list[Json]:
     """The epochs of one node: without cache, then with a store, whose first epoch fills it."""
     nodes = given["nodes"]
     source = Records(given["samples"], given["size"], given["prep"])
     found: list[Json] = []
-    with sf.RedisStore(capacity_per_node="64GiB", timeout=PATIENT) as store:
-        room = room_for(given["samples"] // nodes, source)
-        cached = sf.CachedDataset(source, capacity=room, store=store, form="prepared", name="costly")
+    with sf.RedisStore(capacity_per_node=room, timeout=PATIENT) as store:
+        cached = sf.CachedDataset(source, capacity=0, store=store, form="prepared", name="costly")
         for name, data in (("plain", source), ("store", cached)):
             sampler = share_of(data, nodes, number)
             loader = sf.DataLoader(
@@ -43,7 +52,8 @@ def as_node(number: int, meet: Meet, given: Json) -> list[Json]:
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    with Nodes(given["nodes"], as_node, given) as nodes:
+    room = ServerRoom(Records(given["samples"], given["size"]))(given["samples"] // given["nodes"]) + CONNECTIONS
+    with Nodes(given["nodes"], as_node, room, given) as nodes:
         each = nodes.results()
     seconds: Json = {"plain": [], "store": []}
     for turn in zip(*each, strict=True):

@@ -13,12 +13,21 @@ import torch
 import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.shared_team import Meet
-from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, check_epoch, room_for, run_epoch, share_of
-from stallfree.stores import PartitionedCache
+from benchmarks.store_team import (
+    CONNECTIONS,
+    PATIENT,
+    Epoch,
+    Nodes,
+    Records,
+    ServerRoom,
+    check_epoch,
+    run_epoch,
+    share_of,
+)
+from stallfree.stores import RedisCache
 
 NODES = 2
 BATCH = 64
-LIMITLESS = "64GiB"
 
 Json = dict[str, Any]
 
@@ -32,12 +41,11 @@ def make_loader(data: Any, number: int) -> sf.DataLoader:
 # -- reads, counted ---------------------------------------------------------------------------------------------------
 
 
-def count_reads(number: int, meet: Meet, source: Any, share: float, epochs: int) -> Json:
-    """Epochs with room for `share` of the data on both nodes together. What was read is that of all nodes."""
+def count_reads(number: int, meet: Meet, source: Any, room: int, epochs: int) -> Json:
+    """Epochs with a server of `room` bytes on each node. What was read is that of all nodes."""
     records: Records = source.source
-    half = round(share * len(source) / NODES)
-    with sf.RedisStore(capacity_per_node=LIMITLESS, timeout=PATIENT) as store:
-        cached = sf.CachedDataset(source, capacity=room_for(half, records), store=store, form="fetched", name="counted")
+    with sf.RedisStore(capacity_per_node=room, timeout=PATIENT) as store:
+        cached = sf.CachedDataset(source, capacity=0, store=store, form="fetched", name="counted")
         loader = make_loader(cached, number)
         meet()
         looked = records.reads.copy()
@@ -48,13 +56,13 @@ def count_reads(number: int, meet: Meet, source: Any, share: float, epochs: int)
             before, read = cached.stats(), (source.requests, source.bytes)
             meet()
             ran.append(run_epoch(loader))
-            meet()  # what the last batches handed in lies before what the next ones ask for
+            meet()
             after = cached.stats()
             found.append(
                 {
                     "requests": source.requests - read[0],
                     "bytes": source.bytes - read[1],
-                    **{name: getattr(after, name) - getattr(before, name) for name in ("hits", "misses", "other_hits")},
+                    **{name: getattr(after, name) - getattr(before, name) for name in ("hits", "misses", "rejected")},
                 }
             )
             meet()
@@ -63,8 +71,8 @@ def count_reads(number: int, meet: Meet, source: Any, share: float, epochs: int)
         result = {
             "epochs": found,
             "ran": [(epoch.seconds, epoch.ids) for epoch in ran],
-            "held": cached.stats().resident_items,
-            "keys": _keys(cached) if number == 0 else 0,
+            "keys": _servers(cached).num_keys() if number == 0 else 0,
+            "used": [server.used_bytes for server in _servers(cached).status()] if number == 0 else [],
             "looked": int(looked.sum()),
             "not_once": int((reads[fresh] != 1).sum()),
             "most": int(reads.max()),
@@ -75,49 +83,50 @@ def count_reads(number: int, meet: Meet, source: Any, share: float, epochs: int)
     return result
 
 
-def _keys(cached: sf.CachedDataset) -> int:
-    assert isinstance(cached.cache, PartitionedCache)
-    return cached.cache.num_keys()
+def _servers(cached: sf.CachedDataset) -> RedisCache:
+    assert isinstance(cached.cache, RedisCache)
+    return cached.cache
 
 
 def all_reads(given: Json) -> Json:
     """For each share: reads and bytes from storage by epoch, hits, and how often single samples were read."""
     found: Json = {}
+    room = ServerRoom(Records(given["samples"], given["size"]))
     for share in given["shares"]:
-        source = sf.testing.ThrottledSource(Records(given["samples"], given["size"]))  # counts, and holds up nobody
-        with Nodes(NODES, count_reads, source, share, given["epochs"]) as nodes:
+        source = sf.testing.ThrottledSource(Records(given["samples"], given["size"]))  # counts, and is not slow
+        half = round(share * given["samples"] / NODES)
+        granted = room(half) + (CONNECTIONS if share == 1 else 0)
+        with Nodes(NODES, count_reads, source, granted, given["epochs"]) as nodes:
             each = nodes.results()
         source.close()
         epochs = []
         for number in range(given["epochs"]):
             ran = [Epoch(*node["ran"][number]) for node in each]
             check_epoch(ran, given["samples"])
-            sums = {
-                name: sum(node["epochs"][number][name] for node in each) for name in ("hits", "misses", "other_hits")
-            }
+            sums = {name: sum(node["epochs"][number][name] for node in each) for name in ("hits", "misses", "rejected")}
             first = each[0]["epochs"][number]
             epochs.append({"requests": first["requests"], "bytes": first["bytes"], **sums})
         found[str(share)] = {
             "epochs": epochs,
-            "held": sum(node["held"] for node in each),
-            **{name: each[0][name] for name in ("keys", "looked", "not_once", "most")},
+            "room": granted,
+            **{name: each[0][name] for name in ("keys", "used", "looked", "not_once", "most")},
         }
-    return found
+    return {"shares": found, "record": room.record, "empty": room.empty}
 
 
 # -- the first epoch --------------------------------------------------------------------------------------------------
 
 
-def first_epochs(number: int, meet: Meet, source: Any, form: str, rounds: int, room: int) -> list[Json]:
+def first_epochs(number: int, meet: Meet, source: Any, form: str, rounds: int) -> list[Json]:
     """The first epoch of a new cache, and one without cache, in turns."""
     found = []
-    with sf.RedisStore(capacity_per_node=LIMITLESS, timeout=PATIENT) as store:
+    with sf.RedisStore(capacity_per_node="4GiB", timeout=PATIENT) as store:
         for turn in range(rounds):
             seconds: Json = {}
             for kind in ("cached", "plain") if turn % 2 else ("plain", "cached"):
                 data: Any = source
                 if kind == "cached":
-                    data = sf.CachedDataset(source, capacity=room, store=store, form=form, name=f"first-{turn}")
+                    data = sf.CachedDataset(source, capacity=0, store=store, form=form, name=f"first-{turn}")
                 loader = make_loader(data, number)
                 meet()
                 seconds[kind] = run_epoch(loader).seconds
@@ -126,17 +135,20 @@ def first_epochs(number: int, meet: Meet, source: Any, form: str, rounds: int, r
                 if kind == "cached":
                     _wait_until_stored(data, len(source))
                     meet()
+                    if number == 0:
+                        _servers(data).clear()
+                    meet()
                     data.close()
             found.append(seconds)
     return found
 
 
 def _wait_until_stored(cached: sf.CachedDataset, count: int) -> None:
-    """All samples of the epoch are in the cache, or on their way: give the clerks the time they need."""
+    """All samples of the epoch are in the servers, or on their way."""
     deadline = time.monotonic() + 30.0
-    while (found := _keys(cached)) < count:
+    while (found := _servers(cached).num_keys()) < count:
         if time.monotonic() > deadline:
-            raise AssertionError(f"{found} of {count} samples are in the cache")
+            raise AssertionError(f"{found} of {count} samples are in the servers")
         time.sleep(0.01)
 
 
@@ -148,8 +160,7 @@ def overhead(given: Json) -> Json:
         source: Any = records
         if "bandwidth" in case:
             source = sf.testing.ThrottledSource(records, bandwidth=case["bandwidth"])
-        room = room_for(case["samples"] // NODES, records)
-        with Nodes(NODES, first_epochs, source, case["form"], given["rounds"], room) as nodes:
+        with Nodes(NODES, first_epochs, source, case["form"], given["rounds"]) as nodes:
             each = nodes.results()
         if source is not records:
             source.close()

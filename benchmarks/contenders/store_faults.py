@@ -11,99 +11,120 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from pathlib import Path
+from multiprocessing import RawValue, get_context
 from typing import Any
 
 import numpy as np
 import torch
 
 import stallfree as sf
-import stallfree.stores.store as job_store
 from benchmarks.contender import emit
-from benchmarks.shared_team import Meet, family
-from benchmarks.store_team import Nodes, Records, node_root, room_for
-from stallfree.stores.meet import Peer
-from stallfree.stores.spawn import Doors
+from benchmarks.shared_team import Meet
+from benchmarks.store_team import PATIENT, Nodes, Records, node_root
+from stallfree.stores import RedisCache
+from stallfree.stores.addresses import Address
+from stallfree.stores.rendezvous import NodeAddresses
+from stallfree.stores.server import read_address
+from stallfree.stores.supervisor import SERVER, read_json
 
 Json = dict[str, Any]
 
-LASTING = ("server frozen", "clerk frozen", "cut off", "node killed")
-"""What stays so until it is mended; a killed server or clerk is started again by the node's keeper."""
+LASTING = ("server frozen", "server full", "cut off", "password changed", "node killed")
+"""What stays so until it is mended; a server or supervisor that was killed is started again."""
 FOR_EVER = "node killed"
 PATIENCE = 20.0
 """Seconds until hits that do not come again count as gone."""
-STEPS = 3
-"""Stages of a run, after each of which the nodes meet."""
+
+_RUN_SECONDS = 300.0
 
 
 # -- what befalls the other node --------------------------------------------------------------------------------------
 
 
 class Fault:
-    """Something that happens to the processes of node 1, which the benchmark has started."""
+    """Something that happens to node 1, whose processes the benchmark has started.
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self._proxy: subprocess.Popen[str] | None = None
+    Args:
+        kind: which.
+        node: process id of node 1, a shared integer.
+    """
+
+    def __init__(self, kind: str, node: Any) -> None:
+        self.kind, self._node = kind, node
+        self._proxies: dict[int, tuple[subprocess.Popen[str], int]] = {}
         self._stopped: int | None = None
 
     def lie_between(self) -> None:
-        """Have the store of this process reach the other node by way of a network that can be cut."""
-        meet = job_store.meet  # type: ignore[attr-defined]
+        """Have this process and its children reach the other node by way of a network that can be cut."""
+        of = NodeAddresses.of
 
-        def rerouted(*arguments: Any, **options: Any) -> tuple[list[Peer], int]:
-            peers, me = meet(*arguments, **options)
-            return [peer if place == me else self._reroute(peer) for place, peer in enumerate(peers)], me
+        def rerouted(addresses: NodeAddresses, place: int) -> tuple[int, Address] | None:
+            found = of(addresses, place)
+            if found is None or place == addresses.me:
+                return found
+            return found[0], replace(found[1], port=self._port_to(found[1].port))
 
-        job_store.meet = rerouted  # type: ignore[attr-defined]
+        NodeAddresses.of = rerouted  # type: ignore[method-assign]
 
-    def _reroute(self, peer: Peer) -> Peer:
-        server, clerk = peer.doors.server, peer.doors.clerk
-        command = [sys.executable, "-m", "benchmarks.contenders.store_proxy", str(server.port), str(clerk.port)]
-        self._proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._proxy.stdout is not None
-        ports = map(int, self._proxy.stdout.readline().split())
-        return replace(
-            peer, doors=Doors(*(replace(at, port=port) for at, port in zip((server, clerk), ports, strict=True)))
-        )
+    def _port_to(self, port: int) -> int:
+        """The port of a proxy for `port`."""
+        if port not in self._proxies:
+            command = [sys.executable, "-m", "benchmarks.contenders.store_proxy", str(port)]
+            proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert proxy.stdout is not None
+            self._proxies[port] = proxy, int(proxy.stdout.readline())
+        return self._proxies[port][1]
 
     def strike(self) -> None:
         """Let it happen."""
-        pid = self._victim()
-        if self.kind.endswith("killed"):
-            os.kill(pid, signal.SIGKILL)
+        running = self._running()
+        if self.kind == "server killed":
+            os.kill(running["pid"], signal.SIGKILL)
+        elif self.kind == "supervisor killed":
+            os.kill(running["supervisor"], signal.SIGKILL)
+        elif self.kind == "node killed":
+            for pid in (self._node.value, running["supervisor"], running["pid"]):
+                os.kill(pid, signal.SIGKILL)
+        elif self.kind == "server full":
+            self._command(("CONFIG", "SET", "maxmemory", "1"), ("FLUSHALL",))
+        elif self.kind == "password changed":
+            self._command(("CONFIG", "SET", "requirepass", "another"), ("CLIENT", "KILL", "TYPE", "normal"))
         else:
-            os.kill(pid, signal.SIGSTOP)
-            self._stopped = pid
+            self._stopped = running["pid"] if self.kind == "server frozen" else self._proxy().pid
+            os.kill(self._stopped, signal.SIGSTOP)
 
     def mend(self) -> None:
-        """Let what is stopped go on."""
+        """Let what is stopped go on, or give the server room or a password that is announced."""
         if self._stopped is not None:
             os.kill(self._stopped, signal.SIGCONT)
             self._stopped = None
+        elif self.kind == "server full":
+            self._command(("CONFIG", "SET", "maxmemory", "8gb"))
+        elif self.kind == "password changed":
+            os.kill(self._running()["pid"], signal.SIGTERM)  # its supervisor starts another one
 
-    def _victim(self) -> int:
-        if self.kind == "cut off":
-            assert self._proxy is not None
-            return self._proxy.pid
-        told = json.loads(next(node_root(1).glob("redis-*/server.json")).read_text())
-        who: int = told["pid"] if self.kind.startswith("server") else told["keeper"]
-        return _clerk_of(who) if self.kind.startswith("clerk") else who
+    def _running(self) -> Json:
+        found = read_json(next(node_root(1).glob("redis-*")) / SERVER)
+        assert found is not None
+        return found
+
+    def _command(self, *commands: tuple[str, ...]) -> None:
+        address = read_address(next(node_root(1).glob("redis-*")))
+        assert address is not None
+        with address.client(PATIENT) as client:
+            for command in commands:
+                client.execute_command(*command)
+
+    def _proxy(self) -> subprocess.Popen[str]:
+        ((proxy, _),) = self._proxies.values()
+        return proxy
 
     def close(self) -> None:
-        self.mend()
-        if self._proxy is not None:
-            self._proxy.kill()
-            self._proxy.wait()
-            assert self._proxy.stdout is not None
-            self._proxy.stdout.close()
-
-
-def _clerk_of(keeper: int) -> int:
-    for pid in family(keeper)[1:]:  # its own command names the clerk's
-        if b"stallfree.stores.clerk" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-    raise ProcessLookupError("the other node has no clerk")
+        if self._stopped is not None:
+            self.mend()
+        for proxy, _ in self._proxies.values():
+            proxy.kill()
+            proxy.communicate()
 
 
 # -- epochs -----------------------------------------------------------------------------------------------------------
@@ -116,7 +137,7 @@ class Run:
     Attributes:
         seconds: of all of it.
         times: when each batch had come, by `time.perf_counter`.
-        hits, misses: counted until then; hits are those of the other node.
+        hits, misses: counted until then.
     """
 
     seconds: float = 0.0
@@ -134,8 +155,7 @@ class Reading:
 
     def __init__(self, given: Json, cached: sf.CachedDataset) -> None:
         self._given, self._cached = given, cached
-        owner = cached.cache.owner(np.arange(len(cached)))  # type: ignore[union-attr]
-        self.ids: list[int] = np.flatnonzero(owner == 1).tolist()
+        self.ids = ids_of(cached).tolist()
         self.wrong = 0
 
     def loader(self, data: Any) -> sf.DataLoader:
@@ -149,8 +169,8 @@ class Reading:
         begun = time.perf_counter()
         for number, (data, ids) in enumerate(loader):
             run.times.append(time.perf_counter())
-            stats: Any = self._cached.stats()
-            run.hits.append(stats.other_hits)
+            stats = self._cached.stats()
+            run.hits.append(stats.hits)
             run.misses.append(stats.misses)
             stamps = data[:, :8].contiguous().view(torch.int64).flatten().tolist()
             wanted = self.ids[place : place + len(stamps)]
@@ -184,31 +204,25 @@ class Reading:
         return None
 
 
-def node_0(meet: Meet, given: Json) -> Json:
+def node_0(meet: Meet, given: Json, node: Any) -> Json:
     """What node 0 sees of the fault."""
-    fault = Fault(given["kind"])
+    fault = Fault(given["kind"], node)
     if fault.kind == "cut off":
         fault.lie_between()
-    found: Json = {"base": [], "fault": [], "rejoin": [], "outage": {}}
+    found: Json = {"base": [], "fault": [], "misses": [], "rejoin": [], "outage": {}}
     with sf.RedisStore(capacity_per_node="8GiB") as store:
         datas = make_data(given, store)
-        meet()  # node 1 has filled its caches
+        meet()  # node 1 has filled its server
         reading = Reading(given, datas["quick"][1])
         try:
             quick = reading.loader(datas["quick"][1])
-            reading.run(quick, given["pause"])
-            meet()
             for _ in range(1 if fault.kind == FOR_EVER else given["strikes"]):
                 _strike(fault, reading, quick, given, found)
-            meet()
             if fault.kind in LASTING:
                 if fault.kind != FOR_EVER:
                     fault.strike()
                 for name in ("storage", "prep"):
-                    found["outage"][name] = _outage(
-                        reading, *datas[name], given["pairs"], fault.kind != "server frozen"
-                    )
-            meet()
+                    found["outage"][name] = _outage(reading, *datas[name], given["pairs"])
         finally:
             fault.close()
         found["wrong"] = reading.wrong
@@ -220,15 +234,17 @@ def node_0(meet: Meet, given: Json) -> Json:
 def _strike(fault: Fault, reading: Reading, quick: Any, given: Json, found: Json) -> None:
     """An epoch without fault, one with it, and what follows until hits come again."""
     pause = given["pause"]
+    reading.run(quick, pause)  # an empty server is filled again
     found["base"].append(reading.run(quick, pause).seconds)
     struck: list[float] = []
 
     def act() -> None:
-        fault.strike()
         struck.append(time.perf_counter())
+        fault.strike()
 
     run = reading.run(quick, pause, len(reading.ids) // given["batch"] // 2, act)
     found["fault"].append(run.seconds)
+    found["misses"].append(run.misses[-1] - run.misses[0])
     if fault.kind not in LASTING:
         found["rejoin"].append(reading.until_hits(quick, pause, struck[0], False, run))
     elif fault.kind != FOR_EVER:
@@ -236,23 +252,20 @@ def _strike(fault: Fault, reading: Reading, quick: Any, given: Json, found: Json
         found["rejoin"].append(reading.until_hits(quick, pause, time.perf_counter(), True))
 
 
-def _outage(reading: Reading, source: Any, cached: sf.CachedDataset, pairs: int, lost_whole: bool) -> list[Json]:
-    """Epochs while the other node is lost and epochs without a cache, in turns. The first ones are not timed.
-
-    A node that is `lost_whole` gives no samples; without its server only it does.
-    """
+def _outage(reading: Reading, source: Any, cached: sf.CachedDataset, pairs: int) -> list[Json]:
+    """Epochs while the other node is lost and epochs without a cache, in turns. The first ones are not timed."""
     lost, plain = reading.loader(cached), reading.loader(source)
     reading.run(plain)
-    before = reading.run(lost).hits[-1]
+    reading.run(lost)
+    before = cached.stats().hits
     found = []
     for turn in range(pairs):
         seconds: Json = {}
         for name, loader in (("lost", lost), ("plain", plain)) if turn % 2 else (("plain", plain), ("lost", lost)):
-            run = reading.run(loader)
-            seconds[name] = run.seconds
-            if lost_whole and run.hits[-1] != before:
-                raise AssertionError(f"{run.hits[-1] - before} hits of a node that is lost")
+            seconds[name] = reading.run(loader).seconds
         found.append(seconds)
+    if cached.stats().hits != before:
+        raise AssertionError(f"{cached.stats().hits - before} hits of a node that is lost")
     return found
 
 
@@ -261,43 +274,58 @@ def make_data(given: Json, store: sf.RedisStore) -> dict[str, tuple[Any, sf.Cach
     count, size = 2 * given["samples"], given["size"]
     plain, costly = Records(count, size), Records(count, size, given["prep"])
     slow = sf.testing.ThrottledSource(plain, bandwidth=given["bandwidth"])
-    room = room_for(given["samples"], plain)
     made: dict[str, tuple[Any, sf.CachedDataset]] = {}
     for name, source, form, key in (
         ("quick", plain, "fetched", "fetched"),
         ("storage", slow, "fetched", "fetched"),
         ("prep", costly, "prepared", "prepared"),
     ):
-        made[name] = source, sf.CachedDataset(source, capacity=room, store=store, form=form, name=key)
+        made[name] = source, sf.CachedDataset(source, capacity=0, store=store, form=form, name=key)
     return made
 
 
-def node_1(meet: Meet, given: Json) -> None:
-    """Fill the caches of this node, and be there."""
+def servers_of(cached: sf.CachedDataset) -> RedisCache:
+    assert isinstance(cached.cache, RedisCache)
+    return cached.cache
+
+
+def ids_of(cached: sf.CachedDataset) -> Any:
+    """The ids that node 1 owns."""
+    return np.flatnonzero(servers_of(cached).owner(np.arange(len(cached))) == 1)
+
+
+def node_1(meet: Meet, given: Json, node: Any, end: Any) -> None:
+    """Fill the server of this node, and be there."""
+    node.value = os.getpid()
     with sf.RedisStore(capacity_per_node="8GiB") as store:
         datas = make_data(given, store)
         for name in ("quick", "prep"):
             cached = datas[name][1]
-            owner = cached.cache.owner(np.arange(len(cached)))  # type: ignore[union-attr]
-            mine = np.flatnonzero(owner == 1)
-            for start in range(0, len(mine), 50):
-                cached.__getitems__(mine[start : start + 50].tolist())
-            if not cached.cache.resident(mine).all():
-                raise AssertionError("not all samples are in the cache")
-        for _ in range(1 + STEPS):
-            meet()
+            ids = ids_of(cached)
+            for start in range(0, len(ids), 50):
+                cached.__getitems__(ids[start : start + 50].tolist())
+                servers_of(cached).flush()
+            if not servers_of(cached).verify(ids).all():
+                raise AssertionError("not all samples are in the server")
+        meet()
+        end[0].poll(_RUN_SECONDS)
         for _, cached in datas.values():
             cached.close()
 
 
-def as_node(number: int, meet: Meet, given: Json) -> Json | None:
-    return node_1(meet, given) if number else node_0(meet, given)  # type: ignore[func-returns-value]
+def as_node(number: int, meet: Meet, given: Json, node: Any, end: Any) -> Json | None:
+    if number:
+        return node_1(meet, given, node, end)  # type: ignore[func-returns-value]
+    try:
+        return node_0(meet, given, node)
+    finally:
+        end[1].send(None)
 
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    with Nodes(2, as_node, given) as nodes:
-        found = nodes.results()[0]
+    with Nodes(2, as_node, given, RawValue("i", 0), get_context("fork").Pipe(duplex=False)) as nodes:
+        found = nodes.result(0)
     emit({"found": found}, stallfree=version("stallfree"), torch=torch.__version__)
 
 

@@ -12,7 +12,18 @@ import torch
 import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.shared_team import Meet
-from benchmarks.store_team import PATIENT, Epoch, Nodes, Records, check_epoch, room_for, run_epoch, share_of
+from benchmarks.store_team import (
+    CONNECTIONS,
+    PATIENT,
+    Epoch,
+    Nodes,
+    Records,
+    ServerRoom,
+    check_epoch,
+    room_for,
+    run_epoch,
+    share_of,
+)
 
 NODES = 2
 BATCH = 64
@@ -24,25 +35,30 @@ class Kind:
     """One way to cache, on one node.
 
     Args:
-        name: "store", "local" (a store with a `LocalSampler`), "own" (a cache of this node alone) or "whole" (one that
-            holds all).
-        store: of both nodes.
+        name: "servers" (no memory tier), "tiered" (a memory tier and smaller servers), "local" (as "servers", with a
+            `LocalSampler`), "own" (a cache of this node alone) or "whole" (one that holds all).
+        number: of the node.
         source: behind slow storage.
-        room: of each node.
+        share: of the data that this node has room for.
+        server_room: for the records of a server.
     """
 
-    def __init__(self, name: str, number: int, store: sf.RedisStore, source: Any, room: int) -> None:
-        options: Json = {"capacity": room, "form": "fetched", "name": name}
-        if name in ("store", "local"):
-            options["store"] = store
-        if name == "whole":
-            options["capacity"] = room_for(len(source), source.source)
+    def __init__(self, name: str, number: int, source: Any, share: float, server_room: ServerRoom) -> None:
+        count = len(source)
+        in_servers = {"servers": share, "local": share, "tiered": 1 / NODES}.get(name, 0)
+        in_memory = {"own": share, "whole": 1.0, "tiered": share - 1 / NODES}.get(name, 0)
+        capacity = room_for(round(in_memory * count), source.source) if in_memory else 0
+        options: Json = {"capacity": capacity, "form": "fetched", "name": name}
+        self._store = None
+        if in_servers:
+            room = server_room(round(in_servers * count)) + CONNECTIONS
+            self._store = options["store"] = sf.RedisStore(capacity_per_node=room, timeout=PATIENT, name=name)
         self.data = sf.CachedDataset(source, **options)
         # The same data on storage that is not slow, for the epochs that fill the cache.
         self.quick = sf.CachedDataset(source.source, **options)
         mine = share_of(self.data, NODES, number)
         sampler = sf.LocalSampler(self.data) if name == "local" else mine
-        self._fills = self._loader(self.quick, mine if name in ("store", "local") else range(len(source)))
+        self._fills = self._loader(self.quick, mine if in_servers else range(count))
         self._runs = self._loader(self.data, sampler)
 
     def _loader(self, data: Any, sampler: Any) -> sf.DataLoader:
@@ -59,46 +75,47 @@ class Kind:
         del self._runs, self._fills
         self.quick.close()
         self.data.close()
+        if self._store is not None:
+            self._store.close()
 
 
-def as_node(number: int, meet: Meet, source: Any, given: Json) -> list[Json]:
+def as_node(number: int, meet: Meet, source: Any, server_room: ServerRoom, given: Json) -> list[Json]:
     """What each kind took, round by round."""
-    room = room_for(round(given["share"] * len(source)), source.source)
     found: list[Json] = []
-    with sf.RedisStore(capacity_per_node="64GiB", timeout=PATIENT) as store:
-        kinds = {name: Kind(name, number, store, source, room) for name in given["kinds"]}
-        meet()
-        for name, kind in kinds.items():
+    kinds = {name: Kind(name, number, source, given["share"], server_room) for name in given["kinds"]}
+    meet()
+    for name, kind in kinds.items():
+        for _ in range(given["fills"]):
             kind.fill()
             meet()
-            if name == "own" and kind.data.stats().resident_items != round(given["share"] * len(source)):
-                raise AssertionError(f"{kind.data.stats().resident_items} samples fill the cache of one node")
-        for _ in range(given["rounds"]):
-            turn: Json = {}
-            for name, kind in kinds.items():
-                meet()
-                before, was = source.bytes, kind.data.stats()
-                meet()
-                epoch = kind.run()
-                meet()
-                now = kind.data.stats()
-                turn[name] = {
-                    "seconds": epoch.seconds,
-                    "ids": epoch.ids,
-                    "bytes": source.bytes - before,
-                    "hits": now.hits - was.hits,
-                    "other_hits": getattr(now, "other_hits", 0) - getattr(was, "other_hits", 0),
-                }
-            found.append(turn)
-        for kind in kinds.values():
-            kind.close()
+        if name == "own" and kind.data.stats().resident_items != round(given["share"] * len(source)):
+            raise AssertionError(f"{kind.data.stats().resident_items} samples fill the cache of one node")
+    for _ in range(given["rounds"]):
+        turn: Json = {}
+        for name, kind in kinds.items():
+            meet()
+            before, was = source.bytes, kind.data.stats()
+            meet()
+            epoch = kind.run()
+            meet()
+            now = kind.data.stats()
+            turn[name] = {
+                "seconds": epoch.seconds,
+                "ids": epoch.ids,
+                "bytes": source.bytes - before,
+                "hits": now.hits - was.hits,
+                "lower_hits": getattr(now, "lower_hits", 0) - getattr(was, "lower_hits", 0),
+            }
+        found.append(turn)
+    for kind in kinds.values():
+        kind.close()
     return found
 
 
 def main() -> None:
     given = json.loads(sys.argv[1])
     source = sf.testing.ThrottledSource(Records(given["samples"], given["size"]), bandwidth=given["bandwidth"])
-    with Nodes(NODES, as_node, source, given) as nodes:
+    with Nodes(NODES, as_node, source, ServerRoom(source.source), given) as nodes:
         each = nodes.results()
     source.close()
     rounds = []
@@ -107,7 +124,7 @@ def main() -> None:
         for name in given["kinds"]:
             here = [node[number][name] for node in each]
             check_epoch([Epoch(one["seconds"], one["ids"]) for one in here], given["samples"])
-            sums = {key: sum(one[key] for one in here) for key in ("hits", "other_hits")}
+            sums = {key: sum(one[key] for one in here) for key in ("hits", "lower_hits")}
             turn[name] = {"seconds": max(one["seconds"] for one in here), "bytes": here[0]["bytes"], **sums}
         rounds.append(turn)
     emit({"rounds": rounds}, stallfree=version("stallfree"), torch=torch.__version__)

@@ -1,6 +1,6 @@
-"""A network that can be cut: passes on what comes to some ports, until it is stopped (SIGSTOP).
+"""A network that can be cut: passes on what comes to a port, until it is stopped (SIGSTOP).
 
-python -m benchmarks.contenders.store_proxy PORT...     its own ports, in their order, are the first line that it prints
+python -m benchmarks.contenders.store_proxy PORT     its own port is the first line that it prints
 """
 
 from __future__ import annotations
@@ -40,14 +40,9 @@ def serve(listening: socket.socket, port: int) -> None:
 
 
 def main() -> None:
-    ports = [int(port) for port in sys.argv[1:]]
-    listening = [socket.create_server(("127.0.0.1", 0)) for _ in ports]
-    threads = [threading.Thread(target=serve, args=each) for each in zip(listening, ports, strict=True)]
-    for thread in threads:
-        thread.start()
-    print(*(each.getsockname()[1] for each in listening), flush=True)
-    for thread in threads:
-        thread.join()
+    listening = socket.create_server(("127.0.0.1", 0))
+    print(listening.getsockname()[1], flush=True)
+    serve(listening, int(sys.argv[1]))
 
 
 if __name__ == "__main__":

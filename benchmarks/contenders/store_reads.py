@@ -1,6 +1,6 @@
-"""Hits of a store: of this node out of shared memory, of the other node by its post office, and out of a given server.
+"""Hits of a store out of the server of another node, and redis-py reading the same values; hits of a memory tier.
 
-A batch counts as had when its values are there, checks included.
+The processes of the nodes stand by, and read in turns with redis-py, which runs in fresh processes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,22 @@ import torch
 
 import stallfree as sf
 from benchmarks.contender import emit
+from benchmarks.harness import run_child
+from benchmarks.peers import venvs
 from benchmarks.shared_team import Meet
-from benchmarks.store_records import WARM, make_noise, make_record, same
+from benchmarks.store_records import make_noise, make_record, same, time_reads
 from benchmarks.store_team import PATIENT, Nodes, Records, room_for
 from stallfree.cache import MISS, SampleCache
-from stallfree.stores import PartitionedCache
+from stallfree.pipeline.codec import encode, record_size
+from stallfree.stores import RedisCache, TieredCache
 
-LOCAL = 110_000
-"""Bytes of the records of this node."""
+PEER = "benchmarks.peers.redis_py_bench"
+PROCESSES = 4
+"""Of each node."""
+TIER = 110_000
+"""Bytes of the records of the memory tier."""
+
+_JOB_SECONDS = 300.0
 
 Json = dict[str, Any]
 
@@ -33,113 +43,126 @@ def sample(noise: Any, id: int) -> tuple[torch.Tensor, int]:
     return torch.from_numpy(make_record(noise, id)), id
 
 
-def fill(cache: Any, ids: Any, noise: Any) -> None:
-    """Store records and raise unless all were taken."""
-    for start in range(0, len(ids), 32):
-        some = ids[start : start + 32].tolist()
-        if not cache.put_many(some, [sample(noise, id) for id in some]).all():
-            raise AssertionError("not all records fit")
+# -- the processes of the nodes ---------------------------------------------------------------------------------------
 
 
-def as_node(number: int, meet: Meet, given: Json) -> Json | None:
-    """Node 0 reads, node 1 owns what node 0 asks for."""
+def as_process(number: int, meet: Meet, given: Json, pipes: Any) -> None:
+    """Do what comes through the pipe. The first process of node 1 fills its server, those of node 0 read from there."""
+    pipe = pipes[number][1]
     with sf.RedisStore(capacity_per_node="4GiB", timeout=PATIENT) as store:
         caches = {size: _attach(store, int(size), count) for size, count in given["records"].items()}
-        for size, cache in caches.items():
-            fill(cache, np.flatnonzero(cache.owner(np.arange(cache.num_ids)) == cache.me), make_noise(int(size)))
-        meet()
-        found = None
-        if number == 0:
-            found = {"local": _local(caches[str(LOCAL)], given), "other": {}}
+        ids = {size: np.flatnonzero(cache.owner(np.arange(cache.num_ids)) == 1) for size, cache in caches.items()}
+        if number == PROCESSES:
             for size, cache in caches.items():
-                ids = np.flatnonzero(cache.owner(np.arange(cache.num_ids)) != cache.me)
-                for batch in given["batches"]:
-                    rate = read(cache.get_many, ids, batch, int(size), given["seconds"])
-                    found["other"][f"{size} x {batch}"] = rate
-                    meet()
-        else:
-            for _ in range(len(caches) * len(given["batches"])):
-                meet()
-        meet()
-        for cache in caches.values():
+                _fill(cache, ids[size], make_noise(int(size)))
+            pipe.send(_describe(store, caches, ids))
+        unix: dict[str, RedisCache] = {}
+        while (job := pipe.recv()) is not None:
+            size = job["size"]
+            if job.get("unix") and not unix:
+                server = sf.RedisStore([job["unix"]], capacity_per_node="4GiB", timeout=PATIENT)
+                unix = {size: _attach(server, int(size), count) for size, count in given["records"].items()}
+            if job["what"] == "tier":
+                pipe.send(_tier(caches[size], ids[size], given["seconds"]))
+                continue
+            cache = (unix if job.get("unix") else caches)[size]
+            _check(cache, ids[size][: job["batch"]], make_noise(int(size)))
+            pipe.send(time_reads(_reader(cache), ids[size].tolist(), job["batch"], given["seconds"]))
+        for cache in (*caches.values(), *unix.values()):
             cache.close()
-    return found
 
 
-def _attach(store: sf.RedisStore, size: int, count: int) -> PartitionedCache:
-    """A data set of which each node owns `count` records."""
-    source = Records(2 * count, size)
-    cache = store.attach(
-        2 * count,
-        capacity=room_for(count, source),
-        fingerprint=source.fingerprint(),
-        name=f"reads-{size}",
-        example=source[0],
-    )
-    assert isinstance(cache, PartitionedCache)
-    return cache
+def _attach(store: sf.RedisStore, size: int, count: int) -> RedisCache:
+    """A data set of which each of two nodes owns `count` records."""
+    return store.attach(2 * count, fingerprint=Records(2 * count, size).fingerprint(), name=f"reads-{size}")
 
 
-def read(get_many: Callable[[Any], list[Any]], ids: Any, batch: int, size: int, seconds: float) -> float:
-    """Samples/s of hits, batch after batch, `ids` in another order each time; the first batches are not counted."""
-    noise, rng = make_noise(size), np.random.default_rng(batch)
-    some = rng.permutation(ids)[:batch]
-    for id, (value, label) in zip(some.tolist(), get_many(some), strict=True):
-        if label != id or not same(value.numpy(), noise, id):
-            raise AssertionError(f"record {id} is another one")
-    count, order, at = 0, rng.permutation(ids), 0
-    begun, warm = time.perf_counter(), False
-    while (now := time.perf_counter()) < begun + seconds or not warm:
-        if not warm and count >= WARM * batch and now > begun + seconds / 10:
-            begun, count, warm = now, 0, True
-        if at + batch > len(order):
-            order, at = rng.permutation(ids), 0
-        values = get_many(order[at : at + batch])
-        at += batch
+def _fill(cache: Any, ids: Any, noise: Any) -> None:
+    """Store records and raise unless all were taken."""
+    for start in range(0, len(ids), 16):
+        some = ids[start : start + 16].tolist()
+        cache.put_many(some, [sample(noise, id) for id in some])
+        cache.flush()
+    _check(cache, ids, noise)
+
+
+def _check(cache: Any, ids: Any, noise: Any) -> None:
+    for start in range(0, len(ids), 64):
+        some = ids[start : start + 64].tolist()
+        for id, value in zip(some, cache.get_many(some), strict=True):
+            if value is MISS or value[1] != id or not same(value[0].numpy(), noise, id):
+                raise AssertionError(f"record {id} is missing, or another one")
+
+
+def _describe(store: sf.RedisStore, caches: dict[str, RedisCache], ids: Json) -> Json:
+    """The server of this node and its keys, as redis-py needs them."""
+    assert store._server is not None
+    address = store._server.address()
+    assert address is not None
+    with address.client(PATIENT) as client:
+        keys = [key.decode() for key in client.scan_iter("stallfree:*", count=1000)]
+    records: Json = {}
+    for size in caches:
+        key = next(key for key in keys if key.startswith(f"stallfree:reads-{size}-"))
+        records[size] = {
+            "prefix": key[: key.rindex(":") + 1],
+            "ids": ids[size].tolist(),
+            "length": record_size(*encode(sample(make_noise(int(size)), 0))),
+        }
+    tcp = {"host": address.host, "port": address.port, "password": address.password}
+    socket = str(store._server.folder / "socket")
+    return {"tcp": tcp, "unix": {"path": socket, "password": address.password}, "records": records}
+
+
+def _reader(cache: RedisCache) -> Callable[[list[int]], Any]:
+    def read(ids: list[int]) -> list[Any]:
+        values = cache.get_many(ids)
         if any(value is MISS for value in values):
             raise AssertionError("a record is missing")
-        count += batch
-    return count / (time.perf_counter() - begun)
+        return values
+
+    return read
 
 
-def _local(cache: PartitionedCache, given: Json) -> Json:
-    """Batches of this node's own records from its part of the store and from a plain cache, in turns."""
-    noise, batch = make_noise(LOCAL), 64
-    mine = np.flatnonzero(cache.owner(np.arange(cache.num_ids)) == cache.me)
-    with SampleCache(
-        cache.num_ids,
-        capacity=cache.stats().capacity_bytes,
-        fingerprint=cache.fingerprint,
-        name="plain",
-        example=sample(noise, 0),
-    ) as plain:
-        fill(plain, mine, noise)
-        structure = cache.structure
-        assert structure is not None
-        found: Json = {}
-        for what in ("gather", "get_many"):
-            calls = []
-            for each in (cache, plain):
-                standing = [np.zeros((batch, size), np.uint8) for size in structure.nbytes]
-                aim = each.aim(standing)
-                calls.append(_gatherer(each, aim) if what == "gather" else each.get_many)
-            found[what] = _in_turns(calls[0], calls[1], mine, batch, given["seconds"])
-        _check_gather(cache, mine[:batch], noise)
+# -- the memory tier --------------------------------------------------------------------------------------------------
+
+
+def _tier(servers: RedisCache, ids: Any, seconds: float) -> Json:
+    """Samples/s of batches out of memory: of a tier over servers, and of a plain cache, in turns."""
+    noise, batch = make_noise(TIER), 64
+    options: Json = {
+        "capacity": room_for(len(ids), Records(servers.num_ids, TIER)),
+        "fingerprint": servers.fingerprint,
+        "example": sample(noise, 0),
+    }
+    with SampleCache(servers.num_ids, name="plain", **options) as plain:
+        tiered = TieredCache(SampleCache(servers.num_ids, name="tier", **options), servers)
+        _check(tiered, ids, noise)  # what is read from the servers moves up
+        for start in range(0, len(ids), 64):
+            some = ids[start : start + 64].tolist()
+            plain.put_many(some, [sample(noise, id) for id in some])
+        if not (tiered.resident(ids).all() and plain.resident(ids).all()):
+            raise AssertionError("not all records are in memory")
+        gathers = [_gatherer(cache, batch) for cache in (tiered, plain)]
+        found = {
+            "gather": _in_turns(*gathers, ids, batch, seconds),
+            "get_many": _in_turns(tiered.get_many, plain.get_many, ids, batch, seconds),
+        }
+        _check(tiered, ids[:batch], noise)
+        tiered.upper.close()
     return found
 
 
-def _gatherer(cache: Any, aim: Any) -> Callable[[Any], Any]:
-    return lambda ids: cache.gather(ids, aim)
+def _gatherer(cache: Any, batch: int) -> Callable[[Any], Any]:
+    standing = [np.zeros((batch, size), np.uint8) for size in cache.structure.nbytes]
+    aim = cache.aim(standing)
 
+    def gather(ids: Any) -> Any:
+        if not cache.gather(ids, aim).all():
+            raise AssertionError("a record is missing")
+        return standing
 
-def _check_gather(cache: PartitionedCache, ids: Any, noise: Any) -> None:
-    assert cache.structure is not None
-    standing = [np.zeros((len(ids), size), np.uint8) for size in cache.structure.nbytes]
-    if not cache.gather(ids, standing).all():
-        raise AssertionError("a record is missing")
-    for row, id in zip(standing[0], ids.tolist(), strict=True):
-        if not same(row, noise, id):
-            raise AssertionError(f"record {id} is another one")
+    return gather
 
 
 def _in_turns(one: Callable[[Any], Any], other: Callable[[Any], Any], ids: Any, batch: int, seconds: float) -> Json:
@@ -155,35 +178,115 @@ def _in_turns(one: Callable[[Any], Any], other: Callable[[Any], Any], ids: Any, 
             times[which].append(time.perf_counter() - begun)
         turn += 1
     skip = turn // 10
-    return {name: batch / float(np.median(each[skip:])) for name, each in zip(("store", "plain"), times, strict=True)}
+    return {name: batch / float(np.median(each[skip:])) for name, each in zip(("tier", "plain"), times, strict=True)}
 
 
-def in_server(given: Json) -> Json:
-    """The same records out of a server that runs already."""
-    found: Json = {}
-    hosts = [{"host": "127.0.0.1", "port": given["port"]}]
-    with sf.RedisStore(hosts, capacity_per_node="4GiB", timeout=PATIENT) as store:
-        for size, count in given["records"].items():
-            capacity = count * (int(size) + 4096)
-            cache = store.attach(count, capacity=capacity, fingerprint="reads", name=f"reads-{size}")
-            fill(cache, np.arange(count), make_noise(int(size)))
-            for batch in given["batches"]:
-                rate = read(cache.get_many, np.arange(count), batch, int(size), given["seconds"])
-                found[f"{size} x {batch}"] = rate
-            cache.clear()
-            cache.close()
-    return found
+# -- all in turns -----------------------------------------------------------------------------------------------------
+
+
+class Readers:
+    """What reads from the server of node 1.
+
+    Args:
+        nodes: the processes.
+        pipes: to them.
+        given: as the contender got it.
+    """
+
+    def __init__(self, nodes: Nodes, pipes: Any, given: Json) -> None:
+        self._nodes, self._pipes = nodes, [ours for ours, _ in pipes]
+        self._common = self._receive(PROCESSES)
+        self._seconds = given["seconds"]
+        self.versions: dict[str, str] = {}
+
+    def _receive(self, number: int) -> Any:
+        deadline = time.monotonic() + _JOB_SECONDS
+        while not self._pipes[number].poll(1.0):
+            if not self._nodes.all_alive or time.monotonic() > deadline:
+                raise AssertionError(f"process {number} does not answer")
+        return self._pipes[number].recv()
+
+    def tier(self) -> Json:
+        """See `_tier`."""
+        self._pipes[0].send({"what": "tier", "size": str(TIER)})
+        found: Json = self._receive(0)
+        return found
+
+    def ours(self, run: Json) -> float:
+        """Samples/s of `RedisCache.get_many`, all processes together."""
+        job = {"what": "read", **run, "unix": self._common["unix"] if run.get("unix") else None}
+        for number in range(run["processes"]):
+            self._pipes[number].send(job)
+        return sum(self._receive(number) for number in range(run["processes"]))
+
+    def peer(self, run: Json, *, passes: int = 0) -> Any:
+        """Samples/s of redis-py; with `passes`, of each of its settings."""
+        seconds = min(0.3, self._seconds) if passes else self._seconds
+        params = {**self._common, "seconds": seconds, "runs": [run], "passes": passes}
+        result = run_child(PEER, params, scratch=Path("/nonexistent"), python=venvs.python_of("redis"))
+        self.versions |= result["versions"]
+        return result["found"][0]
+
+
+def measure(readers: Readers, given: Json) -> Json:
+    """What is tried, and all rounds."""
+    peer = given["peer"]
+    runs = [
+        {"size": size, "batch": batch, "processes": processes}
+        for size in given["records"]
+        for batch in given["batches"]
+        for processes in (1, PROCESSES)
+    ]
+    tried: Json = {}
+    for run in runs if peer else ():
+        passes = given["passes"] if run["processes"] == 1 else 1
+        for way in ("checked", "bare"):
+            tried[_name(run, way)] = readers.peer(run | {"way": way}, passes=passes)
+        if run["processes"] == 1:
+            tried[_name(run, "unix")] = readers.peer(run | {"way": "bare", "unix": True}, passes=given["passes"])
+    best = {name: max(rates, key=lambda setting: rates[setting]) for name, rates in tried.items()}
+    rounds = []
+    for number in range(given["rounds"]):
+        found: Json = {"tier": readers.tier()} if str(TIER) in given["records"] else {}
+        for run in runs:
+            calls: dict[str, Callable[[], float]] = {"ours": lambda run=run: readers.ours(run)}  # type: ignore[misc]
+            for way in ("checked", "bare") if peer else ():
+                setting = best[_name(run, way)]
+                calls[way] = lambda run=run, way=way, setting=setting: readers.peer(  # type: ignore[misc]
+                    run | {"way": way, "setting": setting}
+                )
+            if run["processes"] == 1:
+                calls["ours unix"] = lambda run=run: readers.ours(run | {"unix": True})  # type: ignore[misc]
+                if peer:
+                    setting = best[_name(run, "unix")]
+                    calls["bare unix"] = lambda run=run, setting=setting: readers.peer(  # type: ignore[misc]
+                        run | {"way": "bare", "unix": True, "setting": setting}
+                    )
+            names = list(calls)
+            names = names[number % len(names) :] + names[: number % len(names)]
+            found |= {_name(run, name): calls[name]() for name in names}
+        rounds.append(found)
+    return {"rounds": rounds, "tried": tried, "best": best}
+
+
+def _name(run: Json, way: str) -> str:
+    return f"{run['size']} x {run['batch']} x {run['processes']} {way}"
 
 
 def main() -> None:
     given = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    if given["who"] == "server":
-        found: Json = {"given": in_server(given)}
-    else:
-        with Nodes(2, as_node, given) as nodes:
-            found = nodes.results()[0]
-    emit(found, stallfree=version("stallfree"), torch=torch.__version__, redis_py=version("redis"))
+    context = get_context("fork")
+    pipes = [context.Pipe() for _ in range(2 * PROCESSES)]
+    with Nodes(2, as_process, given, pipes, ranks=PROCESSES) as nodes:
+        try:
+            readers = Readers(nodes, pipes, given)
+            found = measure(readers, given)
+        finally:
+            for ours, _ in pipes:
+                ours.send(None)
+            nodes.results()
+    emit(found, stallfree=version("stallfree"), torch=torch.__version__, **readers.versions)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import redis
 import torch
 
 import stallfree as sf
@@ -31,9 +30,11 @@ def as_process(number: int, meet: Meet, ranks: int) -> None:
     begun = time.perf_counter()
     store = sf.RedisStore(capacity_per_node="64MiB")
     ready = time.perf_counter()
-    node = store._node
+    node = store._server
     assert node is not None
-    with redis.Redis(unix_socket_path=node.unix.server.path, password=node.unix.server.password) as client:
+    address = node.address()
+    assert address is not None
+    with address.client(LIMIT) as client:
         server = client.info("server")["process_id"]
     found = {"begun": begun, "ready": ready, "server": server, "started": node.started, "folder": str(node.folder)}
     (node_root(number // ranks) / f"found-{number}.json").write_text(json.dumps(found))
@@ -42,7 +43,7 @@ def as_process(number: int, meet: Meet, ranks: int) -> None:
 
 
 def below(folder: Path) -> list[int]:
-    """Processes whose working directory lies in `folder`, or did: keepers, servers and clerks."""
+    """Processes whose working directory lies in `folder`, or did: supervisors and servers."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():

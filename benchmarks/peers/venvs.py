@@ -20,7 +20,7 @@ IMPORTS = {
     "monai": "monai.data",
     "tensorsocket": "tensorsocket",
     "ray": "ray.tune",
-    "redis": "hiredis, redis",
+    "redis": "hiredis, redis, xxhash",
 }
 LIBRARIES = {"ffcv": ("opencv4", "libturbojpeg")}
 """What pkg-config must find before the build."""

@@ -304,7 +304,11 @@ class RedisCache:
     @property
     def takes(self) -> bool:
         """Whether any server may take samples now."""
-        return any(not shard.lost and self._storing.takes(shard) for shard in self._servers.shards)
+        return bool(self._taking().any())
+
+    def _taking(self) -> Array:
+        """Which servers may take samples now: an array of bool."""
+        return np.array([not shard.lost and self._storing.takes(shard) for shard in self._servers.shards])
 
     def put_many(self, ids: Any, values: Sequence[Any]) -> Array:
         """Hand over `values` to be stored as the samples of `ids`; which of them were taken, as an array of bool.
@@ -326,8 +330,10 @@ class RedisCache:
         """As `put_many`, for values that are encoded already."""
         self._check_process()
         taken = np.zeros(len(ids), bool)
-        at = np.flatnonzero(self._node.known[ids] == 0)
-        if len(at) and self.takes and not self.uncached_steps:
+        left = self._node.known[ids] == 0
+        if left.any() and not self.uncached_steps:
+            taking = self._taking()
+            at = np.flatnonzero(left & (taking[self._node.owner[ids]] if self._servers.names else taking.any()))
             at = at[: self._writer.add(ids[at], [records[position] for position in at.tolist()])]
             taken[at] = True
         taken |= self._node.known[ids] != 0
