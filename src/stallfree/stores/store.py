@@ -15,7 +15,7 @@ from stallfree.errors import InputError, MissingExtraError, MissingServerError
 from stallfree.folders import check_name
 from stallfree.frames import users_level
 from stallfree.platform import need_linux, shares_memory
-from stallfree.stores.addresses import EXAMPLE, Address
+from stallfree.stores.addresses import EXAMPLE, Address, load_client
 from stallfree.stores.disk_tier import DiskTier
 from stallfree.stores.redis_cache import RedisCache
 from stallfree.stores.rendezvous import NodeAddresses, find_interface, find_place
@@ -154,6 +154,7 @@ class RedisStore:
         allow_pickle: bool = False,
     ) -> None:
         need_linux("RedisStore", "use store='memory'")
+        load_client()
         if capacity_per_node is None and hosts is None:
             raise InputError("RedisStore() without capacity_per_node: give the bytes that each node's server may use")
         self.capacity = None if capacity_per_node is None else parse_size(capacity_per_node, "capacity_per_node")
