@@ -161,6 +161,7 @@ WHEN = {
     "sources/throttle.py": "A `ThrottledSource` is made or used",
     "stores/disk_tier.py": "A `DiskTier` is made, or a cache with it",
     "stores/addresses.py": "A `RedisStore` is made",
+    "stores/place.py": "A `RedisStore` is made in a job of several nodes",
     "stores/rendezvous.py": "A `RedisStore` is made in a job of several nodes",
     "stores/redis_cache.py": "A cache in servers is made or used",
     "stores/servers.py": "A `RedisStore` is made with `hosts`",
@@ -399,12 +400,16 @@ ADVICE = {
     "a host was given with <why>": "correct that entry of hosts",
     "the place where the nodes of the job meet, MASTER_ADDR=<host>, MASTER_PORT=<port>, went away while "
     "the store <name> was made: <0>": "see why the first node ended, and start the job anew",
-    "of the <keys> nodes of the job, <missing> did not make the store <name> in time: all nodes have to, "
+    "of the <count> nodes of the job, number <shown> did not make the store <name> in time: all nodes have to, "
     "at about the same time": "make the store in the same place of the script on all nodes",
     "interface=<interface>: <expected>": "give such an address or name",
     "interface=<interface> is none of this host (<error>): <expected>": "give such an address or name",
     "interface=<interface> stands for all networks of this host: <expected>": "give such an address or name",
-    "the process that keeps the server died <before> times; the end of <log>: <log>": "mend what the log says",
+    "the process that keeps the server running died <starts> times; the end of <number>: <number>": (
+        "mend what the log says"
+    ),
+    "the cluster of <0> has no table of slots (<problem>): repair it": "see `redis-cli --cluster check`",
+    "store=<store>: a list is [DiskTier(...), RedisStore(...)], the faster one first": "give that, or one of them",
     "persistent_workers=True needs num_workers of 1 or more": "give workers, or leave it out",
     "drop_last=True needs a batch_size": "give a batch_size, or leave out drop_last",
     "batch <number> could not be made:\n<trace>": "mend what the traceback shows",

@@ -17,8 +17,9 @@ from stallfree.frames import users_level
 from stallfree.platform import need_linux, shares_memory
 from stallfree.stores.addresses import EXAMPLE, Address, load_client
 from stallfree.stores.disk_tier import DiskTier
+from stallfree.stores.place import find_interface, find_place
 from stallfree.stores.redis_cache import RedisCache
-from stallfree.stores.rendezvous import NodeAddresses, find_interface, find_place
+from stallfree.stores.rendezvous import NodeAddresses
 from stallfree.stores.server import NodeServer
 from stallfree.stores.servers import Servers, Standalone, find_servers
 from stallfree.stores.tiered import TieredCache
