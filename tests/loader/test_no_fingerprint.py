@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import threading
 import warnings
 from collections.abc import Callable
@@ -159,8 +160,9 @@ def test_a_disk(tmp_path: Path, tier: bool) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.skipif(not (shutil.which("valkey-server") or shutil.which("redis-server")), reason="no server")
 def test_nodes_need_a_name() -> None:
-    with sf.RedisStore(capacity_per_node="1MiB", cluster_mode=False) as store:
+    with sf.RedisStore(capacity_per_node="16MiB") as store:
         with pytest.raises(sf.InputError, match=r"the nodes of the store 'default' need one name.*lock.*name="):
             sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB", store=store)
         with sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB", store=store, name="agreed") as data:

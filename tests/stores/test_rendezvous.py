@@ -415,7 +415,7 @@ def test_the_place_by_the_environment(
             "the job has 2 nodes, and MASTER_ADDR and MASTER_PORT do not say",
         ),
         ({"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT do not say"),
-        ({"SLURM_NODEID": "1", "SLURM_NNODES": "2"}, "use cluster_mode=False"),
+        ({"SLURM_NODEID": "1", "SLURM_NNODES": "2"}, "or set both"),
         ({"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "2", **FAR}, "node 2 of 2: .* contradict each other"),
         ({"RANK": "x", "WORLD_SIZE": "2", **FAR}, "RANK='x' in the environment: give a whole number, or unset it"),
         ({"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", **FAR, "MASTER_PORT": "?"}, r"MASTER_PORT='\?'"),

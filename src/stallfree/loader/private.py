@@ -11,7 +11,7 @@ from stallfree.errors import InputError
 from stallfree.frames import users_level
 from stallfree.loader.ranks import find_ranks
 from stallfree.pipeline.determinism import StallfreeWarning
-from stallfree.stores import DiskTier, RedisStore
+from stallfree.stores import DiskTier, stores_in
 
 _CURE = (
     "give name=, the same only for the same data, or give the object or the data set a method fingerprint() that "
@@ -24,9 +24,9 @@ def private_name(store: Any, unknown: str, *, persist: bool) -> str:
 
     Raises `InputError` where a cache that others do not find is of no use.
     """
-    if isinstance(store, RedisStore):
+    for servers in stores_in(store):
         raise InputError(
-            f"the nodes of the store {store.name!r} need one name, and {unknown} has no fingerprint: {_CURE}"
+            f"the nodes of the store {servers.name!r} need one name, and {unknown} has no fingerprint: {_CURE}"
         )
     if persist or (isinstance(store, DiskTier) and store.persist):
         raise InputError(f"persist=True: no later job would find this cache, as {unknown} has no fingerprint: {_CURE}")

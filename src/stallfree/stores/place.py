@@ -52,7 +52,7 @@ def find_place() -> Place:
     if not host or port is None:
         raise InputError(
             f"the job has {count} nodes, and MASTER_ADDR and MASTER_PORT do not say where they meet: start it with "
-            "torchrun, set both, or use cluster_mode=False"
+            "torchrun, or set both"
         )
     return Place(number, count, host, port)
 
