@@ -20,7 +20,7 @@ from server_tools import PATIENCE, Listener, is_alive, make_server, needs_server
 
 from children import Child
 from stallfree.errors import InputError, WaitError
-from stallfree.stores import place
+from stallfree.stores import place as place_module
 from stallfree.stores import rendezvous as module
 from stallfree.stores.addresses import Address
 from stallfree.stores.place import Place, find_interface, find_place
@@ -453,7 +453,7 @@ def test_the_place_by_a_process_group(monkeypatch: pytest.MonkeyPatch, master: J
 def test_the_interface_is_that_of_the_route_to_the_master(
     routes: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "_route_to", routes.__getitem__)
+    monkeypatch.setattr(place_module, "_route_to", routes.__getitem__)
     if expected is None:
         with pytest.raises(InputError, match="there is no route to MASTER_ADDR='master' from here"):
             find_interface(Place(0, 2, "master", 1))
