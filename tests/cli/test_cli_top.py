@@ -45,6 +45,7 @@ def test_nothing_to_show(store_root: Path) -> None:
         "version": 1,
         "caches": [],
         "loaders": [],
+        "servers": [],
     }
 
 

@@ -45,9 +45,9 @@ def note_failures(here: Here) -> None:
     """From now on note each request that a lost server did not reply to, in this process and its workers."""
     fail = Shard._fail
 
-    def noted(self: Shard, *arguments: Any) -> None:
+    def noted(self: Shard, number: int, error: Exception) -> None:
         here.storage("failures").note(0)
-        fail(self, *arguments)
+        fail(self, number, error)
 
     Shard._fail = noted  # type: ignore[method-assign]
 

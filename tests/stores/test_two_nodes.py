@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -146,7 +147,7 @@ def test_each_sample_comes_once_per_epoch_and_from_storage_once_in_all(kind: str
         assert last.rejected == last.evictions == last.damaged == 0
         assert last.hits - first.hits == COUNT  # two epochs of half of all
         if "capacity" in options:
-            assert 0 < last.lower_hits - first.lower_hits < COUNT  # type: ignore[attr-defined]
+            assert 0 < last.lower_hits - first.lower_hits < COUNT
 
 
 def test_room_for_half_of_the_samples_gives_about_half_of_the_hits(pair: Nodes) -> None:
@@ -367,10 +368,12 @@ def test_a_process_may_fork_at_once_while_its_thread_connects_for_the_first_time
     for number in range(5):
         environment = {**os.environ, "STALLFREE_ROOT": str(tmp_path / str(number))}
         (tmp_path / str(number)).mkdir(mode=0o700)
-        ran.append(subprocess.Popen([sys.executable, "-c", FORKS_AT_ONCE], env=environment))
+        command = [sys.executable, "-c", FORKS_AT_ONCE]
+        ran.append(subprocess.Popen(command, env=environment, start_new_session=True))
     try:
         assert [process.wait(LIMIT) for process in ran] == [0] * 5
     finally:
         for process in ran:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with a child that hangs
             process.wait()
