@@ -349,12 +349,13 @@ from stallfree.cache import MISS
 store = stallfree.RedisStore(capacity_per_node="16MiB", timeout=60.0)
 cache = store.attach(100, fingerprint="f", name="data")
 cache.put_many(range(100), [np.arange(id + 1) for id in range(100)])
-child = os.fork()  # while the thread that stores connects for the first time
-if not child:
-    values = cache.get_many(range(100))
-    os._exit(sum(value is not MISS and len(value) != id + 1 for id, value in enumerate(values)))
-_, status = os.waitpid(child, 0)
-assert status == 0
+children = []
+for _ in range(8):  # while the thread that stores connects for the first time
+    children.append(os.fork())
+    if not children[-1]:
+        values = cache.get_many(range(100))
+        os._exit(sum(value is not MISS and len(value) != id + 1 for id, value in enumerate(values)))
+assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
 cache.flush()
 assert all(len(value) == id + 1 for id, value in enumerate(cache.get_many(range(100))))
 cache.close()
