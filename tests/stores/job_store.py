@@ -21,13 +21,12 @@ class JobStore:
 
     Args:
         host: at which it listens.
-        namespace: file of the network's name space that its process enters first, if any.
     """
 
-    def __init__(self, host: str = "127.0.0.1", namespace: str | None = None) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         context = multiprocessing.get_context("forkserver")
         self._end, theirs = context.Pipe()
-        self._process = context.Process(target=_keep, args=(theirs, host, namespace), daemon=True)
+        self._process = context.Process(target=_keep, args=(theirs, host), daemon=True)
         self._process.start()
         theirs.close()
         self.port: int = self._answer()
@@ -49,11 +48,7 @@ class JobStore:
             self._process.close()
 
 
-def _keep(connection: Connection, host: str, namespace: str | None) -> None:
-    if namespace is not None:
-        from namespaces import enter
-
-        enter(namespace)
+def _keep(connection: Connection, host: str) -> None:
     kept = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT))
     connection.send(kept.port)
     while True:

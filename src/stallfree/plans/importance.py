@@ -292,8 +292,12 @@ class ImportanceSampler:
         if self._keeping is not None:
             if isinstance(self._keeping, Rotating):
                 self._keeping.seed = self._seed_of_all()
-            self._keeping.begin(draw, self._importance() if ranks.first_here else None)
+            if ranks.first_here:
+                self._publish()
+                self._keeping.begin(draw, self._importance())
             wait_for_all()  # nobody stores anything before the caches of all know what it is worth
+            if not ranks.first_here:
+                self._keeping.begin(draw, self._importance(), first=False)
         self._marks.begin()
         return self._begun(draw, [step[ranks.rank] for step in steps])
 
@@ -320,17 +324,27 @@ class ImportanceSampler:
         me = ranks_of_job()
         return Begun(draw, batches, weights, per_batch, self._marks, self._keeping, me.rank, me.count)
 
-    def _importance(self) -> Array:
-        """How important each sample is to the jobs that use the cache: to each the rank of its loss."""
+    def _jobs_here(self) -> Jobs | None:
+        """The jobs that use the cache, if it has a folder."""
         path = getattr(self.cache, "path", None)
         if self._jobs is None and path is not None:
             self._jobs = Jobs(path, self.num_samples)
+        return self._jobs
+
+    def _publish(self) -> None:
+        """Tell the jobs that use the cache how important each sample is to this one: the rank of its loss."""
+        found, rotating = self._jobs_here(), self.rule.rotating
+        if found is not None:
+            mine = np.zeros(self.num_samples, np.float32) if rotating else ranks(self.losses.last)
+            found.publish(mine, 0.0 if rotating else self.benefit)
+
+    def _importance(self) -> Array:
+        """How important each sample is to the jobs that use the cache."""
         rotating = self.rule.rotating
-        mine = np.zeros(self.num_samples, np.float32) if rotating else ranks(self.losses.last)
-        if self._jobs is None:
-            return mine
-        self._jobs.publish(mine, 0.0 if rotating else self.benefit)
-        worth, jobs = self._jobs.combined()
+        found = self._jobs_here()
+        worth, jobs = (None, 0) if found is None else found.combined()
+        if worth is None or not jobs:
+            return np.zeros(self.num_samples, np.float32) if rotating else ranks(self.losses.last)
         if rotating and jobs > 1 and not self._warned:
             self._warned = True
             warnings.warn(

@@ -65,12 +65,12 @@ class Rotating:
         self._resident: Array | None = None  # when the epoch began
         self._luck = np.empty(0)
 
-    def begin(self, draw: Draw, importance: Array | None) -> None:
-        """A new epoch: nothing that is resident has been served. Without `importance` another rank tells the cache."""
+    def begin(self, draw: Draw, importance: Array, *, first: bool = True) -> None:
+        """A new epoch: nothing that is resident has been served. Only the `first` rank of a host tells the cache."""
         count = len(draw.resident)
         self._resident = draw.resident
         self._luck = generator(self.seed, draw.plan.epoch, 2).random(count)
-        if importance is not None:
+        if first:
             self._telling.tell(np.arange(count), np.where(draw.resident, FRESH, 1.0))
 
     def served(self, ids: Array) -> None:
@@ -91,15 +91,15 @@ class Ranked:
         self._low: Array | None = None
         self._waiting = np.empty(0, bool)
 
-    def begin(self, draw: Draw, importance: Array | None) -> None:
-        """A new epoch. Without `importance` another rank tells the cache; what was served is then worth nothing."""
+    def begin(self, draw: Draw, importance: Array, *, first: bool = True) -> None:
+        """A new epoch. Only the `first` rank of a host tells the cache; each tells it later what was served."""
         count = len(draw.low)
         self._low = draw.low
-        self._importance = np.zeros(count) if importance is None else importance
+        self._importance = importance
         self._waiting = np.zeros(count, bool)
         self._waiting[draw.plan.ids] = True
         self._waiting &= draw.resident
-        if importance is not None:
+        if first:
             self._telling.tell(np.arange(count), np.where(self._waiting, FRESH, importance))
 
     def served(self, ids: Array) -> None:
