@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache_tools import client, node, sample
 from redis_servers import Server, needs_server
+from redis_tools import client, node, sample
 
 import stallfree as sf
 from children import Child

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from cache_tools import COUNT, attach, client, emptied, keys_of, load, name_of, node, samples, shown
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from redis_servers import Server, needs_server, until
+from redis_tools import COUNT, attach, client, emptied, keys_of, load, name_of, node, samples, shown
 
 from children import Child
 from stallfree.cache import MISS

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache_tools import COUNT, ENOUGH, attach, client, emptied, keys_of, load, node, nodes, samples, shown
 from redis_servers import Server, needs_server
+from redis_tools import COUNT, ENOUGH, attach, client, emptied, keys_of, load, node, nodes, samples, shown
 
 import stallfree as sf
 from stallfree.cache import MISS

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_tools import COUNT, ENOUGH, attach, load, name_of, node, samples, shown
 from redis.crc import key_slot
 from redis_servers import Cluster, Server, free_port, needs_server, until
+from redis_tools import COUNT, ENOUGH, attach, load, name_of, node, samples, shown
 
 import stallfree as sf
 from children import Child

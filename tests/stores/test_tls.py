@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import redis
 import torch
-from cache_tools import COUNT, ENOUGH, load, name_of
 from redis_servers import Cluster, Server, needs_server
+from redis_tools import COUNT, ENOUGH, load, name_of
 
 import stallfree as sf
 from stallfree.errors import InputError, StorageError

@@ -167,13 +167,6 @@ class Shard:
 
         return self.run(call) if commands else []
 
-    def call(self, *command: Any) -> Any:
-        """The reply to one command; None if the server is lost. Raises `redis.ResponseError` for an error."""
-        replies = self.send([command])
-        if replies and isinstance(replies[0], Exception):
-            raise replies[0]
-        return replies[0] if replies else None
-
     @property
     def lost(self) -> bool:
         """Whether the server counts as lost."""
