@@ -23,7 +23,7 @@ SOON = 0.1  # the same where it is
 REQUEST = [[("MGET", b"1", b"2", b"3")]]
 
 
-def call(shard: Shard, *command: Any) -> Any:
+def reply(shard: Shard, *command: Any) -> Any:
     """The reply to one command; None if the server is lost."""
     replies = shard.send([command])
     if replies and isinstance(replies[0], Exception):
@@ -55,7 +55,7 @@ def values_of(shard: Shard, requests: Any = REQUEST) -> list[Any] | None:
 
 def number(shard: Shard) -> int:
     """Identifies the connection that a command is sent by."""
-    found = call(shard, "CLIENT", "ID")
+    found = reply(shard, "CLIENT", "ID")
     assert isinstance(found, int)
     return found
 
@@ -84,7 +84,7 @@ class Moving:
 def test_values_come_in_order_over_many_requests(shard: Shard, kind: str) -> None:
     values = {b"v%d" % at: bytes([at]) * (1 + at**3) for at in range(90)}
     for key, value in values.items():
-        call(shard, "SET", key, value)
+        reply(shard, "SET", key, value)
     keys = [b"none", *values, b"none", *reversed(values), b"v3", b"v3"]
     for step in (1, 7, len(keys)):
         parts = [keys[start : start + step] for start in range(0, len(keys), step)]
@@ -96,7 +96,7 @@ def test_values_come_in_order_over_many_requests(shard: Shard, kind: str) -> Non
 @needs_server
 def test_an_error_stands_in_the_place_of_its_value(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_COMMANDS", 2)
-    call(shard, "DEL", "list", "a")
+    reply(shard, "DEL", "list", "a")
     replies = shard.send([("SET", "a", "1"), ("RPUSH", "list", "x"), ("NONSENSE",), ("GET", "a"), ("GET", "none")])
     assert replies is not None
     assert [replies[0], replies[1], replies[3], replies[4]] == [b"OK", 1, b"1", None]
@@ -106,21 +106,21 @@ def test_an_error_stands_in_the_place_of_its_value(shard: Shard, monkeypatch: py
     assert isinstance(error, redis.ResponseError)
     before = number(shard)
     with pytest.raises(redis.ResponseError, match="unknown command"):
-        call(shard, "NONSENSE")
+        reply(shard, "NONSENSE")
     assert number(shard) == before, "the connection is kept"
     assert shard.breaker.trips == 0
 
 
 @needs_server
 def test_what_fails_in_the_middle_leaves_no_replies_for_others(shard: Shard) -> None:
-    call(shard, "SET", "a", "first")
+    reply(shard, "SET", "a", "first")
 
     def fail(position: int, value: Any) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         shard.read([[("MGET", "a", "a")], [("MGET", "a")]], fail)
-    assert call(shard, "ECHO", "second") == b"second"
+    assert reply(shard, "ECHO", "second") == b"second"
     assert shard.breaker.trips == 0
 
 
@@ -166,7 +166,7 @@ def test_to_connect_costs_no_further_commands(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         shard = Shard(Fixed(server.tcp), ENOUGH)
         for _ in range(2):
-            call(shard, "ECHO", "a")
+            reply(shard, "ECHO", "a")
         shard.close()
         with server.tcp.client(ENOUGH) as client:
             calls = client.info("commandstats")
@@ -180,7 +180,7 @@ def test_a_connection_that_is_old_or_that_the_server_closed_is_not_used(
 ) -> None:
     before = number(shard)
     other = Shard(shard.location, ENOUGH)
-    call(other, "CLIENT", "KILL", "ID", before)
+    reply(other, "CLIENT", "KILL", "ID", before)
     other.close()
     after = number(shard)
     assert after > before
@@ -204,8 +204,8 @@ def test_a_closed_shard_keeps_nothing_and_sends_nothing(server: Server) -> None:
     assert shard.run(call)
     assert not kept[0].is_connected
     shard.close()
-    assert call(shard, "PING") is None
-    assert call(copy, "PING") == b"PONG"
+    assert reply(shard, "PING") is None
+    assert reply(copy, "PING") == b"PONG"
     copy.close()
 
 
@@ -218,13 +218,13 @@ def test_passwords_users_and_databases(tmp_path: Path) -> None:
             Shard(Fixed(Address.of(host | given)), ENOUGH)
             for given in ({"password": "secret"}, user, {}, {"password": "hidden"})
         )
-        assert call(good, "PING") == b"PONG"
-        assert call(reader, "SET", "a", "1") == b"OK"
-        assert call(good, "GET", "a") is None, "another database"
+        assert reply(good, "PING") == b"PONG"
+        assert reply(reader, "SET", "a", "1") == b"OK"
+        assert reply(good, "GET", "a") is None, "another database"
         with pytest.raises(redis.ResponseError):
-            call(reader, "SET", "b", "1")
+            reply(reader, "SET", "b", "1")
         for shard in (none, wrong):
-            assert call(shard, "PING") is None
+            assert reply(shard, "PING") is None
             assert shard.lost
             assert "hidden" not in shard.last_failure
         for shard in (good, reader, none, wrong):
@@ -239,7 +239,7 @@ def test_passwords_users_and_databases(tmp_path: Path) -> None:
 def test_a_lost_server_is_not_used_until_it_is_back(tmp_path: Path, how: str) -> None:
     with Server(tmp_path) as server:
         shard = Shard(Fixed(server.tcp), ENOUGH if how == "killed" else 1.0)
-        until(lambda: call(shard, "PING") == b"PONG", "it answers")
+        until(lambda: reply(shard, "PING") == b"PONG", "it answers")
         before, calls = shard.breaker.trips, 0
 
         def call(connection: Any) -> Any:
@@ -254,7 +254,7 @@ def test_a_lost_server_is_not_used_until_it_is_back(tmp_path: Path, how: str) ->
         assert (calls, shard.breaker.trips, shard.lost) == (1, before + 1, True)
         assert shard.last_failure
         (server.start if how == "killed" else server.thaw)()
-        until(lambda: call(shard, "PING") == b"PONG", "it is used again")
+        until(lambda: reply(shard, "PING") == b"PONG", "it is used again")
         shard.close()
 
 
@@ -305,7 +305,7 @@ def test_large_values_have_more_time() -> None:
     over, value = threading.Event(), bytes(24 << 20)
     with FakeServer(answer, pause=0.006) as server:
         shard = Shard(Fixed(server.tcp), 1.0)
-        assert call(shard, "SET", "a", value) == b"OK"
+        assert reply(shard, "SET", "a", value) == b"OK"
         assert values_of(shard, [[("GET", b"a")]]) == [value]
         assert shard.breaker.trips == 0
         shard.close()
@@ -355,7 +355,7 @@ def test_nonsense_while_it_connects() -> None:
     for _ in greetings:
         shard = Shard(Fixed(Address("127.0.0.1", listener.getsockname()[1], password="x")), ENOUGH)
         shard.breaker.forget()  # else its ping would receive the next greeting
-        assert call(shard, "PING") is None
+        assert reply(shard, "PING") is None
         assert shard.breaker.trips == 1
         shard.close()
     thread.join()
@@ -391,18 +391,18 @@ def test_nothing_connects_to_an_address_that_was_lost_until_it_is_confirmed(tmp_
             server.kill()
             return connection.read_response()
 
-        assert call(shard, "PING") == b"PONG"
+        assert reply(shard, "PING") == b"PONG"
         if how == "while it is read":
             assert shard.run(call) is None
         else:
             server.kill()
-            assert call(shard, "PING") is None
+            assert reply(shard, "PING") is None
         with FakeServer(lambda connection, words: connection.sendall(b"+PONG\r\n")) as stranger:
             location.address = Address("127.0.0.1", stranger.tcp.port, password="secret")
             asked = len(location.requested)
             until(lambda: len(location.requested) > asked + 5, "it requests another address")
             assert shard.lost
-            assert call(shard, "PING") is None
+            assert reply(shard, "PING") is None
             assert set(location.requested) == {1}
             assert stranger.connections == 0
         location.number = 0
@@ -410,7 +410,7 @@ def test_nothing_connects_to_an_address_that_was_lost_until_it_is_confirmed(tmp_
         server.start()
         location.address = Address("127.0.0.1", server.port, password="secret")
         location.number = 2
-        until(lambda: call(shard, "PING") == b"PONG", "it is used again")
+        until(lambda: reply(shard, "PING") == b"PONG", "it is used again")
         shard.close()
 
 
@@ -419,7 +419,7 @@ def test_connections_to_the_address_before_are_not_used(server: Server, tmp_path
     location = Moving(server.tcp)
     shard = Shard(location, ENOUGH)
     with Server(tmp_path) as other:
-        assert call(shard, "SET", "where", "first") == b"OK"
+        assert reply(shard, "SET", "where", "first") == b"OK"
         location.address, location.number = other.tcp, 2
-        assert call(shard, "GET", "where") is None
+        assert reply(shard, "GET", "where") is None
     shard.close()

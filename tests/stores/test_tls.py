@@ -85,7 +85,7 @@ def test_values_of_all_sizes(server: Server, files: Path) -> None:
         requests = [[("MGET", *keys[start : start + step])] for start in range(0, len(keys), step)]
         assert shard.read(requests, found.__setitem__)
         assert [found[at] for at in range(len(keys))] == [values.get(key) for key in keys]
-    assert shard.call("CLIENT", "ID") == shard.call("CLIENT", "ID"), "the connection is kept"
+    assert shard.send([("CLIENT", "ID")]) == shard.send([("CLIENT", "ID")]), "the connection is kept"
     shard.close()
 
 
@@ -102,7 +102,7 @@ def test_servers_that_are_not_who_they_should_be(server: Server, files: Path, tm
         for given in cases:
             address = Address.of(given)
             shard = Shard(Fixed(address), 5)
-            assert shard.call("PING") is None
+            assert shard.send([("PING",)]) is None
             assert shard.breaker.trips == 1
             shard.close()
             with pytest.raises(StorageError, match=r"localhost:\d+ does not answer"):
