@@ -24,7 +24,7 @@ CHECKED, BARE, FASTER, TIER = 1.0, 0.7, 1.0, 0.95
 def run(options: Options) -> Report:
     records = dict.fromkeys(RECORDS, 256) if options.quick else RECORDS
     batches = BATCHES[:1] if options.quick else BATCHES
-    rounds, passes, seconds = (1, 1, 0.1) if options.quick else (5, 3, 1.0)
+    rounds, passes, seconds = (1, 1, 0.1) if options.quick else (5, 1, 0.5)
     reason = venvs.why_missing("redis")
     params = {"batches": batches, "rounds": rounds, "passes": passes, "seconds": seconds, "peer": reason is None}
     found: Json = {"rounds": [{} for _ in range(rounds)], "tried": {}, "best": {}, "versions": {}}
