@@ -64,8 +64,9 @@ $(VENV)/.docs: $(VENV)/.made $(DECLARED) | native
 demo: $(VENV)/.all
 	$(BIN)/stallfree demo $(ARGS)
 
+# In parallel, with compiled modules kept: many tests start interpreters. ARGS="-n 0" runs all in one process.
 test: $(VENV)/.test server
-	$(BIN)/python -m pytest $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-slow: $(VENV)/.test server
 	$(BIN)/python -m pytest -m slow $(ARGS)

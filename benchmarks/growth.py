@@ -16,7 +16,7 @@ from benchmarks.contender import emit
 from benchmarks.harness import Check, Options, Report, Spread, run_child, say, scratch_folder
 from stallfree.cache import SampleCache
 from stallfree.cache.limits import free_memory
-from stallfree.cache.writer import Writer
+from stallfree.cache.space import Space
 
 NAME = "growth"
 QUESTION = "Does anything get worse as the cache grows?"
@@ -234,16 +234,16 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        inner = Writer._evict
+        inner = Space._evict
 
-        def evict(writer: Writer, *arguments: Any) -> int:
+        def evict(space: Space, *arguments: Any) -> int:
             start = time.perf_counter()
             try:
-                return inner(writer, *arguments)
+                return inner(space, *arguments)
             finally:
                 self.seconds += time.perf_counter() - start
 
-        Writer._evict = evict  # type: ignore[assignment, method-assign]
+        Space._evict = evict  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
 """Several nodes on one host: forked processes with a folder of their own per node, which meet as the ranks of a job do.
 
-And what the jobs of the store's benchmarks have in common: records, their counted readings, and epochs.
+And what the contenders of the store's benchmarks have in common: their task and result, records, their counted
+readings, loaders and epochs.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from multiprocessing import RawValue, get_context
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -23,11 +27,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DistributedSampler
 
 import stallfree as sf
+from benchmarks.contender import emit
 from benchmarks.shared_team import Meet, Team, TeamError
 from benchmarks.store_records import make_noise, make_record
 from stallfree.cache.layout import plan_layout
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.sources import BaseSource
+from stallfree.stores import RedisCache
+
+Json = dict[str, Any]
 
 PATIENT = 5.0
 """The store's `timeout` where no fault is meant to happen: a busy machine then costs no hits."""
@@ -35,6 +43,17 @@ PATIENT = 5.0
 _MASTER = "127.0.0.1"
 _LIMIT = 300.0
 """Seconds until nodes that have not met, or not ended, count as hung."""
+
+
+def read_task() -> Json:
+    """The task on the command line."""
+    task: Json = json.loads(sys.argv[1])
+    return task
+
+
+def print_found(found: Json, **versions: str) -> None:
+    """Print the result, as `contender.emit` does."""
+    emit(found, stallfree=version("stallfree"), torch=torch.__version__, **versions)
 
 
 class Nodes(Team):
@@ -260,6 +279,18 @@ def run_epoch(loader: Iterable[Any], pause: float = 0.0) -> Epoch:
 def share_of(data: Any, nodes: int, number: int) -> Any:
     """A sampler: another random share of `data` for node `number` of `nodes` in each epoch."""
     return DistributedSampler(data, nodes, number, shuffle=True)
+
+
+def make_loader(data: Any, nodes: int, number: int, batch: int) -> sf.DataLoader:
+    """A loader with one worker, of another random share of `data` for node `number` of `nodes` in each epoch."""
+    sampler = share_of(data, nodes, number)
+    return sf.DataLoader(data, batch_size=batch, sampler=sampler, num_workers=1, persistent_workers=True)
+
+
+def servers_of(cached: sf.CachedDataset) -> RedisCache:
+    """The cache of a data set that lies in servers alone."""
+    assert isinstance(cached.cache, RedisCache)
+    return cached.cache
 
 
 def check_epoch(epochs: Iterable[Epoch], samples: int) -> None:

@@ -33,6 +33,8 @@ def main() -> None:
     except sf.MissingServerError as error:
         print(f"this example needs a server: {error}")
         return
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
     with store, sf.CachedDataset(Slow(), capacity="256KiB", store=store, name="slow") as dataset:
         # sf.LocalSampler(dataset) in its place keeps nearly everything on its own node.
         sampler = DistributedSampler(dataset, ranks, rank)
@@ -45,6 +47,9 @@ def main() -> None:
                 reads, hits = now.storage_reads - before.storage_reads, now.hits - before.hits
                 servers = now.lower_hits - before.lower_hits
                 print(f"epoch {epoch}: {reads} samples from storage, {hits} hits, {servers} of them in servers")
+        if ranks > 1:  # a node that ends earlier takes its server along
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

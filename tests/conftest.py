@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import logging
 import multiprocessing
 import os
 import shutil
@@ -19,13 +21,25 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from warm import Interpreter
 
+# The threads of one parallel computation would spin while they wait for each other, on cores that other tests need too.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Examples have no time limits, which another test on the same cores could break.
+settings.register_profile(
+    "everyday", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("everyday")
+
 SHARED_MEMORY = Path("/dev/shm")
 PATIENCE = 5.0  # seconds that what is just ending gets to end
+MTIME_STEP = 100_000_000  # ns, more than between two times that the kernel gives to files
 _failed = pytest.StashKey[bool]()
 _known = pytest.StashKey["Held | None"]()  # what was held at the end of the last test
+_unmapped_since: int | None = None  # when the store was last changed, if nothing of it was mapped after that
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,7 +56,8 @@ def warm_forkserver() -> None:
     that is tried every day by few tests and by the slow ones in all places.
     """
     packages = ("analysis", "clara", "observe", "shared")  # which import all the others
-    multiprocessing.set_forkserver_preload([f"stallfree.{package}" for package in packages])
+    used_by_tests = ("hypothesis.stateful", "psutil", "pytest")
+    multiprocessing.set_forkserver_preload([*(f"stallfree.{package}" for package in packages), *used_by_tests])
 
 
 @pytest.fixture(scope="session")
@@ -71,10 +86,21 @@ def store_root() -> Iterator[Path]:
     shutil.rmtree(root, ignore_errors=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that import large libraries come last: all processes that are forked after them take twice as long."""
+    items.sort(key=lambda item: item.get_closest_marker("libraries") is not None)
+
+
 def pytest_collection_finish() -> None:
-    """What the modules made stays to the end: full collections, of which tests ask for many, need not look at it."""
+    """What the modules made stays to the end: full collections, of which tests ask for many, need not look at it.
+
+    Torch has dozens of loggers that do not propagate, and pytest would add its handlers to each of them for every test.
+    """
     gc.collect()
     gc.freeze()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -103,6 +129,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if report.when == "call" and report.failed:
         item.stash[_failed] = True
     return report
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Gives memory that a module's tests have freed back to the system: forking takes as long as there is memory."""
+    if nextitem is not None and nextitem.path != item.path:
+        with contextlib.suppress(AttributeError):  # another C library than glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)
@@ -201,11 +234,21 @@ def _processes() -> dict[tuple[int, float], psutil.Process]:
         getattr(resource_tracker._resource_tracker, "_pid", None),
     }
     found = {}
-    for process in psutil.Process().children(recursive=True):
+    for pid in _descendants(os.getpid()):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.pid not in kept and "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
-                found[process.pid, process.create_time()] = process
+            process = psutil.Process(pid)
+            if pid not in kept and "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                found[pid, process.create_time()] = process
     return found
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """The processes below a process, as the kernel lists them; `psutil` would look at all processes there are."""
+    with contextlib.suppress(OSError):  # it has ended
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in children.read_text().split():
+                yield int(child)
+                yield from _descendants(int(child))
 
 
 def _threads() -> frozenset[threading.Thread]:
@@ -242,9 +285,19 @@ def _kept_descriptors() -> set[int]:
 
 
 def _mappings(store_root: Path) -> frozenset[str]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    paths = (line.split(maxsplit=5)[-1] for line in lines)
-    return frozenset(path for path in paths if path.startswith(f"{store_root}/"))
+    """The files of the store that are mapped. The kernel takes long to list all mappings: those of an empty store in
+    which nothing has been made since the last look need no other look.
+    """
+    global _unmapped_since
+    changed = store_root.stat().st_mtime_ns if store_root.is_dir() else None
+    if changed is not None and changed == _unmapped_since and not any(store_root.iterdir()):
+        return frozenset()
+    lines = Path("/proc/self/maps").read_bytes().splitlines()
+    mark = os.fsencode(f" {store_root}/")
+    found = frozenset(os.fsdecode(line.split(maxsplit=5)[-1]) for line in lines if mark in line)
+    settled = changed is not None and time.time_ns() - changed > MTIME_STEP
+    _unmapped_since = changed if settled and not found else None
+    return found
 
 
 def _files(store_root: Path) -> frozenset[Path]:

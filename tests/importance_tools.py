@@ -15,7 +15,7 @@ import stallfree as sf
 from stallfree.cache.bookkeeper import Bookkeeper
 from stallfree.cache.policies import make_policy
 from stallfree.plans import Plan
-from stallfree.plans.draws import generator, ranks
+from stallfree.plans.probabilities import generator, ranks
 from stallfree.plans.serving import Serving
 
 Array = npt.NDArray[Any]

@@ -55,7 +55,8 @@ class Interpreter:
 
 def serve(folder: Path) -> tuple[Any, dict[str, Any]] | None:
     """Fork for each program, and tell what came of it. Comes back in each fork with its code and its namespace."""
-    import stallfree.analysis, stallfree.clara, stallfree.observe, stallfree.shared  # noqa: E401, F401, I001  # take long
+    import stallfree.analysis, stallfree.clara, stallfree.cli, stallfree.shared  # noqa: E401, F401, I001  # take long
+    import torch._dynamo  # noqa: F401  # as the first optimizer does
 
     gc.collect()
     gc.freeze()  # or each program would look at all of it again at its end

@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from importlib.metadata import version
-from typing import Any
-
-import torch
-
 import stallfree as sf
-from benchmarks.contender import emit
-from benchmarks.shared_team import Meet
-from benchmarks.store_team import (
-    CONNECTIONS,
-    PATIENT,
-    Epoch,
-    Nodes,
-    Records,
-    ServerRoom,
-    check_epoch,
-    run_epoch,
-    share_of,
-)
-
-Json = dict[str, Any]
+from benchmarks import store_team as team
 
 
-def as_node(number: int, meet: Meet, room: int, given: Json) -> list[Json]:
+def as_node(number: int, meet: team.Meet, room: int, given: team.Json) -> list[team.Json]:
     """The epochs of one node: without cache, then with a store, whose first epoch fills it."""
     nodes = given["nodes"]
-    source = Records(given["samples"], given["size"], given["prep"])
-    found: list[Json] = []
-    with sf.RedisStore(capacity_per_node=room, timeout=PATIENT) as store:
+    source = team.Records(given["samples"], given["size"], given["prep"])
+    found: list[team.Json] = []
+    with sf.RedisStore(capacity_per_node=room, timeout=team.PATIENT) as store:
         cached = sf.CachedDataset(source, capacity=0, store=store, form="prepared", name="costly")
         for name, data in (("plain", source), ("store", cached)):
-            sampler = share_of(data, nodes, number)
-            loader = sf.DataLoader(
-                data, batch_size=given["batch"], sampler=sampler, num_workers=1, persistent_workers=True
-            )
+            loader = team.make_loader(data, nodes, number, given["batch"])
             for turn in range(3):
                 meet()
-                epoch = run_epoch(loader)
+                epoch = team.run_epoch(loader)
                 meet()
                 found.append({"kind": name, "epoch": turn + 1, "seconds": epoch.seconds, "ids": epoch.ids})
             del loader
@@ -51,15 +27,16 @@ def as_node(number: int, meet: Meet, room: int, given: Json) -> list[Json]:
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
-    room = ServerRoom(Records(given["samples"], given["size"]))(given["samples"] // given["nodes"]) + CONNECTIONS
-    with Nodes(given["nodes"], as_node, room, given) as nodes:
+    given = team.read_task()
+    room_for = team.ServerRoom(team.Records(given["samples"], given["size"]))
+    room = room_for(given["samples"] // given["nodes"]) + team.CONNECTIONS
+    with team.Nodes(given["nodes"], as_node, room, given) as nodes:
         each = nodes.results()
-    seconds: Json = {"plain": [], "store": []}
+    seconds: team.Json = {"plain": [], "store": []}
     for turn in zip(*each, strict=True):
-        check_epoch([Epoch(node["seconds"], node["ids"]) for node in turn], given["samples"])
+        team.check_epoch([team.Epoch(node["seconds"], node["ids"]) for node in turn], given["samples"])
         seconds[turn[0]["kind"]].append(max(node["seconds"] for node in turn))
-    emit({"seconds": seconds}, stallfree=version("stallfree"), torch=torch.__version__)
+    team.print_found({"seconds": seconds})
 
 
 if __name__ == "__main__":

@@ -2,60 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from importlib.metadata import version
 from typing import Any
 
-import torch
-
 import stallfree as sf
-from benchmarks.contender import emit
-from benchmarks.shared_team import Meet
-from benchmarks.store_team import (
-    CONNECTIONS,
-    PATIENT,
-    Epoch,
-    Nodes,
-    Records,
-    ServerRoom,
-    check_epoch,
-    run_epoch,
-    share_of,
-)
-from stallfree.stores import RedisCache
+from benchmarks import store_team as team
 
 NODES = 2
 BATCH = 64
 
-Json = dict[str, Any]
-
-
-def make_loader(data: Any, number: int) -> sf.DataLoader:
-    """One worker; another share of a permutation for this node in each epoch."""
-    sampler = share_of(data, NODES, number)
-    return sf.DataLoader(data, batch_size=BATCH, sampler=sampler, num_workers=1, persistent_workers=True)
-
-
 # -- reads, counted ---------------------------------------------------------------------------------------------------
 
 
-def count_reads(number: int, meet: Meet, source: Any, room: int, epochs: int) -> Json:
+def count_reads(number: int, meet: team.Meet, source: Any, room: int, epochs: int) -> team.Json:
     """Epochs with a server of `room` bytes on each node. What was read is that of all nodes."""
-    records: Records = source.source
-    with sf.RedisStore(capacity_per_node=room, timeout=PATIENT) as store:
+    records: team.Records = source.source
+    with sf.RedisStore(capacity_per_node=room, timeout=team.PATIENT) as store:
         cached = sf.CachedDataset(source, capacity=0, store=store, form="fetched", name="counted")
-        loader = make_loader(cached, number)
+        loader = team.make_loader(cached, NODES, number, BATCH)
         meet()
         looked = records.reads.copy()
         meet()
-        found: list[Json] = []
-        ran: list[Epoch] = []
+        found: list[team.Json] = []
+        ran: list[team.Epoch] = []
         for _ in range(epochs):
             before, read = cached.stats(), (source.requests, source.bytes)
             meet()
-            ran.append(run_epoch(loader))
+            ran.append(team.run_epoch(loader))
             meet()
             after = cached.stats()
             found.append(
@@ -71,8 +44,8 @@ def count_reads(number: int, meet: Meet, source: Any, room: int, epochs: int) ->
         result = {
             "epochs": found,
             "ran": [(epoch.seconds, epoch.ids) for epoch in ran],
-            "keys": _servers(cached).num_keys() if number == 0 else 0,
-            "used": [server.used_bytes for server in _servers(cached).status()] if number == 0 else [],
+            "keys": team.servers_of(cached).num_keys() if number == 0 else 0,
+            "used": [server.used_bytes for server in team.servers_of(cached).status()] if number == 0 else [],
             "looked": int(looked.sum()),
             "not_once": int((reads[fresh] != 1).sum()),
             "most": int(reads.max()),
@@ -83,26 +56,21 @@ def count_reads(number: int, meet: Meet, source: Any, room: int, epochs: int) ->
     return result
 
 
-def _servers(cached: sf.CachedDataset) -> RedisCache:
-    assert isinstance(cached.cache, RedisCache)
-    return cached.cache
-
-
-def all_reads(given: Json) -> Json:
+def all_reads(given: team.Json) -> team.Json:
     """For each share: reads and bytes from storage by epoch, hits, and how often single samples were read."""
-    found: Json = {}
-    room = ServerRoom(Records(given["samples"], given["size"]))
+    found: team.Json = {}
+    room = team.ServerRoom(team.Records(given["samples"], given["size"]))
     for share in given["shares"]:
-        source = sf.testing.ThrottledSource(Records(given["samples"], given["size"]))  # counts, and is not slow
+        source = sf.testing.ThrottledSource(team.Records(given["samples"], given["size"]))  # counts, and is not slow
         half = round(share * given["samples"] / NODES)
-        granted = room(half) + (CONNECTIONS if share == 1 else 0)
-        with Nodes(NODES, count_reads, source, granted, given["epochs"]) as nodes:
+        granted = room(half) + (team.CONNECTIONS if share == 1 else 0)
+        with team.Nodes(NODES, count_reads, source, granted, given["epochs"]) as nodes:
             each = nodes.results()
         source.close()
         epochs = []
         for number in range(given["epochs"]):
-            ran = [Epoch(*node["ran"][number]) for node in each]
-            check_epoch(ran, given["samples"])
+            ran = [team.Epoch(*node["ran"][number]) for node in each]
+            team.check_epoch(ran, given["samples"])
             sums = {name: sum(node["epochs"][number][name] for node in each) for name in ("hits", "misses", "rejected")}
             first = each[0]["epochs"][number]
             epochs.append({"requests": first["requests"], "bytes": first["bytes"], **sums})
@@ -117,26 +85,26 @@ def all_reads(given: Json) -> Json:
 # -- the first epoch --------------------------------------------------------------------------------------------------
 
 
-def first_epochs(number: int, meet: Meet, source: Any, form: str, rounds: int) -> list[Json]:
+def first_epochs(number: int, meet: team.Meet, source: Any, form: str, rounds: int) -> list[team.Json]:
     """The first epoch of a new cache, and one without cache, in turns."""
     found = []
-    with sf.RedisStore(capacity_per_node="4GiB", timeout=PATIENT) as store:
+    with sf.RedisStore(capacity_per_node="4GiB", timeout=team.PATIENT) as store:
         for turn in range(rounds):
-            seconds: Json = {}
+            seconds: team.Json = {}
             for kind in ("cached", "plain") if turn % 2 else ("plain", "cached"):
                 data: Any = source
                 if kind == "cached":
                     data = sf.CachedDataset(source, capacity=0, store=store, form=form, name=f"first-{turn}")
-                loader = make_loader(data, number)
+                loader = team.make_loader(data, NODES, number, BATCH)
                 meet()
-                seconds[kind] = run_epoch(loader).seconds
+                seconds[kind] = team.run_epoch(loader).seconds
                 meet()
                 del loader
                 if kind == "cached":
                     _wait_until_stored(data, len(source))
                     meet()
                     if number == 0:
-                        _servers(data).clear()
+                        team.servers_of(data).clear()
                     meet()
                     data.close()
             found.append(seconds)
@@ -146,21 +114,21 @@ def first_epochs(number: int, meet: Meet, source: Any, form: str, rounds: int) -
 def _wait_until_stored(cached: sf.CachedDataset, count: int) -> None:
     """All samples of the epoch are in the servers, or on their way."""
     deadline = time.monotonic() + 30.0
-    while (found := _servers(cached).num_keys()) < count:
+    while (found := team.servers_of(cached).num_keys()) < count:
         if time.monotonic() > deadline:
             raise AssertionError(f"{found} of {count} samples are in the servers")
         time.sleep(0.01)
 
 
-def overhead(given: Json) -> Json:
+def overhead(given: team.Json) -> team.Json:
     """Seconds of both kinds of epochs, round by round: the slower node's."""
-    found: Json = {}
+    found: team.Json = {}
     for name, case in given["cases"].items():
-        records = Records(case["samples"], given["size"], case.get("prep", 0.0))
+        records = team.Records(case["samples"], given["size"], case.get("prep", 0.0))
         source: Any = records
         if "bandwidth" in case:
             source = sf.testing.ThrottledSource(records, bandwidth=case["bandwidth"])
-        with Nodes(NODES, first_epochs, source, case["form"], given["rounds"]) as nodes:
+        with team.Nodes(NODES, first_epochs, source, case["form"], given["rounds"]) as nodes:
             each = nodes.results()
         if source is not records:
             source.close()
@@ -172,9 +140,9 @@ def overhead(given: Json) -> Json:
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
+    given = team.read_task()
     found = all_reads(given) if given["what"] == "reads" else overhead(given)
-    emit({"found": found}, stallfree=version("stallfree"), torch=torch.__version__)
+    team.print_found({"found": found})
 
 
 if __name__ == "__main__":

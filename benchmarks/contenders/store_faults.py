@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from multiprocessing import RawValue, get_context
 from typing import Any
 
@@ -18,16 +16,11 @@ import numpy as np
 import torch
 
 import stallfree as sf
-from benchmarks.contender import emit
-from benchmarks.shared_team import Meet
-from benchmarks.store_team import PATIENT, Nodes, Records, node_root
-from stallfree.stores import RedisCache
+from benchmarks.store_team import PATIENT, Json, Meet, Nodes, Records, node_root, print_found, read_task, servers_of
 from stallfree.stores.addresses import Address
 from stallfree.stores.rendezvous import NodeAddresses
 from stallfree.stores.server import read_address
 from stallfree.stores.supervisor import SERVER, read_json
-
-Json = dict[str, Any]
 
 LASTING = ("server frozen", "server full", "cut off", "password changed", "node killed")
 """What stays so until it is mended; a server or supervisor that was killed is started again."""
@@ -284,11 +277,6 @@ def make_data(given: Json, store: sf.RedisStore) -> dict[str, tuple[Any, sf.Cach
     return made
 
 
-def servers_of(cached: sf.CachedDataset) -> RedisCache:
-    assert isinstance(cached.cache, RedisCache)
-    return cached.cache
-
-
 def ids_of(cached: sf.CachedDataset) -> Any:
     """The ids that node 1 owns."""
     return np.flatnonzero(servers_of(cached).owner(np.arange(len(cached))) == 1)
@@ -323,10 +311,10 @@ def as_node(number: int, meet: Meet, given: Json, node: Any, end: Any) -> Json |
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
+    given = read_task()
     with Nodes(2, as_node, given, RawValue("i", 0), get_context("fork").Pipe(duplex=False)) as nodes:
         found = nodes.result(0)
-    emit({"found": found}, stallfree=version("stallfree"), torch=torch.__version__)
+    print_found({"found": found})
 
 
 if __name__ == "__main__":

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from importlib.metadata import version
 from typing import Any
 
-import torch
-
 import stallfree as sf
-from benchmarks.contender import emit
-from benchmarks.shared_team import Meet
-from benchmarks.store_team import (
-    CONNECTIONS,
-    PATIENT,
-    Epoch,
-    Nodes,
-    Records,
-    ServerRoom,
-    check_epoch,
-    room_for,
-    run_epoch,
-    share_of,
-)
+from benchmarks import store_team as team
 
 NODES = 2
 BATCH = 64
-
-Json = dict[str, Any]
 
 
 class Kind:
@@ -43,20 +23,20 @@ class Kind:
         server_room: for the records of a server.
     """
 
-    def __init__(self, name: str, number: int, source: Any, share: float, server_room: ServerRoom) -> None:
+    def __init__(self, name: str, number: int, source: Any, share: float, server_room: team.ServerRoom) -> None:
         count = len(source)
         in_servers = {"servers": share, "local": share, "tiered": 1 / NODES}.get(name, 0)
         in_memory = {"own": share, "whole": 1.0, "tiered": share - 1 / NODES}.get(name, 0)
-        capacity = room_for(round(in_memory * count), source.source) if in_memory else 0
-        options: Json = {"capacity": capacity, "form": "fetched", "name": name}
+        capacity = team.room_for(round(in_memory * count), source.source) if in_memory else 0
+        options: team.Json = {"capacity": capacity, "form": "fetched", "name": name}
         self._store = None
         if in_servers:
-            room = server_room(round(in_servers * count)) + CONNECTIONS
-            self._store = options["store"] = sf.RedisStore(capacity_per_node=room, timeout=PATIENT, name=name)
+            room = server_room(round(in_servers * count)) + team.CONNECTIONS
+            self._store = options["store"] = sf.RedisStore(capacity_per_node=room, timeout=team.PATIENT, name=name)
         self.data = sf.CachedDataset(source, **options)
         # The same data on storage that is not slow, for the epochs that fill the cache.
         self.quick = sf.CachedDataset(source.source, **options)
-        mine = share_of(self.data, NODES, number)
+        mine = team.share_of(self.data, NODES, number)
         sampler = sf.LocalSampler(self.data) if name == "local" else mine
         self._fills = self._loader(self.quick, mine if in_servers else range(count))
         self._runs = self._loader(self.data, sampler)
@@ -68,8 +48,8 @@ class Kind:
         for _ in self._fills:
             pass
 
-    def run(self) -> Epoch:
-        return run_epoch(self._runs)
+    def run(self) -> team.Epoch:
+        return team.run_epoch(self._runs)
 
     def close(self) -> None:
         del self._runs, self._fills
@@ -79,9 +59,11 @@ class Kind:
             self._store.close()
 
 
-def as_node(number: int, meet: Meet, source: Any, server_room: ServerRoom, given: Json) -> list[Json]:
+def as_node(
+    number: int, meet: team.Meet, source: Any, server_room: team.ServerRoom, given: team.Json
+) -> list[team.Json]:
     """What each kind took, round by round."""
-    found: list[Json] = []
+    found: list[team.Json] = []
     kinds = {name: Kind(name, number, source, given["share"], server_room) for name in given["kinds"]}
     meet()
     for name, kind in kinds.items():
@@ -91,7 +73,7 @@ def as_node(number: int, meet: Meet, source: Any, server_room: ServerRoom, given
         if name == "own" and kind.data.stats().resident_items != round(given["share"] * len(source)):
             raise AssertionError(f"{kind.data.stats().resident_items} samples fill the cache of one node")
     for _ in range(given["rounds"]):
-        turn: Json = {}
+        turn: team.Json = {}
         for name, kind in kinds.items():
             meet()
             before, was = source.bytes, kind.data.stats()
@@ -113,21 +95,21 @@ def as_node(number: int, meet: Meet, source: Any, server_room: ServerRoom, given
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
-    source = sf.testing.ThrottledSource(Records(given["samples"], given["size"]), bandwidth=given["bandwidth"])
-    with Nodes(NODES, as_node, source, ServerRoom(source.source), given) as nodes:
+    given = team.read_task()
+    source = sf.testing.ThrottledSource(team.Records(given["samples"], given["size"]), bandwidth=given["bandwidth"])
+    with team.Nodes(NODES, as_node, source, team.ServerRoom(source.source), given) as nodes:
         each = nodes.results()
     source.close()
     rounds = []
     for number in range(given["rounds"]):
-        turn: Json = {}
+        turn: team.Json = {}
         for name in given["kinds"]:
             here = [node[number][name] for node in each]
-            check_epoch([Epoch(one["seconds"], one["ids"]) for one in here], given["samples"])
+            team.check_epoch([team.Epoch(one["seconds"], one["ids"]) for one in here], given["samples"])
             sums = {key: sum(one[key] for one in here) for key in ("hits", "lower_hits")}
             turn[name] = {"seconds": max(one["seconds"] for one in here), "bytes": here[0]["bytes"], **sums}
         rounds.append(turn)
-    emit({"rounds": rounds}, stallfree=version("stallfree"), torch=torch.__version__)
+    team.print_found({"rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -5,11 +5,8 @@ The processes of the nodes stand by, and read in turns with redis-py, which runs
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,12 +15,10 @@ import numpy as np
 import torch
 
 import stallfree as sf
-from benchmarks.contender import emit
 from benchmarks.harness import run_child
 from benchmarks.peers import venvs
-from benchmarks.shared_team import Meet
 from benchmarks.store_records import make_noise, make_record, same, time_reads
-from benchmarks.store_team import PATIENT, Nodes, Records, room_for
+from benchmarks.store_team import PATIENT, Json, Meet, Nodes, Records, print_found, read_task, room_for
 from stallfree.cache import MISS, SampleCache
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.stores import RedisCache, TieredCache
@@ -35,8 +30,6 @@ TIER = 110_000
 """Bytes of the records of the memory tier."""
 
 _JOB_SECONDS = 300.0
-
-Json = dict[str, Any]
 
 
 def sample(noise: Any, id: int) -> tuple[torch.Tensor, int]:
@@ -274,7 +267,7 @@ def _name(run: Json, way: str) -> str:
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
+    given = read_task()
     torch.set_num_threads(1)
     context = get_context("fork")
     pipes = [context.Pipe() for _ in range(2 * PROCESSES)]
@@ -286,7 +279,7 @@ def main() -> None:
             for ours, _ in pipes:
                 ours.send(None)
             nodes.results()
-    emit(found, stallfree=version("stallfree"), torch=torch.__version__, **readers.versions)
+    print_found(found, **readers.versions)
 
 
 if __name__ == "__main__":

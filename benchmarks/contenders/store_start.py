@@ -5,20 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-
-import torch
 
 import stallfree as sf
-from benchmarks.contender import emit
-from benchmarks.shared_team import Meet
-from benchmarks.store_team import Nodes, node_root
-
-Json = dict[str, Any]
+from benchmarks.store_team import Json, Meet, Nodes, node_root, print_found, read_task
 
 LIMIT = 60.0
 """Seconds until what has not ended counts as left for ever."""
@@ -109,9 +101,9 @@ def once(count: int, ranks: int) -> Json:
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
+    given = read_task()
     found = [once(given["nodes"], given["ranks"]) for _ in range(given["times"])]
-    emit({"found": found}, stallfree=version("stallfree"), torch=torch.__version__, redis_py=version("redis"))
+    print_found({"found": found}, redis_py=version("redis"))
 
 
 if __name__ == "__main__":

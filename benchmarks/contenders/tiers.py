@@ -47,7 +47,7 @@ def run(given: dict[str, Any], records: Records, source: Any, disk: Path) -> dic
             seconds, reads = [], []
             for epoch in range(2):
                 if epoch and given["who"] == "tiers":
-                    cached.cache.settle(np.arange(count))  # what is on its way to the disk is written
+                    cached.cache.stack.settle(np.arange(count))  # what is on its way to the disk is written
                     put_out_of_memory(cached.cache.lower[0].records.path / "data")
                 before = source.requests
                 start = time.perf_counter()

@@ -232,10 +232,10 @@ def window() -> Picture:
 
 def shared() -> Picture:
     """One prep for several jobs."""
-    picture = Picture("One conductor prepares each batch once, and all jobs read it", 720, 240)
+    picture = Picture("One coordinator prepares each batch once, and all jobs read it", 720, 240)
     picture.box((10, 90), (120, 54), "box", "source", "and cache")
     picture.arrow((134, 117), (176, 117))
-    picture.box((180, 80), (150, 74), "cool", "conductor", "workers, once", "for all jobs")
+    picture.box((180, 80), (150, 74), "cool", "coordinator", "workers, once", "for all jobs")
     picture.arrow((334, 117), (376, 117))
     for place in range(4):
         picture.box((382, 42 + 40 * place), (110, 34), "main", f"batch {12 + place}")

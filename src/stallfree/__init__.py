@@ -134,7 +134,7 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        if name in _PACKAGES:
+        if name in (*_PACKAGES, "cache"):  # which is for caches of one's own
             return _import_module(f"stallfree.{name}")
         for package, names in _PLACES.items():
             if name in names.split():

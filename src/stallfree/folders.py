@@ -321,6 +321,10 @@ class SharedFolder:
         _discard(fd, making)
         return None
 
+    def fileno(self) -> int:
+        """The descriptor by which this process is attached; -1 once it has left."""
+        return self._fd
+
     def close(self) -> None:
         """Leave the folder; the last one out removes it unless it persists. May be called twice."""
         fd, self._fd = self._fd, -1
@@ -336,6 +340,15 @@ class SharedFolder:
                 _remove(self.path, fd)
         finally:
             os.close(fd)
+
+
+def attach(path: Path) -> SharedFolder:
+    """Attach to the folder `path`. Raises `StorageError` if it is not there any more."""
+    return SharedFolder(path.name, root=path.parent, initialize=_must_exist)
+
+
+def _must_exist(path: Path) -> None:
+    raise StorageError(f"the folder {path} is gone: the process that made it has ended. Make a new loader")
 
 
 def _keep(path: Path) -> None:

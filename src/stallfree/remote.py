@@ -1,12 +1,22 @@
-"""Errors on their way from one process to another, both of one user."""
+"""Errors on their way from one process to another, both of one user.
+
+Between the processes of one job they are pickled. Those of other jobs receive a plain description, out of which nothing
+is imported.
+"""
 
 from __future__ import annotations
 
+import json
 import pickle
 import struct
+import sys
 import traceback
+from types import ModuleType
+from typing import Any
 
-from stallfree.errors import StallfreeError
+from stallfree import errors
+from stallfree.error_types import fields_of, make_error
+from stallfree.errors import SampleError, StallfreeError, WorkerError, text_of
 from stallfree.frames import shorten
 
 _LENGTH = struct.Struct("<Q")
@@ -44,3 +54,56 @@ def unpack_error(packed: bytes) -> tuple[Exception | None, str]:
     except Exception:
         return None, trace
     return (error if isinstance(error, Exception) else None), trace
+
+
+# -- between jobs -----------------------------------------------------------------------------------------------------
+
+
+def pack_plain_error(error: BaseException | None, trace: str) -> bytes:
+    """The error and its traceback as text."""
+    packed: dict[str, object] = {
+        "message": "" if error is None else text_of(error),
+        "trace": trace,
+        "kind": "StallfreeError",
+    }
+    if isinstance(error, StallfreeError):
+        packed["kind"] = next(kind.__name__ for kind in type(error).__mro__ if kind in _BASES.values())
+    else:
+        packed["message"] = trace if error is None else f"{type(error).__name__}: {text_of(error)}"
+    if error is not None:
+        packed["types"] = [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__]
+        own = {"id": error.id, "where": error.where} if isinstance(error, SampleError) else {}
+        packed["fields"] = {name: value for name, value in fields_of(error).items() if _plain(value)} | own
+    return json.dumps(packed, default=str).encode()  # a user's error may hold anything
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, (str, int, float, type(None))) or (
+        isinstance(value, list) and all(isinstance(item, (str, int, float)) for item in value)
+    )
+
+
+def unpack_plain_error(packed: bytes | bytearray | memoryview) -> tuple[StallfreeError, str]:
+    """The error that was packed, of its original type too if that is known here, and its traceback as text."""
+    found = json.loads(bytes(packed))
+    base = _BASES.get(found["kind"], StallfreeError)
+    if base is WorkerError:
+        return WorkerError(found["message"], ids=found["fields"]["ids"]), found["trace"]
+    kinds = [kind for module, name in found.get("types", ()) if (kind := _loaded(module, name)) is not None]
+    fields = {name: value for name, value in found.get("fields", {}).items() if not name.startswith("__")}
+    return make_error(base, kinds[:1], found["message"], fields), found["trace"]
+
+
+_BASES = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, StallfreeError)
+}
+
+
+def _loaded(module: str, name: str) -> type | None:
+    """The type of that name, if its module has been imported: a message must not import anything. Not our own types."""
+    if module.split(".")[0] == "stallfree":
+        return None
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if isinstance(found, (ModuleType, type)) else None  # runs no code of theirs
+    return found if isinstance(found, type) and issubclass(found, Exception) and found is not Exception else None

@@ -156,14 +156,14 @@ def check_job(job: dict[str, Any], asked: dict[str, Any]) -> None:
     check(report_of(job), asked)
 
 
-@settings(deadline=None, max_examples=25, phases=PHASES)
+@settings(max_examples=12, phases=PHASES)
 @given(jobs, questions)
 def test_what_is_named_and_advised_is_what_helps(job: dict[str, Any], asked: dict[str, Any]) -> None:
     check_job(job, asked)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=2000, phases=PHASES)
+@settings(max_examples=2000, phases=PHASES)
 @given(jobs, questions)
 def test_what_is_named_and_advised_is_what_helps_for_2000_jobs(job: dict[str, Any], asked: dict[str, Any]) -> None:
     check_job(job, asked)

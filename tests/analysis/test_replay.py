@@ -96,14 +96,14 @@ jobs_with_sizes = {"seed": st.integers(0, 10**6), "batch_size": st.sampled_from(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(**jobs)
 def test_it_decides_as_the_live_cache(policy: str, room: int, batch_size: int, trace: list[list[int]]) -> None:
     check_live(policy, room, batch_size, trace)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(**jobs_with_sizes)
 @example(seed=3914, batch_size=1)
 def test_it_decides_as_the_live_cache_with_sizes(policy: str, seed: int, batch_size: int) -> None:
@@ -112,7 +112,7 @@ def test_it_decides_as_the_live_cache_with_sizes(policy: str, seed: int, batch_s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(**jobs)
 def test_it_decides_as_the_live_cache_in_many_jobs(
     policy: str, room: int, batch_size: int, trace: list[list[int]]
@@ -122,7 +122,7 @@ def test_it_decides_as_the_live_cache_in_many_jobs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(**jobs_with_sizes)
 def test_it_decides_as_the_live_cache_with_sizes_in_many_jobs(policy: str, seed: int, batch_size: int) -> None:
     check_live_with_sizes(policy, seed, batch_size)
@@ -188,7 +188,7 @@ class Belady:
 traces = st.lists(st.integers(0, 11), min_size=1, max_size=120)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(traces, st.integers(1, 8), st.integers(1, 4))
 def test_the_oracle_of_single_accesses_is_the_textbook_one(trace: list[int], room: int, cuts: int) -> None:
     cache = Belady(room)
@@ -213,7 +213,7 @@ def most_hits(trace: list[int], room: int) -> int:
     return max(best.values())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(1, 3))
 def test_the_oracle_hits_as_often_as_is_possible(trace: list[int], room: int) -> None:
     found = replay(trace, policy="oracle", capacity=room, batch_size=1)
@@ -221,7 +221,7 @@ def test_the_oracle_hits_as_often_as_is_possible(trace: list[int], room: int) ->
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(trace=traces, room=st.integers(1, 8))
 def test_no_policy_hits_more_than_the_oracle(policy: str, trace: list[int], room: int) -> None:
     scores = {"scores": importance(1, max(trace) + 1)} if policy == "importance" else {}
@@ -234,7 +234,7 @@ def test_shuffled_epochs_hit_as_theory_says() -> None:
 
     More is not possible: what is hit in an epoch was there when it began.
     """
-    epochs = [make_plan(20_000, shuffle=True, seed=3, epoch=epoch) for epoch in range(6)]
+    epochs = [make_plan(10_000, shuffle=True, seed=3, epoch=epoch) for epoch in range(5)]
     steady = {}
     for policy in ("minio", "lru", "random", "oracle"):
         found = replay(epochs, policy=policy, capacity="65%", batch_size=8)

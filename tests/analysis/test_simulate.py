@@ -76,7 +76,7 @@ def test_constant_times(load: float, expected: tuple[int, int]) -> None:
 times = st.floats(0.005, 0.3)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(1, 6), times, times, times, st.booleans())
 def test_the_law_of_constant_times(loaders: int, load: float, transfer: float, compute: float, prefetch: bool) -> None:
     pipeline = Pipeline(loaders, load, transfer, compute, prefetch, variation=0)
@@ -84,7 +84,7 @@ def test_the_law_of_constant_times(loaders: int, load: float, transfer: float, c
     assert run.batches(10) == pytest.approx(50 * pipeline.law, abs=loaders + 2)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=15)
 @given(st.integers(1, 5), times, times, times, st.booleans(), st.integers(1, 3), st.integers(0, 99))
 def test_what_holds_in_every_run(
     loaders: int, load: float, transfer: float, compute: float, prefetch: bool, depth: int, seed: int

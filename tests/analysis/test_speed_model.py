@@ -36,7 +36,7 @@ def test_law_names_what_binds() -> None:
 
 
 @given(rate, rate, rate, st.floats(0, 1), st.integers(1, 8), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_queues_never_beat_the_law(g: float, p: float, s: float, hits: float, workers: int, factor: int) -> None:
     one = rates(g, p, s, 1e6)
     for overlap in (True, False):

@@ -17,11 +17,11 @@ import pytest
 from cache_tools import is_signed, make, signed
 
 from children import Child
-from stallfree.cache import MISS, SampleCache, policies, recovery, writer
+from stallfree.cache import MISS, SampleCache, policies, recovery, space, writer
 
 NUM_IDS = 64
 EXAMPLE = signed(0, 0)
-WRITING = {module.__file__ for module in (writer, recovery, policies)}
+WRITING = {module.__file__ for module in (writer, space, recovery, policies)}
 
 
 def verify(cache: SampleCache) -> None:
@@ -106,7 +106,7 @@ def kill_at_lines(every: int, place: str, policy: str, sizes: tuple[int, ...], t
         verify(cache)
 
 
-@pytest.mark.parametrize(("sizes", "every"), [(UNIFORM, 5), (VARIED, 11)], ids=["uniform", "varied"])
+@pytest.mark.parametrize(("sizes", "every"), [(UNIFORM, 9), (VARIED, 23)], ids=["uniform", "varied"])
 def test_a_writer_killed_at_some_lines(sizes: tuple[int, ...], every: int, tmp_path: Path) -> None:
     kill_at_lines(every, "memory", "lru", sizes, tmp_path)
 
@@ -119,11 +119,12 @@ def test_a_writer_killed_at_every_line(place: str, policy: str, sizes: tuple[int
     kill_at_lines(1, place, policy, sizes, tmp_path)
 
 
-def test_recovery_killed_at_every_line() -> None:
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_recovery_killed_at_lines(every: int) -> None:
     with make(NUM_IDS, 200, policy="lru", example=b"x" * 300) as cache:
-        for line in range(1, 2000, 2):
+        for line in range(1, 2000, every):
             fill(cache, line, VARIED, 3)
-            lost = Child(killed_at_line, 8, {writer.__file__}, "_free", one_of_each, cache, line, VARIED)
+            lost = Child(killed_at_line, 8, {space.__file__}, "_free", one_of_each, cache, line, VARIED)
             assert lost.wait() == -signal.SIGKILL
             child = Child(killed_at_line, line, {recovery.__file__}, "recover", fill, cache, line, VARIED, 1)
             if (code := child.wait()) == 0:

@@ -10,14 +10,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from cache_tools import make
 
 from children import Child, Holder
 from stallfree.cache import MISS, SampleCache
-from stallfree.errors import CodecError, FingerprintError, InputError, StorageError
+from stallfree.errors import FingerprintError, InputError, StorageError
 from warm import Interpreter
 
 
@@ -107,6 +104,7 @@ def get_and_put(cache: SampleCache) -> None:
     cache.put(4, "four")
 
 
+@pytest.mark.slow
 def test_a_cache_travels_to_a_spawned_process() -> None:
     with cache_of() as cache:
         cache.put(3, "three")
@@ -116,21 +114,6 @@ def test_a_cache_travels_to_a_spawned_process() -> None:
         assert process.exitcode == 0
         assert cache.get(4) == "four"
         assert (cache.stats().hits, cache.stats().misses) == (2, 0)
-
-
-def test_a_closed_cache_says_so() -> None:
-    cache = cache_of()
-    cache.put(3, "three")
-    cache.close()
-    for use in (
-        lambda: cache.get(3),
-        lambda: cache.put(4, 4),
-        lambda: cache.drop([3]),
-        lambda: cache.count_fetch(1, 1),
-    ):
-        with pytest.raises(InputError, match="the cache 'life' is closed"):
-            use()
-    assert cache.stats().resident_items == 1
 
 
 @pytest.mark.parametrize(
@@ -170,76 +153,3 @@ def test_a_name_that_cannot_be_one() -> None:
 def test_a_data_set_without_samples() -> None:
     with pytest.raises(InputError, match="at least one sample"):
         cache_of(num_ids=0)
-
-
-# --- ids and values --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ids", [[100], [-1], [0, 2**63 - 1], np.array([2**63 + 5], np.uint64)])
-def test_ids_outside_of_the_data_set(ids: Any) -> None:
-    with cache_of() as cache:
-        for use in (cache.get_many, cache.resident, cache.drop, lambda ids: cache.put_many(ids, [1] * len(ids))):
-            with pytest.raises(InputError, match="is outside of the data set: ids are 0 to 99"):
-                use(ids)
-        assert cache.stats().resident_items == 0
-
-
-@pytest.mark.parametrize("ids", [[1.5], ["a"], [[1], [2]], [[1], [2, 3]], [True], 5, [None]])
-def test_what_is_no_id(ids: Any) -> None:
-    with cache_of() as cache, pytest.raises(InputError, match=r"ids=.*: give a sequence of integers"):
-        cache.get_many(ids)
-
-
-def test_ids_in_every_form_of_integers() -> None:
-    with cache_of() as cache:
-        cache.put_many(range(3), ["a", "b", "c"])
-        for ids in ([2, 0], (2, 0), np.array([2, 0], np.uint8), np.array([2, 0], np.uint64), torch.tensor([2, 0])):
-            assert cache.get_many(ids) == ["c", "a"]
-        assert cache.get_many([]) == []
-        assert cache.put_many([], []).tolist() == []
-
-
-def test_as_many_ids_as_values() -> None:
-    with cache_of() as cache, pytest.raises(InputError, match="2 ids and 1 values"):
-        cache.put_many([1, 2], ["one"])
-
-
-def test_falsy_values_are_no_misses() -> None:
-    values = [None, 0, False, "", (), [], {}, 0.0, b""]
-    with cache_of() as cache:
-        cache.put_many(range(len(values)), values)
-        found = cache.get_many(range(len(values) + 1))
-        assert found == [*values, MISS]
-        assert [type(value) for value in found[:-1]] == [type(value) for value in values]
-
-
-def test_what_is_there_stays_and_the_first_of_two_wins() -> None:
-    with cache_of() as cache:
-        assert cache.put_many([1, 2, 1], ["a", "b", "c"]).all()
-        cache.put(2, "d")
-        assert cache.get_many([1, 2, 2]) == ["a", "b", "b"]
-        assert cache.stats().resident_items == 2
-
-
-class NeedsPickle:
-    pass
-
-
-def test_a_value_that_needs_pickle_where_that_is_not_allowed() -> None:
-    with cache_of(allow_pickle=False) as cache:
-        with pytest.raises(CodecError, match="NeedsPickle: cannot be stored without pickle"):
-            cache.put_many([1, 2], ["one", NeedsPickle()])
-        assert not cache.resident([1, 2]).any()
-    with cache_of() as cache:
-        cache.put(1, NeedsPickle())
-        assert isinstance(cache.get(1), NeedsPickle)
-
-
-def test_gather_needs_a_structure() -> None:
-    with cache_of() as cache, pytest.raises(InputError, match="use get_many"):
-        cache.gather([1], [])
-
-
-def test_gather_of_an_empty_cache_gives_nothing() -> None:
-    with make(10, 10, example=np.zeros(100)) as cache:
-        assert not cache.gather([1, 2], [np.zeros((2, 800), np.uint8)]).any()

@@ -14,11 +14,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from cases import half
 from stallfree.cache import MISS, POLICIES, SampleCache
 
 NUM_IDS = 40
 UNIFORM = (torch.zeros(PAGE - 32, dtype=torch.uint8), 0)
 VARIED = b"x" * 300
+SIZES: dict[str, Any] = {"uniform": UNIFORM, "varied": VARIED}
 
 ids = st.integers(0, NUM_IDS - 1)
 batches = st.lists(ids, max_size=12)
@@ -158,13 +160,10 @@ class Machine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("place", ["memory", "disk"])
-@pytest.mark.parametrize("example", [UNIFORM, VARIED], ids=["uniform", "varied"])
-def test_like_a_dict(policy: str, place: str, example: Any) -> None:
+@pytest.mark.parametrize(("policy", "place", "sizes"), half(sorted(POLICIES), ("memory", "disk"), tuple(SIZES)))
+def test_like_a_dict(policy: str, place: str, sizes: str) -> None:
+    example = SIZES[sizes]
     run_state_machine_as_test(
         lambda: Machine(policy, place == "disk", example),
-        settings=settings(
-            max_examples=8, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=8, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
     )

@@ -65,7 +65,7 @@ def read_all(some: Packages) -> dict[int, Any]:
 
 # -- round trips -------------------------------------------------------------------------------------------------------
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 @quick

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from cache_tools import is_signed, make, signed
 
+from cases import half
 from children import Child
-from stallfree.cache import MISS, SampleCache, sample_cache
+from stallfree.cache import MISS, SampleCache
+from stallfree.cache import writer as module
 from stallfree.locks import FileLock
 
 NUM_IDS = 48
@@ -39,16 +41,14 @@ def read(cache: SampleCache, rounds: int, seed: int) -> None:
     assert hits
 
 
-@pytest.mark.parametrize("place", ["memory", "disk"])
-@pytest.mark.parametrize("sizes", [(4064,), (4064, 100, 30_000)], ids=["uniform", "varied"])
-def test_every_hit_is_right_while_a_writer_churns(place: str, sizes: tuple[int, ...], tmp_path: Any) -> None:
+@pytest.mark.parametrize(("place", "sizes"), half(["memory", "disk"], ["uniform", "varied"]))
+def test_every_hit_is_right_while_a_writer_churns(place: str, sizes: str, tmp_path: Any) -> None:
     store = "memory" if place == "memory" else str(tmp_path)
-    example = EXAMPLE if len(sizes) == 1 else b"x" * 300
-    blocks = 12 if len(sizes) == 1 else 300
+    bytes_, example, blocks = ((4064,), EXAMPLE, 12) if sizes == "uniform" else ((4064, 100, 30_000), b"x" * 300, 300)
     with make(NUM_IDS, blocks, policy="lru", example=example, store=store) as cache:
-        churn(cache, 3, 9, sizes)
-        children = [Child(churn, cache, 400, 1, sizes), Child(churn, cache, 400, 2, sizes)]
-        children += [Child(read, cache, 400, seed) for seed in (3, 4)]
+        churn(cache, 3, 9, bytes_)
+        children = [Child(churn, cache, 200, 1, bytes_), Child(churn, cache, 200, 2, bytes_)]
+        children += [Child(read, cache, 200, seed) for seed in (3, 4)]
         assert [child.wait() for child in children] == [0] * 4
         assert cache.check() == []
         assert cache.stats().damaged == 0
@@ -70,7 +70,7 @@ def gather(cache: SampleCache, rounds: int) -> None:
 
 def test_gather_while_a_writer_churns() -> None:
     with make(NUM_IDS, 12, policy="lru", example=EXAMPLE) as cache:
-        children = [Child(churn, cache, 500, 1, (4064,)), Child(gather, cache, 1000)]
+        children = [Child(churn, cache, 300, 1, (4064,)), Child(gather, cache, 600)]
         assert [child.wait() for child in children] == [0, 0]
 
 
@@ -103,7 +103,7 @@ def stop_while_holding(cache: SampleCache) -> None:
 
 
 def test_a_stopped_writer_costs_puts_and_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_cache, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(module, "LOCK_SECONDS", 0.05)
     with make(NUM_IDS, 12, policy="lru", example=EXAMPLE) as cache:
         assert cache.put_many([1, 2], [signed(1, 0), signed(2, 0)]).all()
         writer = Child(stop_while_holding, cache)

@@ -42,7 +42,30 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_demo_makes_its_own_pictures(temporary: Path, store_root: Path) -> None:
+def check_demo(out: str) -> None:
+    """Of 64 pictures and two epochs."""
+    for word in ("making pictures", "torch, epoch 2", "stallfree, epoch 2", "What happened", "min(F, P, G)"):
+        assert word in out
+
+    happened = rows(out, "What happened")
+    assert [row[0] for row in happened] == ["1", "2", "1", "2"]
+    assert [row[-1] for row in happened[:2]] == ["0%", "0%"], "torch's loader has no cache"
+    assert happened[3][-1] == "100%", "everything fits, so the second epoch hits"
+    assert happened[3][3] == "0 MB"
+    assert happened[0][3] == happened[1][3] == "6 MB"
+    assert len(rows(out, "in samples/s")) == 4
+
+
+def test_demo_makes_its_own_pictures(store_root: Path, interpreter: Interpreter) -> None:
+    done = interpreter.run(QUICK, *ARGUMENTS, "--pictures", "64", "--epochs", "2")
+    assert done.code == 0, done.err
+    check_demo(done.out)
+    assert not [name for name in done.files if name.startswith("stallfree")], "the pictures are removed"
+    assert not list(store_root.iterdir())
+
+
+@pytest.mark.slow
+def test_demo_as_users_start_it(temporary: Path, store_root: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "stallfree", *ARGUMENTS, "--pictures", "64", "--epochs", "2"],
         stdin=subprocess.DEVNULL,
@@ -53,16 +76,7 @@ def test_demo_makes_its_own_pictures(temporary: Path, store_root: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    for word in ("making pictures", "torch, epoch 2", "stallfree, epoch 2", "What happened", "min(F, P, G)"):
-        assert word in done.stdout
-
-    happened = rows(done.stdout, "What happened")
-    assert [row[0] for row in happened] == ["1", "2", "1", "2"]
-    assert [row[-1] for row in happened[:2]] == ["0%", "0%"], "torch's loader has no cache"
-    assert happened[3][-1] == "100%", "everything fits, so the second epoch hits"
-    assert happened[3][3] == "0 MB"
-    assert happened[0][3] == happened[1][3] == "6 MB"
-    assert len(rows(done.stdout, "in samples/s")) == 4
+    check_demo(done.stdout)
     assert not list(temporary.glob("stallfree*")), "the pictures are removed"
     assert not list(store_root.iterdir())
 
@@ -77,6 +91,7 @@ def test_demo_on_a_folder_of_the_user(tmp_path: Path, interpreter: Interpreter) 
     assert len(list(tmp_path.rglob("*.jpg"))) == 60, "the user's files stay"
 
 
+@pytest.mark.slow
 def test_demo_on_a_cache_that_is_too_small_for_all(interpreter: Interpreter) -> None:
     done = interpreter.run(QUICK, *ARGUMENTS, "--pictures", "64", "--epochs", "2", "--capacity", "2MiB")
     assert done.code == 0, done.err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ from stallfree.observe import start as start_file
 HEAD = "waited for data"
 
 Done = subprocess.CompletedProcess[str]
-Timed = dict[str, tuple[dict[str, Any], float]]
+Timed = tuple[dict[str, Any], list[float]]
 
 
 def start(folder: Path, *commands: list[str]) -> list[Done]:
@@ -59,13 +59,6 @@ def both(script: str, folder: Path, *arguments: str) -> tuple[Done, dict[str, An
     assert watched.stdout == bare.stdout
     assert watched.returncode == bare.returncode
     assert watched.stderr.startswith(bare.stderr)
-    return watched, json.loads((folder / "out.json").read_text())
-
-
-def alone(script: str, folder: Path) -> tuple[Done, dict[str, Any]]:
-    """Run a script with `stallfree run`; what came of it, and its JSON."""
-    (folder / "train.py").write_text(script)
-    (watched,) = start(folder, watching_script(folder))
     return watched, json.loads((folder / "out.json").read_text())
 
 
@@ -207,88 +200,30 @@ def test_the_command_is_the_script_under_python(tmp_path: Path) -> None:
     assert counts(json.loads((tmp_path / "out.json").read_text())) == [("range", 1, 3, 10)]
 
 
-def test_a_loader_iterated_in_one_place_again_and_again_is_one_row(tmp_path: Path) -> None:
-    script = (
-        "from torch.utils.data import DataLoader\n"
-        "for _ in range(3):\n"
-        "    for batch in DataLoader(range(10), batch_size=4): pass\n"
-        "both = [DataLoader(range(size), batch_size=4) for size in (8, 5)]\n"
-        "for _ in range(2):\n"
-        "    for loader in both:\n"
-        "        for batch in loader: pass\n"
-    )
-    watched, found = alone(script, tmp_path)
-    assert [(row["where"], row["loaders"]) for row in found["loaders"]] == [
-        ("train.py:3", 3),
-        ("train.py:7", 1),
-        ("train.py:7", 1),
-    ]
-    assert counts(found) == [("range", 3, 9, 30), ("range", 2, 4, 16), ("range", 2, 4, 10)]
-    assert "(3 alike)" in watched.stderr
+# -- one script of many loops -----------------------------------------------------------------------------------------
 
-
-STALLFREE = """
+MANY = """
+import os, signal, sys
 import stallfree as sf
 from torch.utils.data import DataLoader
+for _ in range(3):
+    for batch in DataLoader(range(10), batch_size=4): pass
+both = [DataLoader(range(size), batch_size=4) for size in (8, 5)]
+for _ in range(2):
+    for loader in both:
+        for batch in loader: pass
+
 class Some(list):
     def __getitem__(self, i):
         if i in (2, 3):
             raise ValueError(i)
         return i
-def main():
-    loader = sf.DataLoader(Some(range(10)), batch_size=4, num_workers=1, on_error="skip")
-    for _ in range(2):
-        print([batch.tolist() for batch in loader])
-    print(type(iter(loader)).__name__, next(iter(DataLoader(range(3)))))
-    loader.close()
-if __name__ == "__main__":
-    main()
-"""
+loader = sf.DataLoader(Some(range(10)), batch_size=4, num_workers=1, on_error="skip")
+for _ in range(2):
+    print([batch.tolist() for batch in loader])
+print(type(iter(loader)).__name__, next(iter(DataLoader(range(3)))))
+loader.close()
 
-
-def test_loaders_of_stallfree_count_what_they_served(tmp_path: Path) -> None:
-    watched, found = alone(STALLFREE, tmp_path)
-    epoch = "[[0, 1], [4, 5, 6, 7], [8, 9]]\n"
-    assert watched.stdout == 2 * epoch + "Iteration tensor([0])\n"
-    assert counts(found) == [("Some", 3, 6, 16), ("range", 1, 1, 1)]
-
-
-# -- how it ends ------------------------------------------------------------------------------------------------------
-
-LOOP = """
-import os, signal, sys
-from torch.utils.data import DataLoader
-for batch in DataLoader(range(10), batch_size=4): pass
-"""
-
-
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [
-        pytest.param("sys.exit(7)", 7, marks=pytest.mark.slow),
-        pytest.param("sys.exit()", 0, marks=pytest.mark.slow),
-        pytest.param("sys.exit('out of luck')", 1, marks=pytest.mark.slow),
-        pytest.param("def f():\n    raise ValueError('oh')\nf()", 1, marks=pytest.mark.slow),
-        ("signal.raise_signal(signal.SIGINT)", -2),
-        pytest.param(
-            "sys.excepthook = lambda kind, value, trace: print(kind, value, trace.tb_lineno)\n1 / 0",
-            1,
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_the_summary_comes_however_the_script_ends(end: str, code: int, tmp_path: Path) -> None:
-    watched, found = both(LOOP + end, tmp_path)
-    assert watched.returncode == code
-    assert counts(found) == [("range", 1, 3, 10)]
-    assert watched.stderr.count(HEAD) == 1
-    assert "stallfree analyze" in watched.stderr
-    assert "stallfree/observe" not in watched.stderr  # no frame of ours in a traceback
-
-
-FORKING = """
-import os, sys
-from torch.utils.data import DataLoader
 class Plain:
     def __len__(self):
         return 4
@@ -304,17 +239,85 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 pid = os.fork()
 if pid == 0:
     raise ValueError("in the child")
-print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+signal.raise_signal(signal.SIGINT)
 """
 
 
-def test_forked_children_are_not_watched(tmp_path: Path) -> None:
-    watched, found = alone(FORKING, tmp_path)
-    assert watched.stdout == "[False, False, False, False]\n0\n1\n"
-    assert counts(found) == [("Plain", 1, 4, 4)]
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, dict[str, Any]]:
+    """What came of it, and its JSON."""
+    folder = tmp_path_factory.mktemp("many")
+    (folder / "train.py").write_text(MANY)
+    (watched,) = start(folder, watching_script(folder))
+    return watched, json.loads((folder / "out.json").read_text())
+
+
+def test_a_loader_iterated_in_one_place_again_and_again_is_one_row(many: tuple[Done, dict[str, Any]]) -> None:
+    watched, found = many
+    assert [(row["where"], row["loaders"]) for row in found["loaders"][:3]] == [
+        ("train.py:6", 3),
+        ("train.py:10", 1),
+        ("train.py:10", 1),
+    ]
+    assert counts(found)[:3] == [("range", 3, 9, 30), ("range", 2, 4, 16), ("range", 2, 4, 10)]
+    assert "(3 alike)" in watched.stderr
+
+
+def test_loaders_of_stallfree_count_what_they_served(many: tuple[Done, dict[str, Any]]) -> None:
+    watched, found = many
+    epoch = "[[0, 1], [4, 5, 6, 7], [8, 9]]\n"
+    assert watched.stdout.startswith(2 * epoch + "Iteration tensor([0])\n")
+    assert counts(found)[3:5] == [("Some", 3, 6, 16), ("range", 1, 1, 1)]
+
+
+def test_forked_children_are_not_watched(many: tuple[Done, dict[str, Any]]) -> None:
+    watched, found = many
+    assert watched.stdout.endswith("\n[False, False, False, False]\n0\n1\n")
+    assert counts(found)[5:] == [("Plain", 1, 4, 4)]
     assert watched.stderr.count(HEAD) == 1
 
 
+def test_an_interrupt_ends_the_script_as_under_python(many: tuple[Done, dict[str, Any]]) -> None:
+    watched, _ = many
+    assert watched.returncode == -signal.SIGINT
+    trace, _, summary = watched.stderr.partition("KeyboardInterrupt\n")
+    assert trace.endswith("signal.raise_signal(signal.SIGINT)\n")
+    assert "stallfree/observe" not in trace  # no frame of ours in a traceback
+    assert HEAD in summary
+
+
+# -- how it ends ------------------------------------------------------------------------------------------------------
+
+LOOP = """
+import os, signal, sys
+from torch.utils.data import DataLoader
+for batch in DataLoader(range(10), batch_size=4): pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("sys.exit(7)", 7),
+        ("sys.exit()", 0),
+        ("sys.exit('out of luck')", 1),
+        ("def f():\n    raise ValueError('oh')\nf()", 1),
+        ("signal.raise_signal(signal.SIGINT)", -2),
+        ("sys.excepthook = lambda kind, value, trace: print(kind, value, trace.tb_lineno)\n1 / 0", 1),
+    ],
+)
+def test_the_summary_comes_however_the_script_ends(end: str, code: int, tmp_path: Path) -> None:
+    watched, found = both(LOOP + end, tmp_path)
+    assert watched.returncode == code
+    assert counts(found) == [("range", 1, 3, 10)]
+    assert watched.stderr.count(HEAD) == 1
+    assert "stallfree analyze" in watched.stderr
+    assert "stallfree/observe" not in watched.stderr  # no frame of ours in a traceback
+
+
+@pytest.mark.slow
 def test_an_exit_without_end_prints_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP + "os._exit(5)")
     (watched,) = start(tmp_path, watching_script(tmp_path))
@@ -408,31 +411,22 @@ def run(*loaders):
         time.sleep(0.03)
     return time.perf_counter() - begun
 
-slow = DataLoader(Slow(), batch_size=2)
-kinds = {"alone": [slow], "in turns": [slow, DataLoader(Slow(), batch_size=2)], "nested": [DataLoader(Nested())]}
+alone = [DataLoader(Slow(), batch_size=2)]
+in_turns = [DataLoader(Slow(), batch_size=2), DataLoader(Slow(), batch_size=2)]
+nested = [DataLoader(Nested())]
 os.chdir("/")
-for kind in KINDS:
-    print(json.dumps(run(*kinds[kind])))
+print(json.dumps([run(*alone), run(*in_turns), run(*nested)]))
 """
 
 
 @pytest.fixture(scope="module")
 def timed(tmp_path_factory: pytest.TempPathFactory) -> Timed:
-    """What was found for each kind of loop, and its time as the script measured it."""
-    commands, folders = [], []
-    kinds = ("alone", "in turns", "nested")
-    for kind in kinds:
-        folders.append(tmp_path_factory.mktemp("timed"))
-        script = folders[-1] / "train.py"
-        script.write_text(TIMED.replace("KINDS", repr([kind])))
-        out = str(folders[-1] / "out.json")
-        commands.append([sys.executable, str(start_file.__file__), out, "script", str(script)])
-    ran = start(folders[0], *commands)
-    assert [done.returncode for done in ran] == [0, 0, 0]
-    return {
-        kind: (json.loads((folder / "out.json").read_text()), json.loads(done.stdout))
-        for kind, folder, done in zip(kinds, folders, ran, strict=True)
-    }
+    """What was found for loops of three kinds, and the times of each as the script measured it."""
+    folder = tmp_path_factory.mktemp("timed")
+    (folder / "train.py").write_text(TIMED)
+    (done,) = start(folder, plain(str(start_file.__file__), f"{folder}/out.json", "script", f"{folder}/train.py"))
+    assert done.returncode == 0
+    return json.loads((folder / "out.json").read_text()), json.loads(done.stdout)
 
 
 def whole(figures: dict[str, Any]) -> float:
@@ -445,37 +439,35 @@ def check_share(figures: dict[str, Any]) -> None:
 
 
 def test_times_of_one_loop(timed: Timed) -> None:
-    found, elapsed = timed["alone"]
-    row, total = found["loaders"][0], found["total"]
+    found, (elapsed, *_) = timed
+    row = found["loaders"][0]
     assert row["first_seconds"] >= 0.04
     assert row["waited_seconds"] >= 0.08
     assert row["between_seconds"] >= 0.09
     assert whole(row) <= elapsed <= found["seconds"]
-    assert {name: total[name] for name in total} == {name: row[name] for name in total}
     check_share(row)
 
 
-def test_loaders_in_turns_are_not_counted_twice(timed: Timed) -> None:
-    found, elapsed = timed["in turns"]
-    one, other = found["loaders"]
-    for row in (one, other):  # the wait for the other one is time between
+def test_times_of_loaders_in_turns(timed: Timed) -> None:
+    for row in timed[0]["loaders"][1:3]:  # the wait for the other one is time between
         assert row["waited_seconds"] >= 0.08
         assert row["between_seconds"] >= 2 * 0.03 + 2 * 0.04
         check_share(row)
-    total = found["total"]
-    assert total["waited_seconds"] == pytest.approx(one["waited_seconds"] + other["waited_seconds"])
-    assert total["first_seconds"] == pytest.approx(one["first_seconds"] + other["first_seconds"])
-    assert total["between_seconds"] >= 2 * 0.03
-    assert whole(total) <= elapsed
 
 
-def test_a_loader_within_a_loader_is_not_counted_twice(timed: Timed) -> None:
-    found, elapsed = timed["nested"]
-    outer, inner = found["loaders"]
-    assert counts(found) == [("Nested", 1, 3, 3), ("Slow", 3, 6, 18)]
+def test_times_of_a_loader_within_a_loader(timed: Timed) -> None:
+    found, _ = timed
+    inner = found["loaders"][4]
+    assert counts(found)[3:] == [("Nested", 1, 3, 3), ("Slow", 3, 6, 18)]
     assert inner["first_seconds"] + inner["waited_seconds"] >= 18 * 0.02
+
+
+def test_no_time_is_counted_twice(timed: Timed) -> None:
+    found, elapsed = timed
+    alone, one, other, outer, _ = found["loaders"]
     total = found["total"]
-    for name in ("first_seconds", "waited_seconds", "between_seconds", "stall_share"):
-        assert total[name] == pytest.approx(outer[name])
-    assert whole(total) <= elapsed
-    assert os.getcwd() != "/"
+    for name in ("first_seconds", "waited_seconds"):  # what a loader within another one waits is the other's wait
+        assert total[name] == pytest.approx(sum(row[name] for row in (alone, one, other, outer)))
+    assert total["between_seconds"] >= alone["between_seconds"] + 2 * 0.03 + outer["between_seconds"]
+    assert whole(total) <= sum(elapsed) <= found["seconds"]
+    check_share(total)

@@ -28,7 +28,7 @@ import pytest
 import torch
 from device_clocks import Access, Agent, ClockedQueue, ClockedThreading, Event, Piece, Stamp, Stream
 
-from stallfree.device import feeder, prefetcher, staging
+from stallfree.device import copy_thread, prefetcher, staging
 from stallfree.device.backend import Backend
 
 FRESH, FREED = 0xA5, 0x5A
@@ -326,8 +326,8 @@ class World:
         plain = staging.is_plain
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefetcher, "find_backend", lambda device: self.backend)
-            patch.setattr(feeder, "SimpleQueue", partial(ClockedQueue, self))
-            patch.setattr(feeder, "threading", ClockedThreading(self))
+            patch.setattr(copy_thread, "SimpleQueue", partial(ClockedQueue, self))
+            patch.setattr(copy_thread, "threading", ClockedThreading(self))
             patch.setattr(staging, "is_plain", lambda leaf: plain(leaf) and not self.on_device(leaf))
             patch.setattr(staging, "SMALL", 1024)
             yield patch

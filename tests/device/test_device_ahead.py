@@ -19,7 +19,7 @@ import torch
 import stallfree as sf
 from children import Child
 from stallfree.device import DevicePrefetcher
-from stallfree.device.ahead import Ahead
+from stallfree.device.copy_thread import HostThread
 
 PATIENCE = 10.0
 COUNT = 6
@@ -268,7 +268,7 @@ def test_a_transform_that_ends_the_loop_is_an_error() -> None:
     def transform(_: int) -> int:
         raise StopIteration
 
-    with pytest.raises(sf.errors.StallfreeError, match="transform_on_device raised StopIteration"):
+    with pytest.raises(sf.errors.StallfreeError, match=r"transform_on_device or .to\(\) raised StopIteration"):
         list(DevicePrefetcher([1, 2], "cpu", transform_on_device=transform))
 
 
@@ -303,7 +303,7 @@ def test_ctrl_c_at_any_point_of_the_wait() -> None:
 
     def interrupt(_: int, frame: FrameType | None) -> None:
         while frame is not None:
-            if frame.f_code is Ahead.take.__code__:
+            if frame.f_code is HostThread.take.__code__:
                 interrupts[0] += 1
                 raise KeyboardInterrupt
             frame = frame.f_back
@@ -336,7 +336,7 @@ def test_ctrl_c_ends_a_wait() -> None:
     main = threading.get_ident()
 
     def slow() -> Iterator[int]:
-        while not iterator._ahead._waiting:  # type: ignore[attr-defined]
+        while not iterator._thread._waiting:  # type: ignore[attr-defined]
             go.wait(0.001)
         while not go.wait(0.01):  # again, as it may have come before the wait
             signal.pthread_kill(main, signal.SIGINT)

@@ -16,7 +16,7 @@ from fakes import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stallfree.device import DevicePrefetcher, feeder
+from stallfree.device import DevicePrefetcher, copy_thread
 from stallfree.device.staging import Place, Sent, Stager
 
 pytestmark = pytest.mark.filterwarnings("ignore:a (Parcel|Crate) is sent:RuntimeWarning")
@@ -133,14 +133,14 @@ def holds(scene: Scene) -> None:
 
 
 @given(scenes())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_all_that_touches_the_same_memory_is_ordered_and_every_batch_is_exact(scene: Scene) -> None:
     holds(scene)
 
 
 @pytest.mark.slow
 @given(scenes())
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 def test_thousands_of_scenes(scene: Scene) -> None:
     holds(scene)
 
@@ -195,7 +195,7 @@ def transform_after_the_record(patch: pytest.MonkeyPatch, world: World) -> None:
 
 def forget_what_was_transformed(patch: pytest.MonkeyPatch, world: World) -> None:
     """Only what was copied is kept for whoever uses the batch, not what was made of it."""
-    patch.setattr(feeder, "memory_of", lambda leaf: [])
+    patch.setattr(copy_thread, "memory_of", lambda leaf: [])
 
 
 RING = {"keep": "ring"}

@@ -137,8 +137,8 @@ def test_a_loaders_slots_are_pinned_and_copied_from() -> None:
                 assert (pictures == ids.view(-1, 1, 1, 1)).all()
                 seen += len(ids)
             assert seen == 256
-        assert loader._crew is not None
-        slots = loader._crew.ring.slots
+        assert loader._runner.crews.kept is not None
+        slots = loader._runner.crews.kept.ring.slots
         assert slots._pinned
         view = torch.from_numpy(slots.view(next(iter(slots._pinned)), 1))
         assert view.is_pinned()
@@ -184,13 +184,13 @@ def test_a_batch_that_is_used_too_long_is_poison() -> None:
 def test_the_sanitizer_finds_nothing() -> None:
     program = """
     import torch, stallfree as sf
-    from stallfree.device.feeder import Feeder
+    from stallfree.device.copy_thread import CopyThread
     from torch.cuda._sanitizer import cuda_sanitizer
-    run = Feeder._run
+    run = CopyThread._run
     def watched(self, source):  # it watches the thread that imports torch, and no other
         with cuda_sanitizer.dispatch:
             run(self, source)
-    Feeder._run = watched
+    CopyThread._run = watched
     batches = [{"x": torch.full((300_000,), i % 100, dtype=torch.uint8), "y": torch.full((64,), i)} for i in range(200)]
     for keep in ("fresh", "ring"):
         total = 0

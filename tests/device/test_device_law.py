@@ -86,7 +86,7 @@ def rates(
 @given(st.integers(1, 6), SECONDS, SECONDS, SECONDS, st.sampled_from([1, 2, 4]), st.sampled_from(["fresh", "ring"]))
 @example(*ARTICLE.values(), 2, "fresh")
 @example(*ARTICLE.values(), 2, "ring")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_slowest_of_loading_copying_and_training_sets_the_pace(
     workers: int, load: float, copy: float, step: float, depth: int, keep: str
 ) -> None:

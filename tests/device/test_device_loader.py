@@ -17,7 +17,7 @@ from torch.utils.data import SequentialSampler
 
 import stallfree as sf
 from stallfree.events import read_events
-from stallfree.loader.dataloader import HostLoader
+from stallfree.loader.epoch_runner import EpochRunner
 from stallfree.loader.ring import Ring
 
 SAMPLES, BATCH = 40, 4
@@ -202,7 +202,7 @@ def test_the_wait_that_counts_is_that_of_the_training_loop(
 ) -> None:
     """What the prefetcher's thread waits for workers is none; and its calls of `next` are no steps."""
     waits: list[float] = []
-    monkeypatch.setattr(HostLoader, "count_wait", lambda _, seconds: waits.append(seconds))
+    monkeypatch.setattr(EpochRunner, "count_wait", lambda _, seconds: waits.append(seconds))
     with loader_of(event_log=tmp_path / "log") as loader:
         for _ in loader:
             pass
@@ -219,9 +219,10 @@ def test_a_prefetcher_around_a_loader_does_what_the_loader_does_by_itself(world:
         prefetcher = sf.DevicePrefetcher(loader, "cuda")
         for _ in range(2):
             assert sum(1 for _ in prefetcher) == SAMPLES // BATCH
-        assert loader._crew is not None
-        assert loader._crew.ring.slots._pinned
-        assert not loader._crew.counts_waits
+        crew = loader._runner.crews.kept
+        assert crew is not None
+        assert crew.ring.slots._pinned
+        assert not crew.counts_waits
         prefetcher.close()
         assert sorted(id for _, labels in loader for id in labels.tolist()) == list(range(SAMPLES))
-        assert loader._crew.counts_waits
+        assert crew.counts_waits

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import stallfree as sf
 from children import Child
 from stallfree.device import process
-from stallfree.device.forms import MARK, join, lay_out, pack_layout, split
+from stallfree.device.batch_codec import MARK, join, lay_out, pack_layout, split
 from stallfree.device.process import ProcessPrefetcher
 
 Pair = namedtuple("Pair", "left right")
@@ -68,7 +68,7 @@ def test_sizes_change(tmp_path: Path) -> None:
             script.write(batches=7, rows=rows, last=2)
             got = [read_stamp(batch, 2 if number == 6 else rows) for number, batch in enumerate(prefetcher)]
             assert got == [(epoch, number) for number in range(7)]
-            assert len(list(prefetcher.consumer(0)._folder.glob("slot-*"))) == 3  # what was too small is gone
+            assert len(list(prefetcher._folder.glob("slot-*"))) == 3  # what was too small is gone
 
 
 def test_an_empty_epoch(served: Served) -> None:

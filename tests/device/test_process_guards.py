@@ -27,6 +27,7 @@ from stallfree.device.consumer import Consumer
 from stallfree.device.producer import Producer, Setup, produce
 from stallfree.device.slots import OpenSlots, SharedHost
 from stallfree.folders import SharedFolder
+from stallfree.ipc.process import Parent
 from stallfree.sockets import listen
 
 BATCHES = 40
@@ -114,7 +115,9 @@ def served(consumers: int) -> Iterator[Path]:
     def run() -> None:
         ours.close()
         torch.set_num_threads(1)  # those of the parent are not here
-        produce(theirs, listener, Setup(batches, torch.device("cpu"), 2, consumers, shared.path))  # type: ignore[arg-type]
+        produce(
+            Parent(theirs, os.getppid(), True), listener, Setup(batches, torch.device("cpu"), 2, consumers, shared.path)
+        )  # type: ignore[arg-type]
 
     child = Child(run)
     listener.close()

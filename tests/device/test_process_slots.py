@@ -15,9 +15,9 @@ import torch
 
 import stallfree as sf
 from stallfree.device import producer, staging
-from stallfree.device.crossing import unpack_length
-from stallfree.device.forms import join, lay_out, pack_layout
+from stallfree.device.batch_codec import join, lay_out, pack_layout
 from stallfree.device.producer import Producer, Setup
+from stallfree.device.protocol import unpack_length
 from stallfree.device.slots import OpenSlots, SharedCuda, SharedHost
 from stallfree.folders import SharedFolder
 
@@ -81,7 +81,7 @@ class Pinning(SharedHost):
 
 
 class OneConsumer:
-    """A door: who takes part looks at each batch at once, and wants so many epochs."""
+    """A server of consumers: the one that takes part looks at each batch at once, and asks for so many epochs."""
 
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
@@ -110,7 +110,7 @@ class OneConsumer:
     def end(self, slot: int) -> None:
         self.free.append(slot)
 
-    def tell_length(self, length: bytes) -> None:
+    def set_length(self, length: bytes) -> None:
         assert unpack_length(length) == SAMPLES // BATCH
 
 
@@ -118,7 +118,7 @@ class OneConsumer:
 def test_pictures_go_straight_out_of_pinned_slots(
     folder: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool
 ) -> None:
-    memory, door = Pinning(folder), OneConsumer(epochs=2)
+    memory, server = Pinning(folder), OneConsumer(epochs=2)
     monkeypatch.setattr(producer, "memory_of", lambda *_: memory)
     monkeypatch.setattr(staging, "SMALL", 1024)
     loaders: list[Any] = []
@@ -127,14 +127,14 @@ def test_pictures_go_straight_out_of_pinned_slots(
         loaders.append(sf.DataLoader(Pictures(), BATCH, num_workers=1, persistent_workers=persistent, seed=1))
         return loaders[0]
 
-    Producer(door, Setup(make, CPU, DEPTH, 1, folder)).run()  # type: ignore[arg-type]
-    assert sorted(door.labels) == sorted([*range(SAMPLES)] * 2)
+    Producer(server, Setup(make, CPU, DEPTH, 1, folder)).run()  # type: ignore[arg-type]
+    assert sorted(server.labels) == sorted([*range(SAMPLES)] * 2)
     assert memory.staged == {BATCH * 8}  # the labels
     assert memory.most > 0
     assert memory.pinned == {}  # the loader is closed
     assert loaders[0].stats().wait_seconds > 0  # what the process has waited for, as without a prefetcher
-    assert len(door.memories) == DEPTH + 1
-    assert all(bool((memory == 255).all()) for memory in door.memories.values())  # who still uses a batch sees it
+    assert len(server.memories) == DEPTH + 1
+    assert all(bool((memory == 255).all()) for memory in server.memories.values())  # who still uses a batch sees it
 
 
 @pytest.mark.parametrize("newer", [False, True])

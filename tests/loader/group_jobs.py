@@ -317,7 +317,7 @@ class Team:
         return job
 
     def jobs(self, count: int, **changes: Any) -> list[Job]:
-        """Jobs that have all joined and have not taken a batch. The first one has started the conductor."""
+        """Jobs that have all joined and have not taken a batch. The first one has started the coordinator."""
         jobs = [self.job(**changes) for _ in range(count)]
         begun(jobs[:1])
         return [*jobs[:1], *begun(jobs[1:])]
@@ -399,10 +399,10 @@ def children_of(process: psutil.Process) -> list[psutil.Process]:
     return [child for child in process.children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
-def conductor_of(*jobs: Job) -> psutil.Process:
+def coordinator_of(*jobs: Job) -> psutil.Process:
     """The process that runs the workers, a child of one of the jobs."""
-    (conductor,) = [child for job in jobs for child in children_of(job.process)]
-    return conductor
+    (coordinator,) = [child for job in jobs for child in children_of(job.process)]
+    return coordinator
 
 
 def together(jobs: list[Job], name: str) -> list[list[Taken]]:

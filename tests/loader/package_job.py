@@ -1,4 +1,4 @@
-"""What the tests of the packager share: a job that has a data set, a cache and a board."""
+"""What the tests of the packager share: a job that has a data set, a cache and flags."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from smart_data import Rows
 from children import PATIENCE
 from stallfree import Compose
 from stallfree.cache import Packages, SampleCache
-from stallfree.loader.board import LOW, PENDING, Board
+from stallfree.loader.package_work import WorkSetup
 from stallfree.loader.packager import Packager
-from stallfree.loader.packing import HelperSetup
 from stallfree.loader.reader import Reader
+from stallfree.loader.shared_flags import LOW, PENDING, SharedFlags
 
 WANTED = LOW | PENDING
 RECORD = 104
@@ -41,7 +41,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 class Job:
-    """What a training process has: a data set, a cache, a board."""
+    """What a training process has: a data set, a cache, flags."""
 
     def __init__(
         self, folder: Path, samples: int = 200, *, capacity: int = 1 << 20, step: Any = None, **rows: Any
@@ -56,26 +56,28 @@ class Job:
             example=(np.zeros(8, np.int32), 0),
         )
         self.reader = Reader(self.source, self.cache, Compose([step] if step else []), Compose([]))
-        self.board = Board(None, samples)
+        self.shared = SharedFlags(samples)
         self.packager: Packager | None = None
 
     def flag(self, ids: Any, flags: int = WANTED) -> None:
-        self.board.flags[ids] = flags
+        self.shared.flags[ids] = flags
 
     def start(self, *, budget: int | str = "1MiB", method: str = "fork", package_bytes: int = TEN) -> Packager:
         self.packager = Packager(
             self.reader,
             self.folder,
             write_budget=budget,
-            board=self.board,
             context=multiprocessing.get_context(method),
             package_bytes=package_bytes,
         )
+        given, self.shared = self.shared, self.packager.shared
+        self.shared.flags[:], self.shared.fields[:] = given.flags, given.fields
+        given.close()
         return self.packager
 
-    def setup(self, *, budget: int = 1 << 20) -> HelperSetup:
+    def setup(self, *, budget: int = 1 << 20) -> WorkSetup:
         self.folder.mkdir(exist_ok=True)
-        return HelperSetup(self.reader, self.board, self.folder, budget, TEN)
+        return WorkSetup(self.reader, self.shared, self.folder, budget, TEN)
 
     def fetched(self) -> list[int]:
         """The ids that were fetched, in order."""
@@ -101,5 +103,5 @@ class Job:
     def close(self) -> None:
         if self.packager is not None:
             self.packager.close()
-        self.board.close()
+        self.shared.close()
         self.cache.close()

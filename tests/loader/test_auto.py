@@ -19,8 +19,8 @@ import stallfree as sf
 from stallfree.folders import SharedFolder, default_root
 from stallfree.loader import auto
 from stallfree.loader.choice import Measured
-from stallfree.loader.filling import is_prepared
 from stallfree.loader.measure import Probe, measure
+from stallfree.loader.transform_split import is_prepared
 from stallfree.testing import ThrottledSource
 
 COUNT = 40

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import albumentations as A
 import numpy as np
 import pytest
 import torch
@@ -90,6 +89,7 @@ def drawn(picture: Any) -> Any:
 
 
 def albumentations() -> list[Any]:
+    A = pytest.importorskip("albumentations")
     return [A.Resize(12, 12), A.RandomCrop(8, 8), A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=1)]
 
 
@@ -119,7 +119,8 @@ def monai() -> list[Any]:
     return [M.Compose([M.ScaleIntensity(), M.RandGaussianNoise(prob=1), M.RandFlip(prob=0.5)]), np.asarray, scale]
 
 
-PIPELINES = [albumentations, users, shared, with_halves, late, monai]
+LIBRARIES = [pytest.param(make, marks=pytest.mark.libraries) for make in (albumentations, monai)]
+PIPELINES = [users, shared, with_halves, late, *LIBRARIES]
 
 
 def epochs(make: Callable[[], list[Any]], form: Any, workers: int = 0, method: str | None = None) -> list[Any]:
@@ -146,6 +147,7 @@ def test_every_form_gives_what_no_cache_gives(make: Callable[[], list[Any]]) -> 
     assert [form for form in FORMS if not equal(epochs(make, form), plain)] == []
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("form", [None, *FORMS])
 def test_any_number_of_forked_workers(form: Any) -> None:
     plain = epochs(albumentations, None)
@@ -158,6 +160,7 @@ def test_any_way_to_start_workers(form: Any, method: str) -> None:
     assert equal(epochs(shared, form, 2, method), epochs(shared, None))
 
 
+@pytest.mark.libraries
 def test_a_smart_cache_gives_them_too() -> None:
     """Its samples are those of a cache, by id."""
     source = Pictures(albumentations())

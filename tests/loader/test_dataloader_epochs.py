@@ -277,17 +277,24 @@ def test_an_iteration_waits_for_the_slots_that_the_one_before_still_has(
         iter(loader)  # two more are with the worker, before the gate
         ids[:] = range(8)
         iterator = iter(loader)
-        assert loader._crew is not None
-        assert loader._crew.ring.free == 0
+        assert loader._runner.crews.kept is not None
+        assert loader._runner.crews.kept.ring.free == 0
         monkeypatch.setattr(crew, "wait", open_and_wait)
         assert [int(batch) for batch in iterator] == list(range(8))
         assert [int(batch) for batch in kept] == [0, 1, 2]
 
 
-def test_two_iterations_of_one_loader_are_independent() -> None:
-    loader = sf.DataLoader(Made(12, picture), batch_size=4, num_workers=1)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_two_iterations_of_one_loader_are_independent(workers: int) -> None:
+    loader = sf.DataLoader(Made(12, picture), batch_size=4, num_workers=workers)
     pairs = [(a[1].tolist(), b[1].tolist()) for a, b in zip(loader, loader, strict=True)]
     assert pairs == [([0, 1, 2, 3],) * 2, ([4, 5, 6, 7],) * 2, ([8, 9, 10, 11],) * 2]
+    state = loader.state_dict() | {"seed": 5}  # another seed, so the next iteration has a crew of its own
+    first = iter(loader)
+    assert next(first)[1].tolist() == [0, 1, 2, 3]
+    loader.load_state_dict(state)
+    assert [labels.tolist() for _, labels in loader] == [pair[0] for pair in pairs]
+    assert [labels.tolist() for _, labels in first] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_persistent_workers_serve_the_latest_iteration() -> None:
@@ -363,7 +370,7 @@ def test_more_batches_ahead_than_there_are() -> None:
 
 def test_very_long_tasks() -> None:
     """Ids of a batch, and a batch by way of the connection, that are larger than any buffer of the kernel."""
-    count = 100_000
+    count = 60_000
     loader = sf.DataLoader(
         Made(count, abs), batch_size=count // 2, num_workers=1, prefetch_factor=2, staging="1MiB", with_ids=True
     )

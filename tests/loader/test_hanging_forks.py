@@ -15,8 +15,8 @@ import torch
 import stallfree as sf
 from children import Child
 from stallfree import generator_lock
-from stallfree.loader import lanes, worker
-from stallfree.shared import conductor
+from stallfree.ipc import process
+from stallfree.loader import worker, worker_processes
 
 COUNT = 12
 
@@ -55,28 +55,29 @@ def served(loader: sf.DataLoader | sf.SharedLoader) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "_REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(worker_processes, "_REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(process, "REPORT_SECONDS", 0.2)
 
 
 def test_a_worker_that_does_not_report_in_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More often than a batch may kill workers, for it is not the batch's fault."""
-    hangs = Hangs(tmp_path, lambda call: call < lanes.LIVES)
+    hangs = Hangs(tmp_path, lambda call: call < worker_processes.LIVES)
     monkeypatch.setattr(worker, "check_generator", hangs)
     with sf.DataLoader(Numbers(), batch_size=3, num_workers=1, multiprocessing_context="fork") as loader:
         assert served(loader) == list(range(COUNT))
-        assert loader.stats().workers_replaced == lanes.LIVES == len(hangs.calls) - 1
+        assert loader.stats().workers_replaced == worker_processes.LIVES == len(hangs.calls) - 1
 
 
 def test_a_loader_that_is_closed_does_not_wait_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "check_generator", Hangs(tmp_path, lambda call: True))
-    monkeypatch.setattr(lanes, "_STOP_SECONDS", 1e9)
+    monkeypatch.setattr(worker_processes, "_STOP_SECONDS", 1e9)
     with sf.DataLoader(Numbers(), batch_size=3, num_workers=2, multiprocessing_context="fork") as loader:
         iter(loader)
 
 
 def test_a_coordinator_that_does_not_report_in_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = Hangs(tmp_path, lambda call: call < 2)
-    monkeypatch.setattr(conductor, "check_generator", hangs)
+    monkeypatch.setattr(process, "check_generator", hangs)
     options = {"batch_size": 3, "num_workers": 1, "multiprocessing_context": "fork"}
     with sf.SharedLoader(Numbers(), group="hangs", **options) as loader:
         assert served(loader) == list(range(COUNT))

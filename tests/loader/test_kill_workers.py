@@ -21,13 +21,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import train_job
 from loader_data import Made, checksum, picture, pixels
 from train_job import SAMPLES, KeepAsIs, cached
 
 import stallfree as sf
-from children import Holder
+from children import Child, Holder
 from stallfree.folders import sweep
-from stallfree.loader import lanes
+from stallfree.loader import worker_processes
 from warm import Interpreter
 
 PATIENCE = 60.0  # seconds until a process that does not end is taken for hung
@@ -71,7 +72,7 @@ def a_killer(chance: random.Random) -> Iterator[threading.Event]:
 
 
 def train_among_kills(kills: int, method: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "LIVES", 1000)  # chance may hit a batch more than three times
+    monkeypatch.setattr(worker_processes, "LIVES", 1000)  # chance may hit a batch more than three times
     chance = random.Random(seed)
     ledger: Ledger = []
     epoch = killed = 0
@@ -216,8 +217,30 @@ def test_a_worker_that_is_stopped_does_not_hold_up_the_loops_sends() -> None:
 
 
 @contextlib.contextmanager
-def job(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def forked_job() -> Iterator[Child]:
     """A running job that has said "ready"."""
+    read, write = os.pipe()
+
+    def run() -> None:
+        os.setsid()
+        os.dup2(write, 1)
+        sys.stdout = os.fdopen(1, "w")
+        train_job.main("fork", 1000)
+
+    child = Child(run)
+    os.close(write)
+    try:
+        assert os.read(read, 100) == b"ready\n"
+        yield child
+    finally:
+        os.close(read)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            child.kill()
+
+
+@contextlib.contextmanager
+def job(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A running job of another interpreter, which has said "ready"."""
     script = Path(__file__).with_name("train_job.py")
     process = subprocess.Popen(
         [sys.executable, str(script), *arguments],
@@ -238,17 +261,26 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-@pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("forkserver", "spawn"))]
-)
-def test_the_trainer_is_killed(method: str, store_root: Path) -> None:
+def test_the_trainer_is_killed(store_root: Path) -> None:
+    with forked_job() as process:
+        check_kill(process, store_root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_the_trainer_of_another_interpreter_is_killed(method: str, store_root: Path) -> None:
     with job(method, "1000") as process:
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) >= 2
-        assert len(list(store_root.iterdir())) == 2  # the cache and the ring
-        process.kill()
+        check_kill(process, store_root)
+
+
+def check_kill(process: Child | subprocess.Popen[str], store_root: Path) -> None:
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2
+    assert len(list(store_root.iterdir())) == 2  # the cache and the ring
+    process.kill()
+    if isinstance(process, subprocess.Popen):
         process.wait()
-        wait_until_gone(family)
+    wait_until_gone(family)
     with cached() as dataset, sf.DataLoader(dataset, 4, num_workers=1) as loader:
         assert len(list(loader)) == SAMPLES // 4
     sweep(store_root)
@@ -269,7 +301,7 @@ def test_a_loader_sweeps_what_killed_ones_left(store_root: Path) -> None:
     holder.kill()
     wait_until_gone(family)
     assert len(list(store_root.iterdir())) == 1  # the ring
-    list(sf.DataLoader(Made(4, picture)))
+    list(sf.DataLoader(Made(4, picture), num_workers=1))
     assert not list(store_root.iterdir())
 
 
@@ -320,7 +352,7 @@ def test_a_second_job_on_the_same_cache_is_killed(seed: int, kills: int, store_r
         for epoch in range(2 + 2 * kills):
             if epoch in (1, 3):
                 last = chance.randrange(3, 20)
-                with job("fork", "1000") as process:
+                with forked_job() as process:
                     for number, batch in enumerate(loader):
                         book(ledger, epoch, batch)
                         dataset.cache.drop(batch.ids)  # so that both go on writing

@@ -21,8 +21,8 @@ from stallfree.cache import MISS, Packages, SampleCache
 from stallfree.errors import InputError, StorageError
 from stallfree.folders import default_root, sweep
 from stallfree.loader import packager as packager_module
-from stallfree.loader.board import LOW, MISSED, Board, Field
 from stallfree.loader.reader import Reader
+from stallfree.loader.shared_flags import LOW, MISSED, Field
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def end_to_end(job: Job, method: str) -> None:
     packager = job.start(method=method)
     job.flag(range(95))
     job.flag(range(5), WANTED | MISSED)
-    job.board.fields[Field.REGION] = 1
+    job.shared.fields[Field.REGION] = 1
     packager.wake()
     until(lambda: packager.stats().packages_written == 9)
     packed = job.packed()
@@ -50,7 +50,7 @@ def end_to_end(job: Job, method: str) -> None:
     packager.wake()
     until(lambda: len(job.resident()) == 10)
     for region in (11, 30, 90):
-        job.board.fields[Field.REGION] = region
+        job.shared.fields[Field.REGION] = region
         until(lambda region=region: (packager.wake(), len(job.resident()) >= region)[1])
     packager.wake(last=True)
     job.flag(range(100, 200))  # as soon as these are packed, whatever was said before has been heard
@@ -87,7 +87,7 @@ def test_packages_of_an_earlier_run_are_used(job: Job, tmp_path: Path) -> None:
     job.close()
     again = Job(tmp_path)
     again.flag(range(100))
-    again.board.fields[Field.REGION] = 100
+    again.shared.fields[Field.REGION] = 100
     packager = again.start()
     until(lambda: (packager.wake(), len(again.resident()) == 100)[1])
     again.close()
@@ -105,7 +105,7 @@ def test_a_damaged_package_is_packed_again(job: Job) -> None:
     data = bytearray(victim.read_bytes())
     data[-5] ^= 1
     victim.write_bytes(data)
-    job.board.fields[Field.REGION] = 20
+    job.shared.fields[Field.REGION] = 20
     until(lambda: (packager.wake(), len(job.resident()) == 20)[1])
     packager.close()
     stats = packager.stats()
@@ -122,7 +122,7 @@ def test_a_killed_process_is_started_again_three_times(
 ) -> None:
     budget = 4 * file_bytes(10)
     packager = job.start(budget=budget)
-    job.board.fields[Field.REGION] = 200
+    job.shared.fields[Field.REGION] = 200
     for life in range(4):
         job.flag(range(10 * life, 10 * life + 10))
         until(lambda life=life: (packager.wake(), len(job.resident()) == 10 * life + 10)[1])
@@ -149,7 +149,7 @@ def test_processes_killed_at_random_instants(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(packager_module, "LIVES", 1000)
     job = Job(tmp_path, 3000, capacity=200_000)
     packager = job.start(budget=200 * file_bytes(10))
-    job.board.fields[Field.REGION] = 500
+    job.shared.fields[Field.REGION] = 500
     job.flag(slice(None))
     rng = np.random.default_rng(seed)
     for _ in range(150):
@@ -205,7 +205,7 @@ def test_processes_die_with_the_trainer(tmp_path: Path, method: str) -> None:
     finally:
         os.kill(heir, signal.SIGKILL)
     swept: list[str] = []
-    until(lambda: (swept.extend(sweep(default_root())), len(swept) == 2)[1])  # a cache and a board
+    until(lambda: (swept.extend(sweep(default_root())), len(swept) == 2)[1])  # a cache and flags
 
 
 def test_a_process_that_hangs_is_killed_and_delays_no_wake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_a_process_that_hangs_is_killed_and_delays_no_wake(tmp_path: Path, monke
     os.kill(helpers()["stallfree-read"].pid, signal.SIGSTOP)
     for _ in range(20_000):  # more than a pipe holds
         packager.wake()
-    assert sum(len(part) for helper in packager._helpers for part in helper._channel._out) < 100  # type: ignore[union-attr]
+    assert sum(len(part) for process in packager._processes for part in process._child._channel._out) < 100  # type: ignore[union-attr]
     job.close()
     assert helpers() == {}
 
@@ -267,12 +267,6 @@ def test_arguments(job: Job, tmp_path: Path) -> None:
         job.start(package_bytes=0)
     with pytest.raises(InputError, match="write_budget='much'"):
         job.start(budget="much")
-    other = Board(None, 3)
-    board, job.board = job.board, other
-    with pytest.raises(InputError, match="3 samples"):
-        job.start()
-    job.board = board
-    other.close()
     (tmp_path / "file").touch()
     job.folder = tmp_path / "file"
     with pytest.raises(StorageError, match="Give another folder"):

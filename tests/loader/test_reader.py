@@ -15,9 +15,9 @@ from cached_data import Given, Meeting, Numbers, doubled_in_place, with_draws
 
 import stallfree as sf
 from stallfree.cache import SampleCache
-from stallfree.loader.filling import private
 from stallfree.loader.reader import IO_THREADS, Reader
 from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.values import private
 
 NOTHING = Compose([])
 

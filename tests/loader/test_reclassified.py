@@ -260,7 +260,7 @@ class LateGenerator:
             return x
         if "rng" not in self.tools:
             self.tools["rng"] = HIDDEN["made"]()
-        return x + self.tools["rng"].random()
+        return x + 1000 * self.tools["rng"].random()  # more than float32 may round away
 
 
 def hidden() -> Any:

@@ -13,6 +13,7 @@ from loader_data import Made, jittered, picture
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import stallfree as sf
+from cases import half
 from children import Child
 
 COUNT = 20
@@ -189,8 +190,7 @@ def in_a_new_process(run: Callable[[], Any], path: Any) -> Any:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("kind", ["loader", "cached", "smart", "importance"])
+@pytest.mark.parametrize(("kind", "persistent"), half(["loader", "cached", "smart", "importance"], [True, False]))
 def test_a_resumed_job_continues_exactly(kind: str, persistent: bool, tmp_path: Any) -> None:
     """In another process, whose generator has another state, and without a seed."""
 

@@ -1,4 +1,4 @@
-"""Jobs of a group come and go while jobs, workers and the conductor are killed or stopped at random instants.
+"""Jobs of a group come and go while jobs, workers and the coordinator are killed or stopped at random instants.
 
 Each job keeps a ledger: a line (turn, the group's epoch, place, id, checksum, seconds) for each sample that reached its
 loop, written batch by batch, so that the lines of a killed job stand. What the lines must be is computed without a
@@ -25,7 +25,7 @@ from group_jobs import PATIENCE, Pictures, Team, children_of, expected, taken
 import stallfree as sf
 from children import Child
 from stallfree.folders import sweep
-from stallfree.loader import lanes
+from stallfree.loader import worker_processes
 from stallfree.shared import member
 
 COUNT = 100  # no multiple of the chunk
@@ -248,7 +248,7 @@ class Chaos:
             return job.process
         found = children_of(job.process)
         if role == "worker":
-            found = [worker for conductor in found for worker in children_of(conductor)]
+            found = [worker for coordinator in found for worker in children_of(coordinator)]
         return self.chance.choice(found) if found else None
 
     def fill(self, least: int) -> None:
@@ -258,7 +258,7 @@ class Chaos:
 
     def halt(self) -> None:
         """Stop a process for a short while."""
-        process = self.signal(self.chance.choice(("job", "conductor", "worker")), signal.SIGSTOP)
+        process = self.signal(self.chance.choice(("job", "coordinator", "worker")), signal.SIGSTOP)
         self.wait(self.chance.random() * 0.3)
         with contextlib.suppress(psutil.Error):
             process.send_signal(signal.SIGCONT)
@@ -266,7 +266,7 @@ class Chaos:
 
     def rage(self, kills: int) -> None:
         """Kill so many processes, of each role as often, at random instants. Others come."""
-        roles = ["job", "conductor", "worker"] * -(-kills // 3)
+        roles = ["job", "coordinator", "worker"] * -(-kills // 3)
         self.chance.shuffle(roles)
         for role in roles[:kills]:
             self.fill(self.chance.randint(1, MOST_JOBS))
@@ -334,8 +334,8 @@ def slowness() -> float:
 def bring_chaos(
     folder: Path, store_root: Path, kills: int, seed: int, on_lag: str, still: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "LIVES", 1000)  # chance may hit one batch again and again
-    monkeypatch.setattr(member, "LIVES", 1000)  # or one conductor after the other
+    monkeypatch.setattr(worker_processes, "LIVES", 1000)  # chance may hit one batch again and again
+    monkeypatch.setattr(member, "LIVES", 1000)  # or one coordinator after the other
     with Team(folder) as team:
         chaos = Chaos(team, random.Random(seed), on_lag, still)
         try:
@@ -351,8 +351,8 @@ def bring_chaos(
             total += check(job.ledger.read_text())
     print(f"ledgers: {dict(total)}")
     assert total["whole"] >= kills / 4  # there was something to be checked
-    assert min(chaos.done[role] for role in ("job", "conductor", "worker")) >= kills // 3
-    sweep(store_root)  # killed conductors leave their rings
+    assert min(chaos.done[role] for role in ("job", "coordinator", "worker")) >= kills // 3
+    sweep(store_root)  # killed coordinators leave their rings
     assert not list(store_root.iterdir())
 
 

@@ -5,8 +5,6 @@ The jobs do what the tests tell them, so nothing here depends on who is faster.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -35,8 +33,10 @@ from group_jobs import (
     together,
 )
 from loader_data import Made, as_list, brighter, checksum, picture, same
+from smart_data import until
 
 import stallfree as sf
+from warm import Ended, Interpreter
 
 
 @pytest.fixture
@@ -314,7 +314,8 @@ def test_two_loaders_in_one_process(team: Team) -> None:
     assert len(team.dataset.decodes()) == SAMPLES
 
 
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_start_methods(method: str, team: Team) -> None:
     forkserver._forkserver._stop()  # that of an earlier test, which forked jobs would take for their own
     jobs = team.jobs(2, multiprocessing_context=method)
@@ -327,27 +328,29 @@ def test_start_methods(method: str, team: Team) -> None:
 STRANGER = """
 import sys
 from pathlib import Path
+sys.path[:] = sys.argv[2:]
 import stallfree as sf
 from group_jobs import Pictures, Team, right, taken
 team = Team(Path(sys.argv[1]))
 with sf.SharedLoader(**team.arguments()) as loader:
     iterator = iter(loader)
-    print("joined", flush=True)
+    (team.folder / "joined").touch()
     print(right([taken(loader, batch) for batch in iterator]), flush=True)
 """
 
 
-def test_a_job_of_another_interpreter(team: Team) -> None:
+def test_a_job_of_another_interpreter(team: Team, interpreter: Interpreter) -> None:
     """It comes to the same fingerprints and gets the same batches."""
     (first,) = team.jobs(1)
-    with subprocess.Popen(
-        [sys.executable, "-c", STRANGER, str(team.folder)], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"},
-    ) as stranger:  # fmt: skip
-        assert stranger.stdout is not None
-        assert stranger.stdout.readline() == "joined\n"
-        assert right(first.rest()) == 0
-        assert stranger.stdout.readline() == "0\n"
-    assert stranger.returncode == 0
+    ended: list[Ended] = []
+    stranger = threading.Thread(
+        target=lambda: ended.append(interpreter.run(STRANGER, str(team.folder), *filter(None, sys.path)))
+    )
+    stranger.start()
+    until(lambda: ended or (team.folder / "joined").exists())
+    assert not ended, ended[0].err
+    assert right(first.rest()) == 0
+    stranger.join()
+    assert (ended[0].code, ended[0].out) == (0, "0\n"), ended[0].err
     assert len(team.dataset.decodes()) == SAMPLES
     assert expected(0, 1) != expected(1, 1)

@@ -25,7 +25,7 @@ from group_jobs import (
     Taken,
     Team,
     children_of,
-    conductor_of,
+    coordinator_of,
     flat,
     ids_of,
     in_turn,
@@ -184,7 +184,7 @@ def test_a_job_is_killed_that_holds_batches(team: Team) -> None:
     assert len(team.dataset.decodes()) == 2 * SAMPLES
 
 
-def test_the_job_is_killed_that_started_the_conductor(team: Team) -> None:
+def test_the_job_is_killed_that_started_the_coordinator(team: Team) -> None:
     first, second, third = team.jobs(3)
     begun = [second.take(3), third.take(7)]
     first.take(1)
@@ -196,11 +196,11 @@ def test_the_job_is_killed_that_started_the_conductor(team: Team) -> None:
 
 
 @pytest.mark.parametrize("on_lag", ["wait", "detach"])
-def test_the_conductor_is_killed(on_lag: str, team: Team) -> None:
+def test_the_coordinator_is_killed(on_lag: str, team: Team) -> None:
     first, second = team.jobs(2, on_lag=on_lag)
     for turn in range(3):
         begun = [first.take(2), second.take(5)]
-        conductor_of(first, second).kill()
+        coordinator_of(first, second).kill()
         rests = together([first, second], "rest")
         assert {right([*before, *rest]) for before, rest in zip(begun, rests, strict=True)} == {turn}
         assert [job.stats().takeovers for job in (first, second)] == [turn + 1, turn + 1]
@@ -210,14 +210,14 @@ def test_the_conductor_is_killed(on_lag: str, team: Team) -> None:
 
 
 @pytest.mark.parametrize(("timeout", "after"), [(60, 0.1), (3, 60)])
-def test_the_conductor_is_stopped(timeout: float, after: float, team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coordinator_is_stopped(timeout: float, after: float, team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than it may be, or than a batch is waited for: another one takes its place. It does nothing more."""
     monkeypatch.setattr(member, "_STOPPED_SECONDS", after)
     monkeypatch.setattr(member, "_LOOK_SECONDS", 0.1)
     monkeypatch.setattr(member, "_ANSWER_SECONDS", 0.5)
     first, second = team.jobs(2, timeout=timeout)
     begun = [first.take(2), second.take(5)]
-    stopped = conductor_of(first, second)
+    stopped = coordinator_of(first, second)
     stopped.suspend()
     rests = together([first, second], "rest")
     assert {right([*before, *rest]) for before, rest in zip(begun, rests, strict=True)} == {0}
@@ -225,15 +225,15 @@ def test_the_conductor_is_stopped(timeout: float, after: float, team: Team, monk
     with contextlib.suppress(psutil.NoSuchProcess):
         stopped.resume()
     assert {right(batches) for batches in together([first, second], "epoch")} == {1}
-    assert conductor_of(first, second) != stopped
+    assert coordinator_of(first, second) != stopped
 
 
-def test_a_conductor_that_is_stopped_while_a_job_joins(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_that_is_stopped_while_a_job_joins(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "_STOPPED_SECONDS", 0.1)
     monkeypatch.setattr(member, "_LOOK_SECONDS", 0.1)
     (first,) = team.jobs(1)
     begun = first.take(2)
-    conductor_of(first).suspend()
+    coordinator_of(first).suspend()
     second = team.job(join="catchup")
     batches = second.epoch()
     assert right(batches) in (0, 1)  # the group goes on without the first job, if that does nothing for a second
@@ -242,16 +242,16 @@ def test_a_conductor_that_is_stopped_while_a_job_joins(team: Team, monkeypatch: 
 
 def test_workers_are_killed(team: Team) -> None:
     first, second = team.jobs(2, num_workers=2)
-    conductor = conductor_of(first)
+    coordinator = coordinator_of(first)
     batches: list[list[Taken]] = [[], []]
     for _ in range(4):
-        for worker in children_of(conductor):
+        for worker in children_of(coordinator):
             worker.kill()
         batches[0] += first.take(6)
         batches[1] += second.take(6)
     for seen, rest in zip(batches, together([first, second], "rest"), strict=True):
         assert right([*seen, *rest]) == 0
-    assert conductor_of(first) == conductor
+    assert coordinator_of(first) == coordinator
     assert first.stats().takeovers == second.stats().takeovers == 0
 
 

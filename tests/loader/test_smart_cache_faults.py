@@ -18,6 +18,7 @@ from smart_data import Rows, ids_of, until
 from torch.utils.data import DistributedSampler
 
 import stallfree as sf
+from cases import half
 from children import Child
 
 LOADERS = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}
@@ -26,7 +27,7 @@ LOADERS = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}
 def coming(data: sf.SmartCacheDataset, epoch: int) -> list[int]:
     """The ids that join after `epoch`, when nothing was late."""
     start = epoch * data.replace_num + data.cache_num
-    return data.plan.sequence(start, start + data.replace_num).tolist()
+    return data.window.plan.sequence(start, start + data.replace_num).tolist()
 
 
 def prepared(data: sf.SmartCacheDataset, epoch: int) -> bool:
@@ -36,9 +37,7 @@ def prepared(data: sf.SmartCacheDataset, epoch: int) -> bool:
 # -- files that cannot be read -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("on_late", ["partial", "wait"])
+@pytest.mark.parametrize(("kind", "workers", "on_late"), half(LOADERS, [0, 2], ["partial", "wait"]))
 def test_a_bad_file_stops_training_with_its_path(kind: str, workers: int, on_late: str) -> None:
     with sf.SmartCacheDataset(Rows(10, bad=[7]), cache_num=5, replace_rate=0.2, shuffle=False, on_late=on_late) as data:
         loader = LOADERS[kind](data, batch_size=5, num_workers=workers)
@@ -47,7 +46,7 @@ def test_a_bad_file_stops_training_with_its_path(kind: str, workers: int, on_lat
         ids_of(loader)
         until(lambda: prepared(data, 1))
         ids_of(loader)  # 2 to 6
-        until(lambda: data._state.unkept[7])
+        until(lambda: data.window.state.unkept[7])
         with pytest.raises(Exception, match=r"/data/row-7.bin") as caught:
             ids_of(loader)
         assert "the file is cut short" in str(caught.value)
@@ -105,7 +104,7 @@ def test_waiting_for_late_replacements(tmp_path: Path) -> None:
     ) as data:
         loader = torch.utils.data.DataLoader(data, batch_size=5)
         ids_of(loader)
-        until(data._state.filled_by_others)
+        until(data.window.state.filled_by_others)
         opening = threading.Timer(0.05, gate.touch)
         opening.start()
         assert sorted(ids_of(loader)) == list(range(2, 12))
@@ -126,7 +125,7 @@ def test_however_late_nobody_is_passed_over() -> None:
             assert sorted(ids_of(loader)) == list(range(10))
         assert data.stats().lag == 35
         data.start()
-        until(lambda: data._ready(0, 10) == 10)
+        until(lambda: data.window.ready(0, 10) == 10)
         assert sorted(ids_of(loader)) == list(range(10, 20))
         del loader
 
@@ -209,7 +208,7 @@ def test_without_fill_processes_nobody_waits() -> None:
 def test_one_fill_process_does_the_work_of_two() -> None:
     with sf.SmartCacheDataset(Rows(20), cache_num=10, replace_rate=0.4, shuffle=False, num_fill_workers=2) as data:
         loader = torch.utils.data.DataLoader(data, batch_size=5)
-        until(lambda: data._state.filled_by_others())
+        until(lambda: data.window.state.filled_by_others())
         one, _ = fillers()
         one.kill()
         one.join()
@@ -239,7 +238,7 @@ class Growing:
 
 def hold(report: int, method: str) -> None:
     data = sf.SmartCacheDataset(Rows(20), cache_num=10, multiprocessing_context=method)
-    until(data._state.filled_by_others)
+    until(data.window.state.filled_by_others)
     os.write(report, b" ".join(str(p.pid).encode() for p in fillers()))
     signal.pause()
 
@@ -289,7 +288,7 @@ def rank_main(rank: int, report: int, together: Together, kind: str, workers: in
             del batch
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("stallfree", 0), ("stallfree", 1), ("torch", 0), ("torch", 1)])
+@pytest.mark.parametrize(("kind", "workers"), half(["torch", "stallfree"], [0, 1]))
 def test_the_ranks_of_a_host_split_one_window(kind: str, workers: int) -> None:
     read, write = os.pipe()
     try:
@@ -304,7 +303,7 @@ def test_the_ranks_of_a_host_split_one_window(kind: str, workers: int) -> None:
         if write >= 0:
             os.close(write)
     with sf.SmartCacheDataset(Rows(24), cache_num=12, replace_rate=0.25) as data:
-        windows = [sorted(data.plan.window(3 * epoch).tolist()) for epoch in range(8)]
+        windows = [sorted(data.window.plan.window(3 * epoch).tolist()) for epoch in range(8)]
     assert [sorted(id for epoch, id in lines if epoch == number) for number in range(8)] == windows
 
 
@@ -337,7 +336,7 @@ def test_a_rank_that_is_behind_stays_in_its_epoch(monkeypatch: pytest.MonkeyPatc
     before: list[int] = []
     with make() as fast, make() as slow:
         for epoch in range(5):
-            window = fast.plan.window(4 * epoch).tolist()
+            window = fast.window.plan.window(4 * epoch).tolist()
             assert ids(fast, range(4)) == window[:4]
             if epoch:  # of the epoch before
                 assert ids(slow, range(7, 10)) == before[7:]

@@ -13,6 +13,7 @@ from smart_data import Rows, ids_of, noisy
 from torch.utils.data import DataLoader
 
 import stallfree as sf
+from cases import half
 from stallfree.plans.window import WindowPlan
 
 
@@ -40,11 +41,11 @@ def windows(epochs: Iterable[int], seed: int = 1) -> list[list[int]]:
     return [sorted(plan.window(3 * epoch).tolist()) for epoch in epochs]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    "kinds", [[own_loader] * 5, [torch_loader] * 5, [torch_loader, torch_loader, own_loader, own_loader, torch_loader]]
-)
-def test_a_new_loader_per_epoch_goes_on(kinds: list[Any], workers: int) -> None:
+MIXED = [torch_loader, torch_loader, own_loader, own_loader, torch_loader]
+
+
+@pytest.mark.parametrize(("workers", "kinds"), half([0, 2], [MIXED, [own_loader] * 5, [torch_loader] * 5]))
+def test_a_new_loader_per_epoch_goes_on(workers: int, kinds: list[Any]) -> None:
     with window() as data:
         epochs = [samples_of(make(data, num_workers=workers)) for make in kinds]
     assert [sorted(epoch) for epoch in epochs] == windows(range(5))
@@ -80,7 +81,7 @@ def test_a_state_of_the_data_set_decides(make: Any) -> None:
             list(make(data))
         state = json.loads(json.dumps(data.state_dict()))
         left = [sorted(samples_of(make(data))) for _ in range(3)]
-        assert left == windows([2, 3, 4], data.plan.seed)
+        assert left == windows([2, 3, 4], data.window.plan.seed)
     torch.manual_seed(2)
     with window(seed=None) as data:
         list(make(data))
@@ -103,7 +104,7 @@ def test_torchs_generator_decides_and_is_not_moved() -> None:
         torch.manual_seed(seed)
         with window(seed=None) as data:
             assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state())
-            return data.plan.sequence(0, 20).tolist()
+            return data.window.plan.sequence(0, 20).tolist()
 
     orders = [order(seed) for seed in range(5)]
     assert len(set(map(tuple, orders))) == 5
@@ -116,8 +117,8 @@ def test_ranks_on_a_host_have_one_window_and_count_alike() -> None:
     with window(seed=None, name="ranks", num_fill_workers=1) as first:
         torch.manual_seed(2)
         with window(seed=None, name="ranks") as second:
-            assert first.plan.seed == second.plan.seed
-            for expected in windows(range(4), first.plan.seed):
+            assert first.window.plan.seed == second.window.plan.seed
+            for expected in windows(range(4), first.window.plan.seed):
                 loaders = [
                     own_loader(data, sampler=range(rank, 6, 2), shuffle=None)
                     for rank, data in enumerate((first, second))

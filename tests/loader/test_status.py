@@ -67,7 +67,7 @@ def test_counts_are_those_of_the_loader(workers: int, monkeypatch: pytest.Monkey
 
 
 def test_the_first_update_is_there_before_the_first_batch() -> None:
-    iterator = iter(sf.DataLoader(Made(SAMPLES, floats), BATCH))
+    iterator = iter(sf.DataLoader(Made(SAMPLES, floats), BATCH, num_workers=1))
     assert only().stats.batches == 0
     next(iterator)
     del iterator
@@ -84,13 +84,13 @@ def test_persistent_workers_and_close() -> None:
 
 def test_the_name_tells_what_is_wrapped() -> None:
     with sf.CachedDataset(Made(SAMPLES, floats), capacity="4MiB") as dataset:
-        iterator = iter(sf.DataLoader(dataset, BATCH))
+        iterator = iter(sf.DataLoader(dataset, BATCH, num_workers=1))
         assert only().dataset == "CachedDataset(Made)"
         del iterator
 
 
 def test_two_loaders_in_the_order_of_their_making() -> None:
-    loaders = [sf.DataLoader(Made(SAMPLES, floats), size) for size in (2, 3)]
+    loaders = [sf.DataLoader(Made(SAMPLES, floats), size, num_workers=1) for size in (2, 3)]
     iterators = [iter(loader) for loader in reversed(loaders)]
     keys = [found.key for found in running_loaders(default_root())]
     begins = [found.begun for found in running_loaders(default_root())]
@@ -133,6 +133,7 @@ def test_a_killed_process_is_gone_and_swept(store_root: Path) -> None:
     assert list(store_root.iterdir()) == []
 
 
+@pytest.mark.usefixtures("always")
 def test_a_forked_child_does_not_write_its_parents_status() -> None:
     loader = sf.DataLoader(Made(SAMPLES, floats), BATCH)
     iterator = iter(loader)
@@ -140,7 +141,7 @@ def test_a_forked_child_does_not_write_its_parents_status() -> None:
     before = only()
 
     def child() -> None:
-        loader._counts["batches"] = 77
+        loader.counts["batches"] = 77
         iterator._epoch._publish()  # type: ignore[attr-defined]
         assert only() == before
         own = iter(sf.DataLoader(Made(SAMPLES, floats), BATCH))
@@ -168,7 +169,7 @@ def test_without_room_there_is_no_status_and_training_goes_on(number: int, monke
 
 
 def test_what_is_no_status_is_passed_over(store_root: Path) -> None:
-    iterator = iter(sf.DataLoader(Made(SAMPLES, floats), BATCH))
+    iterator = iter(sf.DataLoader(Made(SAMPLES, floats), BATCH, num_workers=1))
     (folder,) = store_root.iterdir()
     file = folder / "status"
     whole = file.read_bytes()
@@ -182,11 +183,11 @@ def test_what_is_no_status_is_passed_over(store_root: Path) -> None:
 def test_readers_never_see_half_an_update(tmp_path: Path) -> None:
     """Every update has one number in all counts, so a mixture of two would show."""
     names = list(new_counts())
-    Status(tmp_path, [], 0.0).publish(0.0, 0, dict.fromkeys(names, 0))
+    Status(lambda: tmp_path, [], 0.0, at_once=True).publish(0.0, 0, dict.fromkeys(names, 0))
     enough = tmp_path / "enough"
 
     def write() -> None:
-        own = Status(tmp_path, [], 0.0)
+        own = Status(lambda: tmp_path, [], 0.0, at_once=True)
         number = 0
         while not enough.exists():
             for _ in range(100):
@@ -212,3 +213,8 @@ def test_readers_never_see_half_an_update(tmp_path: Path) -> None:
         code = child.wait()
     assert code == 0
     assert len(seen) == 30
+
+
+def test_a_short_epoch_without_workers_makes_no_file(store_root: Path) -> None:
+    for _ in sf.DataLoader(Made(SAMPLES, floats), BATCH):
+        assert list(store_root.iterdir()) == []

@@ -1,7 +1,7 @@
 """A training job of its own, to be killed: `train_job.py METHOD EPOCHS [END]`.
 
-Says "ready" once a few batches have come, and writes a line of its ledger for each sample. END is how it leaves: "exit"
-without closing anything, in the midst of an epoch, or "close" (the default).
+Says "ready" once a few batches have come, and checks each sample. END is how it leaves: "exit" without closing
+anything, in the midst of an epoch, or "close" (the default).
 """
 
 from __future__ import annotations

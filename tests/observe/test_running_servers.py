@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from typer.testing import CliRunner
 
 import stallfree as sf
 from stallfree.cli.top import top
+from stallfree.observe import servers as module
 from stallfree.observe.servers import ServerRow, running_servers
 from stallfree.stores import RedisCache
+from stallfree.stores.addresses import Address
 from stallfree.stores.server import PROGRAMS, server_folders
 
 pytestmark = pytest.mark.skipif(
@@ -84,3 +87,21 @@ def test_a_server_that_does_not_answer_is_lost(store_root: Path) -> None:
             assert running_servers(store_root) == [ServerRow("shown", before.address, True)]
             assert shown().split() == ["shown", before.address, "lost", "-", "-", "-", "-"]
     assert not before.lost
+
+
+def test_servers_are_probed_at_the_same_time(store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many lost servers delay the others no longer than one does."""
+    addresses = [Address(port=port) for port in range(1, 9)]
+    together = threading.Barrier(len(addresses))
+
+    def look(store: str, address: Address) -> ServerRow:
+        together.wait(60)
+        return ServerRow(store, str(address), True)
+
+    monkeypatch.setattr(module, "server_folders", lambda root: {"one": root, "two": root})
+    monkeypatch.setattr(module, "known_addresses", lambda folder: addresses[:4])
+    monkeypatch.setattr(module, "_look", look)
+    rows = running_servers(store_root)
+    assert [(row.store, row.address) for row in rows] == [
+        (name, str(address)) for name in ("one", "two") for address in addresses[:4]
+    ]

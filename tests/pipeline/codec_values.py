@@ -151,4 +151,4 @@ def trees(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-everyday = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+everyday = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -14,12 +14,12 @@ import sys
 import textwrap
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import albumentations as A
 import numpy as np
 import pytest
 import torch
@@ -184,10 +184,6 @@ DIFFERENT = [
     Compose([Scale(2), Scale(2)]),
     OnItem(0, Scale(2)),
     OnItem(1, Scale(2)),
-    A.Resize(4, 4),
-    A.Resize(4, 8),
-    A.Compose([A.Resize(4, 4)]),
-    A.Compose([A.Resize(4, 4)], p=0.5),
 ]
 
 
@@ -227,6 +223,14 @@ def test_the_order_of_keys_does_not_count(mapping: dict[Any, int], shuffler: ran
     shuffler.shuffle(items)
     assert fingerprint(mapping) == fingerprint(dict(items))
     assert fingerprint(set(mapping)) == fingerprint({key for key, _ in items})
+
+
+@pytest.mark.libraries
+def test_different_steps_of_albumentations_differ() -> None:
+    A = pytest.importorskip("albumentations")
+    steps = [A.Resize(4, 4), A.Resize(4, 8), A.Compose([A.Resize(4, 4)]), A.Compose([A.Resize(4, 4)], p=0.5)]
+    assert len(set(map(fingerprint, steps))) == len(steps)
+    assert fingerprint(pickle.loads(pickle.dumps(steps[-1]))) == fingerprint(steps[-1])
 
 
 def test_equal_parts_count_alike_whether_shared_or_not() -> None:
@@ -354,13 +358,16 @@ def test_a_trip_through_pickle_does_not_change_it() -> None:
     assert kept > 60
 
 
+@pytest.mark.libraries
 def test_use_does_not_change_it() -> None:
+    A = pytest.importorskip("albumentations")
     pipeline = Compose([A.Resize(4, 4, p=1), A.Compose([A.Normalize(p=1), A.HorizontalFlip()], seed=1)])
     before = fingerprint(pipeline)
     pipeline(np.zeros((8, 8, 3), np.uint8))
     assert fingerprint(pipeline) == before
 
 
+@pytest.mark.libraries
 def test_monai() -> None:
     M = pytest.importorskip("monai.transforms")
 
@@ -396,7 +403,7 @@ def test_too_deep_is_an_error() -> None:
 
 PROGRAM = """
 import enum, functools, sys
-import albumentations as A, numpy as np, torch
+import numpy as np, torch
 from dataclasses import dataclass, field
 import stallfree.pipeline as p
 
@@ -420,36 +427,71 @@ class Step:
 def helper(value, among=frozenset(WORDS)):
     return value in among and value in WORDS
 
-pipeline = p.Compose([Step(), functools.partial(helper, among=WORDS), p.OnItem("image", A.Normalize(p=1)),
+pipeline = p.Compose([Step(), functools.partial(helper, among=WORDS), p.OnItem("image", Step()),
                       lambda v: [helper(x) for x in v], torch.nn.Identity(), np.ascontiguousarray])
 """
 
 
-def test_the_same_in_every_process(tmp_path: Path, interpreter: Interpreter) -> None:
-    """Whatever the hash seed, the folder, the place in the file, and whether it is a script or a module."""
-    code = """
-import os, sys
-os.chdir(FOLDER)
+BOTH = """
+import sys
 sys.path.insert(0, FOLDER)
 import program
-exec(open("program.py").read())
-print(p.fingerprint(pipeline), p.fingerprint(program.pipeline))
+exec(program.__loader__.get_source("program"))
+print(hash("a string"), p.fingerprint(pipeline), p.fingerprint(program.pipeline))
 """
-    found: set[str] = set()
-    for hash_seed, head in (("1", ""), ("2", "\n\n# further down\n")):
-        folder = tmp_path / hash_seed
-        folder.mkdir()
-        (folder / "program.py").write_text(head + PROGRAM)
-        here = code.replace("FOLDER", repr(str(folder)))
-        if hash_seed == "1":
-            done = interpreter.run(here)
-            assert done.code == 0, done.err
-            found |= set(done.out.split())
-        else:
-            environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-            printed = subprocess.run([sys.executable, "-c", here], env=environment, capture_output=True, check=True)
-            found |= set(printed.stdout.decode().split())
-    assert len(found) == 1
+
+
+def check_programs(folder: Path, programs: list[str], runs: list[Callable[[str], str]]) -> None:
+    """All fingerprints of programs at different places are one, although strings have different hashes."""
+    hashes, prints = [], set()
+    for number, (program, run) in enumerate(zip(programs, runs, strict=True)):
+        place = folder / str(number)
+        place.mkdir()
+        (place / "program.py").write_text(program)
+        hashed, *found = run(BOTH.replace("FOLDER", repr(str(place)))).split()
+        hashes.append(hashed)
+        prints |= set(found)
+    assert len(set(hashes)) == len(hashes)
+    assert len(prints) == 1
+
+
+def test_the_same_in_every_process(
+    tmp_path: Path, interpreter: Interpreter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the hash seed, the folder, the place in the file, and whether it is a script or a module."""
+
+    def there(code: str) -> str:
+        done = interpreter.run(code)
+        assert done.code == 0, done.err
+        return done.out
+
+    def here(code: str) -> str:
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.delitem(sys.modules, "program", raising=False)
+        main = type(sys)("__main__")
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        exec(compile(code, "here", "exec", dont_inherit=True), main.__dict__)
+        del sys.modules["program"]
+        return capsys.readouterr().out
+
+    check_programs(tmp_path, [PROGRAM, "\n\n# further down\n" + PROGRAM], [there, here])
+
+
+@pytest.mark.slow
+def test_the_same_in_every_interpreter(tmp_path: Path) -> None:
+    """With a step of albumentations too."""
+
+    def run(seed: str) -> Callable[[str], str]:
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c"]
+        return lambda code: (
+            subprocess.run([*command, code], env=environment, capture_output=True, check=True, text=True).stdout
+        )
+
+    step = 'p.OnItem("image", A.Normalize(p=1))'
+    program = "import albumentations as A\n" + PROGRAM.replace('p.OnItem("image", Step())', step)
+    assert step in program
+    check_programs(tmp_path, [program, "\n# further down\n" + program], [run("1"), run("2")])
 
 
 def test_a_namespace_counts_by_its_content() -> None:

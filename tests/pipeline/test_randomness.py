@@ -6,7 +6,6 @@ import pickle
 import random
 from typing import Any
 
-import albumentations as A
 import numpy as np
 import pytest
 import torch
@@ -150,8 +149,11 @@ def test_without_steps_nothing_is_touched(transform: Any) -> None:
     assert not same(before, global_states())
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("wrap", ["step", "closure", "list"])
 def test_albumentations(wrap: str) -> None:
+    A = pytest.importorskip("albumentations")
+
     def make() -> Any:
         flips = A.Compose([A.RandomCrop(9, 9, p=1), A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=1)])
         return {
@@ -167,6 +169,7 @@ def test_albumentations(wrap: str) -> None:
     assert len({sample(id).tobytes() for id in range(10)}) == 10
 
 
+@pytest.mark.libraries
 def test_monai() -> None:
     M = pytest.importorskip("monai.transforms")
 
@@ -181,6 +184,7 @@ def test_monai() -> None:
     assert len({sample(id).tobytes() for id in range(5)}) == 5
 
 
+@pytest.mark.libraries
 def test_monai_generators_are_given_back() -> None:
     M = pytest.importorskip("monai.transforms")
     transform = M.RandGaussianNoise(prob=1)

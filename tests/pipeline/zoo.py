@@ -270,7 +270,7 @@ def run_all(
 ) -> list[Verdict]:
     """All verdicts. After the first run, the steady entries are known."""
     verdicts: list[Verdict] = []
-    folder = tempfile.mkdtemp(prefix="stallfree-zoo-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    folder = tempfile.mkdtemp(prefix="stallfree-test-zoo-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     before = os.environ.get("STALLFREE_ROOT")
     os.environ["STALLFREE_ROOT"] = folder
     gc.freeze()  # so that collecting is quick

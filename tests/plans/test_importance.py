@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,9 @@ from importance_tools import (
     z_score,
 )
 from stallfree.plans import importance
-from stallfree.plans.draws import ranks, shares
-from stallfree.plans.rules import Draw, Known, draw_plan
+from stallfree.plans.probabilities import ranks, shares
+from stallfree.plans.sampling_plans import Draw, Known, draw_plan
+from warm import Interpreter
 
 STATIC: dict[str, dict[str, Any]] = {
     "no cache": {},
@@ -119,7 +118,7 @@ def test_the_expected_gradient_where_residents_rotate_in_many_runs(tmp_path: Pat
 share = st.floats(0.01, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 80), share, share, st.floats(0, 1), st.booleans(), st.integers(0, 2**32))
 def test_probabilities_are_what_the_weights_say_and_above_the_floor(
     count: int, target: float, floor: float, held: float, rotating: bool, seed: int
@@ -209,7 +208,7 @@ arguments = st.fixed_dictionaries(
         "target_io": st.sampled_from([0.1, 0.5]),
     }
 )
-quiet = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+quiet = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 def check_that_nobody_waits_for_long(
@@ -320,9 +319,9 @@ def test_which_epochs_take_all(given: dict[str, Any], full: set[int]) -> None:
     assert weights is None or set(weights.tolist()) == {1.0}
 
 
-def test_a_plan_is_a_function_of_seed_epoch_and_what_is_known() -> None:
+def test_a_plan_is_a_function_of_seed_epoch_and_what_is_known(interpreter: Interpreter) -> None:
     code = (
-        "import numpy as np; from stallfree.plans.rules import Known, draw_plan; import stallfree as sf\n"
+        "import numpy as np; from stallfree.plans.sampling_plans import Known, draw_plan; import stallfree as sf\n"
         "losses = np.random.default_rng(5).exponential(size=500).astype(np.float32)\n"
         "known = Known(losses, np.arange(500, dtype=np.int32) % 9, np.arange(500) % 3 == 0)\n"
         "for plan in ('unbiased', 'icache', 'cis', 'infobatch', 'full'):\n"
@@ -332,8 +331,7 @@ def test_a_plan_is_a_function_of_seed_epoch_and_what_is_known() -> None:
     )
     here: list[str] = []
     exec(code.replace("print(", "tell("), {"tell": lambda *parts: here.append(" ".join(map(str, parts)))})
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert there.stdout.splitlines() == here
+    assert interpreter.run(code).out.splitlines() == here
     assert len(set(here)) == 15
 
 

@@ -15,7 +15,7 @@ from stallfree.plans.serving import Serving
 
 COUNT = 60
 
-quick = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=80, suppress_health_check=list(HealthCheck))
 
 
 class Asked(Drifting):
@@ -233,4 +233,4 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestWalk.settings = settings(max_examples=40, stateful_step_count=25)

@@ -8,7 +8,7 @@ from collections import Counter, deque
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stallfree import InputError
@@ -93,7 +93,6 @@ def test_replace_count(size: int, rate: float, total: int, expected: int) -> Non
     assert replace_count(size, rate, total) == expected
 
 
-@settings(deadline=None)
 @given(windows(), st.integers(0, 1000))
 def test_reshuffled_passes(numbers: tuple[int, int, float], seed: int) -> None:
     total, size, rate = numbers

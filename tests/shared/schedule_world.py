@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from stallfree.shared.schedule import Alone, Answer, Grant, Moved, Schedule
+from stallfree.shared.protocol import Kind
+from stallfree.shared.schedule import Answer, Schedule
 
 
 @dataclass
@@ -24,9 +25,9 @@ class Job:
         got: batches of this epoch that it has.
         gaps: numbers of this epoch that it must prepare itself.
         held: batches whose memory it uses.
-        seat: its number at the conductor, or None if it has to introduce itself.
-        outbox: what it said and the conductor has not heard.
-        inbox: what the conductor said and it has not read.
+        seat: its number at the coordinator, or None if it has to introduce itself.
+        outbox: what it said and the coordinator has not heard.
+        inbox: what the coordinator said and it has not read.
     """
 
     name: int
@@ -51,7 +52,7 @@ class Job:
 
 @dataclass
 class Seat:
-    """What the conductor's side must know of a job: a model of its own, beside that of the schedule.
+    """What the coordinator's side must know of a job: a model of its own, beside that of the schedule.
 
     Attributes:
         need: it needs this batch, and those after it.
@@ -84,9 +85,9 @@ class World:
         self.started = 0
         self.noted = -1  # the last epoch of which a batch was started
         self._names = self._seats = 0
-        self._new_conductor()
+        self._new_coordinator()
 
-    def _new_conductor(self) -> None:
+    def _new_coordinator(self) -> None:
         self.schedule = Schedule(self.batches, self.ahead)
         self.going = False
         self.seats: dict[int, Seat] = {}
@@ -164,7 +165,7 @@ class World:
         told = job.inbox.popleft()
         if isinstance(told, int) or told.serial != job.serial:
             return True  # of another time
-        if isinstance(told, Grant):
+        if told.kind == Kind.BATCH:
             assert told.number == job.at
             job.got.append(told.number)
             job.held.add(told.number)
@@ -172,18 +173,18 @@ class World:
             job.position = job.at
             if job.at < self._end(job):
                 self._ask(job, job.at)
-        elif isinstance(told, Alone):
-            assert told.start > job.at
-            start = min(told.start, self._end(job))
+        elif told.kind == Kind.SKIPPED:
+            assert told.number > job.at
+            start = min(told.number, self._end(job))
             job.gaps += range(job.at, start)
             job.asked, job.at = None, start
             job.position = start
         else:
-            assert told.epoch > job.epoch
+            assert told.number > job.epoch
             assert not job.got
             assert not job.gaps
             job.asked = None
-            self._set_out(job, told.epoch)
+            self._set_out(job, told.number)
         return True
 
     def _ask(self, job: Job, number: int) -> None:
@@ -228,10 +229,10 @@ class World:
             self._free(self.schedule.leave(job.seat))
         self.check()
 
-    # -- what the conductor does --------------------------------------------------------------------------------------
+    # -- what the coordinator does ------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The conductor begins, when somebody is there; others may still be on their way back."""
+        """The coordinator begins, when somebody is there; others may still be on their way back."""
         if not self.going and any(job.seat in self.seats or job.outbox for job in self.jobs if job.seat):
             self.going = True
             low = min((seat.need for seat in self.seats.values()), default=(self.noted + 1) * self.batches)
@@ -239,7 +240,7 @@ class World:
             self.next, self.last_asked = low, max(self.last_asked, low - 1)
 
     def hear(self, job: Job) -> bool:
-        """The conductor hears one thing that a job said: whether there was one that it can answer."""
+        """The coordinator hears one thing that a job said: whether there was one that it can answer."""
         if not job.outbox or (job.outbox[0][:2] == ("hello", -1) and not self.going):
             return False
         kind, number, other = job.outbox.popleft()
@@ -301,17 +302,17 @@ class World:
         if wanted % self.batches == 0:
             seat.away = False
         if seat.away:
-            assert told == Alone(number, serial, end)
+            assert told == Answer(Kind.SKIPPED, number, serial, end)
             seat.excused = True
-        elif isinstance(told, Moved):
+        elif told is not None and told.kind == Kind.EPOCH_ADVANCED:
             assert seat.excused
             assert wanted % self.batches == 0
             assert first >= end, "it could have had some of that epoch"
-            seat.need = self._served(told.epoch * self.batches)
-            assert seat.need < (told.epoch + 1) * self.batches
+            seat.need = self._served(told.number * self.batches)
+            assert seat.need < (told.number + 1) * self.batches
         elif first > wanted:
             assert seat.excused, "it is told to prepare alone what it was to get"
-            assert told == Alone(number, serial, min(first, end))
+            assert told == Answer(Kind.SKIPPED, number, serial, min(first, end))
             seat.need = first
         else:
             seat.excused = seat.excused and wanted % self.batches != 0
@@ -320,11 +321,12 @@ class World:
             assert (told is not None) == (wanted in self.ready)
         if told is not None:
             self._send(told)
-        self._free(self.schedule.free())
+        if told is None or told.kind != Kind.BATCH:
+            self._free(self.schedule.free())
 
     def _send(self, told: Answer) -> None:
         seat = self.seats[told.member]
-        if isinstance(told, Grant):
+        if told.kind == Kind.BATCH:
             assert seat.asked == (told.number, told.serial)
             assert told.number in self.ready, "a batch of a slot that is not its own"
             seat.asked, seat.need = None, told.number + 1
@@ -408,14 +410,13 @@ class World:
             for job in self.jobs:
                 if job.seat in self.seats:
                     assert number not in job.held, "a job uses it"
-                    assert not any(
-                        isinstance(told, Grant) and told.number == number and told.serial == job.serial
-                        for told in job.inbox
-                    ), "it is on its way to a job"
+                    assert not any(told == Answer(Kind.BATCH, job.seat, job.serial, number) for told in job.inbox), (
+                        "it is on its way to a job"
+                    )
 
     def die(self) -> None:
-        """The conductor is dead, and another one will take over. What was under way between them is lost."""
-        self._new_conductor()
+        """The coordinator is dead, and another one will take over. What was under way between them is lost."""
+        self._new_coordinator()
         for job in self.jobs:
             job.seat = None
             job.inbox.clear()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
-from stallfree.shared.schedule import Alone, Grant, Moved, Schedule
+from stallfree.shared.protocol import Kind
+from stallfree.shared.schedule import Answer, Schedule
+
+granted, skipped, advanced = (partial(Answer, kind) for kind in (Kind.BATCH, Kind.SKIPPED, Kind.EPOCH_ADVANCED))
 
 
 class Group:
@@ -32,7 +36,7 @@ class Group:
         """Let a member ask for batches and let go of them."""
         for number in numbers:
             told = self.schedule.ask(member, number, number)
-            assert told in (None, Grant(member, number, number))
+            assert told in (None, granted(member, number, number))
             self.freed += self.schedule.free()
             self.prepare()
             if not keep:
@@ -44,10 +48,10 @@ def test_a_batch_is_given_as_soon_as_it_is_ready() -> None:
     assert group.ask(1, 5, 0) is None
     group.start(0)
     assert group.ask(2, 6, 0) is None
-    assert group.finish(0) == ([Grant(1, 5, 0), Grant(2, 6, 0)], [])
+    assert group.finish(0) == ([granted(1, 5, 0), granted(2, 6, 0)], [])
     group.start(1)
     assert group.finish(1) == ([], [])
-    assert group.ask(2, 7, 1) == Grant(2, 7, 1)
+    assert group.ask(2, 7, 1) == granted(2, 7, 1)
 
 
 def test_a_slot_is_free_when_the_last_one_has_let_go() -> None:
@@ -56,7 +60,7 @@ def test_a_slot_is_free_when_the_last_one_has_let_go() -> None:
     group.take(2, 0, keep=True)
     assert group.schedule.release(1, 0) == []
     assert group.schedule.release(2, 0) == []  # the third will need it
-    assert group.schedule.ask(3, 9, 0) == Grant(3, 9, 0)
+    assert group.schedule.ask(3, 9, 0) == granted(3, 9, 0)
     assert group.schedule.release(3, 0) == [0]
     assert group.schedule.release(3, 0) == []
     assert group.schedule.release(1, 77) == []
@@ -144,7 +148,7 @@ def test_what_is_under_way_when_the_last_one_leaves_is_freed_later() -> None:
 def test_skip_takes_back_what_is_on_its_way() -> None:
     group = Group(1)
     group.take(1, 0, keep=True)
-    assert group.schedule.ask(1, 0, 1) == Grant(1, 0, 1)
+    assert group.schedule.ask(1, 0, 1) == granted(1, 0, 1)
     assert group.schedule.skip(1, 10, 0) == [1, 2]  # but not 0, which it holds
     assert group.schedule.release(1, 0) == [0]
 
@@ -163,7 +167,7 @@ def test_skip_takes_back_a_request() -> None:
     group.ask(2, 0, 0)
     group.start(0)
     group.skip(1, 10, -1)
-    assert group.finish(0) == ([Grant(2, 0, 0)], [])
+    assert group.finish(0) == ([granted(2, 0, 0)], [])
     assert not group.hungry
 
 
@@ -180,14 +184,14 @@ def test_the_answer_carries_the_latest_serial() -> None:
     assert group.ask(1, 3, 0) is None
     assert group.ask(1, 4, 0) is None
     group.start(0)
-    assert group.finish(0) == ([Grant(1, 4, 0)], [])
+    assert group.finish(0) == ([granted(1, 4, 0)], [])
 
 
 def test_asked_twice_it_is_given_twice_and_freed_once() -> None:
     """As after an interrupt between two requests."""
     group = Group(1)
     group.take(1, 0, keep=True)
-    assert group.schedule.ask(1, 9, 0) == Grant(1, 9, 0)
+    assert group.schedule.ask(1, 9, 0) == granted(1, 9, 0)
     assert group.schedule.release(1, 0) == [0]
 
 
@@ -197,11 +201,11 @@ def test_asked_twice_it_is_given_twice_and_freed_once() -> None:
 @pytest.mark.parametrize(
     ("gone", "catchup", "epoch", "told"),
     [
-        (0, False, 0, Grant(2, 0, 0)),  # all of the epoch is still there
-        (0, True, 0, Grant(2, 0, 0)),
+        (0, False, 0, granted(2, 0, 0)),  # all of the epoch is still there
+        (0, True, 0, granted(2, 0, 0)),
         (4, False, 1, None),
-        (4, True, 0, Alone(2, 0, 4)),
-        (9, True, 0, Alone(2, 0, 9)),
+        (4, True, 0, skipped(2, 0, 4)),
+        (9, True, 0, skipped(2, 0, 9)),
         (10, True, 1, None),  # nothing of it is left
         (10, False, 1, None),
     ],
@@ -223,7 +227,7 @@ def test_who_waits_for_the_next_epoch_does_not_hide_the_present_one() -> None:
     assert group.schedule.ask(2, 0, 10) is None
     assert group.schedule.epoch == 1
     assert group.schedule.join(3, position=None, catchup=True) == 0
-    assert group.schedule.ask(3, 0, 0) == Alone(3, 0, 2)
+    assert group.schedule.ask(3, 0, 0) == skipped(3, 0, 2)
     assert group.schedule.join(4, position=None, catchup=False) == 1
 
 
@@ -242,8 +246,8 @@ def test_a_newcomer_keeps_what_it_is_to_get() -> None:
     group.schedule.join(2, position=None, catchup=True)
     group.take(1, 4, 5)
     assert group.freed == [0, 1, 2, 3]
-    assert group.schedule.ask(2, 0, 0) == Alone(2, 0, 4)
-    assert group.schedule.ask(2, 1, 4) == Grant(2, 1, 4)
+    assert group.schedule.ask(2, 0, 0) == skipped(2, 0, 4)
+    assert group.schedule.ask(2, 1, 4) == granted(2, 1, 4)
 
 
 def test_what_somebody_still_holds_is_not_given_to_newcomers_if_there_is_a_gap() -> None:
@@ -252,7 +256,7 @@ def test_what_somebody_still_holds_is_not_given_to_newcomers_if_there_is_a_gap()
     group.take(1, 1, keep=True)
     group.take(1, 2, 3)
     group.schedule.join(2, position=None, catchup=True)
-    assert group.schedule.ask(2, 0, 0) == Alone(2, 0, 4)
+    assert group.schedule.ask(2, 0, 0) == skipped(2, 0, 4)
 
 
 def test_what_somebody_still_holds_is_given_to_newcomers() -> None:
@@ -260,8 +264,8 @@ def test_what_somebody_still_holds_is_given_to_newcomers() -> None:
     group.take(1, 0)
     group.take(1, 1, 2, 3, keep=True)
     group.schedule.join(2, position=None, catchup=True)
-    assert group.schedule.ask(2, 0, 0) == Alone(2, 0, 1)
-    assert group.schedule.ask(2, 1, 1) == Grant(2, 1, 1)
+    assert group.schedule.ask(2, 0, 0) == skipped(2, 0, 1)
+    assert group.schedule.ask(2, 1, 1) == granted(2, 1, 1)
     assert group.schedule.release(1, 1) == []
     assert group.schedule.release(2, 1) == [1]
 
@@ -273,10 +277,10 @@ def test_one_that_was_long_away_is_told_where_the_group_is() -> None:
         group.take(1, *range(10 * epoch, 10 * epoch + 10))
         group.schedule.skip(1, 10 * epoch + 10, 10 * epoch + 9)
     group.take(1, 30, 31)
-    assert group.schedule.ask(2, 0, 10) == Moved(2, 0, 3)
+    assert group.schedule.ask(2, 0, 10) == advanced(2, 0, 3)
     group.take(1, 32)
-    assert group.schedule.ask(2, 0, 30) == Alone(2, 0, 32)
-    assert group.schedule.ask(2, 1, 32) == Grant(2, 1, 32)
+    assert group.schedule.ask(2, 0, 30) == skipped(2, 0, 32)
+    assert group.schedule.ask(2, 1, 32) == granted(2, 1, 32)
 
 
 def test_one_that_was_long_away_and_finds_all_at_the_end() -> None:
@@ -284,12 +288,12 @@ def test_one_that_was_long_away_and_finds_all_at_the_end() -> None:
     group.schedule.leave_behind(2)
     group.take(1, *range(20))
     group.schedule.skip(1, 20, 19)
-    assert group.schedule.ask(2, 0, 10) == Moved(2, 0, 2)
+    assert group.schedule.ask(2, 0, 10) == advanced(2, 0, 2)
     assert group.schedule.ask(2, 0, 20) is None
     assert group.prepare() == [20, 21, 22]
 
 
-# --- a new conductor --------------------------------------------------------------------------------------------------
+# --- a new coordinator ------------------------------------------------------------------------------------------------
 
 
 def test_it_goes_on_where_the_members_are() -> None:
@@ -304,11 +308,11 @@ def test_it_goes_on_where_the_members_are() -> None:
         assert schedule.next_to_start() == number
         schedule.start(number)
     assert schedule.next_to_start() is None
-    assert schedule.finish(17) == ([Grant(1, 0, 17)], [])
+    assert schedule.finish(17) == ([granted(1, 0, 17)], [])
     assert schedule.ask(2, 0, 14) is None
     assert schedule.join(3, position=None, catchup=False) == 2
     assert schedule.join(4, position=None, catchup=True) == 1
-    assert schedule.ask(4, 0, 10) == Alone(4, 0, 14)
+    assert schedule.ask(4, 0, 10) == skipped(4, 0, 14)
 
 
 def test_it_begins_anew_when_nobody_was_there() -> None:
@@ -329,7 +333,7 @@ def test_one_that_comes_back_late() -> None:
     schedule.finish(17)
     schedule.release(1, 17)
     assert schedule.join(2, position=12, catchup=False) == 1
-    assert schedule.ask(2, 0, 12) == Alone(2, 0, 18)  # the first that is still to come
+    assert schedule.ask(2, 0, 12) == skipped(2, 0, 18)  # the first that is still to come
     assert schedule.ask(2, 0, 18) is None
     assert schedule.join(3, position=25, catchup=False) == 2
     assert schedule.epoch == 2  # somebody has been that far
@@ -350,7 +354,7 @@ def test_what_only_a_late_one_kept_is_free_when_it_moves_on() -> None:
     assert schedule.skip(1, 10, 9) == []
     assert schedule.ask(1, 0, 10) is None
     assert schedule.free() == []
-    assert schedule.ask(2, 0, 2) == Moved(2, 0, 5)
+    assert schedule.ask(2, 0, 2) == advanced(2, 0, 5)
     assert schedule.free() == [8, 9]
 
 
@@ -385,8 +389,8 @@ def test_left_behind_for_the_rest_of_the_epoch() -> None:
     group.take(2, 0, keep=True)
     group.take(1, 0, 1, 2)
     assert group.schedule.leave_behind(2) == [1, 2]
-    assert group.schedule.ask(2, 1, 1) == Alone(2, 1, 10)
-    assert group.schedule.ask(2, 2, 4) == Alone(2, 2, 10)
+    assert group.schedule.ask(2, 1, 1) == skipped(2, 1, 10)
+    assert group.schedule.ask(2, 2, 4) == skipped(2, 2, 10)
     group.take(1, *range(3, 10))
     assert group.freed == [*range(3, 10)]  # what it holds stays its own
     group.schedule.skip(1, 10, 9)
@@ -394,8 +398,8 @@ def test_left_behind_for_the_rest_of_the_epoch() -> None:
     group.take(1, 10)
     assert group.schedule.laggards() == [1]  # the other one needs nothing before it says so
     assert group.freed[-1] == 10
-    assert group.schedule.ask(2, 3, 10) == Alone(2, 3, 11)  # and now it is one of them again
-    assert group.schedule.ask(2, 4, 11) == Grant(2, 4, 11)
+    assert group.schedule.ask(2, 3, 10) == skipped(2, 3, 11)  # and now it is one of them again
+    assert group.schedule.ask(2, 4, 11) == granted(2, 4, 11)
     assert group.schedule.release(2, 0) == [0]
 
 
@@ -404,7 +408,7 @@ def test_left_behind_alone_nothing_is_prepared() -> None:
     group.take(1, 0)
     assert group.schedule.leave_behind(1) == [1, 2]
     assert group.schedule.next_to_start() is None
-    assert group.schedule.ask(1, 0, 1) == Alone(1, 0, 10)
+    assert group.schedule.ask(1, 0, 1) == skipped(1, 0, 10)
     assert group.schedule.ask(1, 0, 10) is None
     assert group.prepare() == [10, 11, 12]
 
@@ -420,7 +424,7 @@ def test_a_laggard_that_comes_back_late_after_a_takeover_is_found() -> None:
         schedule.finish(number)
         schedule.release(1, number)
     schedule.join(2, position=5, catchup=False)
-    assert schedule.ask(2, 0, 5) == Alone(2, 0, 10)
+    assert schedule.ask(2, 0, 5) == skipped(2, 0, 10)
     schedule.skip(2, 10, -1)
     for number in range(12, 16):
         schedule.ask(1, 0, number)

@@ -12,7 +12,7 @@ from schedule_world import Job, World
 
 
 def walk(seed: int, steps: int = 400) -> World:
-    """Jobs that come, go, lag, break off and resume, and conductors that die; then all go on to the end."""
+    """Jobs that come, go, lag, break off and resume, and coordinators that die; then all go on to the end."""
     chance = random.Random(seed)
     world = World(chance.choice([1, 2, 3, 5, 12]), chance.randint(1, 5), chance.randint(2, 9))
     favourite = chance.random()
@@ -118,4 +118,4 @@ class Jobs(RuleBasedStateMachine):
 
 
 TestJobs = Jobs.TestCase
-TestJobs.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestJobs.settings = settings(max_examples=60, stateful_step_count=40)

@@ -57,9 +57,9 @@ def one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def the_conductor() -> psutil.Process:
+def the_coordinator() -> psutil.Process:
     """The only one that this process has started."""
-    (process,) = [child for child in multiprocessing.active_children() if child.name == "stallfree-conductor"]
+    (process,) = [child for child in multiprocessing.active_children() if child.name == "stallfree-coordinator"]
     return psutil.Process(process.pid)
 
 
@@ -245,8 +245,8 @@ def test_the_first_job_decides_how_many_workers() -> None:
         with first, second:
             iterator = iter(first)
             assert torch.equal(next(iterator), torch.arange(4))
-            conductor = the_conductor()
-            assert len(conductor.children()) == 2
+            coordinator = the_coordinator()
+            assert len(coordinator.children()) == 2
 
 
 def test_the_first_job_decides_though_another_one_begins() -> None:
@@ -255,8 +255,8 @@ def test_the_first_job_decides_though_another_one_begins() -> None:
         loader(num_workers=1, multiprocessing_context="fork") as second,
     ):
         assert [batch.tolist() for batch in second] == [[*range(at, at + 4)] for at in range(0, 24, 4)]
-        conductor = the_conductor()
-        assert len(conductor.children()) == 2
+        coordinator = the_coordinator()
+        assert len(coordinator.children()) == 2
         assert second.stats().staging_bytes <= 1 << 20
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import stallfree as sf
+from cases import half
 
 SAMPLES = 40
 BATCHES = 10
@@ -45,25 +47,31 @@ def saved(epoch: int, done: list[int]) -> dict[str, Any]:
     return {**state, "epoch": epoch, "done": [[number, number + 1] for number in done]}
 
 
-@pytest.fixture(params=[None, 0, 1, 3], ids=lambda epoch: f"group in {epoch}")
-def group(request: pytest.FixtureRequest) -> Iterator[int | None]:
+@contextlib.contextmanager
+def group(epoch: int | None) -> Iterator[None]:
     """Nobody else, or another job that is in the midst of this epoch."""
-    if request.param is None:
-        yield None
+    if epoch is None:
+        yield
         return
     with loader() as other:
-        for _ in range(request.param):
+        for _ in range(epoch):
             list(other)
         iterator = iter(other)
         for _ in range(BATCHES // 2):
             next(iterator)
-        yield request.param
+        yield
 
 
-@pytest.mark.parametrize(
-    "done", [[0], [0, 1, 2], [1, 2], [5, 6, 7, 8, 9], [0, 2, 4], list(range(9))], ids=lambda done: str(done)
-)
-def test_what_was_left_of_the_epoch_comes(done: list[int], group: int | None) -> None:
+DONE = [[0], [0, 1, 2], [1, 2], [5, 6, 7, 8, 9], [0, 2, 4], list(range(9))]
+
+
+@pytest.mark.parametrize(("done", "epoch"), half(DONE, [None, 0, 1, 3]), ids=str)
+def test_what_was_left_of_the_epoch_comes(done: list[int], epoch: int | None) -> None:
+    with group(epoch):
+        check_rest(done)
+
+
+def check_rest(done: list[int]) -> None:
     shared = loader()
     shared.load_state_dict(json.loads(json.dumps(saved(1, done))))
     assert shared.epoch == 1

@@ -1,16 +1,13 @@
-"""The breaker: opens at once, closes when the server is back, and leaves no thread."""
+"""The breaker: opens at once, closes when the server answers again, and leaves no thread."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 import os
 import signal
 import socket
 import struct
 import threading
-import weakref
 from pathlib import Path
 
 import pytest
@@ -18,12 +15,12 @@ from redis_servers import FakeServer, until
 
 from children import Child
 from stallfree.stores import circuit_breaker as module
-from stallfree.stores.circuit_breaker import AT_ONCE, Breaker, shared_cells
+from stallfree.stores.circuit_breaker import Breaker, shared_cells
 from stallfree.stores.shard import Fixed, Shard
 
 
 class Patient:
-    """A server that comes back when it is told to."""
+    """A server that answers pings once `back` is set."""
 
     def __init__(self, seconds: float = 0.001) -> None:
         self.pings = 0
@@ -36,16 +33,16 @@ class Patient:
             raise ConnectionRefusedError
 
 
-def rejoining(*names: str) -> list[threading.Thread]:
-    """The threads that look after breakers."""
-    return [thread for thread in threading.enumerate() if thread.name in (names or ("stallfree-rejoin",))]
+def pings_under_way() -> list[threading.Thread]:
+    """The threads of all breakers."""
+    return [thread for thread in threading.enumerate() if thread.name == "stallfree-ping"]
 
 
 def test_it_is_closed_and_costs_no_thread() -> None:
     patient = Patient()
     assert patient.breaker.closed
     assert patient.breaker.trips == 0
-    assert not rejoining()
+    assert not pings_under_way()
     assert not patient.pings
 
 
@@ -57,15 +54,14 @@ def test_it_opens_at_once_and_closes_when_the_server_is_back() -> None:
         patient.breaker.trip()
         assert not patient.breaker.closed
         assert patient.breaker.trips == trip
-        until(lambda: patient.pings > 3, "it pings")
+        until(lambda: not patient.breaker.closed and patient.pings > 3, "it pings")
         assert not patient.breaker.closed
-        assert len(rejoining()) == 1
         patient.back.set()
         until(lambda: patient.breaker.closed, "it closes")
-        until(lambda: not rejoining(), "its thread ends")
+        until(lambda: not pings_under_way(), "its thread ends")
 
 
-def test_it_opens_once_however_many_say_so() -> None:
+def test_it_opens_once_however_many_threads_fail() -> None:
     patient, start = Patient(), threading.Barrier(8)
 
     def trip() -> None:
@@ -79,12 +75,11 @@ def test_it_opens_once_however_many_say_so() -> None:
     for thread in threads:
         thread.join()
     assert patient.breaker.trips == 1
-    assert len(rejoining()) == 1
     patient.back.set()
     until(lambda: patient.breaker.closed, "it closes")
 
 
-def test_who_fails_again_soon_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_fails_again_soon_is_pinged_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link that lets pings through, and nothing else."""
     monkeypatch.setattr(module, "_SOON", 1e9)  # however slow this machine is
     monkeypatch.setattr(module, "LONGEST", 0.01)
@@ -96,47 +91,74 @@ def test_who_fails_again_soon_is_asked_less_often(monkeypatch: pytest.MonkeyPatc
         pauses.append(patient.breaker.pause)
         until(lambda: patient.breaker.closed, "it closes")
     assert pauses == [0.001, 0.002, 0.004, 0.008, 0.01, 0.01]
-    patient.breaker._cells[2] = 1.0  # as if it had gone well for long
+    monkeypatch.setattr(module, "_SOON", 0.0)  # as if no request had failed for long
     patient.breaker.trip()
     assert patient.breaker.pause == 0.001
     until(lambda: patient.breaker.closed, "it closes")
 
 
-def test_one_thread_serves_all() -> None:
-    patients = [Patient() for _ in range(5)]
-    for patient in patients:
-        patient.breaker.trip()
-    until(lambda: all(patient.pings for patient in patients), "all are pinged")
-    assert len(rejoining()) == 1
-    for patient in patients[1:]:
-        patient.back.set()
-    until(lambda: all(patient.breaker.closed for patient in patients[1:]), "those that are back close")
-    assert not patients[0].breaker.closed
-    patients[0].back.set()
-    until(lambda: patients[0].breaker.closed, "the last one closes")
-
-
-@pytest.mark.parametrize("how", ["forgotten", "collected"])
-def test_the_thread_ends_when_nobody_needs_it(how: str) -> None:
-    patient = Patient(seconds=1000 if how == "forgotten" else 0.001)
+def test_a_single_failure_of_a_server_that_answers_is_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the next ping would be far away."""
+    monkeypatch.setattr(module, "_SOON", 1e9)
+    patient = Patient(seconds=1000.0)
+    patient.back.set()
     patient.breaker.trip()
-    assert rejoining()
-    if how == "forgotten":
-        patient.breaker.forget()
+    until(lambda: patient.breaker.closed, "it closes")
+    assert patient.pings == 1
+    patient.breaker.trip()
+    assert not patient.breaker.closed, "soon after that it is not pinged at once"
+    assert not pings_under_way()
+
+
+def test_no_ping_begins_while_one_is_under_way() -> None:
+    """One that takes longer than the pause, as of a name server that does not answer."""
+    entered, leave = threading.Event(), threading.Event()
+    pings = []
+
+    def ping() -> None:
+        pings.append(0)
+        entered.set()
+        leave.wait()
+        raise ConnectionRefusedError
+
+    breaker = Breaker(ping, 1e-6)
+    breaker.trip()
+    assert not breaker.closed
+    assert entered.wait(60)
+    assert not any(breaker.closed for _ in range(1000))
+    assert len(pings) == len(pings_under_way()) == 1
+    leave.set()
+    until(lambda: not breaker.closed and len(pings) > 1, "the next one begins")
+    breaker.forget()
+    until(lambda: not pings_under_way(), "the threads end")
+
+
+def test_without_a_thread_for_the_ping_a_later_use_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    patient = Patient()
+    patient.back.set()
+    patient.breaker.trip()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
         assert not patient.breaker.closed
-        patient.breaker.trip()
-    else:
-        gone = weakref.ref(patient.breaker)
-        del patient
-        until(lambda: gc.collect() is not None and gone() is None, "nobody refers to it")
-    until(lambda: not rejoining(), "the thread ends")
+    until(lambda: patient.breaker.closed, "it closes")
 
 
-# --- many at once ---------------------------------------------------------------------------------------------------
+def test_once_forgotten_it_stays_open_without_pings() -> None:
+    patient = Patient()
+    patient.back.set()
+    patient.breaker.trip()
+    patient.breaker.forget()
+    patient.breaker.trip()
+    assert not any(patient.breaker.closed for _ in range(10))
+    assert not pings_under_way()
+    assert not patient.pings
 
 
-def test_of_thirty_lost_servers_none_hides_the_one_that_is_back() -> None:
-    """They take connections and say nothing; the one that answers is found while all of them are still being asked."""
+def test_lost_servers_are_pinged_at_the_same_time() -> None:
+    """30 take connections and send nothing; the one that answers is used again while all pings are under way."""
 
     def say_nothing(connection: socket.socket, command: list[bytes]) -> None:
         asked.append(connection)
@@ -145,52 +167,40 @@ def test_of_thirty_lost_servers_none_hides_the_one_that_is_back() -> None:
         connection.sendall(b"+PONG\r\n")
 
     asked: list[socket.socket] = []
-    with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(FakeServer(say_nothing)) for _ in range(30)]
-        good = stack.enter_context(FakeServer(answer))
-        endpoints = [Shard(Fixed(server.tcp), timeout=600.0) for server in (*silent[:20], good, *silent[20:])]
-        for endpoint in endpoints:
-            stack.callback(endpoint.close)
-            endpoint.breaker.trip()
-        until(lambda: endpoints[20].breaker.closed, "the one that is back is found")
-        until(lambda: len(asked) == len(silent), "all others are being asked, at the same time")
-        assert [server.connections for server in (*silent, good)] == [1] * 31
-        assert not any(endpoint.breaker.closed for endpoint in (*endpoints[:20], *endpoints[21:]))
-    until(lambda: not rejoining("stallfree-rejoin", "stallfree-ping"), "the threads end")
+    servers = [FakeServer(say_nothing) for _ in range(30)]
+    servers.insert(20, FakeServer(answer))
+    shards = [Shard(Fixed(server.tcp), timeout=600.0) for server in servers]
+    try:
+        for shard in shards:
+            shard.breaker.trip()
+        until(lambda: [shard.lost for shard in shards] == [True] * 20 + [False] + [True] * 10, "one is used again")
+        until(lambda: len(asked) == 30, "all others are pinged")
+        assert [shard.lost for shard in shards] == [True] * 20 + [False] + [True] * 10
+        assert [server.connections for server in servers] == [1] * 31
+    finally:
+        for one in (*shards, *servers):
+            one.close()
+    until(lambda: not pings_under_way(), "the threads end")
 
 
-def test_more_than_can_be_asked_at_once_have_their_turn() -> None:
-    patients = [Patient() for _ in range(3 * AT_ONCE)]
-    for patient in patients:
-        patient.breaker.trip()
-    until(lambda: min(patient.pings for patient in patients) > 1, "all are pinged again and again")
-    for patient in patients:
-        patient.back.set()
-    until(lambda: all(patient.breaker.closed for patient in patients), "all close")
-    until(lambda: not rejoining("stallfree-rejoin", "stallfree-ping"), "the threads end")
+# --- processes that share it ----------------------------------------------------------------------------------------
 
 
-# --- processes that know the same -----------------------------------------------------------------------------------
-
-
-def test_a_forked_child_and_its_parent_know_the_same() -> None:
+def test_a_forked_child_and_its_parent_share_it() -> None:
     patient = Patient()
     patient.breaker.trip()
 
     def child() -> None:
-        assert not rejoining()
         assert not patient.breaker.closed
         assert patient.breaker.trips == 1
-        assert len(rejoining()) == 1
         patient.back.set()
         until(lambda: patient.breaker.closed, "it closes in the child")
-        until(lambda: not rejoining(), "the child's thread ends")
+        until(lambda: not pings_under_way(), "the child's thread ends")
 
-    with module._rejoin.lock:  # as if another thread of the parent held it
-        process = Child(child)
-    assert process.wait() == 0
+    assert Child(child).wait() == 0
     assert not patient.back.is_set()
-    until(lambda: patient.breaker.closed, "the parent hears of it, though it asks in vain")
+    assert patient.breaker.closed, "the child's ping closed it"
+    assert not patient.pings
 
     patient.breaker._seconds = 1000.0
 
@@ -199,9 +209,32 @@ def test_a_forked_child_and_its_parent_know_the_same() -> None:
         assert patient.breaker.trips == 2
 
     assert Child(lose).wait() == 0
-    assert not patient.breaker.closed, "nobody waits for it a second time"
+    assert not patient.breaker.closed
     assert patient.breaker.trips == 1
-    patient.breaker.forget()
+
+
+def test_a_child_that_is_forked_during_a_ping_can_ping() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def ping() -> None:
+        if os.getpid() == parent:
+            entered.set()
+            leave.wait()
+            raise ConnectionRefusedError
+
+    parent, breaker = os.getpid(), Breaker(ping, 0.001)
+    breaker.trip()
+    assert not breaker.closed
+    assert entered.wait(60)
+
+    def child() -> None:
+        until(lambda: breaker.closed, "it closes")
+
+    assert Child(child).wait() == 0
+    assert breaker.closed
+    leave.set()
+    until(lambda: not pings_under_way(), "the thread ends")
+    assert breaker.closed, "a ping that failed later does not open it"
 
 
 def shared(file: Path, count: int = 1, seconds: float = 0.001) -> list[Patient]:
@@ -212,53 +245,39 @@ def shared(file: Path, count: int = 1, seconds: float = 0.001) -> list[Patient]:
     return patients
 
 
-def test_processes_with_a_file_know_the_same_and_one_of_them_pings(tmp_path: Path) -> None:
+def test_processes_share_it_through_a_file(tmp_path: Path) -> None:
     file = tmp_path / "lost"
     everyone = [shared(file, 3) for _ in range(4)]
-    for one in everyone:
-        one[1].breaker._seconds = 0.02
     everyone[0][1].breaker.trip()
     for one in everyone:
         assert [patient.breaker.closed for patient in one] == [True, False, True]
     assert [one[1].breaker.trips for one in everyone] == [1, 0, 0, 0]
-    until(lambda: sum(one[1].pings for one in everyone) >= 8, "it is pinged")
     later = shared(file, 3)
-    assert not later[1].breaker.closed, "whoever comes later knows it too"
+    assert not later[1].breaker.closed, "also with a process that attaches later"
     everyone[2][1].back.set()
-    everyone[3][1].back.set()
+    until(lambda: everyone[2][1].breaker.closed, "a ping closes it")
     for one in (*everyone, later):
-        until(lambda one=one: one[1].breaker.closed, "one has found it, and all know")
-    until(lambda: not rejoining(), "all threads end")
+        assert [patient.breaker.closed for patient in one] == [True] * 3
+    until(lambda: not pings_under_way(), "all threads end")
     assert file.stat().st_size == 3 * 24
 
 
 def test_one_ping_per_pause_however_many_processes_there_are(tmp_path: Path) -> None:
     everyone = [shared(tmp_path / "lost", seconds=1000.0)[0] for _ in range(8)]
     everyone[0].breaker.trip()
-    assert not any(patient.breaker.closed for patient in everyone)  # now all of them look after it
-    until(lambda: sum(patient.pings for patient in everyone), "it is pinged at once")
-    until(lambda: not rejoining("stallfree-ping"), "there was no answer")
-    assert not any(patient.breaker.closed for patient in everyone)
-    for patient in everyone:
-        patient.breaker.forget()
-    until(lambda: not rejoining(), "the thread ends")
+    for _ in range(10):
+        assert not any(patient.breaker.closed for patient in everyone)
+    until(lambda: not pings_under_way(), "there was no answer")
+    for _ in range(10):
+        assert not any(patient.breaker.closed for patient in everyone)
+    assert not pings_under_way()
     assert sum(patient.pings for patient in everyone) == 1
 
 
-def test_a_false_alarm_is_over_at_once() -> None:
-    """Though the next ping would be far away."""
-    patient = Patient(seconds=1000.0)
-    patient.back.set()
-    patient.breaker.trip()
-    until(lambda: patient.breaker.closed, "it closes")
-    assert patient.pings == 1
-    patient.breaker.trip()
-    assert not patient.breaker.closed, "soon after that it is not pinged at once"
-    patient.breaker.forget()
-
-
-def test_a_bad_link_is_known_to_those_who_come_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each epoch has workers of its own, and pings go through: the waits grow rare all the same."""
+def test_the_pause_for_a_bad_link_is_kept_for_processes_that_start_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each epoch has workers of its own, and pings go through: timeouts grow rare all the same."""
     monkeypatch.setattr(module, "_SOON", 1e9)
     pauses = []
     for _ in range(4):
@@ -272,21 +291,19 @@ def test_a_bad_link_is_known_to_those_who_come_later(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("other", [math.nan, math.inf, -1.0, 1e300])
-@pytest.mark.parametrize("due", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("due", [math.nan, math.inf, -1.0, 1e300])
 def test_whatever_stands_in_the_file_heals(due: float, other: float, tmp_path: Path) -> None:
     """As a torn number would, or one of another clock."""
-    file = tmp_path / "lost"
-    (patient,) = shared(file)
+    (patient,) = shared(tmp_path / "lost")
     patient.breaker._cells[:] = memoryview(struct.pack("ddd", due, other, other)).cast("d")
     assert not patient.breaker.closed
     assert patient.breaker.pause == 0.001
-    until(lambda: patient.pings > 2, "it is pinged at once, and again")
+    until(lambda: not patient.breaker.closed and patient.pings > 2, "it is pinged at once, and again")
     patient.back.set()
     until(lambda: patient.breaker.closed, "it closes")
     patient.breaker._cells[2] = other
     patient.breaker.trip()
     assert patient.breaker.pause == 0.001
-    patient.breaker.forget()
 
 
 def test_a_process_that_dies_while_it_pings_leaves_it_to_the_others(tmp_path: Path) -> None:
@@ -295,7 +312,7 @@ def test_a_process_that_dies_while_it_pings_leaves_it_to_the_others(tmp_path: Pa
     def die() -> None:
         patient.breaker._ping = lambda: os.kill(os.getpid(), signal.SIGKILL)
         patient.breaker.trip()
-        threading.Event().wait()
+        until(lambda: patient.breaker.closed, "the ping kills this process")
 
     child = Child(die)
     assert child.wait() == -signal.SIGKILL
@@ -304,18 +321,16 @@ def test_a_process_that_dies_while_it_pings_leaves_it_to_the_others(tmp_path: Pa
     until(lambda: patient.breaker.closed, "it closes")
 
 
-def test_who_leaves_does_not_touch_what_others_know(tmp_path: Path) -> None:
+def test_a_process_that_leaves_does_not_change_it_for_the_others(tmp_path: Path) -> None:
     (stays,), (leaves,) = (shared(tmp_path / "lost", seconds=1000.0) for _ in range(2))
     leaves.breaker.forget()
     leaves.breaker.trip()
     assert stays.breaker.closed
     assert not leaves.breaker.closed
-    assert not rejoining()
 
 
-def test_where_no_file_can_be_each_process_has_its_own(tmp_path: Path) -> None:
+def test_without_room_for_the_file_each_process_has_its_own(tmp_path: Path) -> None:
     (one,), (other,) = (shared(tmp_path / "not there" / "lost", seconds=1000.0) for _ in range(2))
     one.breaker.trip()
     assert not one.breaker.closed
     assert other.breaker.closed
-    one.breaker.forget()

@@ -10,12 +10,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -26,6 +26,7 @@ from children import Child
 from stallfree.cache import MISS
 from stallfree.errors import CodecError, InputError
 from stallfree.stores import redis_writer as module
+from stallfree.stores import write_behind
 from stallfree.stores.redis_cache import RedisCache
 from stallfree.stores.values import data_key, pack_head
 
@@ -53,34 +54,7 @@ def fill_up(server: Server) -> None:
         there.config_set("maxmemory", 1)
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, (torch.Tensor, np.ndarray)):
-        return type(one) is type(other) and one.dtype == other.dtype and repr(one) == repr(other)
-    return type(one) is type(other) and one == other
-
-
 # --- a cache --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_samples_of_all_kinds_come_back_in_order(pair: list[Server], count: int) -> None:
-    values = [None, 0, False, "", b"", (), [], {}, 0.0, 7, torch.zeros(0), torch.tensor(0), np.zeros((0, 3))]
-    with attach(pair[:count], 20) as cache:
-        assert cache.get_many([5, 1, 5]) == [MISS] * 3
-        assert cache.get_many([]) == []
-        assert cache.put_many(range(len(values)), values).all()
-        assert cache.put(9, "another"), "what is there stays"
-        cache.flush()
-        order = [9, 0, 3, 3, 19, *range(len(values))]
-        found = cache.get_many(order)
-        assert found.pop(4) is MISS
-        del order[4]
-        assert all(same(value, values[id]) for id, value in zip(order, found, strict=True))
-        assert cache.get(9) == 7
-        stats = cache.stats()
-        assert (stats.hits, stats.misses, stats.rejected, stats.resident_items) == (len(order) + 1, 4, 0, len(values))
-        assert not cache.resident(range(20)).any(), "nothing is in memory"
-        assert cache.capacity == 0
 
 
 class Machine(RuleBasedStateMachine):
@@ -153,18 +127,6 @@ def test_it_does_what_a_dict_does(pair: list[Server], tmp_path: Path) -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=10, stateful_step_count=25, deadline=None))  # type: ignore[no-untyped-call]
 
 
-def test_each_value_is_ones_own(pair: list[Server]) -> None:
-    with attach(pair) as cache:
-        load(cache, ALL)
-        ids = [5, 6, 5, 7, 5, 6, 6]
-        first = cache.get_many(ids)
-        for number, (array, _) in enumerate(first):
-            array[:] = -number
-        for _ in range(5):
-            assert shown(cache.get_many(ids)) == ids
-        assert [array.max() for array, _ in first] == [-number for number in range(7)]
-
-
 def test_threads_forked_processes_and_copies_use_it_at_once(pair: list[Server]) -> None:
     with attach(pair) as cache:
         copied = pickle.dumps(cache)
@@ -211,6 +173,18 @@ def test_a_process_that_ends_stores_what_it_handed_over(pair: list[Server]) -> N
     cache.close()
 
 
+def test_a_sample_on_its_way_is_not_fetched(pair: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "SETTLE_SECONDS", 60.0)
+    go, write, fetched = threading.Event(), module.RedisWriter.write, list[int]()
+    monkeypatch.setattr(module.RedisWriter, "write", lambda *given: (go.wait(60), write(*given)))
+    with attach(pair) as cache, ThreadPoolExecutor(2) as pool:
+        cache.put_many(ALL[:8], samples(ALL[:8]))
+        reading = cache.begin_read(np.arange(10), lambda: pool, fetched.extend)
+        threading.Timer(0.05, go.set).start()
+        assert shown(reading.result()) == [*ALL[:8], None, None]
+    assert sorted(fetched) == [8, 9]
+
+
 def test_keys_can_be_read(pair: list[Server]) -> None:
     with attach(pair) as cache:
         load(cache, ALL[:3])
@@ -223,16 +197,6 @@ def test_keys_can_be_read(pair: list[Server]) -> None:
             there.set("stallfree:other", "own")
         cache.clear()
         assert keys_of(pair) == {b"stallfree:other"}
-
-
-@pytest.mark.parametrize("ids", [[COUNT], [-1], ["x"], [[1]], [0.5], None])
-def test_what_is_no_list_of_ids_is_one_clear_error(ids: Any, pair: list[Server]) -> None:
-    with attach(pair) as cache:
-        for call in (cache.get_many, cache.resident, cache.owner, cache.drop, lambda ids: cache.put_many(ids, [0])):
-            with pytest.raises(InputError, match=r"give a sequence of integers|outside of the data set"):
-                call(ids)
-        with pytest.raises(InputError, match="2 ids and 1 values"):
-            cache.put_many([1, 2], [0])
 
 
 # --- values that are wrong ------------------------------------------------------------------------------------------
@@ -334,6 +298,21 @@ def test_a_full_server_keeps_what_it_has_and_stores_again_when_there_is_room(
                 there.config_set("maxmemory", 0)
         load(cache, ALL)
         assert load(cache, ALL) == []
+
+
+def test_the_worst_samples_are_found_while_another_process_notes_what_is_stored(pair: list[Server]) -> None:
+    with attach(pair, 20_000, policy="importance") as cache:
+
+        def note() -> None:
+            while True:
+                cache._node.known[::3] ^= 1
+
+        other = Child(note)
+        try:
+            for _ in range(500):
+                assert len(cache._storing._worst(cache._servers.shards[0], 4)) in (0, 4)
+        finally:
+            other.kill()
 
 
 def test_a_full_server_is_left_alone_for_a_while(pair: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:

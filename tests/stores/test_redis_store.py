@@ -88,7 +88,8 @@ def test_samples_of_lower_scores_are_not_admitted(pair: list[Server]) -> None:
         cache.set_scores(ALL, np.arange(COUNT))
         cache.put_many(ALL[100:], equal_samples(ALL[100:]))
         cache.flush()
-        there.config_set("maxmemory", there.info("memory")["used_memory"] - 1)
+        memory = there.info("memory")  # what the buffers of clients take is given back later
+        there.config_set("maxmemory", memory["used_memory"] - memory["mem_clients_normal"] - 1)
         for _ in range(3):
             cache.put_many(ALL[:100], equal_samples(ALL[:100]))
             cache.flush()
@@ -139,6 +140,23 @@ def test_a_step_that_is_random_ends_the_use_on_all_nodes(pair: list[Server], tmp
     with attach(pair, name="train") as later:
         assert load(later, ALL) == ALL
         assert load(later, ALL) == ALL, "a later job on the same servers does not use it either"
+
+
+def test_other_nodes_use_nothing_while_the_samples_are_being_removed(
+    pair: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nodes(tmp_path, pair) as (first, second):
+        load(first, ALL)
+        seen: list[list[int | None]] = []
+        remove = first.clear
+
+        def clear() -> None:
+            seen.append(shown(second.get_many(ALL)))
+            remove()
+
+        monkeypatch.setattr(first, "clear", clear)
+        assert first.uncache_steps()
+    assert seen == [[None] * COUNT]
 
 
 # --- the store ------------------------------------------------------------------------------------------------------
@@ -219,6 +237,7 @@ def test_a_later_job_keeps_its_hits(pair: list[Server], tmp_path: Path) -> None:
         ({"hosts": "localhost:6379"}, "give a list of servers"),
         ({"hosts": [{"host": "a", "prt": 1}]}, "'prt', which is unknown"),
         ({"capacity_per_node": "much"}, "capacity_per_node"),
+        ({"capacity_per_node": "1MiB"}, "capacity_per_node=.* is too little for a server: give 4.0 MiB or more"),
         ({"capacity_per_node": "1MiB", "timeout": 0}, "timeout=0"),
         ({"capacity_per_node": "1MiB", "name": "a/b"}, "a/b"),
     ],
@@ -238,4 +257,43 @@ def test_what_data_sets_cannot_do_with_it(pair: list[Server], tmp_path: Path) ->
             sf.CachedDataset(plain, capacity="1MiB", store=store, persist=True)
         with pytest.raises(CapacityError):
             sf.CachedDataset(plain, capacity=0, store=[disk, store])
+        for policy in ("lru", "lfu", "fifo", "random"):
+            with pytest.raises(InputError, match=f"policy='{policy}' with capacity=0, .*: leave policy out"):
+                sf.CachedDataset(plain, capacity=0, store=store, policy=policy)
+            with pytest.raises(InputError, match="leave policy out"):
+                sf.CacheLoader(capacity=0, store=store, policy=policy, name="keys")
+        for policy in ("minio", "importance", "oracle"):
+            sf.CachedDataset(plain, capacity=0, store=store, policy=policy).close()
+        sf.CachedDataset(plain, capacity="1MiB", store=store, policy="lru").close()
         assert "2 servers" in repr(store)
+
+
+# --- the life of a store --------------------------------------------------------------------------------------------
+
+
+def test_a_closed_store_is_refused() -> None:
+    with sf.RedisStore(capacity_per_node="16MiB") as store:
+        pass
+    with pytest.raises(InputError, match="the store 'default' is closed: make a new one"):
+        sf.CachedDataset(list(range(10)), capacity=0, store=store)
+
+
+def test_more_than_the_free_memory_is_refused(store_root: Path) -> None:
+    with pytest.raises(CapacityError, match=r"capacity_per_node=.* is more than the .* of memory that are free here"):
+        sf.RedisStore(capacity_per_node="1000TiB")
+    assert list(store_root.iterdir()) == []
+
+
+def test_no_password_in_the_message_for_hosts_of_another_type() -> None:
+    with pytest.raises(InputError, match=r"hosts=.*: give a list of servers") as raised:
+        sf.RedisStore({"host": "cache-1", "password": "secret"})  # type: ignore[arg-type]
+    assert "secret" not in str(raised.value)
+
+
+def test_the_bytes_of_residents_are_those_of_the_values(pair: list[Server]) -> None:
+    with attach(pair) as cache:
+        assert cache.stats().resident_bytes == 0
+        cache.put_many(ALL, equal_samples(ALL))
+        cache.flush()
+        stats = cache.stats()
+        assert 20_000 * COUNT < stats.resident_bytes < 20_400 * COUNT

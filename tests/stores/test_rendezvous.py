@@ -343,7 +343,7 @@ def test_no_store_where_the_nodes_should_meet(server: NodeServer) -> None:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
         with pytest.raises(
-            WaitError, match=rf"MASTER_PORT={port}, .* call torch.distributed.init_process_group before"
+            WaitError, match=rf"MASTER_PORT={port} did not answer .* call torch.distributed.init_process_group before"
         ):
             meet(server, Place(0, 2, "127.0.0.1", port), 0.2)
 
@@ -353,7 +353,7 @@ def test_a_store_that_goes_away_meanwhile(
     server: NodeServer, master: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.time, "sleep", lambda seconds: master.close())
-    with pytest.raises(WaitError, match=rf"MASTER_PORT={master.port}, went away while the store 'one' was made"):
+    with pytest.raises(WaitError, match=rf"MASTER_PORT={master.port} ended while the store 'one' was made"):
         meet(server, Place(0, 2, "127.0.0.1", master.port))
 
 

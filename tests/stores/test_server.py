@@ -8,7 +8,6 @@ import pickle
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +34,8 @@ from stallfree.errors import InputError, MissingServerError, StorageError
 from stallfree.folders import default_root
 from stallfree.stores import server as module
 from stallfree.stores.server import NodeServer, find_address, find_server, read_address
+from stallfree.stores.supervisor import read_json
+from warm import Interpreter
 
 pytestmark = needs_server
 redis = pytest.importorskip("redis", reason="the package redis is not installed: pip install 'stallfree[redis]'")
@@ -135,9 +136,10 @@ def test_processes_that_inherit_nothing_attach_anew(method: str) -> None:
             assert again.address() == server.address()
 
 
-def test_an_interpreter_that_ends_without_closing_leaves_nothing() -> None:
+def test_an_interpreter_that_ends_without_closing_leaves_nothing(interpreter: Interpreter) -> None:
     program = "from stallfree.stores.server import NodeServer; server = NodeServer('one', memory='64MiB')"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stderr == b""
+    done = interpreter.run(program)
+    assert (done.code, done.err) == (0, "")
     until(lambda: not folder().exists(), "the folder is gone")
 
 
@@ -180,7 +182,8 @@ def test_server_json_is_removed_when_the_server_has_died(tmp_path: Path, monkeyp
     monkeypatch.setattr(module, "find_server", lambda: str(program(tmp_path / "server", script)))
     with make_server() as server:
         os.kill(record(folder())["pid"], signal.SIGKILL)
-        until(lambda: not (folder() / "server.json").exists(), "the address is removed")
+        until(lambda: (read_json(folder() / "starts.json") or {}).get("start") == 2, "the other program is started")
+        assert not (folder() / "server.json").exists()
         assert server.address() is None
 
 

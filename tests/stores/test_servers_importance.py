@@ -20,7 +20,7 @@ from torch import distributed
 
 import stallfree as sf
 from importance_tools import Residents
-from stallfree.plans.draws import ranks
+from stallfree.plans.probabilities import ranks
 from stallfree.stores import servers_of
 
 pytestmark = needs_server
@@ -229,7 +229,9 @@ def check_changes(epochs: list[list[Epoch]], plan: str) -> None:
 # --- a server that is lost ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("plan", "on_miss"), [("unbiased", None), ("icache", "substitute")])
+@pytest.mark.parametrize(
+    ("plan", "on_miss"), [("unbiased", None), pytest.param("icache", "substitute", marks=pytest.mark.slow)]
+)
 def test_what_a_lost_server_holds_counts_as_missing_until_it_is_back(plan: str, on_miss: Any, job: Nodes) -> None:
     options = {"plan": plan, "on_miss": on_miss}
     owner = np.array(job.run(make, f"lost-{plan}", "minio", "64MiB", 0.5, 0, **options)[0])

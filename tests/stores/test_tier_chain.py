@@ -18,7 +18,7 @@ from stallfree.cache.checks import EVERY_STEP
 from stallfree.errors import CodecError
 from stallfree.stats import CacheStats
 from stallfree.stores import DiskTier, TieredCache
-from stallfree.stores.tiered import LowerTier
+from stallfree.stores.tier_stack import LowerTier
 from stallfree.testing import ThrottledSource
 
 
@@ -166,35 +166,15 @@ def test_a_sample_that_the_disk_loses_comes_from_the_tier_below(tmp_path: Path) 
         assert cache.stats().misses == 0
 
 
-def test_equal_ids_have_values_of_their_own() -> None:
-    with over_remote(Remote(), 2) as cache:
-        put(cache, range(10))
-        one, two, three = cache.get_many([7, 7, 7])
-        one[0][:] = two[0][:] = 0
-        assert is_right(7, three)
-
-
 def test_samples_that_are_not_known_below_are_asked_for_once() -> None:
     """What the parts of a batch did not bring is not requested again when the batch is made."""
     remote = Remote()
     with over_remote(remote, 2) as cache:
-        (part,) = cache.parts(np.arange(8))
-        assert cache.read(part) == [MISS] * 8
-        assert cache.get_here(np.arange(8)) == [MISS] * 8
+        (part,) = cache.stack.parts(np.arange(8))
+        assert cache.stack.read(part) == [MISS] * 8
+        assert cache.stack.get_known(np.arange(8)) == [MISS] * 8
         assert remote.requests == [list(range(8))]
         assert (cache.stats().hits, cache.stats().misses) == (0, 8)
-
-
-def test_drop_and_uncached_steps_reach_all_tiers(tmp_path: Path) -> None:
-    remote = Remote()
-    with open_chain(tmp_path, 2, 40, remote) as cache:
-        put(cache, range(30))
-        cache.drop(range(10))
-        assert cache.get_many(range(10)) == [MISS] * 10
-        cache.clear()
-        assert not held(cache.upper) | held(disk_of(cache)) | set(remote.values)
-        assert (cache.uncache_steps(1), cache.uncache_steps(1), cache.uncached_steps) == (True, False, EVERY_STEP)
-        assert remote.uncached_steps == EVERY_STEP
 
 
 def test_nothing_is_pickled_where_a_tier_takes_no_pickles(tmp_path: Path) -> None:
@@ -207,7 +187,7 @@ def test_nothing_is_pickled_where_a_tier_takes_no_pickles(tmp_path: Path) -> Non
 batches = st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=12)
 steps = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["put", "get", "get_here", "drop", "lose_below"]), batches),
+        st.tuples(st.sampled_from(["put", "get", "get_known", "drop", "lose_below"]), batches),
         st.tuples(st.sampled_from(["lose_memory", "lose_disk", "fail", "recover", "fill_up"]), st.just([0])),
     ),
     max_size=25,
@@ -235,8 +215,8 @@ def test_what_any_tier_holds_is_found_and_right(chain: TieredCache, steps: list[
             taken = put(chain, ids)
             model |= {id for id, kept in zip(ids, taken, strict=True) if kept}
             assert set(ids) <= set(remote.values) or remote.raises or not remote.takes
-        elif step in ("get", "get_here"):
-            found = chain.get_many(ids) if step == "get" else chain.get_here(np.array(ids))
+        elif step in ("get", "get_known"):
+            found = chain.get_many(ids) if step == "get" else chain.stack.get_known(np.array(ids))
             assert [value is not MISS for value in found] == [id in there for id in ids]
             assert all(is_right(id, value) for id, value in zip(ids, found, strict=True) if value is not MISS)
             chain.flush()

@@ -9,9 +9,11 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tier_tools import (
     COUNT,
@@ -112,15 +114,21 @@ def test_a_forked_child_has_a_thread_of_its_own(tmp_path: Path, held_up: Any, mo
         sound(cache)
 
 
-def test_a_sample_on_its_way_is_waited_for_by_others(tmp_path: Path, held_up: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_sample_on_its_way_is_waited_for_by_others(
+    tmp_path: Path, held_up: Any, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
     monkeypatch.setattr(write_behind, "SETTLE_SECONDS", 60.0)
-    with open_tiers(tmp_path, 2, COUNT) as cache:
+    fetched: list[int] = []
+    with open_tiers(tmp_path, 2, COUNT) as cache, ThreadPoolExecutor(1) as pool:
         put(cache, range(4))
         waits, go = held_up(disk_of(cache))
         cache.put_many([10], [sample(10)])
         assert waits.wait(60)
+        reading = cache.begin_read(np.array([10, 11]), lambda: pool, fetched.extend) if ahead else None
         threading.Timer(0.05, go.set).start()
-        assert is_right(10, cache.get(10))
+        assert is_right(10, cache.get(10) if reading is None else reading.result()[0])
+    assert fetched == [11] * ahead
 
 
 def test_what_a_killed_process_had_on_its_way_is_a_miss(tmp_path: Path, held_up: Any) -> None:
@@ -176,10 +184,10 @@ import numpy as np, time
 import stallfree as sf
 from stallfree.cache import SampleCache
 slow = SampleCache.put_records
-def put_records(self, ids, records):
+def put_records(self, ids, records, **given):
     if self.meta.on_disk:
         time.sleep(0.3)
-    return slow(self, ids, records)
+    return slow(self, ids, records, **given)
 SampleCache.put_records = put_records
 tier = sf.DiskTier({str(tmp_path)!r}, capacity="4MB", persist=True)
 cache = tier.attach(50, capacity=60000, fingerprint="data", policy="minio", name="tiers", example=bytes(4000))

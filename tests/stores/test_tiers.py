@@ -9,6 +9,7 @@ import pickle
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,6 @@ from tier_tools import (
 import stallfree as sf
 from stallfree.cache import MISS
 from stallfree.errors import CapacityError, FingerprintError, InputError, StorageError
-from stallfree.loader.reader import Reader
 from stallfree.observe.jobs import Jobs
 from stallfree.stores import DiskTier, TieredCache
 from stallfree.testing import ThrottledSource
@@ -215,7 +215,7 @@ def test_epochs_read_from_the_source_what_neither_tier_holds(
         sf.DataLoader(dataset, 8, **options) as loader,
     ):
         all_of(loader)
-        dataset.cache.settle(np.arange(COUNT))  # what workers that live on have on its way
+        dataset.cache.stack.settle(np.arange(COUNT))  # what workers that live on have on its way
         stats = dataset.stats()
         absent = COUNT - stats.resident_items - stats.lower.resident_items
         assert 15 < stats.resident_items < 25
@@ -276,17 +276,14 @@ def test_the_disk_is_read_when_a_batch_is_started(tmp_path: Path, source: Thrott
     """That is batches ahead of its use: then the disk is not needed any more, nor the source."""
     with dataset_of(source, tmp_path, 20, COUNT) as dataset:
         all_of(sf.DataLoader(dataset, 8))
+        dataset.cache.flush()
         below = np.flatnonzero(~dataset.cache.resident(np.arange(COUNT)))
-        reader: Reader = dataset.reader
-        pending = reader.start(below)
-        assert sorted(id for ids, _ in pending.asked for id in ids.tolist()) == below.tolist()
-        for _, answer in pending.asked:
-            answer.result()
+        fetched: list[int] = []
+        with ThreadPoolExecutor(2) as pool:
+            reading = dataset.cache.begin_read(below, lambda: pool, fetched.extend)
         os.truncate(disk_of(dataset.cache).path / "data", 0)
-        samples = reader.finish(pending, 0, 0, skip=False)
-        assert all(is_right(id, value) for id, value in zip(below.tolist(), samples.values, strict=True))
-        assert (samples.hits, samples.misses, source.requests) == (len(below), 0, COUNT)
-        reader.close()
+        assert all(is_right(id, value) for id, value in zip(below.tolist(), reading.result(), strict=True))
+        assert fetched == []
 
 
 def test_samples_of_uneven_size(tmp_path: Path) -> None:
@@ -340,11 +337,11 @@ def test_what_another_process_moves_up_meanwhile_comes_from_memory(tmp_path: Pat
         put(cache, range(40))
         ids = np.array(sorted(held(disk_of(cache)))[:5])
         cache.upper.drop(sorted(held(cache.upper))[:5])
-        pieces = cache.parts(ids)
+        pieces = cache.stack.parts(ids)
         with pickle.loads(pickle.dumps(cache)) as other:
             other.get_many(ids)
         assert not disk_of(cache).resident(ids).any()
-        values = [value for piece in pieces for value in cache.read(piece)]
+        values = [value for piece in pieces for value in cache.stack.read(piece)]
         assert all(is_right(id, value) for id, value in zip(ids.tolist(), values, strict=True))
         assert cache.stats().misses == 0
 
@@ -383,20 +380,12 @@ def test_a_disk_that_cannot_be_used(
         sf.CachedDataset(Samples(), capacity="1MiB", store=DiskTier(folder, capacity=capacity))
 
 
-def test_a_cache_that_is_used_wrongly_says_so(tmp_path: Path) -> None:
-    with open_tiers(tmp_path, 2, 20) as cache:
-        put(cache, range(5))
-        with pytest.raises(InputError, match="put_many was given 2 ids and 1 values"):
-            cache.put_many([1, 2], [sample(1)])
-        with pytest.raises(InputError, match="outside of the data set"):
-            cache.get_many([COUNT])
-        with pytest.raises(FingerprintError, match=r"the cache 'tiers' in .* holds other data"):
-            open_tiers(tmp_path, 2, 20, fingerprint="other data")
-    cache.close()
-    assert cache.stats().lower.resident_items > 0
-    for use in (lambda: cache.get_many([1]), lambda: cache.put(1, sample(1))):
-        with pytest.raises(InputError, match="closed"):
-            use()
+def test_a_name_that_belongs_to_other_data(tmp_path: Path) -> None:
+    with (
+        open_tiers(tmp_path, 2, 20),
+        pytest.raises(FingerprintError, match=r"the cache 'tiers' in .* holds other data"),
+    ):
+        open_tiers(tmp_path, 2, 20, fingerprint="other data")
 
 
 # --- others that use caches -------------------------------------------------------------------------------------------

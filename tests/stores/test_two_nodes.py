@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
-import signal
-import subprocess
-import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,16 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from nodes import LIMIT, Here, Nodes, Stamped, check_samples, close_store, is_right, open_store, stamp
+from nodes import Here, Nodes, Stamped, check_samples, close_store, is_right, open_store, stamp
 from server_tools import needs_server, until
 from torch.utils.data.distributed import DistributedSampler
 
 import stallfree
-from stallfree import CachedDataset, CacheLoader, LocalSampler, SampleError
+from stallfree import CachedDataset, CacheLoader, LocalSampler, SampleError, StallfreeWarning
 from stallfree.folders import default_root
 from stallfree.stats import CacheStats
 from stallfree.stores import servers_of
 from stallfree.stores.server import server_folders
+from warm import Interpreter
 
 pytestmark = needs_server
 
@@ -323,18 +321,42 @@ def train_locally(here: Here) -> list[list[int]]:
 
 def test_auto_is_a_store_of_all_nodes_where_a_job_has_several(pair: Nodes) -> None:
     ran = pair.run(read_auto)
-    assert [nodes for nodes, _ in ran] == [2, 2]
-    assert all(folders == ["auto", "default"] for _, folders in ran)
+    assert ran == [(2, 0, 8 << 20, ["auto", "default"])] * 2
 
 
-def read_auto(here: Here) -> tuple[int, list[str]]:
-    """The number of nodes of the store, and the names of the servers on this one."""
+def read_auto(here: Here) -> tuple[int, int, int, list[str]]:
+    """The number of nodes of the store, its memory on this one (in front, of the server), and the servers on it."""
     with CachedDataset(Stamped(COUNT, here.storage("auto")), capacity="8MiB", store="auto") as dataset:
         check_samples(dataset.__getitems__(range(COUNT)), range(COUNT))
         servers, folders = servers_of(dataset.cache), sorted(server_folders(default_root()))
         assert servers is not None
+        (most,) = {status.capacity_bytes for status in servers.status()}
         here.meet()
-    return servers.num_nodes, folders
+    return servers.num_nodes, dataset.cache.capacity, most, folders
+
+
+def test_auto_without_a_fingerprint_is_the_memory_of_each_node(pair: Nodes) -> None:
+    """The nodes could not know that they have the same data set."""
+    assert pair.run(read_private) == [(False, 8 << 20, ["default"])] * 2
+
+
+def read_private(here: Here) -> tuple[bool, int, list[str]]:
+    """Whether there are servers, the memory of this node, and the names of the servers that are left."""
+    with (
+        pytest.warns(StallfreeWarning, match="this cache is private"),
+        pytest.warns(RuntimeWarning, match=r"on each node for itself: .*lock has no fingerprint"),
+    ):
+        dataset = CachedDataset(Locked(COUNT, here.storage("private")), capacity="8MiB", store="auto")
+    with dataset:
+        check_samples(dataset.__getitems__(range(COUNT)), range(COUNT))
+        return servers_of(dataset.cache) is not None, dataset.cache.capacity, sorted(server_folders(default_root()))
+
+
+class Locked(Stamped):
+    """A source without a stable fingerprint."""
+
+    def fingerprint(self) -> Any:
+        return threading.Lock()
 
 
 def test_auto_is_memory_without_a_server_on_one_node(tmp_path: Path) -> None:
@@ -344,8 +366,10 @@ def test_auto_is_memory_without_a_server_on_one_node(tmp_path: Path) -> None:
 
 
 FORKS_AT_ONCE = """
-import os, numpy as np, stallfree
+import os, signal, sys, numpy as np, stallfree
 from stallfree.cache import MISS
+assert "redis" not in sys.modules
+os.environ["STALLFREE_ROOT"] = sys.argv[1]
 store = stallfree.RedisStore(capacity_per_node="16MiB", timeout=60.0)
 cache = store.attach(100, fingerprint="f", name="data")
 cache.put_many(range(100), [np.arange(id + 1) for id in range(100)])
@@ -353,6 +377,7 @@ children = []
 for _ in range(8):  # while the thread that stores connects for the first time
     children.append(os.fork())
     if not children[-1]:
+        signal.alarm(60)  # ends a child that hangs
         values = cache.get_many(range(100))
         os._exit(sum(value is not MISS and len(value) != id + 1 for id, value in enumerate(values)))
 assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
@@ -363,18 +388,12 @@ store.close()
 """
 
 
-def test_a_process_may_fork_at_once_while_its_thread_connects_for_the_first_time(tmp_path: Path) -> None:
+def test_a_process_may_fork_at_once_while_its_thread_connects_for_the_first_time(
+    tmp_path: Path, interpreter: Interpreter
+) -> None:
     """A child that is forked while a thread imports redis-py would wait for the import's lock forever."""
-    ran = []
-    for number in range(5):
-        environment = {**os.environ, "STALLFREE_ROOT": str(tmp_path / str(number))}
-        (tmp_path / str(number)).mkdir(mode=0o700)
-        command = [sys.executable, "-c", FORKS_AT_ONCE]
-        ran.append(subprocess.Popen(command, env=environment, start_new_session=True))
-    try:
-        assert [process.wait(LIMIT) for process in ran] == [0] * 5
-    finally:
-        for process in ran:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with a child that hangs
-            process.wait()
+    for number in range(3):
+        root = tmp_path / str(number)
+        root.mkdir(mode=0o700)
+        done = interpreter.run(FORKS_AT_ONCE, str(root))
+        assert done.code == 0, done.err

@@ -1,10 +1,15 @@
 """The sample cache: arena, index, policies, the life of a cache."""
 
+# `np.unique` imports it at its first call, here in threads, and a fork at that moment copies a locked import.
+import numpy.ma  # noqa: F401
+
 from stallfree.cache.admin import CacheInfo, collect_garbage, list_caches, remove
+from stallfree.cache.base import BaseCache
 from stallfree.cache.checks import MISS
 from stallfree.cache.packages import Packages, PackageStats
 from stallfree.cache.policies import POLICIES, Policy
-from stallfree.cache.records import Aim
+from stallfree.cache.protocol import Cache, Lends, Reading
+from stallfree.cache.records import Aim, Borrowed
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.serial import stay_alone
 
@@ -12,10 +17,15 @@ __all__ = [
     "MISS",
     "POLICIES",
     "Aim",
+    "BaseCache",
+    "Borrowed",
+    "Cache",
     "CacheInfo",
+    "Lends",
     "PackageStats",
     "Packages",
     "Policy",
+    "Reading",
     "SampleCache",
     "collect_garbage",
     "list_caches",

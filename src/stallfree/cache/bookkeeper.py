@@ -9,17 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.counters import Count, Counters
-from stallfree.cache.index import Field, Index
+from stallfree.cache.index import Index
 from stallfree.cache.layout import ALIGN, VERSION, Meta, plan_layout
 from stallfree.cache.policies import Policy, Victims
 from stallfree.cache.recovery import blocks_of
-from stallfree.cache.writer import Writer
+from stallfree.cache.space import Space
 
 Ids = npt.NDArray[np.int64]
 
 
-class Bookkeeper(Writer):
-    """Decides as the live cache does, by being its `Writer`.
+class Bookkeeper:
+    """Decides as the live cache does: the same `Space` gives blocks to records.
 
     Args:
         folder: for the index.
@@ -49,9 +49,11 @@ class Bookkeeper(Writer):
         file = folder / "index"
         Index.create(file, num_ids, meta.num_blocks, meta.block, **meta.kinds)
         index = Index(file, num_ids, meta.num_blocks, **meta.kinds)
-        super().__init__(meta, index, _NoArena(), Counters(index.counters), policy, folder)  # type: ignore[arg-type]
+        victims = None
         if policy.evicts:  # a longer queue takes memory and saves time; it decides alike
-            self._victims = Victims(_Queue(index.first), np.zeros(2, np.int64))
+            victims = Victims(_Queue(index.first), np.zeros(2, np.int64))
+        self._index, self._policy, self._counters = index, policy, Counters(index.counters)
+        self._space = Space(meta, index, self._counters, policy, lambda start, count: count, folder, victims)
         self._seen = np.zeros(num_ids, np.int64)
         self._sizes = sizes
         self._blocks = None if sizes is None else blocks_of(sizes, meta.block)
@@ -59,7 +61,7 @@ class Bookkeeper(Writer):
     def use(self, ids: Ids) -> Ids:
         """Look `ids` up, as one batch, and store those that are missing; gives these, repeated ones each time."""
         there = self._index.first[ids] != 0
-        self.used(ids[there])
+        self._space.used(ids[there])
         missed: Ids = ids[~there]
         if len(missed):
             times = np.arange(len(missed))
@@ -67,27 +69,32 @@ class Bookkeeper(Writer):
             self._enter(missed[self._seen[missed] == times])  # the first of repeated ones
         return missed
 
+    def drop(self, ids: Ids) -> None:
+        """Make `ids` absent, which are all different."""
+        self._space.drop(ids)
+
+    def set_scores(self, ids: Ids, scores: npt.NDArray[Any]) -> None:
+        """See `Space`."""
+        self._space.set_scores(ids, scores)
+
     def _enter(self, ids: Ids) -> None:
         rejected = len(ids)
-        if self._policy.evicts or self.has_room():
-            ids = ids[self._turns(ids)]
+        if self._policy.evicts or self._space.has_room():
+            ids = ids[self._space.turns(ids)]
             if self._blocks is None:
-                rejected = self._write_plain(ids, range(len(ids)))  # type: ignore[arg-type]
+                rejected = self._space.enter_plain(ids, lambda part, blocks: None)
             else:
                 rejected -= self._enter_sized(ids, self._blocks[ids])
         if rejected:
             self._counters.add((Count.REJECTED, rejected))
 
-    def _copy_plain(self, ids: Any, blocks: Any, leaves: Any) -> None:
-        """There is nothing to copy."""
-
     def _enter_sized(self, ids: Ids, counts: Ids) -> int:
         """Store records of `counts` blocks each; how many were stored."""
-        possible = counts <= int(self._header[Field.LIMIT])
+        possible = counts <= self._space.limit
         if self._policy.given:
             return self._enter_given(ids[possible], counts[possible])
         total = int(counts[possible].sum())
-        there = self._make_room(total)
+        there = self._space.make_room(total)
         if not self._policy.evicts:
             possible &= counts <= there
         ids, counts = ids[possible], counts[possible]
@@ -98,33 +105,31 @@ class Bookkeeper(Writer):
     def _enter_given(self, ids: Ids, counts: Ids) -> int:
         if len(ids) == 0:
             return 0
-        first = self._admit(ids, counts)
+        first = self._space.admit(ids, counts)
         stored = self._store(ids[:first], counts[:first])
         score: Any = self._index.score
-        victim = self._victims.choose(1, score)
-        self._victims.give_back(score, victim)
-        lowest = score[victim].min(initial=np.inf)
+        lowest = self._space.lowest_score()
         for at in range(first + 1, len(ids)):  # most are not above the lowest: that spares the look at who would go
-            if score[ids[at]] > lowest or self._available(int(counts[at])) >= counts[at]:
+            if score[ids[at]] > lowest or self._space.available(int(counts[at])) >= counts[at]:
                 stored += self._enter_one(ids, counts, at)
         return stored
 
     def _enter_one(self, ids: Ids, counts: Ids, at: int) -> int:
         one = slice(at, at + 1)
-        return self._store(ids[one], counts[one]) if self._has_place(int(ids[at]), int(counts[at])) else 0
+        return self._store(ids[one], counts[one]) if self._space.has_place(int(ids[at]), int(counts[at])) else 0
 
     def _store(self, ids: Ids, counts: Ids) -> int:
         """Store records of `counts` blocks each, which are free; how many."""
         if len(ids) == 0:
             return 0
         assert self._sizes is not None
-        blocks, ends = self._take(int(counts.sum())), np.cumsum(counts)
+        blocks, ends = self._space.take(int(counts.sum())), np.cumsum(counts)
         inner = np.ones(len(blocks), bool)
         inner[ends - 1] = False
         links = np.flatnonzero(inner)
         self._index.next[blocks[links]] = blocks[links + 1]
         sizes = self._sizes[ids]
-        self._publish(ids, blocks[ends - counts], sizes, int(sizes.sum()))
+        self._space.publish(ids, blocks[ends - counts], sizes, int(sizes.sum()))
         return len(ids)
 
     @property
@@ -155,11 +160,3 @@ class _Queue:
         self.first = first
         self.victims = np.zeros(max(64, len(first) // 8), np.complex128)
         self.victims_limit = np.zeros(1, np.complex128)
-
-
-class _NoArena:
-    """Blocks without memory."""
-
-    def back(self, start: int, count: int) -> int:
-        """All that is asked for."""
-        return count

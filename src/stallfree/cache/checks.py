@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,14 @@ def checked_ids(ids: Any, num_ids: int) -> Array:
         problem = InputError(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
         raise also_of_type(problem, IndexError())
     return array
+
+
+def checked_pairs(ids: Any, values: Sequence[Any], num_ids: int) -> Array:
+    """`ids` as an array of int64. Raises `InputError` as `checked_ids` does, and if there are not as many `values`."""
+    wanted = checked_ids(ids, num_ids)
+    if len(wanted) != len(values):
+        raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values: give one for each")
+    return wanted
 
 
 def checked_scores(scores: Any, count: int) -> Array:

@@ -8,6 +8,7 @@ instant.
 from __future__ import annotations
 
 import enum
+import os
 import threading
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.locks import FileLock
+from stallfree.platform import at_fork
 
 Array = npt.NDArray[Any]
 
@@ -43,15 +45,24 @@ class Counters:
         self._rows = rows
         self._row = rows[0]
         self._lock = threading.Lock()
+        self._claimed: tuple[int, FileLock] | None = None  # by which process, with which lock
 
     def claim(self, file_lock: FileLock) -> None:
-        """Take a row for this process; again after a fork."""
+        """Take a row for this process."""
         self._lock = threading.Lock()  # a thread of the parent may have held the old one
+        self._claimed = os.getpid(), file_lock
         for row in range(1, len(self._rows)):
             if file_lock.claim(row):
                 self._row = self._rows[row]
                 return
         self._row = self._rows[0]
+
+    def follow_fork(self) -> None:
+        """In a forked child, take a row for it."""
+        if self._claimed is not None and self._claimed[0] != os.getpid():
+            with _after_fork:
+                if self._claimed[0] != os.getpid():
+                    self.claim(self._claimed[1])
 
     def add(self, *counts: tuple[Count, int]) -> None:
         """Add to the row of this process."""
@@ -62,3 +73,7 @@ class Counters:
     def totals(self) -> list[int]:
         """The sums over all processes that are or were attached, by `Count`."""
         return [int(n) for n in np.asarray(self._rows).sum(axis=0)]
+
+
+_after_fork = threading.RLock()
+at_fork(before=_after_fork.acquire, after_in_parent=_after_fork.release, after_in_child=_after_fork.release)

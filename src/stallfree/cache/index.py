@@ -20,6 +20,8 @@ from __future__ import annotations
 import enum
 import mmap
 import os
+import platform
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,19 @@ class Field(enum.IntEnum):
     VICTIMS_END = 14
     STACKED = 15  # those of them that are on the stack
     UNCACHED = 16  # twice the number of steps that records are made without; odd while others are being dropped
+
+
+_fence_lock = threading.Lock()
+_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
+
+
+def fence() -> None:
+    """Keep the order of loads and stores on processors that would change it (x86 does not)."""
+    if not _ORDERED:
+        with _fence_lock:
+            pass
+        with _fence_lock:
+            pass
 
 
 def victims_size(num_ids: int) -> int:

@@ -176,7 +176,7 @@ class Packages:
 
     def _look(self, name: str) -> None:
         """Number the package `name`, if it is one."""
-        with self._opened(name) as opened:
+        with _opened(self._folder / name) as opened:
             if opened is None:
                 self._strange.add(name)
                 return
@@ -256,7 +256,7 @@ class Packages:
         memory[at : at + 16 * len(wanted)] = np.concatenate((wanted, lengths)).view(np.uint8)
         for start, length, (structure, arrays) in zip(starts.tolist(), lengths.tolist(), records, strict=True):
             write_record(structure, arrays, memory[start : start + length])
-        self._finish_head(memory, len(wanted))
+        _finish_head(memory, self._fingerprint, len(wanted))
         self.counts[Count.BYTES_WRITTEN] += size  # before the file: a writer that is killed has not written more
         try:
             name = self._write(memory)
@@ -274,18 +274,9 @@ class Packages:
             log.warning("no package is added to %s: %s. Other samples are read one by one", self._folder, why)
         return False
 
-    def _finish_head(self, memory: Array, records: int) -> None:
-        """Write the header of a package whose other bytes are there."""
-        named = len(self._fingerprint)
-        memory[_HEAD.size : _HEAD.size + named] = np.frombuffer(self._fingerprint, np.uint8)
-        check = 0
-        for _ in range(2):  # the second time with the checksum of what the first one wrote
-            _HEAD.pack_into(memory.data, 0, MAGIC, check, VERSION, named, records, len(memory))
-            check = xxhash.xxh3_64_intdigest(memory[_CHECKED:].data)
-
     def _write(self, data: Array) -> str:
         """Write a file and give it its name when it is whole; the name."""
-        fd, name, draft = self._new_draft()
+        fd, name, draft = _new_draft(self._folder, self._stem)
         try:
             rest = memoryview(data)  # type: ignore[arg-type]
             while len(rest):
@@ -299,16 +290,6 @@ class Packages:
         finally:
             os.close(fd)
         return name
-
-    def _new_draft(self) -> tuple[int, str, Path]:
-        """A new file under a lock that says that its writer lives: descriptor, the name it gets, where it is."""
-        while True:
-            name = f"{self._stem}{time.time_ns():016x}-{secrets.token_hex(4)}.package"
-            draft = self._folder / f".{name}.new"
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            if _locked(fd) is not False and os.fstat(fd).st_nlink:
-                return fd, name, draft
-            os.close(fd)  # another process has just taken it for a dead writer's
 
     def _scratch(self, size: int) -> Array:
         """`size` bytes of memory that is used again and again."""
@@ -331,7 +312,7 @@ class Packages:
         name = self._names[number]
         if name is None:
             return None
-        with self._opened(name) as opened:
+        with _opened(self._folder / name) as opened:
             if opened is None:
                 self._forget(name)
                 return None
@@ -365,21 +346,6 @@ class Packages:
                 if self._newest[id] == number:
                     self._newest[id] = -1
         return np.array(made, np.int64), values
-
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[tuple[int, int] | None]:
-        """Descriptor and bytes of a package; None if it is gone or is not this user's alone."""
-        try:
-            fd = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            yield None
-            return
-        try:
-            found = os.fstat(fd)
-            private = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-            yield (fd, found.st_size) if private else None
-        finally:
-            os.close(fd)
 
     def _ids_in(self, fd: int, size: int) -> tuple[Array | None, bool]:
         """The ids that the header of a package says, unchecked, or None; whether it can be, or is, a whole package."""
@@ -443,6 +409,43 @@ def prepare_folder(folder: str | Path) -> Path:
     except OSError as error:
         raise StorageError(f"the folder {path} for packages cannot be used: {error}. Give another folder") from error
     return path
+
+
+def _finish_head(memory: Array, fingerprint: bytes, records: int) -> None:
+    """Write the header of a package whose other bytes are there."""
+    named = len(fingerprint)
+    memory[_HEAD.size : _HEAD.size + named] = np.frombuffer(fingerprint, np.uint8)
+    check = 0
+    for _ in range(2):  # the second time with the checksum of what the first one wrote
+        _HEAD.pack_into(memory.data, 0, MAGIC, check, VERSION, named, records, len(memory))
+        check = xxhash.xxh3_64_intdigest(memory[_CHECKED:].data)
+
+
+def _new_draft(folder: Path, stem: str) -> tuple[int, str, Path]:
+    """A new file under a lock that says that its writer lives: descriptor, the name it gets, where it is."""
+    while True:
+        name = f"{stem}{time.time_ns():016x}-{secrets.token_hex(4)}.package"
+        draft = folder / f".{name}.new"
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        if _locked(fd) is not False and os.fstat(fd).st_nlink:
+            return fd, name, draft
+        os.close(fd)  # another process has just taken it for a dead writer's
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[int, int] | None]:
+    """Descriptor and bytes of a package; None if it is gone or is not this user's alone."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        found = os.fstat(fd)
+        private = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        yield (fd, found.st_size) if private else None
+    finally:
+        os.close(fd)
 
 
 def _round(size: int, align: int) -> int:

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.arena import Arena, MemoryArena
-from stallfree.cache.index import Index
+from stallfree.cache.index import Index, fence
 from stallfree.cache.layout import Meta
 from stallfree.cache.recovery import blocks_of, chains
-from stallfree.cache.writer import checksum, checksum_of, fence
+from stallfree.cache.writer import checksum, checksum_of
 from stallfree.errors import CodecError
 from stallfree.pipeline.codec import MissingClassError, read_leaves, read_record, stack_build
 

@@ -7,8 +7,6 @@ process leaves behind is put in order by the next writer (recovery.py).
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,34 +18,36 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.arena import Arena, DiskArena, MemoryArena
-from stallfree.cache.checks import MISS, Closed, check_same, checked_ids, checked_scores, warn_of_capacity
+from stallfree.cache.base import BaseCache
+from stallfree.cache.checks import (
+    MISS,
+    Closed,
+    check_same,
+    checked_ids,
+    checked_pairs,
+    checked_scores,
+    warn_of_capacity,
+)
 from stallfree.cache.counters import Count, Counters
 from stallfree.cache.create import create_files
 from stallfree.cache.index import DamagedError, Field, Index
 from stallfree.cache.layout import META, Meta
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.cache.records import Aim, Borrowed, Found, Records, Views
+from stallfree.cache.records import Aim, Borrowed, Found, Records
 from stallfree.cache.recovery import check_disk
-from stallfree.cache.writer import Record, Writer, fence
-from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
+from stallfree.cache.writer import LOCK_SECONDS, Record, Writer
+from stallfree.errors import FingerprintError, InputError, StorageError
 from stallfree.folders import SharedFolder, default_root, prepare_root, remove_unused, sweep, user_root
 from stallfree.locks import FileLock
 from stallfree.pipeline.codec import encode
-from stallfree.pipeline.structure import Structure
-from stallfree.platform import at_fork, need_linux
+from stallfree.platform import need_linux
 from stallfree.stats import CacheStats
 from stallfree.units import parse_size
 
 Array = npt.NDArray[Any]
 
-LOCK_SECONDS = 2.0
-"""A writer that does not get the lock for so long gives up; the samples count as rejected."""
 
-_BACK_OFF = 50
-"""Batches that are not stored after the lock was not free in time."""
-
-
-class SampleCache:
+class SampleCache(BaseCache):
     """Attach to the cache `name`, making it if it is not there.
 
     Args:
@@ -109,12 +109,12 @@ class SampleCache:
             warnings.warn(f"{error}. Nobody used it: it was thrown away and made anew", RuntimeWarning, stacklevel=2)
             self._attach_to(name, root, policy, allow_pickle, initialize, persist)
         try:
-            check_same(self.meta, self._path, fingerprint, num_ids, policy.name)
+            check_same(self.meta, self.path, fingerprint, num_ids, policy.name)
         except FingerprintError:
             self.close()
             raise
         if size and not self._created:
-            warn_of_capacity(self.meta, self._path, size)
+            warn_of_capacity(self.meta, self.path, size)
 
     def _attach_to(
         self,
@@ -125,77 +125,47 @@ class SampleCache:
         initialize: Callable[[Path], None],
         persist: bool,
     ) -> None:
-        self.name, self.policy, self._root, self._allow_pickle = name, policy, root, allow_pickle
-        self._skip_puts, self._warned_of_lock = 0, False
+        self.name, self.policy, self._root, self.allow_pickle = name, policy, root, allow_pickle
         self._last: CacheStats | None = None
         with contextlib.ExitStack() as undo:
             folder = SharedFolder(name, root=root, initialize=initialize, persist=persist)
             undo.callback(folder.close)
-            self._path, self._created = folder.path, folder.created
+            self.path, self._created = folder.path, folder.created
             meta = self.meta = Meta.load(folder.path)
+            self.num_ids, self.capacity, self.fingerprint = meta.num_ids, meta.capacity, meta.fingerprint
             index = self._index = Index(folder.path / "index", meta.num_ids, meta.num_blocks, **meta.kinds)
             if not index.belongs_to(meta.num_ids, meta.num_blocks, meta.block):
                 raise DamagedError(f"the index in {folder.path} is not the one of its {META}")
             kind = DiskArena if meta.on_disk else MemoryArena
-            self._arena: Arena = kind(folder.path / "data", meta.block, meta.num_blocks)
-            undo.callback(self._arena.close)
-            self._file_lock = FileLock(folder.path / "lock")
-            undo.callback(self._file_lock.close)
-            self._counters = Counters(index.counters)
-            self._records = Records(meta, index, self._arena, allow_pickle)
-            self._writer = Writer(meta, index, self._arena, self._counters, policy, folder.path)
+            arena: Arena = kind(folder.path / "data", meta.block, meta.num_blocks)
+            undo.callback(arena.close)
+            lock = FileLock(folder.path / "lock")
+            undo.callback(lock.close)
+            self._arena, self._counters = arena, Counters(index.counters)
+            self._records = Records(meta, index, arena, allow_pickle)
+            self._writer = Writer(meta, index, arena, self._counters, policy, folder.path, lock)
+            self.structure = self._records.common
             if meta.on_disk and not folder.created:
-                with self._file_lock.hold(5 * LOCK_SECONDS, f"checking the cache {name!r}"):
-                    if not self._file_lock.claimed_elsewhere():
-                        check_disk(index, meta.block, bool(meta.common), self._arena.whole())
-                    self._counters.claim(self._file_lock)
+                with lock.hold(5 * LOCK_SECONDS, f"checking the cache {name!r}"):
+                    if not lock.claimed_elsewhere():
+                        check_disk(index, meta.block, bool(meta.common), arena.whole())
+                    self._counters.claim(lock)
             else:
-                self._counters.claim(self._file_lock)
+                self._counters.claim(lock)
             undo.pop_all()
-        self._pid = os.getpid()
-        self._leave = weakref.finalize(self, _leave, self._arena, self._file_lock, folder)
+        self._leave = weakref.finalize(self, _leave, arena, lock, folder)
         self.populate()
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
-    @property
-    def num_ids(self) -> int:
-        """Number of samples of the data set."""
-        return self.meta.num_ids
-
-    @property
-    def structure(self) -> Structure | None:
-        """The structure that all samples share, or None if there is none."""
-        return self._records.common
-
-    @property
-    def allow_pickle(self) -> bool:
-        """Whether samples that the codec does not know are pickled."""
-        return self._allow_pickle
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that the cache may take, index included."""
-        return self.meta.capacity
-
-    @property
-    def fingerprint(self) -> str:
-        """Says which samples these are."""
-        return self.meta.fingerprint
-
-    @property
-    def path(self) -> Path:
-        """The folder of the cache."""
-        return self._path
-
     def resident(self, ids: Any) -> Array:
-        """Which of `ids` (integers) are in the cache: an array of bool."""
-        return self._index.first[self.checked(ids)] != 0  # type: ignore[no-any-return]
+        """See `Cache`."""
+        return self._index.first[checked_ids(ids, self.num_ids)] != 0  # type: ignore[no-any-return]
 
     @property
     def full(self) -> bool:
-        """Whether a newcomer would not be stored, as far as one can tell: there is no room, and nobody makes any."""
-        return not self.policy.evicts and not self._writer.has_room()
+        """Whether a newcomer would not be stored, as far as one can tell: there is no room, and nothing makes any."""
+        return self._writer.full
 
     @property
     def other_hits(self) -> int:
@@ -204,11 +174,11 @@ class SampleCache:
 
     @property
     def complete(self) -> bool:
-        """Whether all samples are in the cache."""
-        return bool(self._index.header[Field.RESIDENT] == self.meta.num_ids)
+        """See `Cache`."""
+        return bool(self._index.header[Field.RESIDENT] == self.num_ids)
 
     def stats(self) -> CacheStats:
-        """The counts over all processes; after `close`, those of that moment."""
+        """See `Cache`."""
         if self._last is not None:
             return self._last
         sums = self._counters.totals()
@@ -223,257 +193,135 @@ class SampleCache:
             storage_bytes=sums[Count.BYTES],
             resident_items=int(header[Field.RESIDENT]),
             resident_bytes=int(header[Field.RESIDENT_BYTES]),
-            capacity_bytes=self.meta.capacity,
+            capacity_bytes=self.capacity,
             used_bytes=self.meta.index_bytes + int(header[Field.BACKED]) * self.meta.block,
         )
 
     def count_fetch(self, reads: int, size: int) -> None:
-        """Count `reads` fetches from the source that brought `size` bytes."""
-        self._check_process()
+        """See `Cache`."""
+        self._counters.follow_fork()
         self._counters.add((Count.READS, reads), (Count.BYTES, size))
 
     def populate(self) -> None:
-        """Map what is in memory in the background, so that the first reads do not fault page by page."""
+        """See `Cache`."""
         if isinstance(self._arena, MemoryArena):
             self._arena.populate(int(self._index.header[Field.BACKED]))
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def get_many(self, ids: Any) -> list[Any]:
-        """The samples of `ids`, `MISS` for those that are not in the cache.
-
-        Each call gives values of its own; those of one call may share one piece of memory. Raises `InputError` for ids
-        outside of the data set.
-        """
-        self._check_process()
-        wanted = self.checked(ids)
+        """See `Cache`."""
+        self._counters.follow_fork()
+        wanted = checked_ids(ids, self.num_ids)
         values: list[Any] = [MISS] * len(wanted)
         found = self._records.look(wanted)
         self._records.read(found, values)
-        self._seen(found)
+        self._note_use(found)
         return values
 
-    def get(self, id: int) -> Any:
-        """One sample, or `MISS`."""
-        return self.get_many([id])[0]
-
     def borrow(self, ids: Any) -> Borrowed | None:
-        """The samples of `ids` as `get_many` has them, not copied: to be read at once. None for a cache on a disk."""
+        """See `Lends`: a cache on a disk lends nothing."""
         if not isinstance(self._arena, MemoryArena):
             return None
-        self._check_process()
-        wanted = self.checked(ids)
+        self._counters.follow_fork()
+        wanted = checked_ids(ids, self.num_ids)
         found = self._records.look(wanted)
         borrowed = self._records.borrow(found, [MISS] * len(wanted))
-        self._seen(found)
+        self._note_use(found)
         return borrowed
 
     def aim(self, outs: Sequence[Array]) -> Aim:
-        """Prepare to `gather` into `outs`, once for memory that is filled many times.
-
-        Only for a cache with a `structure`: `outs[k]` takes leaf k, as (number of ids, bytes of the leaf) of uint8,
-        contiguous.
-        """
-        if self._records.common is None:
-            raise InputError("gather needs a cache whose samples share one structure: use get_many")
+        """See `Cache`."""
         return self._records.aim(outs)
 
     def gather(self, ids: Any, into: Aim | Sequence[Array]) -> Array:
-        """Copy the samples of `ids` leaf by leaf into what `aim` made, or takes; which were there, as an array of bool.
-
-        Rows of samples that were not there hold anything afterwards.
-        """
+        """See `Cache`."""
         aim = into if isinstance(into, Aim) else self.aim(into)
-        self._check_process()
-        found = self._records.look(self.checked(ids))
+        self._counters.follow_fork()
+        found = self._records.look(checked_ids(ids, self.num_ids))
         self._records.gather(found, aim)
-        self._seen(found)
+        self._note_use(found)
         return found.good
 
-    def _seen(self, found: Found) -> None:
-        """Count, tell the policy, and drop what is damaged."""
+    def _note_use(self, found: Found) -> None:
+        """Count, pass the hits to the policy, and drop what is damaged."""
         hits = found.ids if found.good.all() else found.ids[found.good]
-        self._writer.used(hits)
+        self._writer.space.used(hits)
         self._counters.add((Count.HITS, len(hits)), (Count.MISSES, len(found.ids) - len(hits)))
         if found.damaged:
             ids, at = np.unique(found.ids[found.damaged], return_index=True)
-            generation = found.generation[found.damaged][at]
             self._counters.add((Count.DAMAGED, len(ids)))
-            with contextlib.suppress(WaitError), self._file_lock.hold(LOCK_SECONDS, "dropping damaged records"):
-                self._writer.drop(ids[self._index.generation[ids] == generation])
-
-    def view_records(self, ids: Any) -> Views:
-        """The records of `ids` where they lie, for a cache in memory. The policy is told; nothing is counted."""
-        self._check_process()
-        found = self._records.look(self.checked(ids))
-        views = self._records.views(found)
-        self._writer.used(found.ids[found.good])
-        return views
+            self._writer.found_damaged(ids, found.generation[found.damaged][at])
 
     def count_changed(self, samples: int) -> None:
-        """Count `samples` that were borrowed and turned out to be changed: misses after all."""
+        """See `Lends`."""
         self._counters.add((Count.HITS, -samples), (Count.MISSES, samples))
 
     def count_others(self, hits: int, misses: int) -> None:
-        """Count samples that another node of the job was asked for: those that it had, and those that it had not."""
-        self._check_process()
+        """Count samples that were requested from lower tiers."""
+        self._counters.follow_fork()
         self._counters.add((Count.HITS, hits), (Count.MISSES, misses), (Count.OTHERS, hits))
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int | None = None) -> Array:
-        """Store `values` as the samples of `ids`; which of them are resident now, as an array of bool.
+    def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int = 0) -> Array:
+        """See `Cache`.
 
-        Ids that are resident already stay as they are. With `uncached`, nothing is stored if `uncached_steps` is
-        another number: the values were made by other steps.
-
-        Raises `CodecError` for a value that would need pickle where it is not allowed, and `InputError` for ids outside
-        of the data set; then nothing is stored. Whatever else is in the way (no room, an item larger than the cache, a
-        lock that is not free, a full disk) is counted as rejected.
+        Whatever is in the way of storing (no room, an item larger than the cache, a lock that is not free, a full
+        disk) is counted as rejected.
         """
-        wanted = self._checked_pairs(ids, values, "put_many", "values")
-        return self._put(wanted, lambda at: encode(values[at], allow_pickle=self._allow_pickle), uncached)
-
-    def put_records(self, ids: Any, records: Sequence[Record]) -> Array:
-        """The same for samples that `pipeline.codec.encode` or `split_record` has taken apart."""
-        return self._put(self._checked_pairs(ids, records, "put_records", "records"), records.__getitem__)
-
-    def _checked_pairs(self, ids: Any, given: Sequence[Any], method: str, what: str) -> Array:
-        self._check_process()
-        wanted = self.checked(ids)
-        if len(wanted) != len(given):
-            raise InputError(f"{method} was given {len(wanted)} ids and {len(given)} {what}: give one for each")
-        return wanted
-
-    def _put(self, wanted: Array, record: Callable[[int], Record], uncached: int | None = None) -> Array:
-        _, unique = np.unique(wanted, return_index=True)
-        todo = unique[self._index.first[wanted[unique]] == 0]
-        todo.sort()
-        if len(todo) and self._may_store(len(todo)):
-            records = [record(position) for position in todo.tolist()]
-            try:
-                with self._file_lock.hold(LOCK_SECONDS, f"storing in the cache {self.name!r}"):
-                    if uncached is None or self._index.header[Field.UNCACHED] == 2 * uncached:
-                        self._writer.write(wanted[todo], records)
-                    else:
-                        self._counters.add((Count.REJECTED, len(todo)))
-            except WaitError as error:
-                self._skip_puts = _BACK_OFF
-                self._counters.add((Count.REJECTED, len(todo)))
-                if not self._warned_of_lock:
-                    self._warned_of_lock = True
-                    warnings.warn(f"{error}; samples are not stored for a while", RuntimeWarning, stacklevel=3)
+        self._counters.follow_fork()
+        wanted = checked_pairs(ids, values, self.num_ids)
+        self._writer.put(wanted, lambda at: encode(values[at], allow_pickle=self.allow_pickle), uncached)
         return self.resident(wanted)
 
-    def _may_store(self, count: int) -> bool:
-        """False, and `count` samples are rejected, where it would be of no use to encode them."""
-        if self._skip_puts > 0:
-            self._skip_puts -= 1
-        elif not self.full:
-            return True
-        self._counters.add((Count.REJECTED, count))
-        return False
-
-    def put(self, id: int, value: Any) -> bool:
-        """Store one sample; whether it is resident now."""
-        return bool(self.put_many([id], [value])[0])
+    def put_records(self, ids: Any, records: Sequence[Record], *, uncached: int = 0) -> Array:
+        """As `put_many`, for samples that `pipeline.codec.encode` has taken apart."""
+        self._counters.follow_fork()
+        wanted = checked_pairs(ids, records, self.num_ids)
+        self._writer.put(wanted, records.__getitem__, uncached)
+        return self.resident(wanted)
 
     def set_scores(self, ids: Any, scores: Any) -> None:
-        """Say how much each sample is worth, resident or not; the cache keeps those of highest score.
+        """See `Cache`. The cache keeps the samples of highest score.
 
-        Ids that are not resident keep their scores for when they come. A new cache has 0 for all. When it is full, a
-        newcomer is stored only if its score is above those of the residents whose place it takes. To drive the policy
-        "oracle", give each sample of a batch minus its next use before the batch is read (`policies.next_uses`).
+        A new cache has 0 for all. When it is full, a newcomer is stored only if its score is above those of the
+        residents whose place it takes. For the policy "oracle", give each sample of a batch minus its next use before
+        the batch is read (`policies.next_uses`). Of an id that is there twice, the last score counts.
 
-        A score is a number, not NaN; of an id that is there twice, the last one counts.
-
-        Raises `InputError` for another policy than "importance" and "oracle", and for scores that cannot be used;
-        `WaitError` if the lock is not free in 2 s.
+        Raises `InputError` for another policy than "importance" and "oracle", and `WaitError` if the lock of writers
+        is not free in 2 s.
         """
-        self._check_process()
-        if not self.policy.given:
-            raise InputError(
-                f"the cache {self.name!r} has the policy {self.policy.name!r}, which makes its own scores: "
-                "set_scores is for a cache made with policy='importance' or 'oracle'"
-            )
-        wanted = self.checked(ids)
-        values = checked_scores(scores, len(wanted))
-        with self._file_lock.hold(LOCK_SECONDS, f"setting scores in the cache {self.name!r}"):
-            self._writer.set_scores(wanted, values)
+        self._counters.follow_fork()
+        wanted = checked_ids(ids, self.num_ids)
+        self._writer.set_scores(wanted, checked_scores(scores, len(wanted)))
 
     def drop(self, ids: Any) -> None:
-        """Make `ids` absent. They are not counted as evictions. Raises `WaitError` if the lock is not free in 2 s."""
-        self._check_process()
-        wanted = np.unique(self.checked(ids))
-        with self._file_lock.hold(LOCK_SECONDS, f"dropping from the cache {self.name!r}"):
-            self._writer.drop(wanted)
-
-    def clear(self) -> None:
-        """Drop all records. The memory stays with the cache. Raises `WaitError` if the lock is not free in 2 s."""
-        self._check_process()
-        with self._file_lock.hold(LOCK_SECONDS, f"clearing the cache {self.name!r}"):
-            self._writer.drop(np.flatnonzero(self._index.first))
+        """See `Cache`. Raises `WaitError` if the lock of writers is not free in 2 s."""
+        self._counters.follow_fork()
+        self._writer.drop(np.unique(checked_ids(ids, self.num_ids)))
 
     @property
     def uncached_steps(self) -> int:
-        """How many steps records are made without, counted from the last one; see `uncache_steps`."""
-        if self._index.header[Field.UNCACHED] & 1:  # the process that drops the records is at it, or has died
-            self._check_process()
-            with self._file_lock.hold(LOCK_SECONDS, f"dropping records of the cache {self.name!r}"):
-                self._finish_uncaching()
-        return int(self._index.header[Field.UNCACHED]) >> 1
+        """See `Cache`."""
+        return self._writer.uncached_steps
 
     def uncache_steps(self, count: int) -> bool:
-        """Have records made without the last `count` steps, since one of these turned out to be random.
-
-        Drops all records, for all processes. Returns False if records are made without as many steps already. Raises
-        `WaitError` if the lock is not free in 2 s.
-        """
-        self._check_process()
-        with self._file_lock.hold(LOCK_SECONDS, f"dropping records of the cache {self.name!r}"):
-            self._finish_uncaching()
-            if self._index.header[Field.UNCACHED] >= 2 * count:
-                return False
-            self._index.header[Field.UNCACHED] = 2 * count + 1
-            fence()
-            self._finish_uncaching()
-        return True
-
-    def _finish_uncaching(self) -> None:
-        if self._index.header[Field.UNCACHED] & 1:
-            self._writer.drop(np.flatnonzero(self._index.first))
-            fence()
-            self._index.header[Field.UNCACHED] -= 1
+        """See `Cache`. Raises `WaitError` if the lock of writers is not free in 2 s."""
+        self._counters.follow_fork()
+        return self._writer.uncache_steps(count)
 
     def check(self) -> list[str]:
         """What is wrong with the bookkeeping, as sentences: nothing, unless something is broken.
 
-        Raises `WaitError` if the lock is not free in 2 s.
+        Raises `WaitError` if the lock of writers is not free in 2 s.
         """
-        self._check_process()
-        with self._file_lock.hold(LOCK_SECONDS, f"checking the cache {self.name!r}"):
-            return self._writer.check()
+        return self._writer.check()
 
-    # -- small things -------------------------------------------------------------------------------------------------
-
-    def checked(self, ids: Any) -> Array:
-        """`ids` as an array of int64. Raises `InputError` for what is no list of ids of the data set."""
-        return checked_ids(ids, self.meta.num_ids)
-
-    def _check_process(self) -> None:
-        """Raises `InputError` after `close`; after a fork, takes a row of counters for this process."""
-        if self._pid == os.getpid():
-            return
-        with _after_fork:
-            if not self._leave.alive:
-                raise InputError(f"the cache {self.name!r} is closed: make a new one")
-            if self._pid != os.getpid():
-                self._counters.claim(self._file_lock)
-                self._pid = os.getpid()
+    # -- life ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave the cache and its memory; the last process out removes it unless it persists. May be called twice."""
-        self._pid = -1
+        """See `Cache`. The last process that leaves removes the cache, unless it persists."""
         if self._leave.alive:
             self._last = self.stats()
             self._leave()
@@ -482,17 +330,7 @@ class SampleCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         need_linux("a cache that other processes use", "use num_workers=0")
-        return _attach, (self._root, self.name, self.policy, self._allow_pickle)
-
-    def __enter__(self) -> SampleCache:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-_after_fork = threading.RLock()
-at_fork(before=_after_fork.acquire, after_in_parent=_after_fork.release, after_in_child=_after_fork.release)
+        return _attach, (self._root, self.name, self.policy, self.allow_pickle)
 
 
 def _leave(arena: Arena, file_lock: FileLock, folder: SharedFolder) -> None:

@@ -1,16 +1,10 @@
-"""How records come into a cache and go out of it. Everything here happens under the lock of writers.
-
-The order of the stores is what readers (records.py) and recovery rely on:
-
-    put     data, length, chain -> generation + 1 -> first        evict   first = 0 -> generation + 1 -> blocks are free
-"""
+"""How records come into a cache and go out of it, under the lock of writers."""
 
 from __future__ import annotations
 
-import platform
-import threading
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +12,28 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from stallfree.cache.arena import SEGMENT, Arena, MemoryArena
+from stallfree.cache.arena import Arena, MemoryArena
 from stallfree.cache.counters import Count, Counters
-from stallfree.cache.index import FREE_BLOCK, Field, Index
+from stallfree.cache.index import Field, Index, fence
 from stallfree.cache.layout import Meta
-from stallfree.cache.policies import Policy, Victims
-from stallfree.cache.recovery import blocks_of, chains, find_problems, recover
+from stallfree.cache.policies import Policy
+from stallfree.cache.recovery import find_problems
+from stallfree.cache.space import Space
+from stallfree.errors import InputError, WaitError
+from stallfree.locks import FileLock
 from stallfree.pipeline.codec import record_size, write_record
 from stallfree.pipeline.structure import Structure
-from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
 Record = tuple[Structure, list[Array]]
 
+LOCK_SECONDS = 2.0
+"""Longest wait for the lock of writers. Samples whose writer does not get it count as rejected."""
+
+_BACK_OFF = 50
+"""Batches that are not stored after the lock was not free in time."""
+
 _LARGEST = (1 << 32) - 1  # bytes of a record that the index can say
-_fence_lock = threading.Lock()
-_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
-
-
-def fence() -> None:
-    """Keep the order of loads and stores on processors that would change it (x86 does not)."""
-    if not _ORDERED:
-        with _fence_lock:
-            pass
-        with _fence_lock:
-            pass
 
 
 def checksum(record: Array, id: int) -> int:
@@ -61,102 +52,97 @@ def checksum_of(parts: Sequence[Array], id: int) -> int:
 class Writer:
     """Puts records into the blocks of an arena and drops them.
 
+    But for `put` and `found_damaged`, methods raise `WaitError` if the lock of writers is not free in 2 s.
+
     Args:
         meta: what the cache is made of.
         index, arena, counters: its parts.
         policy: which record goes when there is no room.
-        path: the folder of the cache, for messages.
+        path: the folder of the cache.
+        lock: of writers.
     """
 
-    def __init__(self, meta: Meta, index: Index, arena: Arena, counters: Counters, policy: Policy, path: Path) -> None:
-        self._index, self._arena, self._counters, self._policy = index, arena, counters, policy
-        self._header = index.header
-        self._block, self._capacity, self._path = meta.block, meta.capacity, path
-        self._beside = meta.index_bytes
+    def __init__(
+        self,
+        meta: Meta,
+        index: Index,
+        arena: Arena,
+        counters: Counters,
+        policy: Policy,
+        path: Path,
+        lock: FileLock,
+    ) -> None:
+        self.space = Space(meta, index, counters, policy, arena.back, path)
+        self._index, self._arena, self._counters, self._policy, self._lock = index, arena, counters, policy, lock
+        self._header, self._block, self._name = index.header, meta.block, path.name
         self._common = meta.structure()
-        self._victims = Victims(index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
         self._memory = np.empty(0, np.uint8)
-        self._warned = False
+        self._skip_puts, self._warned_of_lock = 0, False
 
-    def write(self, ids: Array, records: Sequence[Record]) -> None:
+    def _locked(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        return self._lock.hold(LOCK_SECONDS, f"{doing} the cache {self._name!r}")
+
+    @property
+    def full(self) -> bool:
+        """Whether a newcomer would not be stored, as far as one can tell: there is no room, and nothing makes any."""
+        return not self._policy.evicts and not self.space.has_room()
+
+    # -- storing ------------------------------------------------------------------------------------------------------
+
+    def put(self, ids: Array, record: Callable[[int], Record], uncached: int) -> None:
+        """Store the records of `ids`; what is stored already stays as it is.
+
+        Args:
+            ids: several may be equal: then the first counts.
+            record: makes the record for a position in `ids`.
+            uncached: nothing is stored if `uncached_steps` is another number.
+        """
+        _, unique = np.unique(ids, return_index=True)
+        todo = unique[self._index.first[ids[unique]] == 0]
+        todo.sort()
+        if not len(todo) or not self._may_store(len(todo)):
+            return
+        records = [record(position) for position in todo.tolist()]
+        try:
+            with self._locked("storing in"):
+                if self._header[Field.UNCACHED] == 2 * uncached:
+                    self._write(ids[todo], records)
+                else:
+                    self._counters.add((Count.REJECTED, len(todo)))
+        except WaitError as error:
+            self._skip_puts = _BACK_OFF
+            self._counters.add((Count.REJECTED, len(todo)))
+            if not self._warned_of_lock:
+                self._warned_of_lock = True
+                warnings.warn(f"{error}; samples are not stored for a while", RuntimeWarning, stacklevel=3)
+
+    def _may_store(self, count: int) -> bool:
+        """False, and `count` samples are rejected, where it would be of no use to encode them."""
+        if self._skip_puts > 0:
+            self._skip_puts -= 1
+        elif not self.full:
+            return True
+        self._counters.add((Count.REJECTED, count))
+        return False
+
+    def _write(self, ids: Array, records: Sequence[Record]) -> None:
         """Store `records` as those of `ids`, which are all different. Those that are there already stay as they are."""
-        self._begin()
-        absent = np.flatnonzero(self._index.first[ids] == 0)  # another process may have been faster
-        absent = absent[self._turns(ids[absent])].tolist()
-        common = self._common
-        plain = [at for at in absent if records[at][0] is common]
-        chained = absent if not plain else [at for at in absent if records[at][0] is not common]
-        rejected = 0
-        if plain:
-            rejected += self._write_plain(ids[plain], [records[at][1] for at in plain])
-        if chained:
-            rejected += self._write_chained(ids[chained].tolist(), [records[at] for at in chained])
-        self._header[Field.DIRTY] = 0
+        with self.space.changing():
+            absent = np.flatnonzero(self._index.first[ids] == 0)  # another process may have been faster
+            absent = absent[self.space.turns(ids[absent])].tolist()
+            plain = [at for at in absent if records[at][0] is self._common]
+            chained = absent if not plain else [at for at in absent if records[at][0] is not self._common]
+            rejected = 0
+            if plain:
+                rejected += self._write_plain(ids[plain], [records[at][1] for at in plain])
+            if chained:
+                rejected += self._write_chained(ids[chained].tolist(), [records[at] for at in chained])
         if rejected:
             self._counters.add((Count.REJECTED, rejected))
 
-    def drop(self, ids: Array) -> None:
-        """Make `ids` absent, which are all different."""
-        self._begin()
-        self._free(ids[self._index.first[ids] != 0])
-        self._victims.forget()
-        self._header[Field.DIRTY] = 0
-
-    def set_scores(self, ids: Array, scores: Array) -> None:
-        """Let `scores` be those of `ids`, whether they are resident or not; the last one of an id counts."""
-        index = self._index
-        assert index.score is not None
-        self._begin()
-        index.score[ids] = scores
-        self._victims.entered(index.score, ids[index.first[ids] != 0])
-        self._header[Field.DIRTY] = 0
-
-    def check(self) -> list[str]:
-        """What is wrong with the bookkeeping, as sentences; what a killed writer left is put in order before."""
-        self._begin()
-        self._header[Field.DIRTY] = 0
-        return find_problems(self._index, self._block)
-
-    def used(self, ids: Array) -> None:
-        """`ids` were hit. This alone needs no lock: at worst a use is forgotten."""
-        score = self._index.score
-        if score is not None and len(ids):
-            self._policy.used(score, ids, self._tick(len(ids)))
-
-    def has_room(self) -> bool:
-        """Whether a newcomer may find a block without evicting, as far as one can tell without the lock."""
-        header = self._header
-        return bool(header[Field.DIRTY] or header[Field.FREE] + header[Field.LIMIT] > header[Field.HIGH])
-
-    def _begin(self) -> None:
-        if self._header[Field.DIRTY]:
-            recover(self._index, self._block)
-        self._header[Field.DIRTY] = 1
-
-    # -- records ------------------------------------------------------------------------------------------------------
-
     def _write_plain(self, ids: Array, leaves: list[list[Array]]) -> int:
         """Write records of the common structure, one block each; how many were not stored."""
-        done = 0
-        while done < len(ids):
-            if self._policy.given:
-                count = self._admit(ids[done:], np.ones(len(ids) - done, np.int64))
-            else:
-                count = self._make_room(len(ids) - done)
-            if count == 0:
-                break
-            blocks = self._take(count)
-            batch = slice(done, done + count)
-            try:
-                self._copy_plain(ids[batch], blocks, leaves[batch])
-            except OSError:
-                self._push(blocks)
-                break
-            self._publish(ids[batch], blocks, 0, count * self._block)
-            done += count
-            if self._policy.given:
-                break  # the others are below all that are there now
-        return len(ids) - done
+        return self.space.enter_plain(ids, lambda part, blocks: self._copy_plain(ids[part], blocks, leaves[part]))
 
     def _copy_plain(self, ids: Array, blocks: Array, leaves: list[list[Array]]) -> None:
         assert self._common is not None
@@ -177,18 +163,17 @@ class Writer:
 
     def _write_chained(self, ids: list[int], records: list[Record]) -> int:
         """Write records that describe themselves, over as many blocks as they need; how many were not stored."""
+        space = self.space
         sizes = [record_size(structure, arrays) for structure, arrays in records]
         counts = [-(-size // self._block) for size in sizes]
-        limit = int(self._header[Field.LIMIT])
         rejected = 0
         if self._policy.evicts and not self._policy.given:  # once for all newcomers that can be stored at all
-            self._make_room(sum(count for count in counts if count <= limit))
+            space.make_room(sum(count for count in counts if count <= space.limit))
         for id, (structure, arrays), size, count in zip(ids, records, sizes, counts, strict=True):
-            limit = int(self._header[Field.LIMIT])
-            if count > limit or size > _LARGEST or not self._has_place(id, count):
+            if count > space.limit or size > _LARGEST or not space.has_place(id, count):
                 rejected += 1
                 continue
-            blocks = self._take(count)
+            blocks = space.take(count)
             record = self._scratch(count * self._block)
             write_record(structure, arrays, record)
             if self._index.checksum is not None:
@@ -196,185 +181,70 @@ class Writer:
             try:
                 self._arena.write(blocks, record.reshape(count, self._block))
             except OSError:
-                self._push(blocks)
+                space.give_back(blocks)
                 rejected += 1
                 continue
             self._index.next[blocks[:-1]] = blocks[1:]
-            self._publish(np.array([id]), blocks[:1], size, size)
+            space.publish(np.array([id]), blocks[:1], size, size)
         return rejected
-
-    def _publish(self, ids: Array, heads: Array, length: Any, size: int) -> None:
-        """Make records visible whose data and chains are written; `size` is the sum of their bytes."""
-        index, header = self._index, self._header
-        index.length[ids] = length
-        index.generation[ids] += 1
-        fence()
-        header[Field.RESIDENT] += len(ids)
-        header[Field.RESIDENT_BYTES] += size
-        index.first[ids] = heads + 1
-        if index.score is not None:
-            self._policy.entered(index.score, ids, self._tick(len(ids)), float(index.level[0]))
-            self._victims.entered(index.score, ids)
-
-    def _free(self, ids: Array) -> None:
-        index, header = self._index, self._header
-        if len(ids) == 0:
-            return
-        lengths = index.length[ids]
-        heads = np.minimum(index.first[ids].astype(np.int64) - 1, len(index.next) - 1)
-        if lengths.any():
-            blocks = chains(index, heads, blocks_of(lengths, self._block))
-            size = int(np.where(lengths == 0, self._block, lengths).sum(dtype=np.int64))
-        else:
-            blocks, size = heads, len(ids) * self._block
-        index.first[ids] = 0
-        fence()
-        index.generation[ids] += 1
-        fence()
-        header[Field.RESIDENT] -= len(ids)
-        header[Field.RESIDENT_BYTES] -= size
-        self._push(blocks)
-
-    # -- admission ----------------------------------------------------------------------------------------------------
-
-    def _turns(self, ids: Array) -> Any:
-        """In which order newcomers come: where scores are given, the highest first."""
-        if not self._policy.given:
-            return slice(None)
-        assert self._index.score is not None
-        return np.argsort(-self._index.score[ids], kind="stable")
-
-    def _has_place(self, id: int, count: int) -> bool:
-        """Make room for a newcomer of `count` blocks, if the policy admits it."""
-        if self._policy.given:
-            return self._admit(np.array([id]), np.array([count])) == 1
-        return self._make_room(count) == count
-
-    def _admit(self, ids: Array, counts: Array) -> int:
-        """Make room for newcomers of given scores, falling, and so many blocks each; how many, the first ones.
-
-        A newcomer is admitted if its score is above those of all whose place it takes.
-        """
-        index = self._index
-        assert index.score is not None
-        ends = np.cumsum(counts)
-        there = self._available(int(ends[-1]))
-        fit = int(np.searchsorted(ends, there, "right"))
-        if fit == len(ids):
-            return fit
-        victims = self._victims.choose(int(ends[-1]) - there, index.score)
-        freed = np.cumsum(blocks_of(index.length[victims], self._block))
-        last = np.searchsorted(freed, ends[fit:] - there)  # the last one who would have to go
-        last = last[: np.searchsorted(last, len(victims))]
-        above = index.score[ids[fit : fit + len(last)]] > index.score[victims[last]]
-        above[1:] |= last[1:] == last[:-1]  # there is room left where the one before finds place
-        count = len(above) if above.all() else int(above.argmin())
-        self._let_go(victims, int(last[count - 1]) + 1 if count else 0)
-        return fit + count
-
-    # -- blocks -------------------------------------------------------------------------------------------------------
-
-    def _make_room(self, need: int) -> int:
-        """Blocks that can be taken now: `need`, fewer only if the policy does not evict or the cache is smaller."""
-        while True:
-            need = min(need, int(self._header[Field.LIMIT]))
-            there = self._available(need)
-            if there >= need or not self._policy.evicts or not self._evict(need - there):
-                return min(there, need)
-
-    def _available(self, need: int) -> int:
-        """Blocks that are free; gets memory for more if `need` are not there yet."""
-        header = self._header
-        while True:
-            backed, limit = int(header[Field.BACKED]), int(header[Field.LIMIT])
-            there = int(header[Field.FREE]) + backed - int(header[Field.HIGH])
-            if there >= need or backed >= limit:
-                return there
-            step = min(max(1, SEGMENT // self._block), limit - backed)
-            got = self._arena.back(backed, step)
-            header[Field.BACKED] = backed + got
-            if got < step:
-                header[Field.LIMIT] = backed + got
-                self._warn_full(self._beside + (backed + got) * self._block)
-
-    def _warn_full(self, taken: int) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the file system of {self._path} is full: the cache stays at {format_size(taken)} of the "
-                f"{format_size(self._capacity)} asked for",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def _take(self, count: int) -> Array:
-        """`count` blocks that are there: first those given back, last of them first, then new ones."""
-        header, index = self._header, self._index
-        reused = min(count, int(header[Field.FREE]))
-        high = int(header[Field.HIGH])
-        blocks = np.empty(count, np.int64)
-        done = 0
-        while done < reused:
-            stacked = int(header[Field.STACKED]) or self._fill_stack()
-            step = min(reused - done, stacked)
-            blocks[done : done + step] = index.free[stacked - step : stacked][::-1]
-            index.next[blocks[done : done + step]] = 0
-            header[Field.STACKED] = stacked - step
-            done += step
-        blocks[reused:] = np.arange(high, high + count - reused)
-        index.next[blocks[reused:]] = 0
-        header[Field.FREE] -= reused
-        header[Field.HIGH] = high + count - reused
-        return blocks
-
-    def _fill_stack(self) -> int:
-        """Look for free blocks and put them on the empty stack; how many."""
-        header, index = self._header, self._index
-        found = np.flatnonzero(index.next[: int(header[Field.HIGH])] == FREE_BLOCK)[: len(index.free)]
-        index.free[: len(found)] = found[::-1]
-        return len(found)
-
-    def _push(self, blocks: Array) -> None:
-        header, index = self._header, self._index
-        index.next[blocks] = FREE_BLOCK
-        header[Field.FREE] += len(blocks)
-        stacked = int(header[Field.STACKED])
-        some = blocks[: len(index.free) - stacked]
-        index.free[stacked : stacked + len(some)] = some
-        header[Field.STACKED] = stacked + len(some)
-
-    def _evict(self, need: int) -> bool:
-        """Drop the records of lowest score until `need` blocks are free, or all; whether any was dropped."""
-        index, header = self._index, self._header
-        assert index.score is not None
-        used = int(header[Field.HIGH] - header[Field.FREE])
-        per_item = max(1.0, used / max(1, int(header[Field.RESIDENT])))
-        victims = self._victims.choose(max(1, int(need / per_item)), index.score)
-        blocks = np.cumsum(blocks_of(index.length[victims], self._block))
-        self._let_go(victims, int(np.searchsorted(blocks, need)) + 1)
-        return len(victims) > 0
-
-    def _let_go(self, victims: Array, count: int) -> None:
-        """Drop the first `count` of `victims`, and give the others back."""
-        index = self._index
-        assert index.score is not None
-        if count < len(victims):
-            self._victims.give_back(index.score, victims[count:])
-            victims = victims[:count]
-        if len(victims):
-            index.level[0] = index.score[victims[-1]]
-            self._free(victims)
-            self._counters.add((Count.EVICTIONS, len(victims)))
-
-    # -- small things -------------------------------------------------------------------------------------------------
-
-    def _tick(self, count: int) -> int:
-        tick = int(self._header[Field.TICK])
-        self._header[Field.TICK] = tick + count
-        return tick
 
     def _scratch(self, size: int) -> Array:
         """Memory that is used again and again; the lock of writers is also between threads."""
         if len(self._memory) < size:
             self._memory = np.empty(size, np.uint8)
         return self._memory[:size]
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def drop(self, ids: Array) -> None:
+        """Make `ids` absent, which are all different."""
+        with self._locked("dropping from"), self.space.changing():
+            self.space.drop(ids)
+
+    def found_damaged(self, ids: Array, generations: Array) -> None:
+        """Drop the records of `ids`, all different, that were found to be damaged, unless they have changed since."""
+        with contextlib.suppress(WaitError), self._locked("dropping damaged records from"), self.space.changing():
+            self.space.drop(ids[self._index.generation[ids] == generations])
+
+    def set_scores(self, ids: Array, scores: Array) -> None:
+        """See `Cache`. Raises `InputError` if the policy makes its own scores."""
+        if not self._policy.given:
+            raise InputError(
+                f"the cache {self._name!r} has the policy {self._policy.name!r}, which makes its own scores: "
+                "set_scores is for a cache made with policy='importance' or 'oracle'"
+            )
+        with self._locked("setting scores in"), self.space.changing():
+            self.space.set_scores(ids, scores)
+
+    @property
+    def uncached_steps(self) -> int:
+        """See `Cache`."""
+        if self._header[Field.UNCACHED] & 1:  # the process that drops the records is at it, or has died
+            with self._locked("dropping from"):
+                self._finish_uncaching()
+        return int(self._header[Field.UNCACHED]) >> 1
+
+    def uncache_steps(self, count: int) -> bool:
+        """See `Cache`."""
+        with self._locked("dropping from"):
+            self._finish_uncaching()
+            if self._header[Field.UNCACHED] >= 2 * count:
+                return False
+            self._header[Field.UNCACHED] = 2 * count + 1
+            fence()
+            self._finish_uncaching()
+        return True
+
+    def _finish_uncaching(self) -> None:
+        if self._header[Field.UNCACHED] & 1:
+            with self.space.changing():
+                self.space.drop(np.flatnonzero(self._index.first))
+            fence()
+            self._header[Field.UNCACHED] -= 1
+
+    def check(self) -> list[str]:
+        """What is wrong with the bookkeeping, as sentences; what a killed writer left is put in order before."""
+        with self._locked("checking"):
+            with self.space.changing():
+                pass
+            return find_problems(self._index, self._block)

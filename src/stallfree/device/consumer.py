@@ -1,9 +1,8 @@
-"""A consumer of a `ProcessPrefetcher`: gets the batches that another process has put on the device."""
+"""A consumer of a `ProcessPrefetcher`: receives the batches that another process has put on the device."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import time
 import weakref
@@ -15,12 +14,14 @@ from typing import Any
 import torch
 
 from stallfree.device.backend import Stream
-from stallfree.device.crossing import Kind, Line, Message, attach, connect, raise_error, unpack_length
-from stallfree.device.forms import join
+from stallfree.device.batch_codec import join
+from stallfree.device.protocol import VERSION, Kind, raise_error, unpack_length
 from stallfree.device.slots import OpenSlots, memory_of
 from stallfree.errors import InputError, ProducerError, StallfreeError, StorageError, WaitError
-from stallfree.folders import SharedFolder
+from stallfree.folders import SharedFolder, attach
 from stallfree.frames import short_traceback
+from stallfree.ipc.consumers import VISITOR, Connection, Gone, Message, ask
+from stallfree.ipc.fork_guard import Owner, keep_from_children
 
 _ANSWER_SECONDS = 1.0
 
@@ -30,21 +31,16 @@ class _Link:
     """What a consumer has while it is connected.
 
     Attributes:
-        line: to the process that loads.
+        connection: to the process that loads.
         folder: which stays for as long.
         slots: of that process.
         owner: the process that is connected.
     """
 
-    line: Line
+    connection: Connection
     folder: SharedFolder
     slots: OpenSlots
-    owner: int
-
-    @property
-    def here(self) -> bool:
-        """Whether this process is connected. A forked child is not, and has what was received already."""
-        return self.owner == os.getpid()
+    owner: Owner
 
 
 class Consumer:
@@ -62,7 +58,7 @@ class Consumer:
     def __init__(self, folder: Path, number: int, consumers: int, device: torch.device, timeout: float) -> None:
         self.number, self.consumers, self.device, self.timeout = number, consumers, device, timeout
         self.describe_end: Callable[[], str] = str
-        """How the process that loads has ended; whoever started it knows."""
+        """How the process that loads has ended, if the process that started it calls."""
         self._folder = folder
         self._process = 0  # the one that loads
         self._link: _Link | None = None
@@ -73,25 +69,25 @@ class Consumer:
         link = self._connect()
         self._end_pass()
         self._passes += 1
-        link.line.tell(Kind.BEGIN, number=self._passes)
+        link.connection.send(Kind.BEGIN, number=self._passes)
         started = Pass(self, link, self._passes)
         self._pass = weakref.ref(started)
         return started
 
     def __len__(self) -> int:
         """Number of batches of an epoch, as the loader says. Waits until there is a loader."""
-        with contextlib.closing(self._reach()) as line:
-            line.tell(Kind.ASK_LENGTH)
-            return unpack_length(self.receive(line, "the length of the loader").body)
+        with contextlib.closing(self._reach(VISITOR)) as connection:
+            connection.send(Kind.ASK_LENGTH)
+            return unpack_length(self.receive(connection, "the length of the loader").body)
 
     def close(self) -> None:
         """Leave: the others go on without this one, which cannot come back. May be called twice."""
         link = self._link
-        if link is None or not link.here:
+        if link is None or not link.owner.is_here:
             return
         self._end_pass()
         link.slots.close()
-        link.line.close()
+        link.connection.close()
         link.folder.close()
         self._link = None
 
@@ -108,69 +104,60 @@ class Consumer:
         return Consumer(self._folder, self.number, self.consumers, self.device, self.timeout).__dict__
 
     def _connect(self) -> _Link:
-        """Say hello, unless that is done."""
+        """Connect, unless that is done."""
         if self._link is not None:
-            if not self._link.here:
+            if not self._link.owner.is_here:
                 raise self.gone()
             return self._link
-        line = self._reach()
+        connection = self._reach(self.number)
         try:
-            line.tell(Kind.HELLO, os.getpid(), self.number)
-            answer = self.receive(line, "the process that loads to start")
-            if answer.kind == Kind.REFUSED:
-                raise InputError(
-                    f"consumer {self.number} {answer.body.decode()}: give each process a number of its own"
-                )
-            assert answer.kind == Kind.WELCOME
+            self._process = self.receive(connection, "the process that loads to start").number
             try:
                 folder = attach(self._folder)
             except StorageError as error:
                 raise self.gone() from error
         except BaseException:
-            line.close()
+            connection.close()
             raise
-        self._process = answer.number
-        memory = memory_of(self.device, self._folder)
-        self._link = _Link(line, folder, OpenSlots(memory, lambda: not line.ended), os.getpid())
+        keep_from_children(folder)
+        slots = OpenSlots(memory_of(self.device, self._folder), lambda: not connection.ended)
+        self._link = _Link(connection, folder, slots, Owner())
         return self._link
 
-    def _reach(self) -> Line:
-        line = connect(self._folder)
-        if line is None:
+    def _reach(self, number: int) -> Connection:
+        # It is not that process that began to listen.
+        connection = Connection.open(self._folder, VERSION, number, watch=False)
+        if connection is None:
             raise self.gone()
-        return line
+        return connection
 
-    def receive(self, line: Line, what: str = "") -> Message:
+    def receive(self, connection: Connection, what: str = "") -> Message:
         """Wait for a message. Raises `ProducerError` when the process is gone, `WaitError` when it is late."""
         try:
-            message = line.hear()
+            message = connection.receive() or connection.receive(time.monotonic() + self.timeout)
             if message is None:
-                deadline = time.monotonic() + self.timeout
-                while (message := line.hear()) is None:
-                    if not line.wait(deadline - time.monotonic()):
-                        why = what or f"a batch: {self._reason()}"
-                        raise WaitError(
-                            f"consumer {self.number} has waited {self.timeout:g} s for {why}. Give a larger timeout "
-                            "if it takes so long"
-                        )
-        except EOFError:
+                why = what or f"a batch: {self._reason()}"
+                raise WaitError(
+                    f"consumer {self.number} has waited {self.timeout:g} s for {why}. Give a larger timeout if it "
+                    "takes so long"
+                )
+        except Gone:
             raise self.gone() from None
         return message
 
     def _reason(self) -> str:
         """Why there is no batch, as the process that loads sees it."""
-        with contextlib.closing(self._reach()) as line:
-            line.tell(Kind.ASK_STATE, number=self.number)
-            if line.wait(_ANSWER_SECONDS) and (answer := line.hear()) is not None:
-                return answer.body.decode()
-        return f"process {self._process}, which loads, does not answer"
+        answer = ask(self._folder, VERSION, Kind.ASK_STATE, self.number, _ANSWER_SECONDS)
+        if answer is None:
+            return f"process {self._process}, which loads, does not answer"
+        return bytes(answer.body).decode()
 
     def gone(self) -> StallfreeError:
         """The error when there is no connection any more."""
         link = self._link
-        if link is not None and not link.here:
+        if link is not None and not link.owner.is_here:
             return InputError(
-                f"consumer {self.number} is iterated by process {link.owner}, and not by this one, a child of it: "
+                f"consumer {self.number} is iterated by process {link.owner.pid}, and not by this one, a child of it: "
                 "ProcessPrefetcher(consumers=...) can serve both"
             )
         if link is not None:
@@ -203,21 +190,21 @@ class Pass:
         if self._through:
             raise StopIteration
         consumer, link = self._consumer, self._link
-        if not link.here:
+        if not link.owner.is_here:
             raise consumer.gone()
         self._give_back()
         while True:
-            message = consumer.receive(link.line)
+            message = consumer.receive(link.connection)
             if message.kind == Kind.START and message.number == self._token:
-                self._epoch = message.epoch
+                self._epoch = message.serial
             elif message.kind == Kind.SLOT:
-                link.slots.learn(message.slot, message.body)
-            elif message.epoch != self._epoch:  # of an epoch that was broken off
+                link.slots.learn(message.value, message.body)
+            elif message.serial != self._epoch:  # of an epoch that was broken off
                 continue
             elif message.kind == Kind.BATCH:
                 return self._take(message)
-            elif message.kind == Kind.ERROR:
-                link.line.tell(Kind.BACK, message.epoch, message.number, message.slot)
+            elif message.kind == Kind.FAILED:
+                self._send_back(message)
                 raise_error(message.body)
             elif message.kind == Kind.END:
                 self._through = True
@@ -229,26 +216,28 @@ class Pass:
         self._out = message, slots.memory.current_stream()
         layout, rest = pickle.loads(message.body)
         try:
-            tensors = slots.take(message.slot, layout)
+            tensors = slots.take(message.value, layout)
         except EOFError:
             raise self._consumer.gone() from None
         return join(tensors, rest, self._consumer.device)
 
+    def _send_back(self, message: Message) -> None:
+        self._link.connection.send(Kind.BACK, message.serial, message.number, message.value)
+
     def _give_back(self) -> None:
         """The batch that was given last is not used any more by what is asked of the device from now on."""
-        if self._out is None:
-            return
-        (message, stream), self._out = self._out, None
-        self._link.slots.release(message.slot, stream)
-        self._link.line.tell(Kind.BACK, message.epoch, message.number, message.slot)
+        if self._out is not None:
+            (message, stream), self._out = self._out, None
+            self._link.slots.release(message.value, stream)
+            self._send_back(message)
 
     def close(self) -> None:
         """End the pass. May be called twice."""
-        if self._through or not self._link.here:
+        if self._through or not self._link.owner.is_here:
             return
         self._through = True
         self._give_back()
-        self._link.line.tell(Kind.BREAK)
+        self._link.connection.send(Kind.BREAK)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -14,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.device.ahead import Ahead, HostIteration
 from stallfree.device.backend import Backend, Cuda, Stream
-from stallfree.device.feeder import Feeder, Item, Snapshot, Transform
-from stallfree.device.leaves import take_apart
+from stallfree.device.copy_thread import CopyThread, HostThread, Item, LoaderThread, Snapshot, Transform
+from stallfree.device.pytree import take_apart
 from stallfree.device.staging import Place, Stager, pin, send_itself
 from stallfree.errors import InputError, StallfreeError
 from stallfree.frames import ShortTracebacks, short_traceback
+from stallfree.ipc.fork_guard import Owner
 
 _POISON = 0xFF
 
@@ -77,12 +76,12 @@ class DevicePrefetcher:
         self._backend = find_backend(self.device)
         if self._backend is not None:
             self.device = self._backend.device
-        self._owner = os.getpid()
+        self._owner = Owner()
         self._places: list[Place] = []
         self._stream: Stream | None = None
         self._stager: Stager | None = None
-        self._feeder: Feeder | Ahead | None = None  # the last one
-        self._iteration: weakref.ref[_Iteration | HostIteration] | None = None
+        self._thread: LoaderThread | None = None  # the last one
+        self._iteration: weakref.ref[_Iteration] | None = None
         self._consumed: Snapshot | None = None  # the state of the loader after the last batch that was given
 
     def __repr__(self) -> str:
@@ -103,22 +102,23 @@ class DevicePrefetcher:
         source = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
         snapshot = _snapshots(self.loader)
         self._consumed = None if snapshot is None else snapshot()
-        iteration: _Iteration | HostIteration
+        iteration: _Iteration
         if backend is None:
-            self._feeder = Ahead(source, snapshot)
-            iteration = HostIteration(self, self._feeder)
+            self._thread = HostThread(source, snapshot)
+            iteration = _Iteration(self, self._thread)
         else:
-            self._feeder = feeder = self._feed(backend, source, snapshot)
-            iteration = _Iteration(self, backend, feeder)
+            self._thread = thread = self._copy(backend, source, snapshot)
+            iteration = _DeviceIteration(self, thread, backend)
         self._iteration = weakref.ref(iteration)
         return iteration
 
-    def _feed(self, backend: Backend, source: Iterator[Any], snapshot: Callable[[], Snapshot] | None) -> Feeder:
+    def _copy(self, backend: Backend, source: Iterator[Any], snapshot: Callable[[], Snapshot] | None) -> CopyThread:
         if self._stager is None:
             self._stream = backend.new_stream()
             self._stager = Stager(backend, standing=self.keep == "ring")
             self._places = [Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)]
-        return Feeder(source, snapshot, backend, self._stream, self._stager, self._places, self.transform_on_device)
+        places, transform = self._places, self.transform_on_device
+        return CopyThread(source, snapshot, backend, self._stream, self._stager, places, transform)
 
     def _pass_on(self) -> Generator[Any, None, None]:
         for batch in self.loader:
@@ -138,7 +138,7 @@ class DevicePrefetcher:
                 f"the loader, a {type(self.loader).__name__}, has no state_dict(): give a loader that has, such as "
                 "DataLoader"
             )
-        return self.loader.state_dict() if self._consumed is None else self._told(self._consumed)
+        return self.loader.state_dict() if self._consumed is None else self._state_of(self._consumed)
 
     @property
     def ahead(self) -> bool:
@@ -146,12 +146,12 @@ class DevicePrefetcher:
         return self._consumed is not None
 
     def _snapshot(self) -> Snapshot:
-        """The state now, to be told later."""
+        """The state now, to be asked for later."""
         consumed = self._consumed
-        return _made(self.state_dict()) if consumed is None else partial(self._told, consumed)
+        return _made(self.state_dict()) if consumed is None else partial(self._state_of, consumed)
 
-    def _told(self, consumed: Snapshot) -> Any:
-        with contextlib.nullcontext() if self._feeder is None else self._feeder.lock:
+    def _state_of(self, consumed: Snapshot) -> Any:
+        with contextlib.nullcontext() if self._thread is None else self._thread.lock:
             return consumed()
 
     def load_state_dict(self, state: Any) -> None:
@@ -177,20 +177,20 @@ class DevicePrefetcher:
         iteration = None if self._iteration is None else self._iteration()
         if iteration is not None:
             iteration.close()
-        if self._feeder is not None:
-            self._feeder.stop()
-            self._feeder.join()
-            self._feeder = None
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread.join()
+            self._thread = None
 
 
 class _Iteration:
-    """One pass. Ends the thread when it is through, closed, or no longer referred to."""
+    """One pass, here on a CPU. Ends the thread when it is through, closed, or no longer referred to."""
 
-    def __init__(self, prefetcher: DevicePrefetcher, backend: Backend, feeder: Feeder) -> None:
-        self._prefetcher, self._backend, self._feeder = prefetcher, backend, feeder
+    def __init__(self, prefetcher: DevicePrefetcher, thread: LoaderThread) -> None:
+        self._prefetcher, self._thread = prefetcher, thread
+        self._owner = Owner()
         self._through = False
-        self._count_wait: Callable[[float], None] = getattr(prefetcher.loader, "count_wait", _do_nothing)
-        self._out: tuple[Place, Stream] | None = None  # of the batch that was given, with the stream that waited for it
+        self._count_wait: Callable[[float], object] = getattr(prefetcher.loader, "count_wait", _do_nothing)
 
     def __iter__(self) -> _Iteration:
         return self
@@ -199,47 +199,83 @@ class _Iteration:
     def __next__(self) -> Any:
         if self._through:
             raise StopIteration
+        if not self._owner.is_here:
+            raise StallfreeError(
+                "this iteration over a DevicePrefetcher was begun in the parent process, whose thread is not in this "
+                "one: begin a new iteration here"
+            )
         self._take_back()
         begun = time.monotonic()
-        item = self._feeder.ready.get()
+        item = self._thread.take()
         self._count_wait(time.monotonic() - begun)
-        place = item.place
         if item.snapshot is not None:
             self._prefetcher._consumed = item.snapshot
-        if item.error is not None:
-            if place is not None:
-                self._feeder.give_back(place)
-            try:
-                if isinstance(item.error, StopIteration):  # would end the loop as if all were well
-                    raise StallfreeError(
-                        "a batch could not be copied: transform_on_device or .to() raised StopIteration. Let it raise "
-                        "another error"
-                    ) from item.error
-                raise item.error
-            finally:
-                del item  # or the traceback, which refers to this frame, would be referred to by it
-        if place is None:
+        if item.end:
             self._prefetcher._consumed = None
             self._through = True
             raise StopIteration
-        return self._give(item, place)
+        try:
+            if item.error is not None:
+                self._let_go(item)
+                raise item.error
+            return self._give(item)
+        except StopIteration as error:  # would end the loop as if all were well
+            raise StallfreeError(
+                "a batch could not be given: transform_on_device or .to() raised StopIteration. Let it raise another "
+                "error"
+            ) from error
+        finally:
+            del item  # or the traceback of an error, which refers to this frame, would be referred to by it
 
-    def _give(self, item: Item, place: Place) -> Any:
-        backend = self._backend
+    def _give(self, item: Item) -> Any:
+        """The batch in an item."""
+        transform = self._prefetcher.transform_on_device
+        return item.batch if transform is None else transform(item.batch)
+
+    def _let_go(self, item: Item) -> None:
+        """Nothing is done with an item."""
+
+    def _take_back(self) -> None:
+        """The batch that was given last is not used any more by what is asked of the device from now on."""
+
+    def close(self) -> None:
+        """End this pass. May be called twice."""
+        self._through = True
+        self._take_back()
+        self._thread.stop()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _DeviceIteration(_Iteration):
+    """One pass on a device with streams."""
+
+    def __init__(self, prefetcher: DevicePrefetcher, thread: CopyThread, backend: Backend) -> None:
+        self._backend, self._copies = backend, thread
+        self._out: tuple[Place, Stream] | None = None  # of the batch that was given, with the stream that waited for it
+        super().__init__(prefetcher, thread)
+
+    def _give(self, item: Item) -> Any:
+        backend, place = self._backend, item.place
+        assert place is not None
+        assert item.rebuild is not None
         self._out = place, backend.current_stream()
         backend.wait(place.copied)
         for memory in item.memory:
             backend.keep(memory)
         for at in item.late:
             item.leaves[at] = send_itself(item.leaves[at], backend.device)
-        assert item.rebuild is not None
         batch = item.rebuild(item.leaves)
         if item.late and self._prefetcher.transform_on_device is not None:
             batch = self._prefetcher.transform_on_device(batch)
         return batch
 
+    def _let_go(self, item: Item) -> None:
+        if item.place is not None:
+            self._copies.give_back(item.place)
+
     def _take_back(self) -> None:
-        """The batch that was given last is not used any more by what is asked of the device from now on."""
         if self._out is None:
             return
         (place, stream), self._out = self._out, None
@@ -252,16 +288,7 @@ class _Iteration:
             backend.keep(place.memory)
             backend.fill(place.memory, _POISON)
         backend.record(place.used)
-        self._feeder.give_back(place)
-
-    def close(self) -> None:
-        """End this pass. May be called twice."""
-        self._through = True
-        self._take_back()
-        self._feeder.stop()
-
-    def __del__(self) -> None:
-        self.close()
+        self._copies.give_back(place)
 
 
 def find_backend(device: torch.device) -> Backend | None:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import signal
-import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 
 from stallfree.device.consumer import Consumer
-from stallfree.device.crossing import keep_from_children
-from stallfree.device.door import END_SECONDS
-from stallfree.device.producer import Making, Setup, produce
+from stallfree.device.consumer_server import END_SECONDS
+from stallfree.device.producer import LazyFactory, Setup, produce
 from stallfree.device.slots import SharedCuda
 from stallfree.errors import InputError
 from stallfree.folders import SharedFolder, default_root, sweep
+from stallfree.ipc.fork_guard import keep_from_children
+from stallfree.ipc.process import Child
 from stallfree.platform import need_linux
 from stallfree.sockets import listen
 
@@ -91,12 +90,17 @@ class ProcessPrefetcher:
         where = _check(make_loader, device, depth, consumers, timeout)
         self.depth, self.consumers, self.timeout = depth, consumers, timeout
         sweep(default_root())  # what killed processes left
-        self._child = _Child(make_loader, where, depth, consumers)
-        self.device = where
+        shared = SharedFolder(f"prefetch-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
+        try:
+            self._child = _start(shared, make_loader, where, depth, consumers)
+        except BaseException:
+            shared.close()
+            raise
+        self.device, self._folder = where, shared.path
         self._own = self.consumer(0)
-        self._own.describe_end = self._child.describe_end
+        self._own.describe_end = partial(_describe_end, self._child)
         # In this process only, and at its end before multiprocessing waits for its children.
-        self._end = Finalize(self, self._child.end, exitpriority=100)
+        self._end = Finalize(self, _end, (self._child, shared), exitpriority=100)
 
     def __iter__(self) -> Iterator[Any]:
         started = iter(self._own)
@@ -119,7 +123,7 @@ class ProcessPrefetcher:
         """
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.consumers:
             raise InputError(f"consumer({number!r}): give a number from 0 to {self.consumers - 1}, as consumers= says")
-        return Consumer(self._child.folder, number, self.consumers, self.device, self.timeout)
+        return Consumer(self._folder, number, self.consumers, self.device, self.timeout)
 
     def close(self) -> None:
         """End the process, and wait until it has ended. May be called twice."""
@@ -159,65 +163,34 @@ def _check(make_loader: Any, device: Any, depth: Any, consumers: Any, timeout: A
     return torch.device("cpu")
 
 
-# -- the process, as the one that started it sees it ------------------------------------------------------------------
-
-
-class _Child:
-    """The process that loads, and its folder. Refers to no prefetcher."""
-
-    def __init__(self, make_loader: Callable[[], Iterable[Any]], device: torch.device, depth: int, many: int) -> None:
-        self._shared = SharedFolder(f"prefetch-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
-        keep_from_children(self._shared)
-        self.folder = self._shared.path
-        self._lifeline, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        keep_from_children(self._lifeline)
+def _start(
+    shared: SharedFolder, make_loader: Callable[[], Iterable[Any]], device: torch.device, depth: int, consumers: int
+) -> Child:
+    """Start the process that loads. Raises `InputError` if what it needs cannot be sent to it."""
+    setup = Setup(LazyFactory(make_loader), device, depth, consumers, shared.path)
+    with listen(shared.path) as listener:
+        keep_from_children(shared, listener)
         try:
-            with theirs, listen(self.folder) as listener:
-                keep_from_children(listener)
-                self._process = _start(theirs, listener, Setup(Making(make_loader), device, depth, many, self.folder))
-        except BaseException:
-            self._lifeline.close()
-            self._shared.close()
-            raise
-        self.pid = self._process.pid or 0
+            context = get_context(_START_METHOD)
+            return Child(produce, listener, setup, context=context, name="stallfree-prefetch", leads=True)
+        except OSError:
+            raise  # no process can be started here
+        except Exception as error:
+            raise InputError(
+                f"make_loader cannot be sent to a new process: {error}. Define it at the top level of a module (no "
+                "lambda, no function within a function), and give what it needs by functools.partial"
+            ) from error
 
-    def describe_end(self) -> str:
-        """How the process ended, as far as this one knows."""
-        with contextlib.suppress(ValueError, AssertionError):  # closed, or not our child
-            self._process.join(_ANSWER_SECONDS)
-            code = self._process.exitcode
-            if code is not None:
-                return f" by signal {-code}" if code < 0 else f" with exit code {code}"
+
+def _describe_end(child: Child) -> str:
+    """How the process ended, as far as this one can find out."""
+    code = child.join(_ANSWER_SECONDS)
+    if code is None:
         return ""
-
-    def end(self) -> None:
-        """End the process, and wait until it has ended."""
-        self._lifeline.close()
-        self._process.join(END_SECONDS + _ANSWER_SECONDS)
-        if self._process.is_alive():
-            with contextlib.suppress(OSError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.kill()
-            self._process.join()
-        self._process.close()
-        self._shared.close()
+    return f" by signal {-code}" if code < 0 else f" with exit code {code}"
 
 
-def _start(lifeline: socket.socket, listener: socket.socket, setup: Setup) -> BaseProcess:
-    """Start the process. Raises `InputError` if what it needs cannot be sent to it."""
-    process: BaseProcess = get_context(_START_METHOD).Process(  # type: ignore[attr-defined]
-        target=produce,
-        args=(lifeline, listener, setup),
-        name="stallfree-prefetch",
-        daemon=False,  # it may have children
-    )
-    try:
-        process.start()
-    except OSError:
-        raise  # no process can be started here
-    except Exception as error:
-        raise InputError(
-            f"make_loader cannot be sent to a new process: {error}. Define it at the top level of a module (no lambda, "
-            "no function within a function), and give what it needs by functools.partial"
-        ) from error
-    return process
+def _end(child: Child, shared: SharedFolder) -> None:
+    """End the process, and wait until it has ended."""
+    child.end(time.monotonic() + END_SECONDS + _ANSWER_SECONDS)
+    shared.close()

@@ -1,9 +1,8 @@
-"""The process of a `ProcessPrefetcher`: loads, copies to the slots, and tells the consumers."""
+"""The process of a `ProcessPrefetcher`: loads, copies to the slots, and announces the batches."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import signal
 import socket
@@ -19,24 +18,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.device.crossing import attach, pack_length
-from stallfree.device.door import Door
-from stallfree.device.forms import pack_layout, split
+from stallfree.device.batch_codec import pack_layout, split
+from stallfree.device.consumer_server import ConsumerServer
+from stallfree.device.protocol import pack_length
 from stallfree.device.slots import memory_of, poison
 from stallfree.device.staging import Place, Stager, pin
 from stallfree.errors import StorageError
-from stallfree.folders import remove_unused
+from stallfree.folders import attach, remove_unused
+from stallfree.ipc.fork_guard import Owner, keep_from_children
+from stallfree.ipc.process import Parent
 from stallfree.pipeline.randomness import draw_seed
 
 _REMOVE_SECONDS = 0.2
 """For the kernel to take away what a killed process held."""
 
 _SWITCH_SECONDS = 0.001
-"""How long a loader in pure Python may keep the door waiting; Python's default is 5 ms."""
+"""How long a loader in pure Python may keep the consumers' messages waiting; Python's default is 5 ms."""
 
 
-class Making:
-    """A function that is unpickled only when it is called: what that raises is then told like what the call raises.
+class LazyFactory:
+    """A function that is unpickled only when it is called: what that raises is then handled like what the call raises.
 
     It seeds torch's generator of the new process with a number from the one here.
     """
@@ -68,36 +69,33 @@ class Setup:
         folder: with the socket, and with the slots of a CPU.
     """
 
-    make_loader: Making
+    make_loader: LazyFactory
     device: torch.device
     depth: int
     consumers: int
     folder: Path
 
 
-def produce(lifeline: socket.socket, listener: socket.socket, setup: Setup) -> None:
-    """The life of the process.
+def produce(parent: Parent, listener: socket.socket, setup: Setup) -> None:
+    """Run the process.
 
     Args:
-        lifeline: ends with the process that started this one.
+        parent: the process that started this one.
         listener: to which the consumers come.
         setup: what to do.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the consumers decide when to stop
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    with contextlib.suppress(OSError):
-        os.setsid()
     try:
         folder = attach(setup.folder)
     except StorageError:
         return  # nobody waits for this process any more
-    door = Door(lifeline, listener, setup.consumers, setup.depth + 1)
+    keep_from_children(folder)
+    server = ConsumerServer(parent, listener, setup.consumers, setup.depth + 1)
     try:
-        Producer(door, setup).run()
+        Producer(server, setup).run()
     finally:
-        door.close()
+        server.close()
         folder.close()
         _remove(setup.folder)
 
@@ -116,13 +114,13 @@ def _remove(folder: Path) -> None:
 class Producer:
     """Runs the loader, epoch by epoch."""
 
-    def __init__(self, door: Door, setup: Setup) -> None:
-        self._door, self._setup, self._owner = door, setup, os.getpid()
+    def __init__(self, server: ConsumerServer, setup: Setup) -> None:
+        self._server, self._setup, self._owner = server, setup, Owner()
         self._memory = memory_of(setup.device, setup.folder)
         self._memory.bind()
         self._stream = self._memory.new_stream()
         self._stager = Stager(self._memory, standing=True)
-        self._used = [[self._memory.new_event() for _ in range(setup.consumers)] for _ in door.free]
+        self._used = [[self._memory.new_event() for _ in range(setup.consumers)] for _ in server.free]
         # For the event of one consumer the stream waits, for those of several this process does.
         alone = setup.consumers == 1
         self._places = [
@@ -136,18 +134,18 @@ class Producer:
             loader = self._setup.make_loader()
         except BaseException as error:
             loader = _Broken(error)
-        self._door.tell_length(pack_length(loader))
+        self._server.set_length(pack_length(loader))
         with self._memory.using(self._stream):
-            while self._door.begin():
+            while self._server.begin():
                 self._run_epoch(loader)
             self._poison()
         with contextlib.suppress(Exception):
             loader.close()
 
     def _run_epoch(self, loader: Any) -> None:
-        door, batches = self._door, None
+        server, batches = self._server, None
         count_wait = getattr(loader, "count_wait", lambda _: None)
-        slot = door.take()
+        slot = server.take()
         while slot is not None:
             self._let_go()
             try:
@@ -159,16 +157,16 @@ class Producer:
             except StopIteration:
                 break
             except BaseException as error:
-                door.fail(slot, error)
+                server.fail(slot, error)
                 if batches is None:
                     slot = None
                     break
             else:
                 self._send(slot, batch)
                 del batch
-            slot = door.take()
-        door.tell_length(pack_length(loader))  # whoever hears of the end may ask for it
-        door.end(slot)
+            slot = server.take()
+        server.set_length(pack_length(loader))  # whoever hears of the end may ask for it
+        server.end(slot)
 
     def _let_go(self) -> None:
         """Of batches of the loader whose copies are done."""
@@ -181,9 +179,9 @@ class Producer:
             body = self._copy(slot, batch)
             memory = self._places[slot].memory
             assert memory is not None
-            self._door.announce(slot, memory, lambda consumer: self._share(slot, consumer), body)
+            self._server.announce(slot, memory, lambda consumer: self._share(slot, consumer), body)
         except BaseException as error:
-            self._door.fail(slot, error)
+            self._server.fail(slot, error)
 
     def _copy(self, slot: int, batch: Any) -> bytes:
         """Copy a batch into a slot; what else there is to tell of it."""
@@ -202,7 +200,7 @@ class Producer:
     def _await_consumers(self, slot: int) -> None:
         """Have the copies into a slot begin when nobody works with it any more."""
         for consumer, event in enumerate(self._used[slot] if self._setup.consumers > 1 else ()):
-            self._memory.finish_while(event, lambda consumer=consumer: self._door.lives(consumer))  # type: ignore[misc]
+            self._memory.finish_while(event, lambda consumer=consumer: self._server.lives(consumer))  # type: ignore[misc]
 
     def _share(self, slot: int, consumer: int) -> bytes:
         memory, place = self._memory, self._places[slot]
@@ -215,7 +213,7 @@ class Producer:
         return pin(self._memory, self._places, self._owner, memory)
 
     def _poison(self) -> None:
-        for slot in self._door.free:
+        for slot in self._server.free:
             place = self._places[slot]
             if place.memory is not None:
                 self._await_consumers(slot)

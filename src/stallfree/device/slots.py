@@ -22,7 +22,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from stallfree.device.backend import Backend, Cuda, Event, Stream
-from stallfree.device.forms import lay_out
+from stallfree.device.batch_codec import lay_out
 from stallfree.errors import StorageError
 
 _POISON = 0xFF
@@ -232,7 +232,7 @@ class OpenSlots:
         self._alive = alive
         self._slots: dict[int, _Slot] = {}
 
-    def learn(self, number: int, handles: bytes) -> None:
+    def learn(self, number: int, handles: bytes | memoryview) -> None:
         """Open the memory in which a slot lies from now on: what is shared and not opened is never free again."""
         handle, events = pickle.loads(handles)
         before = self._slots.get(number)

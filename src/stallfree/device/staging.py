@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from stallfree.device.backend import Backend, Event
+from stallfree.ipc.fork_guard import Owner
 
 SMALL = 256 << 10
 """Bytes below which tensors share one piece of memory and one copy. A larger one has its own: whoever keeps the labels
@@ -209,16 +209,16 @@ class Stager:
             sent.late.append(at)
 
 
-def pin(backend: Backend, places: Sequence[Place], owner: int, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
+def pin(backend: Backend, places: Sequence[Place], owner: Owner, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
     """Pin memory of a loader; what undoes it, when the copies of `places` are done.
 
     A loader's forked workers have its memory, and what was to be done with it. They have no device: in no other process
     than `owner` does this do anything.
     """
-    undo = backend.pin(memory) if os.getpid() == owner else None
+    undo = backend.pin(memory) if owner.is_here else None
 
     def finish_and_undo() -> None:
-        if undo is not None and os.getpid() == owner:
+        if undo is not None and owner.is_here:
             for place in places:
                 backend.finish(place.copied)
             undo()

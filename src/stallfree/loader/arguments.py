@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import math
-import warnings
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
 
-from stallfree.cache import SampleCache
 from stallfree.errors import InputError
-from stallfree.frames import users_level
+from stallfree.loader.epoch_source import plans_epochs
+from stallfree.loader.output import check_output
 from stallfree.loader.ranks import check_ranks
 from stallfree.loader.reader import Reader
-from stallfree.plans import ImportanceSampler
-from stallfree.stores import AnyCache, DiskTier
+from stallfree.stores import DiskTier
 from stallfree.units import parse_size, parse_whole
 
 WAIT_SECONDS = 300.0
 """Longest wait for a batch unless `timeout` says otherwise."""
+
+
+def check_arguments(
+    *, cache: Any, capacity: Any, store: Any, num_workers: Any, sampler: Any, batch_sampler: Any, **others: Any
+) -> int | None:
+    """The bytes for the cache of `cache="auto"`; None without it.
+
+    Raises `InputError` for arguments of a `DataLoader` that cannot be used, or that contradict each other.
+    """
+
+    def of(*names: str) -> dict[str, Any]:
+        return {name: others[name] for name in names}
+
+    room = check_auto(cache, capacity, store, sampler)
+    workers = 0 if num_workers is None else num_workers
+    check_numbers(workers, **of("batch_size", "timeout", "prefetch_factor", "persistent_workers"))
+    check_sampling(sampler=sampler, batch_sampler=batch_sampler, **of("batch_size", "shuffle", "drop_last"))
+    check_functions(**of("collate_fn", "worker_init_fn", "on_error"))
+    check_ranked(others["ranks"], sampler, batch_sampler)
+    check_output(**of("output", "pin_memory", "device"))
+    return room
 
 
 def check_numbers(
@@ -55,11 +74,11 @@ def check_sampling(
             raise InputError(f"{name}={value!r} cannot be iterated: give one that yields ids")
 
 
-def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any, *, windowed: bool) -> None:
+def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any) -> None:
     """Raise `InputError` for `ranks` that cannot be used, and where something else deals the samples out."""
     check_ranks(ranks)
     inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
-    if isinstance(inner, ImportanceSampler):
+    if plans_epochs(inner):
         raise InputError(
             f"a {type(sampler).__name__} was put around the ImportanceSampler, which deals out its samples itself: "
             "give Lightning's Trainer use_distributed_sampler=False"
@@ -70,11 +89,6 @@ def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any, *, windowed: bool
         raise InputError(
             f"ranks={ranks!r} and a sampler were given: ranks deals out the loader's own order, so leave out one of "
             "them"
-        )
-    if windowed:
-        raise InputError(
-            f"ranks={ranks!r} with a SmartCacheDataset, whose window is that of one host: give "
-            "sampler=dataset.rank_sampler() instead"
         )
 
 
@@ -91,39 +105,9 @@ def check_auto(cache: Any, capacity: Any, store: Any, sampler: Any) -> int | Non
         raise InputError(f"store={store!r:.80} with cache='auto': give a DiskTier, or a CachedDataset with that store")
     if capacity is None:
         raise InputError("cache='auto' without a capacity: say how much memory it may take, such as capacity='16GiB'")
-    if isinstance(sampler, ImportanceSampler):
+    if plans_epochs(sampler):
         raise InputError("an ImportanceSampler goes by what its cache holds: give it a CachedDataset, not cache='auto'")
     return parse_size(capacity, "capacity")
-
-
-def check_importance(
-    sampler: ImportanceSampler, cache: AnyCache | None, samples: int, batch_size: int | None, *, windowed: bool
-) -> None:
-    """Raise `InputError` where an `ImportanceSampler` cannot be served."""
-    if sampler.num_samples != samples:
-        raise InputError(
-            f"the sampler is of {sampler.num_samples} samples, the data set has {samples}: "
-            "give ImportanceSampler(len(dataset))"
-        )
-    if windowed:
-        raise InputError("a SmartCacheDataset chooses its samples itself: leave out the ImportanceSampler")
-    if (
-        isinstance(sampler.cache, SampleCache)
-        and cache is not None
-        and sampler.cache.path != getattr(cache, "path", None)
-    ):
-        raise InputError(
-            f"the sampler has the cache {sampler.cache.name!r}, the data set {cache.name!r}: give dataset.cache to both"
-        )
-    if sampler.cache is None and cache is not None and sampler.rule.plan == "unbiased":
-        warnings.warn(
-            "the data set has a cache and the ImportanceSampler does not know it, so nothing counts as resident: give "
-            "ImportanceSampler(..., cache=dataset.cache)",
-            RuntimeWarning,
-            stacklevel=users_level(),
-        )
-    if batch_size is None:
-        raise InputError("batch_size=None gives single samples, which have no weights: give a batch_size")
 
 
 def check_functions(collate_fn: Any, worker_init_fn: Any, on_error: Any) -> None:

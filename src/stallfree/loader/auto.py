@@ -16,14 +16,16 @@ from stallfree.errors import InputError, SampleError, StallfreeError
 from stallfree.folders import SharedFolder
 from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.choice import Choice, Measured, choose, expect, explain
-from stallfree.loader.filling import is_prepared, private
+from stallfree.loader.crew import Options
 from stallfree.loader.first_look import FirstLook, look
 from stallfree.loader.measure import measure
 from stallfree.loader.private import token
 from stallfree.loader.reader import Reader
+from stallfree.loader.transform_split import is_prepared
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.values import private
 from stallfree.platform import cpu_count
 from stallfree.sources import as_source
 from stallfree.stores import DiskTier
@@ -107,6 +109,14 @@ class AutoCache:
         self._epochs = 0
         self._reader: Reader | None = None
 
+    def tuned(self, options: Options) -> Options:
+        """The options of a loader's next epoch, in which this cache gives the samples. Decides, if that is due."""
+        reader = self.begin(options.seed)
+        if reader is options.reader and self.num_workers == options.workers:
+            return options
+        each = options.ahead // max(1, options.workers)
+        return replace(options, reader=reader, workers=self.num_workers, ahead=each * max(1, self.num_workers))
+
     def begin(self, seed: int) -> Reader:
         """Before an iteration: decide, if that is due. What gives the samples.
 
@@ -116,7 +126,7 @@ class AutoCache:
         self._seed = seed
         if self._reader is None:
             self._decide()
-        elif self._reader.uncached:
+        elif self._reader.split.uncached:
             self._decide_afresh()
         elif self._last is not None:
             self._learn(self._last)

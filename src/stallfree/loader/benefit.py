@@ -10,14 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.cache import MISS
+from stallfree.cache import MISS, BaseCache, Cache
 from stallfree.clock import Clock, SystemClock
 from stallfree.errors import InputError
 from stallfree.loader.arguments import check_numbers
 from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.dataloader import DataLoader
 from stallfree.loader.reader import Reader
-from stallfree.stores import AnyCache
 
 Array = npt.NDArray[Any]
 
@@ -99,14 +98,13 @@ class _Probe:
         return times[1] - times[0]
 
 
-class _Nothing:
-    """Stands for a cache with nothing in it, in which nothing stays. Fetches are counted with the real one."""
+class _Nothing(BaseCache):
+    """A cache with nothing in it, in which nothing stays. Fetches are counted with the real one."""
 
-    structure = None
     uncached_steps = 0
 
-    def __init__(self, cache: AnyCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: Cache) -> None:
+        self._cache, self.num_ids = cache, cache.num_ids
 
     def resident(self, ids: Array) -> Array:
         return np.zeros(len(ids), bool)
@@ -114,14 +112,11 @@ class _Nothing:
     def get_many(self, ids: Array) -> list[Any]:
         return [MISS] * len(ids)
 
-    def put_many(self, ids: Any, values: Any) -> None:
-        pass
+    def put_many(self, ids: Any, values: Any, *, uncached: int = 0) -> Array:
+        return np.zeros(len(ids), bool)
 
     def count_fetch(self, reads: int, size: int) -> None:
         self._cache.count_fetch(reads, size)
-
-    def populate(self) -> None:
-        pass
 
 
 def _wait_for_devices() -> None:

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from stallfree.cache import MISS
+from stallfree.cache import MISS, Cache
 from stallfree.cache.policies import Policy
 from stallfree.errors import CodecError, InputError, WaitError
 from stallfree.folders import check_name
 from stallfree.stats import CacheStats
-from stallfree.stores import AnyCache, Store, begins_reads, open_cache, parse_capacity, room_of, stores_in
+from stallfree.stores import Store, open_cache, parse_capacity, room_of, stores_in
 from stallfree.units import parse_size
 
 Places = npt.NDArray[np.int64]
@@ -39,9 +39,11 @@ class CacheLoader:
     under "minio". Keys are kept with the values, so a key never gets another's value.
 
     Args:
-        capacity: bytes for values and index, as an int or such as "4GiB".
-        store: "memory", a folder on a local disk, or a `RedisStore`: the memory of all nodes of a job, with `capacity`
-            on each of them, the same on all; or a `DiskTier`, which takes what memory has no room for.
+        capacity: bytes of this host's memory for values and index, as an int or such as "4GiB"; of the disk's if the
+            store is a folder. 0 only with a `RedisStore`: no memory is used in front of its servers. The same on all
+            nodes.
+        store: "memory", a folder on a local disk, a `DiskTier`, a `RedisStore`, or the last two in a list, as for
+            `CachedDataset`. Not "auto".
         name: of the cache; who gives the same name, capacity and policy shares it.
         policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle".
         persist: keep the cache when the last process has left.
@@ -66,8 +68,7 @@ class CacheLoader:
         room = room_of(store, size)
         places = min(max(room // _BYTES_PER_PLACE, _WAYS), _MOST_PLACES)
         fingerprint = f"values by key, {places} places"
-        self.cache: AnyCache
-        self.cache = open_cache(
+        self.cache: Cache = open_cache(
             store,
             places,
             capacity=size,
@@ -91,11 +92,7 @@ class CacheLoader:
         if not callable(load):
             raise InputError(f"load={load!r:.80} cannot be called: give a function that makes the value of a key")
         plain, places = self._places(key)
-        free = None
-        if begins_reads(self.cache):
-            value, free = self._find_in_order(plain, places, self.cache)
-        else:
-            value = self._find(plain, places)
+        value, free = self._find(plain, places)
         if value is not MISS:
             return value
         value = load(key)
@@ -103,45 +100,34 @@ class CacheLoader:
         self._keep(plain, value, places, free)
         return value
 
-    def _keep(self, key: str | int, value: Any, places: Places, free: Places | None) -> None:
-        if free is None:
-            free = places[~self.cache.resident(places)]
+    def _keep(self, key: str | int, value: Any, places: Places, free: Places) -> None:
+        """Store the value of `key` in the place that was `free`, if any, or in one that a policy may empty."""
         if not len(free) and self.cache.policy.evicts:
             free = places[[self._chance.randrange(_WAYS)]]
             with contextlib.suppress(WaitError):  # another process is writing: the value is not stored this time
                 self.cache.drop(free)
         if len(free):
             try:
-                self.cache.put(int(free[0]), (key, value))
+                self.cache.put_many(free, [(key, value)])
             except CodecError as error:
                 raise CodecError(f"the value of the key {key!r} cannot be stored: {error}") from error
 
     def __contains__(self, key: str | int) -> bool:
-        return self._find(*self._places(key)) is not MISS
+        return self._find(*self._places(key))[0] is not MISS
 
-    def _find(self, key: str | int, places: Places) -> Any:
-        if begins_reads(self.cache):
-            return self._find_in_order(key, places, self.cache)[0]
-        resident = self.cache.resident(places)
-        for place in places[resident].tolist():
-            found = self.cache.get(place)
-            if found is not MISS and type(found[0]) is type(key) and found[0] == key:
-                return found[1]
-        if not resident.all():
-            self.cache.get(int(places[~resident][0]))  # counted as a miss
-        return MISS
+    def _find(self, key: str | int, places: Places) -> tuple[Any, Places]:
+        """The value of `key`, `MISS` if it is not there; and the first place that is free, if any.
 
-    def _find_in_order(self, key: str | int, places: Places, cache: AnyCache) -> tuple[Any, Places]:
-        """The same over several nodes, and the place that is free, if any.
-
-        Places are taken in order, so nothing is behind the first one that is free.
+        What is in memory is looked at first. Of the other places, nothing is behind the first one that is free.
         """
-        for at, place in enumerate(places.tolist()):
-            found = cache.get(place)
-            if found is MISS:
+        resident = self.cache.resident(places)
+        for at in np.argsort(~resident, kind="stable").tolist():
+            found = self.cache.get_many(places[at : at + 1])[0]
+            if found is not MISS:
+                if type(found[0]) is type(key) and found[0] == key:
+                    return found[1], places[:0]
+            elif not resident[at]:
                 return MISS, places[at : at + 1]
-            if type(found[0]) is type(key) and found[0] == key:
-                return found[1], places[:0]
         return MISS, places[:0]
 
     def _places(self, key: str | int) -> tuple[str | int, Places]:

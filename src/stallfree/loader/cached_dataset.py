@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
+from stallfree.cache import Cache
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.errors import InputError
 from stallfree.folders import check_name, default_root, user_root
 from stallfree.frames import short_traceback
-from stallfree.loader.filling import is_prepared
+from stallfree.loader.epoch_source import EpochSource, SourceSetup
 from stallfree.loader.first_look import Sample, choose_form, example_of_both, look, look_again
 from stallfree.loader.private import private_name
 from stallfree.loader.reader import Reader
 from stallfree.loader.shared_counts import SharedCounts
+from stallfree.loader.sources import order_of
+from stallfree.loader.transform_split import is_prepared
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
@@ -28,8 +32,8 @@ from stallfree.pipeline.randomness import peek_seed
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
-from stallfree.stores import AnyCache, Store, default_store, open_cache, parse_capacity, room_of, stores_in
-from stallfree.units import parse_size, parse_whole
+from stallfree.stores import Store, default_store, open_cache, parse_capacity, room_of, stores_in
+from stallfree.units import parse_whole
 
 _FORMAT = "records-1"
 _MOST_EPOCHS = 2**31 - 2
@@ -57,13 +61,20 @@ class CachedDataset:
     Args:
         dataset: a source such as `ImageFolder`, or any map-style data set. One that gives random samples cannot be
             cached: give its transform here. To see whether it does, the first sample of a plain data set is read twice.
-        capacity: bytes for records and index, as an int or such as "4GiB".
+        capacity: bytes of this host's memory for records and index, as an int or such as "4GiB"; of the disk's if the
+            store is a folder. 0 only with a `RedisStore`: no memory is used in front of its servers.
         policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle". The scores of the last two are given
             with `.cache.set_scores(ids, scores)`.
-        store: "memory" (shared memory of this host), a folder on a local disk, or a `RedisStore`: the memory of all
-            nodes of a job, with `capacity` on each of them. "auto" is the memory of all nodes if the job has several
-            and a server is installed on this one, with a warning if not, else that of this host. A `DiskTier` takes
-            what memory has no room for.
+        store: where samples lie:
+
+            - "memory": shared memory of this host.
+            - A folder on a local disk.
+            - A `DiskTier`, for the samples that memory has no room for.
+            - A `RedisStore`: servers on all nodes of a job, with memory of `capacity` on each node in front of them.
+            - `[DiskTier(...), RedisStore(...)]`: memory, then the disk, then the servers.
+            - "auto": in a job of several nodes a `RedisStore` with `capacity_per_node=capacity` and no memory in front,
+              in a job of one node "memory". A job of several nodes gets "memory" on each of them, with a warning, if no
+              server is installed, or if the data set has no fingerprint and no `name` is given.
         form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them, a
             number between 0 and 1 that share of the samples prepared and the others as fetched. "auto" (the default) is
             the prepared form if all of it fits, else the smaller one; `DataLoader(cache="auto")` measures and chooses.
@@ -78,7 +89,8 @@ class CachedDataset:
             from torch's generator: by the seed that each iteration draws for its workers.
 
     Attributes:
-        cache: the `SampleCache`, or with a `RedisStore` or a `DiskTier` a cache with the same methods.
+        cache: what holds the samples; see `stallfree.cache.Cache`. Of tiers and of servers it has `cache.servers`: the
+            tier in servers, or None.
         form: "fetched", "prepared", or the share of the samples that is cached prepared.
         steps: all that is applied to a record, the source's own pipeline and `transform`.
         decision: one line that says why. It goes to the log `stallfree` too, as information.
@@ -107,20 +119,26 @@ class CachedDataset:
         size, policy = parse_capacity(capacity, store), make_policy(policy)
         if name is not None:
             check_name(name)
-        self._wished = store == "auto"
+        self._auto = store == "auto"
         self.source: Source = as_source(dataset)
-        found = default_store(parse_size(capacity, "capacity")) if self._wished else store
-        self._stores = stores_in(found)  # which live as long as their caches are used
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.next_epoch = 0
         self._drawn: int | None = None
         self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         first = look(self.source, self.steps)
+        with tolerant() as unknown:
+            data = fingerprint(self.source.fingerprint())
+        found, memory = store, size
+        if self._auto:
+            with tolerant() as steps:
+                fingerprint(first.parts.deterministic)
+            found, memory = default_store(size, [*unknown, *steps] if name is None else [])
+        self._stores = stores_in(found)  # which live as long as their caches are used
         self.form, self.decision = choose_form(
             form,
             first,
             len(self.source),
-            room_of(found, size),
+            room_of(found, memory),
             scored=policy.scored,
             on_disk=isinstance(found, (str, Path)) and str(found) != "memory",
         )
@@ -130,19 +148,15 @@ class CachedDataset:
         before, rest = (parts.deterministic, parts.random) if share else (Compose([]), self.steps)
         self._epochs = SharedCounts(1 + len(self.source))
         mixture = 0 < share < 1
-        with tolerant() as unknown:
+        with tolerant() as steps:
             key = key_of(
-                **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
+                **{"data set": data, "transforms": before},
                 form=repr(share) if mixture else "prepared" if len(before) else "fetched",
                 format=_FORMAT,
             )
-        if name is None and unknown:
-            if self._wished and found != "memory":
-                for one in self._stores:
-                    one.close()
-                found, self._stores = "memory", []
+        if name is None and (unknown := [*unknown, *steps]):
             key = name = private_name(found, unknown[0], persist=persist)
-        name = name or f"{key[:20]}-{policy.name}-{size}"
+        name = name or f"{key[:20]}-{policy.name}-{memory}"
         prepared = bool(is_prepared([first.id], share)[0])
         samples = [Sample(first.id, first.record, first.prepared if prepared else first.record)]
         example = samples[0].value
@@ -152,11 +166,10 @@ class CachedDataset:
             else:
                 second, example = look_again(self.source, before, samples[0])
                 samples += [] if second is None else [second]
-        self.cache: AnyCache
-        self.cache = open_cache(
+        self.cache: Cache = open_cache(
             found,
             len(self.source),
-            capacity=size,
+            capacity=memory,
             fingerprint=key,
             policy=policy,
             name=name,
@@ -230,6 +243,10 @@ class CachedDataset:
             raise InputError(f"epoch={epoch}: give 0 or more, and less than 2**31 - 1")
         self._epochs.array[0] = epoch + 1
 
+    def epoch_source(self, setup: SourceSetup) -> EpochSource:
+        """The source of a loader's epochs. Loaders that use the seed of this data set count their epochs in it."""
+        return order_of(replace(setup, counter=self) if setup.seed_of_data else setup)
+
     def where(self, id: int) -> str:
         """Where sample `id` lies, for messages."""
         return self.source.where(id)
@@ -249,7 +266,7 @@ class CachedDataset:
         """
         self.reader.end(f"{self!r} is closed: make a new one to read samples")
         self.cache.close()
-        if self._wished:
+        if self._auto:
             for store in self._stores:
                 store.close()
         self._epochs.close()

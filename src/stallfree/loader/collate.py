@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import Structure, encode, open_record, record_size, stack_build, write_record
+from stallfree.pipeline.codec import Structure, encode, encode_own, open_record, record_size, stack_build, write_record
 
 Bytes = npt.NDArray[np.uint8]
 Collate = Callable[[list[Any]], Any]
@@ -106,5 +106,5 @@ def write_batch(batch: Any, reserve: Reserve) -> int:
 
     Raises `CodecError` for one that cannot even be pickled.
     """
-    structure, arrays = encode(batch, allow_pickle=True)
+    structure, arrays = encode_own(batch)
     return write_record(structure, arrays, reserve(record_size(structure, arrays)))

@@ -1,4 +1,4 @@
-"""Who does the work of a loader: the ring, the workers and the gathering thread."""
+"""What builds the batches of a loader: its executors, and the ring that they fill."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from functools import lru_cache
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from stallfree.loader.batch_builder import BatchBuilder
 from stallfree.loader.collate import Collate
 from stallfree.loader.event_log import EventLog
-from stallfree.loader.fill import Filler
-from stallfree.loader.lanes import GatherLane, WorkerLane, wait
-from stallfree.loader.messages import Result, Task
-from stallfree.loader.reader import Reader
+from stallfree.loader.executors import Executor, GatherThreads, TrainingProcess
+from stallfree.loader.messages import NO_SLOT, Result, Task
+from stallfree.loader.reader import Pending, Reader
 from stallfree.loader.ring import Ring
 from stallfree.loader.status import Status
 from stallfree.loader.worker import WorkerSetup
+from stallfree.loader.worker_processes import WorkerProcesses, wait
 from stallfree.platform import cpu_count, shares_memory
 from stallfree.stats import LoaderStats
 
@@ -77,74 +78,107 @@ class Options:
 
 
 class Crew:
-    """Lives for one epoch or, with persistent workers, for many. Ends when it is closed or when nobody refers to it.
+    """The executors of a loader and their ring. Ends when it is closed or freed.
+
+    It lives for one epoch or, with persistent workers, for many.
 
     Args:
         options: what to do and how.
         base_seed: of the workers' own generators.
         counts: is added to.
         slots: of the ring; those under way, and three that may be kept, if None.
+
+    Attributes:
+        ring: the slots. Made when it is first used: batches of the training process itself need none.
+        ahead: batches that are under way at the same time.
+        counts_waits: whether the training loop waits when a batch is not there; else something waits in its place.
     """
 
     def __init__(self, options: Options, base_seed: int, counts: Counts, slots: int | None = None) -> None:
-        self.ahead = options.ahead
         self.seconds = options.seconds
         self.counts = counts
         self.warned_of_size = False
         self.counts_waits = True
-        """Whether it is the training loop that waits when a batch is not there; else somebody waits in its place."""
         self.token = 0
         # A copy, whose threads are this crew's own: closing them must not disturb another loader of the same data set.
         reader = copy.copy(options.reader)
         self.ring = Ring(slots or options.ahead + KEPT, options.staging)
         self.log = options.log
-        self.status = Status(self.ring.slots.folder, options.dataset, options.begun)
-        self.filler = Filler(reader, self.ring.slots, options.collate, options.single, options.seed, options.skip)
-        self._gatherer: GatherLane | None = None
-        self._gatherers = max(1, min(options.workers, cpu_count(), GATHERERS))
-        self._workers: WorkerLane | None = None
-        self._lanes: list[GatherLane | WorkerLane] = []
+        self._shown = options.dataset, options.begun, options.workers > 0
+        self.status = self._new_status()
+        self.builder = BatchBuilder(
+            reader, self.ring.slots, options.collate, options.single, options.seed, options.skip
+        )
+        self._threads: GatherThreads | None = None
+        self._most_threads = max(1, min(options.workers, cpu_count(), GATHERERS))
+        self._workers: WorkerProcesses | None = None
+        self._executors: list[Executor] = []
         if options.workers and not shares_memory():
             _warn_of_workers(options.workers)
         elif options.workers:
-            setup = WorkerSetup(0, options.workers, self.filler, options.dataset, base_seed, options.worker_init)
-            self._workers = WorkerLane(setup, options.context)
-            self._lanes.append(self._workers)
-        self._end = weakref.finalize(self, _close, os.getpid(), self._lanes, reader, self.ring, self.status, counts)
+            setup = WorkerSetup(0, options.workers, self.builder, options.dataset, base_seed, options.worker_init)
+            self._workers = WorkerProcesses(setup, options.context)
+        self._main: Executor = self._workers or TrainingProcess(self.builder)
+        self._executors.append(self._main)
+        self.ahead = options.ahead
+        self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, self.status, counts)
         if reader.cache is not None:
             reader.cache.populate()
+
+    def _new_status(self) -> Status:
+        slots = self.ring.slots  # no reference to this crew, which ends when it is freed
+        dataset, begun, at_once = self._shown
+        return Status(lambda: slots.folder, dataset, begun, at_once=at_once)
+
+    def rest(self) -> None:
+        """The iteration is over and nothing is under way: nothing is shown, and the ring is empty."""
+        self.counts["staging_bytes"] = self.ring.bytes
+        self.status.close()
+        self.ring.close()
+        self.status = self._new_status()
 
     def begin(self) -> int:
         """A new iteration; older ones are over. Its token."""
         self.token += 1
-        for lane in self._lanes:
-            lane.forget(self.token)
+        for executor in self._executors:
+            executor.forget(self.token)
         return self.token
+
+    @property
+    def direct(self) -> bool:
+        """Whether the training process builds each batch when it is asked for it: nothing can be started before."""
+        return self._workers is None and self.builder.reader.direct and self.ring.slots.pin is None
+
+    def build(self, task: Task) -> Result:
+        """Build a batch now, in this process."""
+        return self.builder.finish(task, Pending(task.ids), here=True)
 
     @property
     def room(self) -> bool:
         """Whether there is a slot for one more batch."""
-        return self.ring.free > (0 if self._gatherer is None else self._gatherer.slots_to_take)
+        return self.ring.free > sum([executor.slots_to_take for executor in self._executors])
 
-    def submit(self, task: Task, *, gather: bool) -> bool:
-        """Have a task done beside the training loop; whether anybody does it.
-
-        With `gather` it is done in one go out of the cache, and needs no slot yet.
-        """
+    def submit(self, task: Task, *, gather: bool) -> None:
+        """Have a task done: with `gather` in one go out of the cache."""
+        executor = self._main
         if gather:
-            if self._gatherer is None:
-                self._gatherer = GatherLane(self.filler, self.ring, self._gatherers)
-                self._lanes.append(self._gatherer)
-            self._gatherer.submit(task)
-        elif self._workers is not None:
-            self._workers.submit(task)
-        return gather or self._workers is not None
+            if self._threads is None:
+                self._threads = GatherThreads(self.builder, self.ring, self._most_threads)
+                self._executors.append(self._threads)
+            executor = self._threads
+        elif executor.needs_slot and task.slot == NO_SLOT:
+            slot = self.ring.take()
+            task.slot = NO_SLOT if slot is None else slot
+        executor.submit(task)
 
-    def poll(self) -> list[Result]:
-        """Results that are there, but for those of older iterations, whose slots go back."""
+    def poll(self, number: int | None = None) -> list[Result]:
+        """Results that are there, but for those of older iterations, whose slots go back.
+
+        `number` is the batch that is waited for: the training process builds it now, if that is its task.
+        """
         results = []
-        for lane in self._lanes:
-            for result in lane.poll():
+        for executor in reversed(self._executors):
+            for result in executor.poll(number):
                 if result.token >= self.token:
                     results.append(result)
                 else:
@@ -162,16 +196,16 @@ class Crew:
     @property
     def descriptors(self) -> list[tuple[int, int]]:
         """What to wait for, as descriptors and events of `poll`."""
-        return [pair for lane in self._lanes for pair in lane.descriptors]
+        return [pair for executor in self._executors for pair in executor.descriptors]
 
     def prepare_wait(self) -> bool:
         """From now on, results are announced. Whether one is there already, so that there is nothing to wait for."""
-        return any(lane.prepare_wait() for lane in self._lanes)
+        return any(executor.prepare_wait() for executor in self._executors)
 
     def check(self) -> None:
-        """Look after those who should be working."""
-        for lane in self._lanes:
-            lane.check()
+        """Look after the workers."""
+        for executor in self._executors:
+            executor.check()
 
     @property
     def stuck(self) -> bool:
@@ -179,8 +213,8 @@ class Crew:
         return self._workers is not None and self._workers.stuck
 
     def describe(self, task: Task) -> str:
-        """Who has that task, for messages."""
-        return "the gathering thread" if self._workers is None else self._workers.describe(task)
+        """What has that task, for messages."""
+        return next(filter(None, (executor.describe(task) for executor in self._executors)), "no executor")
 
     @property
     def closed(self) -> bool:
@@ -202,9 +236,7 @@ def _warn_of_workers(workers: int) -> None:
     )
 
 
-def _close(
-    owner: int, lanes: list[GatherLane | WorkerLane], reader: Reader, ring: Ring, status: Status, counts: Counts
-) -> None:
+def _close(owner: int, executors: list[Executor], reader: Reader, ring: Ring, status: Status, counts: Counts) -> None:
     if os.getpid() != owner:
         return  # a forked child: the workers and the ring are its parent's
     counts["staging_bytes"] = ring.bytes
@@ -212,5 +244,5 @@ def _close(
     with contextlib.ExitStack() as ending:
         ending.callback(ring.close)
         ending.callback(reader.close)
-        for lane in lanes:
-            ending.callback(lane.close)
+        for executor in executors:
+            ending.callback(executor.close)

@@ -5,92 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from stallfree.errors import StallfreeError, WaitError
 from stallfree.loader.crew import KEPT, Crew
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
-from stallfree.loader.reader import Pending
+from stallfree.loader.progress import Progress
 from stallfree.pipeline.codec import read_own_record
 from stallfree.remote import RemoteTraceback, unpack_error
 from stallfree.units import format_size
 
 _REPORTED_SKIPS = 5
 
-RECENT = 64
-"""Batches handed out of which an epoch still knows the ids: whoever takes them ahead may ask for a state of before."""
-
 log = logging.getLogger("stallfree")
-
-
-class Progress:
-    """How far an epoch has come. It outlives the iteration: a state can be taken when that is over.
-
-    Args:
-        batches: the ids of each batch that is left.
-        number: of the epoch.
-        first: number of the first of `batches`; those before it were handed out by an earlier process.
-        dealt: how the epoch is dealt out among the ranks; see `Order.place`.
-
-    Attributes:
-        first: number of the first batch of this process.
-        handed_out: batches handed out, those before `first` included.
-    """
-
-    def __init__(self, batches: Iterator[Ids], number: int, first: int, dealt: dict[str, int] | None = None) -> None:
-        self.number = number
-        self.dealt = dealt
-        self.first = first
-        self.handed_out = first
-        self._batches = batches
-        self._problem: Exception | None = None  # what the sampler raised, which ends the epoch
-        self._ready: deque[Ids] = deque()  # out of the sampler, not started
-        self._started: dict[int, Ids] = {}
-        self._recent: deque[Ids] = deque(maxlen=RECENT)  # handed out
-
-    def peek(self) -> Ids | None:
-        """The ids of the next batch to start, None at the end."""
-        if not self._ready:
-            self._draw(1)
-        return self._ready[0] if self._ready else None
-
-    def _draw(self, count: int | None) -> None:
-        try:
-            if self._problem is None:
-                self._ready.extend(islice(self._batches, count))
-        except Exception as problem:
-            self._problem = problem
-            self._batches = iter(())
-
-    def take_problem(self) -> Exception | None:
-        """What the sampler raised. Not kept here: its traceback refers to whoever iterates."""
-        problem, self._problem = self._problem, None
-        return problem
-
-    def start(self) -> tuple[int, Ids]:
-        """Take the batch that `peek` showed: its number and ids."""
-        number = self.handed_out + len(self._started)
-        ids = self._started[number] = self._ready.popleft()
-        return number, ids
-
-    def hand_out(self) -> None:
-        """The first of the batches under way is out."""
-        self._recent.append(self._started.pop(self.handed_out))
-        self.handed_out += 1
-
-    def rest(self, position: int) -> list[list[int]]:
-        """The ids of all batches from number `position` on, the last handed out or later. Reads the sampler's rest."""
-        self._draw(None)
-        if self._problem is not None:
-            raise StallfreeError(
-                f"there is no state to take: the sampler raised {self._problem!r}. Correct the sampler"
-            )
-        recent = list(self._recent)[len(self._recent) - (self.handed_out - position) :]
-        return [ids.tolist() for ids in (*recent, *self._started.values(), *self._ready)]
 
 
 class Epoch:
@@ -111,12 +38,14 @@ class Epoch:
         self._token = crew.begin()
         self._tasks: dict[int, Task] = {}  # started, not handed out
         self._results: dict[int, Result] = {}  # of those, the ones that are done
-        self._pending: dict[int, Pending] = {}  # of those, the ones this process has to do itself
         self._status = crew.status
         self._log = crew.log
         self._now = time.monotonic()
-        self._publish()
-        self._start_more()
+        if self._now >= self._status.due:
+            self._publish()
+        self._direct = crew.direct
+        if not self._direct:
+            self._start_more()
 
     def __iter__(self) -> Epoch:
         return self
@@ -138,11 +67,13 @@ class Epoch:
 
         Whatever interrupts this, but for a limit that was reached, ends the iteration.
         """
-        if self.closed or self.crew.closed or self._token != self.crew.token:
+        if self.closed or self.crew.closed or (self._token != self.crew.token and not self._direct):
             raise StallfreeError(
                 "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
             )
         try:
+            if self._direct:
+                return self._build_next()
             self._start_more()
             started = time.monotonic()
             number = self.progress.handed_out
@@ -165,28 +96,30 @@ class Epoch:
             self.crew.close()
             raise
 
+    def _build_next(self) -> Result | None:
+        """Build the next batch, of which nothing could be started before; None at the end."""
+        progress = self.progress
+        if progress.peek() is None:
+            return None
+        started = time.monotonic()
+        number, ids = progress.start()
+        result = self.crew.build(Task(self._token, number, NO_SLOT, progress.number, ids))
+        self._now = time.monotonic()
+        if self.crew.counts_waits:
+            self.crew.counts["wait_seconds"] += self._now - started
+        return result
+
     def _start_more(self, handing_out: int = 0) -> None:
         """Start batches until enough are under way, not counting those just handed out, or no slot is free."""
         crew, progress = self.crew, self.progress
         while len(self._tasks) - handing_out < crew.ahead and crew.room and progress.peek() is not None:
             number, ids = progress.start()
-            self._start(Task(self._token, number, NO_SLOT, progress.number, ids), crew.filler.can_gather(ids))
-
-    def _start(self, task: Task, gather: bool) -> None:
-        if not gather and task.slot == NO_SLOT:
-            slot = self.crew.ring.take()
-            task = task if slot is None else replace(task, slot=slot)
-        self._tasks[task.number] = task
-        if not self.crew.submit(task, gather=gather):
-            self._pending[task.number] = self.crew.filler.start(task)
+            task = self._tasks[number] = Task(self._token, number, NO_SLOT, progress.number, ids)
+            crew.submit(task, gather=crew.builder.can_gather(ids))
 
     def _wait(self, started: float, task: Task | None) -> None:
-        """Bring `task` (or the end of any) nearer: take the results that are there, do it, or wait."""
-        if self._collect() and (task is None or task.number in self._results):
-            return
-        pending = None if task is None else self._pending.pop(task.number, None)
-        if task is not None and pending is not None:
-            self._results[task.number] = self.crew.filler.finish(task, pending, here=True)
+        """Wait until something has come nearer: `task`, or the end of any."""
+        if self._collect(task) and (task is None or task.number in self._results):
             return
         self._now = time.monotonic()
         left = self.crew.seconds - (self._now - started)
@@ -206,13 +139,15 @@ class Epoch:
                 "Give a larger timeout if they take so long"
             )
 
-    def _collect(self) -> bool:
+    def _collect(self, awaited: Task | None) -> bool:
         """Take the results that are there; whether there were any."""
-        results = self.crew.poll()
+        results = self.crew.poll(None if awaited is None else awaited.number)
         for result in results:
             if result.status == UNDONE:
                 self.crew.counts["retries"] += 1
-                self._start(replace(self._tasks[result.number], slot=result.slot), gather=False)
+                task = self._tasks[result.number]
+                task.slot = result.slot
+                self.crew.submit(task, gather=False)
             else:
                 self._results[result.number] = result
         return bool(results)
@@ -236,7 +171,7 @@ class Epoch:
     def _hand_out(self, result: Result) -> tuple[Any, Ids] | None:
         """The batch in a result, None if it is empty."""
         ring, counts = self.crew.ring, self.crew.counts
-        del self._tasks[result.number]
+        self._tasks.pop(result.number, None)
         self.progress.hand_out()
         if result.status == READY and ring.leased < KEPT:
             memory = ring.slots.view(result.slot, result.size)
@@ -281,21 +216,18 @@ class Epoch:
         if self.closed or os.getpid() != self._owner:
             return
         self.closed = True
-        for number, task in self._tasks.items():
-            pending = self._pending.pop(number, None)
-            if pending is not None:
-                for future in pending.fetches.values():
-                    future.cancel()
-                self.crew.ring.give(task.slot)
-            elif number in self._results:
-                self.crew.ring.give(self._results[number].slot)
+        for result in self._results.values():
+            self.crew.ring.give(result.slot)
         self._tasks.clear()
         self._results.clear()
         if not self.crew.closed and self._token == self.crew.token:
             self.crew.begin()  # whatever is still under way is not wanted
             self.crew.counts["queue_depth"] = 0
             self._now = time.monotonic()
-            self._publish()
+            if self._status.made:
+                self._publish()
+            if self._direct:
+                self.crew.rest()
 
 
 def _raise(result: Result) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset
 from stallfree.cache.layout import plan_layout
 from stallfree.errors import CapacityError, CodecError, InputError, SampleError
 from stallfree.frames import users_level
-from stallfree.loader.filling import private, raise_from
+from stallfree.loader.batch_state import raise_from
 from stallfree.loader.reader import plain_beneath
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
@@ -23,6 +23,7 @@ from stallfree.pipeline.marks import drew, mark_of, note_drew
 from stallfree.pipeline.probe import run_step, try_calls
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.scan import scan
+from stallfree.pipeline.values import private
 from stallfree.pipeline.watch import Watch, find_draw
 from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size

@@ -1,24 +1,23 @@
-"""How a loader serves the plans of an `ImportanceSampler`."""
+"""Epochs of an `ImportanceSampler`: plans drawn from losses, served from what the cache holds."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable
-from multiprocessing.context import BaseContext
+from typing import Any
 
 import numpy as np
-import torch
 
-from stallfree.loader.board import LOW, MISSED, PENDING, Board, Field
-from stallfree.loader.crew import Counts
-from stallfree.loader.messages import Ids
-from stallfree.loader.packager import PACKAGE_BYTES, Packager
+from stallfree.errors import InputError
+from stallfree.frames import users_level
+from stallfree.loader.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
+from stallfree.loader.packager import Packager
 from stallfree.loader.reader import Reader
 from stallfree.plans import ImportanceSampler
-from stallfree.plans.begun import Begun
+from stallfree.plans.active_epoch import ActiveEpoch
 from stallfree.plans.benefit import benefit
-from stallfree.plans.draws import generator
-from stallfree.plans.rules import Draw
+from stallfree.plans.probabilities import generator
 from stallfree.plans.serving import Serving
 from stallfree.stats import ImportanceStats
 from stallfree.stores import AnyCache, RedisCache, servers_of
@@ -26,74 +25,84 @@ from stallfree.stores import AnyCache, RedisCache, servers_of
 _FIRST_REGION = 0.1
 """Share of the cache for L-samples before there are requests to go by (Chen et al., iCACHE, HPCA 2023, section IV)."""
 
+_REQUESTS = ("high_requests", "high_hits", "low_requests", "low_hits", "swaps", "substitutions")
 
-class Importance:
-    """An `ImportanceSampler` in a loader.
+
+class ImportanceSource(EpochSource):
+    """Serves the plans of a sampler.
 
     Args:
-        sampler: draws.
-        reader: of the loader.
-        context: of `multiprocessing`; starts the processes that pack and read packages.
-        batch_size: samples per batch.
-        drop_last: leave out a last batch that is not full.
+        setup: of the loader. Its `sampler` draws the plans; by its `counts` the benefit of the cache is measured.
+
+    Raises `InputError` for a sampler and a data set that do not fit each other.
     """
 
-    def __init__(
-        self, sampler: ImportanceSampler, reader: Reader, context: BaseContext, batch_size: int, drop_last: bool
-    ) -> None:
-        self.sampler = sampler
-        self._reader, self._context = reader, context
-        self._batch_size, self._drop_last = batch_size, drop_last
-        self._packing: _Packing | None = None
-        self._packed: dict[str, int] = {}
-        self._counts = dict.fromkeys(("high_requests", "high_hits", "low_requests", "low_hits", "swaps"), 0)
-        self._counts["substitutions"] = 0
+    def __init__(self, setup: SourceSetup) -> None:
+        _check(setup)
+        self._sampler: ImportanceSampler = setup.sampler
+        self._reader: Reader = setup.reader
+        self._setup = setup
+        self._loader_before: dict[str, Any] = {}
+        self._packager: Packager | None = None
+        self._packed: dict[str, int] = {}  # by packagers that are closed
+        self._requests = dict.fromkeys(_REQUESTS, 0)  # of the epochs before
         self._serving: Serving | None = None
         self._low_share = _FIRST_REGION
-        self._before: Counts = {}
-        self._begun: Begun | None = None
-        self._steps = 0
+        self._begun: tuple[int, int] | None = None  # the epoch begun last, and its batches
 
-    def steps(self, epoch: int) -> int:
-        """Number of batches of an epoch. Draws its plan if need be."""
-        if self._begun is not None and self._begun.draw.plan.epoch == epoch:
-            return self._steps
-        return len(self.sampler.batches(epoch, self._batch_size, drop_last=self._drop_last))
+    @property
+    def next_epoch(self) -> int:
+        return self._sampler.next_epoch
 
-    def begin(self, epoch: int, counts: Counts | None = None) -> Served:
-        """Serve an epoch from its start. `counts` are those of the loader so far."""
-        self._end_epoch()
-        if counts is not None:
-            self._measure(counts)
-        sampler, cache = self.sampler, self._reader.cache
-        begun = sampler.begin(epoch, self._batch_size, drop_last=self._drop_last)
-        draw, self._begun, self._steps = begun.draw, begun, len(begun.batches)
+    def num_batches(self, epoch: int) -> int:
+        """Batches of an epoch, whose plan is drawn if need be."""
+        if self._begun is not None and self._begun[0] == epoch:
+            return self._begun[1]
+        return len(self._sampler.batches(epoch, self._setup.size, drop_last=self._setup.drop_last))
+
+    def describe(self) -> dict[str, Any]:
+        return {"samples": self._setup.samples}
+
+    def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
+        self._count_requests()
+        if resume is not None and resume.rest is not None:
+            rest = [np.asarray(ids, np.int64) for ids in resume.rest]
+            return self._planned(self._sampler.resume(rest), rest, resume.batches)
+        self._measure_benefit()
+        active = self._sampler.begin(epoch, self._setup.size, drop_last=self._setup.drop_last)
+        return self._planned(active, self._served(active), 0)
+
+    def _planned(self, active: ActiveEpoch, batches: Iterable[Ids], first: int) -> EpochPlan:
+        self._begun = active.draw.plan.epoch, first + len(active.batches)
+        return EpochPlan(iter(batches), first, on_delivered=active.served, end=active.end)
+
+    def _served(self, active: ActiveEpoch) -> Iterable[Ids]:
+        """The batches of an epoch; other samples are served instead of missing ones where the sampler says so."""
+        sampler, low = self._sampler, active.draw.low
         if sampler.cache is None:
-            return Served(sampler, begun, begun.batches)
-        if sampler.packages is not None and cache is not None and draw.low.any():
-            self._packing = self._packing or _Packing(sampler, self._reader, self._context)
-            self._packing.begin(draw, begun.batches, self._region(cache))
-        packing = self._packing if draw.low.any() else None
+            return active.batches
+        packager = self._start_packager(sampler) if low.any() else None
+        if packager is not None:
+            packager.begin(active.draw, active.batches, sampler.low_region or self._low_share)
         assert sampler.seed is not None  # drawn with the plan
-        rng = generator(sampler.seed, epoch, 3)
-        servers, residents = servers_of(sampler.cache), sampler.cache
-        if servers is not None:
-            residents = _Known(servers)
-        self._serving = Serving(begun.batches, draw.low, residents, sampler.on_miss, rng, packing, begun.elsewhere)
-        return Served(sampler, begun, self._serving)
+        rng = generator(sampler.seed, active.draw.plan.epoch, 3)
+        servers = servers_of(sampler.cache)
+        residents = sampler.cache if servers is None else _Known(servers)
+        self._serving = Serving(active.batches, low, residents, sampler.on_miss, rng, packager, active.elsewhere)
+        return self._serving
 
-    def resume(self, before: int, rest: list[Ids]) -> Served:
-        """Serve what is left of the epoch that the sampler was loaded with, when `before` batches are through."""
-        self._end_epoch()
-        begun = self.sampler.resume(rest)
-        self._begun, self._steps = begun, before + len(rest)
-        return Served(self.sampler, begun, begun.batches)
+    def _start_packager(self, sampler: ImportanceSampler) -> Packager | None:
+        if self._packager is None and sampler.packages is not None and self._reader.cache is not None:
+            self._packager = Packager(
+                self._reader, sampler.packages, write_budget=sampler.write_budget, context=self._setup.context
+            )
+        return self._packager
 
-    def _measure(self, counts: Counts) -> None:
+    def _measure_benefit(self) -> None:
         """Find from the epoch before what the cache gains this job."""
-        now = dict(counts, at=time.monotonic())
-        before, self._before = self._before, now
-        if not before or not self.sampler.measures:
+        now = dict(self._setup.counts, at=time.monotonic())
+        before, self._loader_before = self._loader_before, now
+        if not before or not self._sampler.measures:
             return
         of = {name: now[name] - before[name] for name in before}
         if min(of["batches"], of["samples"], of["misses"]) <= 0:
@@ -103,104 +112,74 @@ class Importance:
         miss = hit + of["fetch_seconds"] / of["misses"]
         if step + hit > 0:
             workers = now["num_workers"]
-            self.sampler.benefit = benefit(step, hit, miss, workers=workers, batch_size=self._batch_size)
+            self._sampler.benefit = benefit(step, hit, miss, workers=workers, batch_size=self._setup.size)
 
-    def _region(self, cache: AnyCache) -> int:
-        """Samples of low importance that may stay until they are served: one package at least."""
-        stats, sampler = cache.stats(), self.sampler
-        share = self._low_share if sampler.low_region is None else sampler.low_region
-        package = 1
-        if stats.resident_items:
-            package = max(1, PACKAGE_BYTES * stats.resident_items // max(1, stats.resident_bytes))
-        return max(round(share * stats.resident_items), package)
-
-    def _end_epoch(self) -> None:
+    def _count_requests(self) -> None:
         """Add up what the last epoch did."""
         serving, self._serving = self._serving, None
         if serving is not None:
-            for name in self._counts:
-                self._counts[name] += getattr(serving, name)
+            for name in _REQUESTS:
+                self._requests[name] += getattr(serving, name)
             self._low_share = serving.low_requests / max(1, serving.low_requests + serving.high_requests)
+
+    def update(self, ids: Any, losses: Any) -> None:
+        """See `ImportanceSampler`."""
+        self._sampler.update(ids, losses)
 
     def stats(self) -> ImportanceStats:
         """What was asked for, and what was served instead."""
-        serving = self._serving
-        counts = {name: self._counts[name] + getattr(serving, name, 0) for name in self._counts}
-        packed = self._packed if self._packing is None else self._packing.counts()
+        counts = {name: self._requests[name] + getattr(self._serving, name, 0) for name in _REQUESTS}
+        packed = self._packed if self._packager is None else self._packager.stats().__dict__
         return ImportanceStats(**counts, **packed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"importance": self._sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "importance" not in state:
+            raise InputError(
+                "the state has no losses: it was taken without an ImportanceSampler. Leave that out here too"
+            )
+        self._sampler.load_state_dict(state["importance"])
 
     def close(self) -> None:
         """End the processes that pack and read packages. This job leaves those that use the cache."""
-        self.sampler.close()
-        if self._packing is not None:
-            self._packed = self._packing.counts()
-            self._packing.close()
-            self._packing = None
-
-
-class Served:
-    """One epoch of an `ImportanceSampler` in one iteration.
-
-    Attributes:
-        batches: the ids of each batch, as they are to be started.
-    """
-
-    def __init__(self, sampler: ImportanceSampler, begun: Begun, batches: Iterable[Ids]) -> None:
-        self._sampler, self._begun = sampler, begun
-        self.batches = iter(batches)
-
-    def hand_out(self, ids: Ids) -> torch.Tensor:
-        """A batch of `ids` is handed out; its weights."""
-        return self._begun.served(ids)
-
-    def end(self) -> None:
-        """The iteration is over."""
-        self._begun.end()
+        self._sampler.close()
+        if self._packager is not None:
+            self._packed = self._packager.stats().__dict__
+            self._packager.close()
+            self._packager = None
 
 
 class _Known:
-    """What an epoch has in servers, as `plans.serving.Residents`: what this node believes to be stored. No request."""
+    """What this node believes to be stored in servers, as `plans.serving.Residents`. Sends no request."""
 
     def __init__(self, servers: RedisCache) -> None:
         self.resident = servers.known
 
 
-class _Packing:
-    """The board and the packager of a loader, as `plans.serving.Flags`."""
-
-    def __init__(self, sampler: ImportanceSampler, reader: Reader, context: BaseContext) -> None:
-        assert sampler.packages is not None
-        self._board = Board(None, sampler.num_samples)
-        try:
-            self._packager = Packager(
-                reader, sampler.packages, write_budget=sampler.write_budget, board=self._board, context=context
-            )
-        except BaseException:
-            self._board.close()
-            raise
-
-    def begin(self, draw: Draw, batches: list[Ids], region: int) -> None:
-        """A new epoch."""
-        flags = np.where(draw.low, LOW, 0).astype(np.uint8)
-        for ids in batches:
-            flags[ids] |= PENDING
-        self._board.flags[:] = flags
-        self._board.fields[Field.REGION] = region
-        self._board.fields[Field.EPOCH] = draw.plan.epoch
-        self._packager.wake()
-
-    def served(self, ids: Ids) -> None:
-        self._board.flags[ids] &= LOW
-
-    def missed(self, ids: Ids) -> None:
-        self._board.flags[ids] |= MISSED
-
-    def wake(self, *, last: bool = False) -> None:
-        self._packager.wake(last=last)
-
-    def counts(self) -> dict[str, int]:
-        return self._packager.stats().__dict__
-
-    def close(self) -> None:
-        self._packager.close()
-        self._board.close()
+def _check(setup: SourceSetup) -> None:
+    """Raise `InputError` where the sampler cannot be served."""
+    sampler: ImportanceSampler = setup.sampler
+    cache: AnyCache | None = setup.reader.cache
+    if setup.reader.share < 1:
+        raise InputError("an ImportanceSampler wants samples of one form: give form='fetched' or 'prepared'")
+    if sampler.num_samples != setup.samples:
+        raise InputError(
+            f"the sampler is of {sampler.num_samples} samples, the data set has {setup.samples}: "
+            "give ImportanceSampler(len(dataset))"
+        )
+    given: Any = sampler.cache
+    if cache is not None and getattr(given, "path", None) not in (None, getattr(cache, "path", None)):
+        raise InputError(
+            f"the sampler has the cache {given.name!r}, the data set {cache.name!r}: give dataset.cache to both"
+        )
+    if given is None and cache is not None and sampler.rule.plan == "unbiased":
+        warnings.warn(
+            "the data set has a cache and the ImportanceSampler does not know it, so nothing counts as resident: give "
+            "ImportanceSampler(..., cache=dataset.cache)",
+            RuntimeWarning,
+            stacklevel=users_level(),
+        )
+    if setup.batch_size is None:
+        raise InputError("batch_size=None gives single samples, which have no weights: give a batch_size")

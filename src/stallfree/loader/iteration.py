@@ -1,54 +1,59 @@
-"""One pass over a loader, and what it hands out."""
+"""One pass over a loader."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from stallfree.frames import short_traceback
 from stallfree.loader.crew import Crew
-from stallfree.loader.epoch import Epoch, Progress
-from stallfree.loader.importance import Served
-from stallfree.loader.output import as_arrays
-
-if TYPE_CHECKING:
-    from stallfree.loader.dataloader import DataLoader
+from stallfree.loader.epoch import Epoch
+from stallfree.loader.epoch_source import EpochPlan, Ids
+from stallfree.loader.progress import Progress
 
 
-class Batch(NamedTuple):
-    """What a loader with `with_ids=True` yields.
+class Owner(Protocol):
+    """Begins iterations."""
 
-    Attributes:
-        data: the batch as it would be without ids.
-        ids: int64 tensor, the samples really in it, in order.
-        weights: float32 tensor of the same length; None where no `ImportanceSampler` gives any.
-    """
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
 
-    data: Any
-    ids: torch.Tensor
-    weights: torch.Tensor | None
+    def finished(self, progress: Progress, samples: int, seconds: float, waited: float) -> None:
+        """The last batch was yielded: what the pass has taken, and how long the training loop waited in it."""
 
 
 class Iteration:
-    """One pass over a loader. Ends its workers when it is through, closed, or no longer referred to."""
+    """One pass over a loader. Ends when it is through, closed, or no longer referred to.
+
+    Args:
+        owner: has begun it.
+        crew: prepares the batches.
+        plan: of the epoch.
+        progress: of the epoch.
+        deliver: makes of a batch and its ids what is yielded; None: the batch itself.
+        keep_crew: do not close the crew at the end.
+        log_steps: log what the training loop does between two batches, if the crew has a log.
+    """
 
     def __init__(
-        self, loader: DataLoader, crew: Crew, progress: Progress, served: Served | None, *, sees_steps: bool
+        self,
+        owner: Owner,
+        crew: Crew,
+        plan: EpochPlan,
+        progress: Progress,
+        deliver: Callable[[Any, Ids], Any] | None,
+        *,
+        keep_crew: bool,
+        log_steps: bool,
     ) -> None:
-        self._loader = loader
-        self._progress = progress
-        self._with_ids = loader.with_ids
-        self._served = served
-        self._pin = loader.pin_memory and loader.device is None and torch.cuda.is_available()
+        self._owner, self._crew, self._plan, self._progress = owner, crew, plan, progress
+        self._deliver, self._keep_crew = deliver, keep_crew
+        self._log = crew.log if log_steps else None
+        self._delivered_at: float | None = None
         self._through = False
-        self._log = loader._log
-        self._sees_steps = sees_steps and self._log is not None
-        self._handed_over: float | None = None
-        self._own = None if crew is loader._crew else crew
         self._begun = time.monotonic()
-        self._before = loader._counts["samples"], loader._counts["wait_seconds"]
+        self._before = crew.counts["samples"], crew.counts["wait_seconds"]
         try:
             self._epoch = Epoch(crew, progress)
         except BaseException:
@@ -59,62 +64,45 @@ class Iteration:
         return self
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._owner)
 
     @short_traceback
     def __next__(self) -> Any:
         if self._through:
             raise StopIteration
-        if self._sees_steps:
+        if self._log is not None:
             self.end_step()
         try:
             data, ids = next(self._epoch)
         except StopIteration:
             self._through = True
-            samples, waited = (self._loader._counts[name] for name in ("samples", "wait_seconds"))
-            self._loader._finished(
-                self._progress,
-                samples - self._before[0],
-                time.monotonic() - self._begun,
-                waited - self._before[1],
-            )
+            samples, waited = self._crew.counts["samples"], self._crew.counts["wait_seconds"]
+            seconds = time.monotonic() - self._begun
+            self._owner.finished(self._progress, samples - self._before[0], seconds, waited - self._before[1])
             self.close()
             raise
-        if self._served is not None:
-            data = Batch(data, torch.from_numpy(ids.copy()), self._served.hand_out(ids))
-        elif self._with_ids:
-            data = Batch(data, torch.from_numpy(ids.copy()), None)
-        if self._pin:
-            data = pinned(data)
-        if self._loader.arrays:
-            data = as_arrays(data)
-        if self._sees_steps:
-            self._handed_over = time.monotonic()
+        if self._deliver is not None:
+            data = self._deliver(data, ids)
+        if self._log is not None:
+            self._delivered_at = time.monotonic()
         return data
 
     def end_step(self) -> None:
-        """For the log: the training loop is done with the batch that it was handed."""
-        if self._log is not None and self._handed_over is not None:
-            self._log.computed(self._handed_over, self._progress.handed_out - 1, self._progress.number)
-            self._handed_over = None
+        """For the log: the training loop is done with the batch that it was given."""
+        if self._log is not None and self._delivered_at is not None:
+            self._log.computed(self._delivered_at, self._progress.handed_out - 1, self._progress.number)
+            self._delivered_at = None
 
     def close(self) -> None:
         """End this pass. May be called twice."""
         self._epoch.close()
-        if self._served is not None:
-            self._served.end()
-        if self._own is not None:
-            self._own.close()
-        if self._log is not None:
+        self._plan.end()
+        if not self._keep_crew:
+            self._crew.close()
+        if self._crew.log is not None:
             self.end_step()
-            self._log.flush()
+            self._crew.log.flush()
 
     def __del__(self) -> None:
         if hasattr(self, "_epoch"):
             self.close()
-
-
-def pinned(data: Any) -> Any:
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    return pin_memory(data)  # type: ignore[no-untyped-call]

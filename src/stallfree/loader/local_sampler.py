@@ -51,7 +51,7 @@ class LocalSampler(DistributedSampler[Any]):
         num_ranks: int | None = None,
     ) -> None:
         cache = getattr(dataset, "cache", None)
-        if not isinstance(dataset, CachedDataset):
+        if cache is None:
             raise InputError(f"LocalSampler was given {type(dataset).__name__}: give it a CachedDataset")
         ranks = find_ranks()
         seed = parse_whole(seed, "seed")

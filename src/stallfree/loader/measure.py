@@ -19,13 +19,13 @@ import torch
 from stallfree.cache import SampleCache
 from stallfree.errors import CodecError, InputError, StallfreeError
 from stallfree.loader.choice import Measured
-from stallfree.loader.filling import private
 from stallfree.loader.first_look import FirstLook
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
+from stallfree.pipeline.values import private
 from stallfree.pipeline.watch import Watch
 from stallfree.sources.throttle import payload_bytes
 

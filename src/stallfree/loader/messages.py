@@ -124,7 +124,7 @@ class Result:
         return [start + bytes(-len(start) % _ALIGNMENT), memory] if len(memory) else [start]
 
 
-def unpack_result(data: bytearray) -> Result:
+def unpack_result(data: bytes | bytearray | memoryview) -> Result:
     """The result in a message, whose memory it keeps."""
     head = _RESULT.unpack_from(data)
     status, slot, token, number, size, hits, misses, read, fetch, prep, started, skipped, count, noted, private = head

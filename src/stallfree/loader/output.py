@@ -1,25 +1,69 @@
-"""Batches as NumPy arrays, for JAX and whatever else takes them."""
+"""What a loader makes of a batch before the user has it: ids and weights, pinned memory, NumPy arrays."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from stallfree.errors import InputError
+from stallfree.loader.epoch_source import Ids
 
 
-def check_output(output: Any, pin_memory: bool, device: Any) -> bool:
-    """Whether batches are to be NumPy arrays. Raises `InputError` for what cannot be, or contradicts that."""
+class Batch(NamedTuple):
+    """What a loader with `with_ids=True` yields.
+
+    Attributes:
+        data: the batch as it would be without ids.
+        ids: int64 tensor, the samples really in it, in order.
+        weights: float32 tensor of the same length; None where no `ImportanceSampler` gives any.
+    """
+
+    data: Any
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+
+
+def delivery(
+    *, with_ids: bool, weigh: Callable[[Ids], torch.Tensor] | None, pin: bool, arrays: bool
+) -> Callable[[Any, Ids], Any] | None:
+    """What makes of a batch and its ids what the user gets; None if that is the batch as it is.
+
+    Args:
+        with_ids: give a `Batch`.
+        weigh: gives the weights of ids, with which a `Batch` comes in any case; or None.
+        pin: copy tensors to pinned memory, if there is an accelerator.
+        arrays: give arrays for tensors.
+    """
+    change = as_arrays if arrays else pinned if pin and torch.cuda.is_available() else None
+    if not (with_ids or weigh or change):
+        return None
+
+    def deliver(data: Any, ids: Ids) -> Any:
+        if with_ids or weigh is not None:
+            data = Batch(data, torch.from_numpy(ids.copy()), None if weigh is None else weigh(ids))
+        return data if change is None else change(data)
+
+    return deliver
+
+
+def pinned(data: Any) -> Any:
+    """`data` with its tensors in pinned memory."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(data)  # type: ignore[no-untyped-call]
+
+
+def check_output(output: Any, pin_memory: bool, device: Any) -> None:
+    """Raise `InputError` for an output that is unknown, or that contradicts the other arguments."""
     if output not in ("torch", "numpy"):
         raise InputError(f"output={output!r}: use 'torch' or 'numpy'")
     if output == "numpy" and (device is not None or pin_memory):
         raise InputError(
             "output='numpy' gives arrays of the host: leave out device and pin_memory, and let your framework copy them"
         )
-    return bool(output == "numpy")
 
 
 def as_arrays(batch: Any) -> Any:

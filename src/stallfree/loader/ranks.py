@@ -1,9 +1,11 @@
-"""Which rank of which job this process is."""
+"""Which rank of which job this process is, and warnings if all ranks have the same samples."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,8 @@ import torch
 import xxhash
 
 from stallfree.errors import InputError, WaitError
+from stallfree.frames import users_level
+from stallfree.pipeline import StallfreeWarning
 from stallfree.units import parse_whole
 
 _JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -81,6 +85,19 @@ def environment_number(variable: str, default: int) -> int:
         return int(given) if given else default
     except ValueError as error:
         raise InputError(f"{variable}={given!r} in the environment: give a whole number, or unset it") from error
+
+
+def hosts_of_job() -> tuple[int, int]:
+    """(number of this host, number of hosts), as torchrun says."""
+    return environment_number("GROUP_RANK", 0), environment_number("GROUP_WORLD_SIZE", 1)
+
+
+def checked_hosts(hosts: Any) -> tuple[int, int]:
+    """`hosts` as given. Raises `InputError` for what is no number of a host and number of hosts."""
+    number, count = hosts if isinstance(hosts, (tuple, list)) and len(hosts) == 2 else (0, 0)
+    if not (isinstance(number, int) and isinstance(count, int) and 0 <= number < count):
+        raise InputError(f"hosts={hosts!r:.80}: give (number of this host, number of hosts), such as (0, 2)")
+    return number, count
 
 
 # -- the part of each rank in one order -------------------------------------------------------------------------------
@@ -162,3 +179,56 @@ def agreed(value: int, name: str) -> int:
             )
         time.sleep(_LOOK_SECONDS)
     return int(store.get(key))
+
+
+# -- samples that are the same on all ranks ---------------------------------------------------------------------------
+
+
+def _several() -> int:
+    """The number of ranks, 0 for one. Called for each iteration."""
+    alone = not has_process_group() and os.environ.get("WORLD_SIZE", "1") == "1"
+    count = 1 if alone else find_ranks().count
+    return count if count > 1 else 0
+
+
+def warn_of_ranks(*, sampler: bool) -> None:
+    """Warn if there are several ranks, for a loader that gives each of them all samples, as its `sampler` or itself."""
+    count = _several()
+    if count:
+        cure = (
+            "Give torch.utils.data.DistributedSampler in place of the sampler, or leave it out and give ranks='auto', "
+            "for a part of them on each rank"
+            if sampler
+            else "Give ranks='auto' for a part of them on each rank"
+        )
+        warnings.warn(
+            f"each of the {count} ranks gets all samples. {cure}; or add ranks=(0, 1) if each rank is to have all",
+            StallfreeWarning,
+            stacklevel=users_level(),
+        )
+
+
+def warn_of_ranks_here() -> None:
+    """Warn if there are several ranks on this host, which share the window of a `SmartCacheDataset`."""
+    count = _several() and find_ranks().here
+    if count > 1:
+        warnings.warn(
+            f"each of the {count} ranks of this host gets all samples of the window. Give "
+            "sampler=dataset.rank_sampler() for a part of them on each rank",
+            StallfreeWarning,
+            stacklevel=users_level(),
+        )
+
+
+def check_prepared(*, knows_ranks: bool) -> None:
+    """For a loader that is given to `Accelerator.prepare`, which deals out the samples of torch's loader only.
+
+    Raises `InputError` if there are several processes, and the loader gives each of them all samples.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    count = getattr(state, "_shared_state", {}).get("num_processes", 1)
+    if count > 1 and not knows_ranks:
+        raise InputError(
+            f"Accelerator.prepare would give each of the {count} processes all samples of a stallfree.DataLoader. Use "
+            "stallfree.integrations.accelerate.prepare(accelerator, loader), which deals them out as for torch's loader"
+        )

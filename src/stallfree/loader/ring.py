@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import secrets
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -31,8 +32,9 @@ Bytes = npt.NDArray[np.uint8]
 class Slots:
     """The slots as one process sees them. Picklable; a worker maps them as it needs them."""
 
-    def __init__(self, folder: Path, limit: int | None) -> None:
-        self.folder = folder
+    def __init__(self, make: Callable[[], Path], limit: int | None) -> None:
+        self._make = make
+        self._folder: Path | None = None
         self.limit = limit
         """Bytes that one slot may have, or None."""
         self.pin: Callable[[Bytes], Callable[[], object]] | None = None
@@ -105,6 +107,13 @@ class Slots:
         if unpin is not None:
             unpin()
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the slots, which is made when it is first needed."""
+        if self._folder is None:
+            self._folder = self._make()
+        return self._folder
+
     def _file(self, slot: int) -> Path:
         return self.folder / f"slot-{slot}"
 
@@ -125,11 +134,12 @@ class Slots:
         """Let go of the memory. What batches are kept in stays until they are freed."""
         for slot in list(self._pinned):
             self._unpin(slot)
+        self._folder = None
         self._maps.clear()
         self.kept.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "limit": self.limit, "pin": None, "_pinned": {}, "_maps": {}, "kept": {}}
+        return {"_folder": self.folder, "limit": self.limit, "pin": None, "_pinned": {}, "_maps": {}, "kept": {}}
 
 
 class Ring:
@@ -141,19 +151,26 @@ class Ring:
     """
 
     def __init__(self, count: int, capacity: int | None) -> None:
-        sweep(default_root())  # what killed processes left
-        self._folder = SharedFolder(f"ring-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
+        self._folder: SharedFolder | None = None
+        self._making = threading.Lock()
         self.count = count
         self._last = count  # number of slots ever made; a number is not used again
         self._surplus = 0
-        self.slots = Slots(
-            self._folder.path, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE
-        )
+        self.slots = Slots(self._make, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE)
         self._free: deque[int] = deque(range(count))
         self._leases: dict[int, weakref.ref[Bytes]] = {}
 
+    def _make(self) -> Path:
+        with self._making:
+            if self._folder is None:
+                sweep(default_root())  # what killed processes left
+                self._folder = SharedFolder(f"ring-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
+            return self._folder.path
+
     def take(self) -> int | None:
         """A free slot, if there is one: the one used last, which caches still hold. Any thread may ask."""
+        if self._folder is None:  # now: workers are forked with what there is
+            _ = self.slots.folder
         try:
             return self._free.pop()
         except IndexError:
@@ -211,6 +228,8 @@ class Ring:
         """Bytes of all slots."""
         if not shares_memory():
             return self.slots.bytes
+        if self._folder is None:
+            return 0
         with contextlib.suppress(OSError):
             return sum(
                 entry.stat().st_size for entry in os.scandir(self._folder.path) if entry.name.startswith("slot-")
@@ -220,7 +239,9 @@ class Ring:
     def close(self) -> None:
         """Remove the files. Batches that are still kept stay valid: their memory lives as long as they do."""
         self.slots.close()
-        self._folder.close()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.close()
 
 
 def _pages(size: int) -> int:

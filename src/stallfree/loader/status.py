@@ -14,11 +14,12 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from stallfree.errors import StorageError
 from stallfree.folders import in_use, is_root
 from stallfree.platform import OPEN, allocate, at_fork, shares_memory
 from stallfree.sources.apart import ApartSource
@@ -45,29 +46,29 @@ _written: weakref.WeakSet[Status] = weakref.WeakSet()
 
 
 class Status:
-    """The writer's end: the file in `folder`. Where there is no room for it, or no right to make it, nothing happens.
+    """The writer's end: a file in the folder of the ring. Without room for it, or right to make it, nothing happens.
+
+    Args:
+        folder: returns the folder. Called when the file is made: at the first update.
+        dataset: of the loader.
+        begun: when the loader was made, in seconds of `time.monotonic`.
+        at_once: whether the first update is due at once; else in `INTERVAL`, so that a short epoch makes no file.
 
     Attributes:
-        due: when the next update is due, in seconds of `time.monotonic`; never, if there is no file.
+        due: when the next update is due, in seconds of `time.monotonic`; never, if there can be no file.
+        made: whether there is a file.
     """
 
-    def __init__(self, folder: Path, dataset: Any, begun: float) -> None:
-        self.due = float("inf")
+    def __init__(self, folder: Callable[[], Path], dataset: Any, begun: float, *, at_once: bool) -> None:
+        self._folder, self._dataset, self._begun = folder, dataset, begun
         self._number = 0
-        self._begun = begun
         self._map: mmap.mmap | None = None
-        with contextlib.suppress(OSError, ValueError):
-            self._map = _make(folder / FILE) if shares_memory() else None
-        if self._map is not None:
-            script = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
-            _TEXT.pack_into(self._map, _AT_TEXT, _text(script or "python"), _text(name_of(dataset)))
-            _NUMBER.pack_into(self._map, 0, _MAGIC)
-            self.due = 0.0
-            _written.add(self)
+        self.made = False
+        self.due = float("inf") if not shares_memory() else 0.0 if at_once else time.monotonic() + INTERVAL
 
     def publish(self, now: float, epoch: int, counts: Mapping[str, Any], waiting: float = 0.0) -> None:
         """Write the counts, in the order of `LoaderStats`, with `waiting` seconds of a wait that goes on still."""
-        there = self._map
+        there = self._map if self.made else self._make()
         if there is None:
             return
         self.due = now + INTERVAL
@@ -77,6 +78,18 @@ class Status:
         _NUMBER.pack_into(there, _AT_NUMBER, self._number - 1)
         _BODY.pack_into(there, _AT_BODY, os.getpid(), self._begun, now, epoch, *counts.values())
         _NUMBER.pack_into(there, _AT_NUMBER, self._number)
+
+    def _make(self) -> mmap.mmap | None:
+        if self.due == float("inf"):
+            return None
+        self.made, self.due = True, float("inf")
+        with contextlib.suppress(OSError, ValueError, StorageError):
+            self._map = _make(self._folder() / FILE)
+            script = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
+            _TEXT.pack_into(self._map, _AT_TEXT, _text(script or "python"), _text(name_of(self._dataset)))
+            _NUMBER.pack_into(self._map, 0, _MAGIC)
+            _written.add(self)
+        return self._map
 
     def close(self) -> None:
         """Write no more. The file goes with its folder."""

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from stallfree.cache.layout import Meta, plan_layout
 from stallfree.cache.limits import free_memory
 from stallfree.errors import CapacityError
-from stallfree.loader.filling import private
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.structure import Structure
+from stallfree.pipeline.values import private
 from stallfree.pipeline.watch import Watch
 from stallfree.plans.window import WindowPlan, replace_count
 from stallfree.units import format_size

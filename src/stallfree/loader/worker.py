@@ -1,4 +1,4 @@
-"""A worker process: fetches ahead while it prepares, and fills slots."""
+"""A worker process: fetches ahead while it prepares, and builds batches in slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.channel import receive_message, send_message
 from stallfree.generator_lock import check_generator
-from stallfree.loader.fill import Filler, failure
+from stallfree.loader.batch_builder import BatchBuilder, failure
 from stallfree.loader.messages import FORGET, NO_SLOT, STARTED, STOP, UNDONE, Result, Task, unpack_task
 from stallfree.loader.reader import Pending
 from stallfree.platform import begin_child
@@ -39,7 +39,7 @@ class WorkerSetup:
     Attributes:
         worker: its number, from 0.
         workers: how many there are.
-        filler: what it takes to fill slots.
+        builder: builds batches.
         dataset: as the user gave it, for `torch.utils.data.get_worker_info()`.
         seed: of this worker's own generators; samples do not depend on it.
         worker_init: the user's `worker_init_fn`, or None.
@@ -49,7 +49,7 @@ class WorkerSetup:
 
     worker: int
     workers: int
-    filler: Filler
+    builder: BatchBuilder
     dataset: Any
     seed: int
     worker_init: Callable[[int], None] | None
@@ -65,7 +65,7 @@ def worker_main(connection: Connection, setup: WorkerSetup, foreign: list[Connec
         other.close()
     inbox = _Inbox(connection.fileno(), setup)
     inbox.start()
-    setup.filler.reader.quiet = True  # the trainer warns
+    setup.builder.reader.split.quiet = True  # the trainer warns
     _prepare_process(setup)
     try:
         send_message(connection.fileno(), Result(STARTED, 0, 0, NO_SLOT).pack())
@@ -80,12 +80,12 @@ def worker_main(connection: Connection, setup: WorkerSetup, foreign: list[Connec
         elif problem is not None:
             result = failure(task, problem, here=False)
         else:
-            result = setup.filler.finish(task, pending or setup.filler.start(task), here=False)
+            result = setup.builder.finish(task, pending or setup.builder.start(task), here=False)
         try:
             send_message(connection.fileno(), result.pack())
         except OSError:
             break  # the trainer is gone
-    setup.filler.reader.close()
+    setup.builder.reader.close()
 
 
 def _prepare_process(setup: WorkerSetup) -> None:
@@ -156,7 +156,7 @@ class _Inbox:
             if kind == FORGET:
                 self.wanted = max(self.wanted, task.token)
             else:
-                self._tasks.put((task, self._setup.filler.start(task) if self.ahead else None))
+                self._tasks.put((task, self._setup.builder.start(task) if self.ahead else None))
 
 
 def orphaned(parent: int, child: bool) -> bool:

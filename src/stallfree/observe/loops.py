@@ -25,10 +25,10 @@ SMALL_SHARE = 0.05
 """Stalls below this share of the time are not worth much."""
 
 _WATCHED = {
-    "torch.utils.data.dataloader": "_BaseDataLoaderIter",
-    "stallfree.loader.dataloader": "Iteration",
+    "torch.utils.data.dataloader": ("torch.utils.data.dataloader", "_BaseDataLoaderIter"),
+    "stallfree.loader.dataloader": ("stallfree.loader.iteration", "Iteration"),
 }
-"""Module of a class `DataLoader`, and the class of what it gives when it is iterated."""
+"""Module of a class `DataLoader`, and module and name of the class of what it gives when it is iterated."""
 
 
 class Row:
@@ -75,7 +75,7 @@ class Row:
     def begin(self, loader: Any) -> int | None:
         """A pass begins: how many samples it has at most, None if that is not known."""
         self.passes += 1
-        counts = getattr(loader, "_counts", None)
+        counts = getattr(loader, "counts", None)
         if isinstance(counts, dict):
             if not any(counts is known for known in self._exact):
                 self._exact.append(counts)
@@ -203,9 +203,9 @@ class Watch:
             loader.exec_module = exec_module
         return spec
 
-    def _watch(self, module: Any, iterator: str) -> None:
+    def _watch(self, module: Any, iterator: tuple[str, str]) -> None:
         try:
-            methods = (module.DataLoader, "__iter__"), (getattr(module, iterator), "__next__")
+            methods = (module.DataLoader, "__iter__"), (getattr(sys.modules[iterator[0]], iterator[1]), "__next__")
             originals = [getattr(*method) for method in methods]
         except AttributeError as error:
             _say(f"stallfree: this version of {module.__name__} cannot be timed: {error}\n")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from stallfree.stores.addresses import Address
+from stallfree.stores.addresses import Address, load_client
 from stallfree.stores.rendezvous import known_addresses
 from stallfree.stores.server import server_folders
 
 _SECONDS = 0.25
+
+_MOST_THREADS = 32
+"""Servers that are probed at the same time."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,16 @@ class ServerRow:
 
 
 def running_servers(root: Path) -> list[ServerRow]:
-    """The servers of all stores whose folders are below `root`, this node's first. Each is sent one request."""
-    return [
-        _look(name, address) for name, folder in server_folders(root).items() for address in known_addresses(folder)
-    ]
+    """The servers of all stores whose folders are below `root`, this node's first.
+
+    Each is sent two requests, all of them at the same time.
+    """
+    found = [(name, address) for name, folder in server_folders(root).items() for address in known_addresses(folder)]
+    if not found:
+        return []
+    load_client()
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(found)), thread_name_prefix="stallfree-probe") as threads:
+        return list(threads.map(_look, *zip(*found, strict=True)))
 
 
 def _look(store: str, address: Address) -> ServerRow:

@@ -69,6 +69,7 @@ __all__ = [
     "Structure",
     "decode_leaf",
     "encode",
+    "encode_own",
     "open_record",
     "read_leaves",
     "read_own_record",
@@ -105,10 +106,22 @@ def encode(value: Any, *, allow_pickle: bool = False) -> tuple[Structure, list[B
     The arrays share memory with the value where it is contiguous, so write them before the value changes. What has no
     form of its own is pickled when `allow_pickle` is true; otherwise CodecError says what it is and where it is.
     """
+    return _encode(value, _pickled if allow_pickle else _refused)
+
+
+def encode_own(value: Any) -> tuple[Structure, list[Bytes]]:
+    """As `encode` with `allow_pickle`, for values that only processes of this job read.
+
+    Lists, tuples and dicts of many strings and numbers become one pickle: a batch may hold thousands.
+    """
+    return _encode(value, _pickled_whole)
+
+
+def _encode(value: Any, other: _Other) -> tuple[Structure, list[Bytes]]:
     signature: list[Any] = []
     arrays: list[Bytes] = []
     try:
-        _walk(value, signature, arrays, 0, _pickled if allow_pickle else _refused)
+        _walk(value, signature, arrays, 0, other)
     except _Unstorable as problem:
         place = _find(value, problem.value, "sample", 0) or "sample"
         kind = type(problem.value)
@@ -126,6 +139,8 @@ def _walk(value: Any, signature: list[Any], arrays: list[Bytes], depth: int, oth
         return
     if depth >= DEPTH:
         raise _Unstorable(value, f"is nested more than {DEPTH} levels deep, or contains itself")
+    if other is _pickled_whole and kind in _CONTAINERS and len(value) > _MANY and _is_plain(value):
+        return _pickled(value, "", signature, arrays)
     if kind is tuple or kind is list:
         signature.append(kind)
         signature.append(len(value))
@@ -273,6 +288,21 @@ def _pickled(value: Any, reason: str, signature: list[Any], arrays: list[Bytes])
         raise _Unstorable(value, f"{reason}. It cannot be pickled either: {error}") from error
     signature.append("pickle")
     arrays.append(_flat(data))
+
+
+def _pickled_whole(value: Any, reason: str, signature: list[Any], arrays: list[Bytes]) -> None:
+    """As `_pickled`; containers of plain values are not taken apart either."""
+    _pickled(value, reason, signature, arrays)
+
+
+_CONTAINERS = frozenset({list, tuple, dict})
+_PLAIN = frozenset({str, int, float, bool, bytes, complex, type(None)})
+_MANY = 8
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a container holds nothing but strings, numbers and None."""
+    return _PLAIN.issuperset(map(type, value.values() if type(value) is dict else value))
 
 
 def _advice(kind: type) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from stallfree.pipeline.compose import Transform, flatten
 from stallfree.pipeline.generators import Handle, find_generators, global_generators
+from stallfree.pipeline.global_draws import GlobalDraws
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _STEP = 0x9E3779B97F4A7C15
@@ -61,6 +63,10 @@ def sample_seed(seed: int, epoch: int, id: int) -> int:
     return _mix(_mix(_mix(int(seed) + _STEP) + int(epoch) + _STEP) + int(id) + _STEP)
 
 
+class Drew(Exception):
+    """What was made without a seed drew random numbers: it has to be made again, with one."""
+
+
 class Randomness:
     """Makes whatever `transform` draws depend on (seed, epoch, id) alone, and leaves no trace.
 
@@ -81,14 +87,23 @@ class Randomness:
 
     Three of the generators are global to the process, so only one thread of a process may prepare samples at a time.
 
+    Seeding takes longer than many samples do. So `lazy` looks in the first block whether anything draws. If not, later
+    blocks seed nothing, and their end raises `Drew` should something draw there after all: make them again then.
+
     Args:
         transform: what draws.
         pipeline: the parts of the whole that `transform` is taken from; the steps of `transform` if None.
+        lazy: seed nothing for as long as nothing draws. Not if `transform` owns generators.
+
+    Attributes:
+        draws: whether anything drew; None if that is not known yet. Only with False nothing is seeded.
     """
 
-    def __init__(self, transform: Transform | None, pipeline: Iterable[object] | None = None) -> None:
+    def __init__(
+        self, transform: Transform | None, pipeline: Iterable[object] | None = None, *, lazy: bool = False
+    ) -> None:
         steps = flatten(transform)
-        self._arguments = transform, None if pipeline is None else tuple(pipeline)
+        self._arguments = transform, None if pipeline is None else tuple(pipeline), lazy
         shared = global_generators() if steps else []
         owned = find_generators(steps) if steps else []
         whole = steps if self._arguments[1] is None else self._arguments[1]
@@ -96,11 +111,14 @@ class Randomness:
         self._seeders = [handle.seed for handle in shared]
         self._owned = [(handle.seed, _mix(place + _STEP)) for handle, place in zip(owned, places, strict=True)]
         self._handles = [*shared, *owned]
-        self._saved: list[list[Any]] = []
+        self._saved: list[list[Any] | None] = []
+        self.draws: bool | None = None if lazy and shared and not owned else True  # None: to be found out
+        self._looks = GlobalDraws() if self.draws is None else None
 
     def seed(self, seed: int, epoch: int, id: int) -> None:
         """Put all generators into the state that belongs to sample `id` in `epoch`. Takes about 10 µs."""
-        if self._seeders:
+        if self._seeders and self.draws is not False:
+            self._look()
             number = sample_seed(seed, epoch, id)
             for seeder in self._seeders:
                 number = _mix(number + _STEP)  # one for each: equal seeds would make equal streams
@@ -108,18 +126,38 @@ class Randomness:
             for seeder, place in self._owned:
                 seeder(_mix(number + place))
 
+            if self._looks is not None:
+                self._looks.mark()
+
+    def _look(self) -> None:
+        """While that is to be found out: whether something drew since the last call of `seed`."""
+        if self._looks is not None and self.draws is None and self._looks.moved():
+            self.draws, self._looks = True, None
+
     def __enter__(self) -> Randomness:
         if self._handles:
             wait_to_draw()
-        self._saved.append([handle.get() for handle in self._handles])
+        if self._looks is not None:
+            self._looks.mark()
+        self._saved.append(None if self.draws is False else [handle.get() for handle in self._handles])
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle, state in zip(self._handles, self._saved.pop(), strict=True):
+        saved = self._saved.pop()
+        if saved is None:
+            if self._looks is not None and self._looks.moved():
+                self.draws, self._looks = True, None
+                raise Drew
+            return
+        self._look()
+        if self.draws is None:
+            self.draws = False
+        for handle, state in zip(self._handles, saved, strict=True):
             handle.set(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Randomness, self._arguments
+        transform, pipeline, lazy = self._arguments
+        return partial(Randomness, lazy=lazy), (transform, pipeline)
 
 
 def _places(parts: Sequence[object], owned: Sequence[Handle]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,21 +14,13 @@ import numpy.typing as npt
 from stallfree.errors import InputError
 from stallfree.frames import short_traceback
 from stallfree.pipeline.randomness import draw_seed
-from stallfree.plans.begun import Begun, Marks
-from stallfree.plans.draws import check_cache, check_share, ranks
-from stallfree.plans.jobs import Jobs
-from stallfree.plans.keeping import Ranked, Rotating
+from stallfree.plans.active_epoch import ActiveEpoch, Marks
 from stallfree.plans.losses import Losses, pack, unpack
 from stallfree.plans.plan import Plan
-from stallfree.plans.reduce import (
-    agree,
-    of_first_rank,
-    ranks_of_job,
-    resident_to_all,
-    steps_of,
-    wait_for_all,
-)
-from stallfree.plans.rules import PLANS, Draw, Known, Rule, draw_plan, last_eighth
+from stallfree.plans.probabilities import check_cache, check_share
+from stallfree.plans.reduce import agree, of_first_rank, ranks_of_job, resident_to_all, steps_of
+from stallfree.plans.retention import Retention
+from stallfree.plans.sampling_plans import PLANS, Draw, Known, Rule, draw_plan, last_eighth
 from stallfree.plans.serving import ON_MISS
 from stallfree.units import parse_size, parse_whole
 
@@ -130,6 +121,9 @@ class ImportanceSampler:
     Raises `InputError` for arguments that cannot be used.
     """
 
+    plans_epochs = True
+    """A loader serves the plans, and does not iterate this like a sampler."""
+
     def __init__(
         self,
         num_samples: int,
@@ -153,23 +147,11 @@ class ImportanceSampler:
         write_budget: int | str = "1GiB",
         benefit: float | None = None,
     ) -> None:
-        given = getattr(getattr(cache, "policy", None), "name", "") == "importance"
         self.num_samples = parse_whole(num_samples, "num_samples", 1)
+        scored = getattr(getattr(cache, "policy", None), "name", "") == "importance"
         _check_names(plan, normalize, score, on_miss)
         check_cache(cache, self.num_samples, on_miss)
-        if on_miss == "substitute" and plan in ("unbiased", "infobatch"):
-            raise InputError(
-                f"on_miss='substitute' serves samples that were not drawn, and plan={plan!r} has weights for those "
-                "that were: use on_miss='swap' or 'fetch'"
-            )
-        if packages is not None and (on_miss == "fetch" or not given):
-            raise InputError(
-                f"packages={str(packages)!r} needs the cache of a CachedDataset(..., policy='importance'), and "
-                "on_miss='swap' or 'substitute'"
-            )
-        number = isinstance(benefit, (int, float)) and not isinstance(benefit, bool)
-        if benefit is not None and not (number and 0 < benefit < math.inf):
-            raise InputError(f"benefit={benefit!r}: give a number above 0, how many times faster with the cache")
+        _check_serving(plan, on_miss, packages, benefit, scored=scored)
         self.cache = cache
         self.seed = self._given = None if seed is None else parse_whole(seed, "seed")
         self.normalize = normalize
@@ -180,23 +162,18 @@ class ImportanceSampler:
         self.write_budget = parse_size(write_budget, "write_budget")
         self.measures = benefit is None
         self.benefit = 1.0 if benefit is None else float(benefit)
-        self.rule = Rule(
-            plan=plan,
+        self.rule = _rule(
+            plan,
             beta=check_share("beta", beta, high=100),
             prune=check_share("prune", prune, high=0.99),
             target_io=check_share("target_io", target_io),
-            p_min=_LOWEST * target_io if p_min is None else check_share("p_min", p_min),
-            lean=_LEAN,
+            p_min=p_min,
             max_age=parse_whole(max_age, "max_age", 1),
             warm_up=parse_whole(warm_up, "warm_up", 0),
             full_every=0 if full_every is None else parse_whole(full_every, "full_every", 1),
             full_from=last_eighth(num_epochs, plan),
-            rotating=plan == "unbiased" and given,
+            rotating=plan == "unbiased" and scored,
         )
-        if self.rule.p_min > target_io:
-            raise InputError(
-                f"p_min={p_min} is above target_io={target_io}: give a smaller p_min, no draw has so few operations"
-            )
         self.losses = Losses(self.num_samples, relative=score == "shade")
         self._drawn = np.full(self.num_samples, -1, np.int32)
         self._marks = Marks(self.num_samples)
@@ -204,13 +181,8 @@ class ImportanceSampler:
         self._ahead: tuple[int, Future[Draw]] | None = None
         self._next = 0
         self._iterated = False
-        self._keeping: Rotating | Ranked | None = None
-        scored: Any = cache
-        if given:
-            self._keeping = Rotating(scored) if self.rule.rotating else Ranked(scored)
-        self._jobs: Jobs | None = None
+        self._retention = Retention(cache, self.rule.rotating) if scored else None
         self._begun_draw: Draw | None = None
-        self._warned = False
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -281,27 +253,20 @@ class ImportanceSampler:
 
     # -- an epoch that is served --------------------------------------------------------------------------------------
 
-    def begin(self, epoch: int, batch_size: int, *, drop_last: bool = False) -> Begun:
+    def begin(self, epoch: int, batch_size: int, *, drop_last: bool = False) -> ActiveEpoch:
         """An epoch that is about to be served, for which the cache is told what it is to keep.
 
         For a loader that serves the plan itself, as stallfree's does.
         """
         draw = self._drawn_for(parse_whole(epoch, "epoch", 0))
         self._next, self._iterated = epoch, True
-        ranks, steps = ranks_of_job(), self._steps(epoch, batch_size, drop_last)
-        if self._keeping is not None:
-            if isinstance(self._keeping, Rotating):
-                self._keeping.seed = self._seed_of_all()
-            if ranks.first_here:
-                self._publish()
-                self._keeping.begin(draw, self._importance())
-            wait_for_all()  # nobody stores anything before the caches of all know what it is worth
-            if not ranks.first_here:
-                self._keeping.begin(draw, self._importance(), first=False)
+        rank, steps = ranks_of_job().rank, self._steps(epoch, batch_size, drop_last)
+        if self._retention is not None:
+            self._retention.begin(draw, self.losses.last, self.benefit, self._seed_of_all())
         self._marks.begin()
-        return self._begun(draw, [step[ranks.rank] for step in steps])
+        return self._begun(draw, [step[rank] for step in steps])
 
-    def resume(self, rest: list[Array]) -> Begun:
+    def resume(self, rest: list[Array]) -> ActiveEpoch:
         """The epoch that `load_state_dict` brought, of which the batches `rest` are left.
 
         Raises `InputError` if it brought none.
@@ -313,7 +278,7 @@ class ImportanceSampler:
         self._marks.ended[:] = False
         return self._begun(self._begun_draw, rest)
 
-    def _begun(self, draw: Draw, batches: list[Array]) -> Begun:
+    def _begun(self, draw: Draw, batches: list[Array]) -> ActiveEpoch:
         self._begun_draw = draw
         plan, weighted = draw.plan, self.rule.plan != "cis"
         weights = np.ones(self.num_samples, np.float32)
@@ -322,45 +287,12 @@ class ImportanceSampler:
             weights[plan.ids] = plan.weights * np.float32(scale)
         per_batch = self.normalize == "batch" and weighted
         me = ranks_of_job()
-        return Begun(draw, batches, weights, per_batch, self._marks, self._keeping, me.rank, me.count)
-
-    def _jobs_here(self) -> Jobs | None:
-        """The jobs that use the cache, if it has a folder."""
-        path = getattr(self.cache, "path", None)
-        if self._jobs is None and path is not None:
-            self._jobs = Jobs(path, self.num_samples)
-        return self._jobs
-
-    def _publish(self) -> None:
-        """Tell the jobs that use the cache how important each sample is to this one: the rank of its loss."""
-        found, rotating = self._jobs_here(), self.rule.rotating
-        if found is not None:
-            mine = np.zeros(self.num_samples, np.float32) if rotating else ranks(self.losses.last)
-            found.publish(mine, 0.0 if rotating else self.benefit)
-
-    def _importance(self) -> Array:
-        """How important each sample is to the jobs that use the cache."""
-        rotating = self.rule.rotating
-        found = self._jobs_here()
-        worth, jobs = (None, 0) if found is None else found.combined()
-        if worth is None or not jobs:
-            return np.zeros(self.num_samples, np.float32) if rotating else ranks(self.losses.last)
-        if rotating and jobs > 1 and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{jobs} jobs use this cache with importance, and plan='unbiased' lets its residents rotate, which is "
-                "for one job at a time: each moves what the others keep. Give the cache another name, or "
-                "policy='minio'",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        return worth
+        return ActiveEpoch(draw, batches, weights, per_batch, self._marks, self._retention, me.rank, me.count)
 
     def close(self) -> None:
         """This job is no longer one of those that use the cache. It is again, when another epoch begins."""
-        if self._jobs is not None:
-            self._jobs.close()
-            self._jobs = None
+        if self._retention is not None:
+            self._retention.close()
 
     def expected_samples(self, epochs: int, *, start: int = 0) -> int:
         """About how many samples the epochs from `start` to `epochs` - 1 serve, as far as that can be told beforehand.
@@ -483,6 +415,32 @@ class ImportanceSampler:
         self._begun_draw = self._draw
         if state["begun"] is not None:
             self._begun_draw = Draw.load(state["begun"], self.num_samples)
+
+
+def _rule(plan: str, *, target_io: float, p_min: float | None, **given: Any) -> Rule:
+    lowest = _LOWEST * target_io if p_min is None else check_share("p_min", p_min)
+    if lowest > target_io:
+        raise InputError(
+            f"p_min={p_min} is above target_io={target_io}: give a smaller p_min, no draw has so few operations"
+        )
+    return Rule(plan, target_io=target_io, p_min=lowest, lean=_LEAN, **given)
+
+
+def _check_serving(plan: str, on_miss: Any, packages: Any, benefit: Any, *, scored: bool) -> None:
+    """Raise `InputError` for a way of serving that does not fit the plan or the cache."""
+    if on_miss == "substitute" and plan in ("unbiased", "infobatch"):
+        raise InputError(
+            f"on_miss='substitute' serves samples that were not drawn, and plan={plan!r} has weights for those "
+            "that were: use on_miss='swap' or 'fetch'"
+        )
+    if packages is not None and (on_miss == "fetch" or not scored):
+        raise InputError(
+            f"packages={str(packages)!r} needs the cache of a CachedDataset(..., policy='importance'), and "
+            "on_miss='swap' or 'substitute'"
+        )
+    number = isinstance(benefit, (int, float)) and not isinstance(benefit, bool)
+    if benefit is not None and not (number and 0 < benefit < math.inf):
+        raise InputError(f"benefit={benefit!r}: give a number above 0, how many times faster with the cache")
 
 
 def _check_names(plan: Any, normalize: Any, score: Any, on_miss: Any) -> None:

@@ -70,7 +70,7 @@ class Jobs:
         self._leave = weakref.finalize(self, self._place.leave)
 
     def publish(self, importance: Any, benefit: float) -> None:
-        """Tell the jobs how much each sample matters to this one; what it told before is replaced.
+        """Publish how much each sample matters to this job, in place of what it published before.
 
         Args:
             importance: a number from 0 to 1 for each id: the place of its loss among all.

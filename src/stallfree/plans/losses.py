@@ -15,7 +15,7 @@ import torch
 from stallfree.errors import InputError
 from stallfree.frames import users_level
 from stallfree.pipeline.determinism import StallfreeWarning
-from stallfree.plans.draws import ranks
+from stallfree.plans.probabilities import ranks
 
 Array = npt.NDArray[Any]
 

@@ -23,20 +23,20 @@ _PATIENCE = 16
 
 
 class Flags(Protocol):
-    """Tells those who bring samples into the cache what is wanted; see `stallfree.loader.board`."""
+    """Which samples are wanted, for the processes that bring them into the cache; see `stallfree.loader.packager`."""
 
     def served(self, ids: Array) -> None:
         """`ids` are pending no more."""
 
     def missed(self, ids: Array) -> None:
-        """`ids` were asked for and are not resident; they are deferred."""
+        """`ids` were requested and are not resident; they are deferred."""
 
     def wake(self, *, last: bool = False) -> None:
         """There is something to do; after `last` nothing more comes in this epoch."""
 
 
 class Residents(Protocol):
-    """What serving wants to know of a cache."""
+    """What serving asks a cache."""
 
     def resident(self, ids: Any) -> Array:
         """Which of `ids` are in it, as an array of bool."""
@@ -50,9 +50,9 @@ class Serving:
         low: bool per id: the L-samples.
         cache: says what is resident.
         on_miss: "swap", "substitute" or "fetch" (serve the missing one all the same).
-        rng: picks who is served instead.
-        flags: is told of what is served and missed; or None.
-        elsewhere: ids that are served by others, other ranks of the job; they are not chosen here.
+        rng: picks what is served instead.
+        flags: of what is served and missed; or None.
+        elsewhere: ids that other ranks of the job serve; they are not chosen here.
 
     Attributes:
         high_requests, high_hits: how often an important sample was asked for, and was resident.
@@ -162,7 +162,7 @@ class Serving:
         return np.concatenate([np.empty(0, np.int64), *chosen]), np.concatenate([np.empty(0, bool), *planned])
 
     def _may(self, ids: Array) -> Array:
-        """Who may be served instead: "swap": the pending; else who has not been used, in the plan or not."""
+        """Which may be served instead: "swap": the pending; else those not used yet, in the plan or not."""
         may: Array = self._pending[ids] if self._on_miss == "swap" else ~self._used[ids]
         return may
 

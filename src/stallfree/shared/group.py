@@ -1,4 +1,4 @@
-"""A group of jobs on this host: its folder, what its jobs must agree on, and the process that works for it."""
+"""A group of jobs on this host: its folder, what its jobs must agree on, and the coordinators that this job starts."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ import contextlib
 import json
 import os
 import secrets
-import select
-import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
-from multiprocessing.util import Finalize
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stallfree.errors import InputError, StorageError
 from stallfree.folders import SharedFolder, check_name, sweep
-from stallfree.loader.lanes import report_seconds
+from stallfree.ipc.consumers import Gone
+from stallfree.ipc.process import Child
 from stallfree.locks import FileLock
-from stallfree.platform import at_fork, interrupts_later
-from stallfree.shared.closing import forget, keep_from_children
-from stallfree.shared.conductor import Setup, conduct
-from stallfree.shared.protocol import unpack_note
-from stallfree.sockets import connect
+from stallfree.remote import unpack_plain_error
+from stallfree.shared.coordinator import coordinate
+from stallfree.shared.preparation import Setup
+
+_Found = TypeVar("_Found")
 
 _META_VERSION = 1
 _START_SECONDS = 120.0
@@ -35,10 +32,6 @@ _WORDS = {
     "transform": "the transform",
     "collate_fn": "collate_fn",
 }
-
-
-class Gone(Exception):
-    """The conductor has died, or ended."""
 
 
 @dataclass(frozen=True)
@@ -115,27 +108,28 @@ class Group:
         """Take back what `claim` gave."""
         self._members.release(claim)
 
-    def reach(self, setup: Setup) -> socket.socket:
-        """A connection to the conductor, which is started if there is none. Raises `Gone` if it died at once."""
+    def reach(self, setup: Setup, connect: Callable[[Path], _Found | None]) -> _Found:
+        """What `connect` returns for the folder, once there is a coordinator, which is started if there is none.
+
+        Raises `Gone` if it died at once.
+        """
         found = connect(self.folder)
-        if found is not None:
-            return found
-        with self._starting.hold(_START_SECONDS, f"starting the group {self.name!r}"):
-            found = connect(self.folder)
-            if found is not None:
-                return found
-            _start(setup, self._attached)
-            found = connect(self.folder)
-            if found is None:
-                raise Gone
-            return found
+        if found is None:
+            with self._starting.hold(_START_SECONDS, f"starting the group {self.name!r}"):
+                found = connect(self.folder)
+                if found is None:
+                    _start(setup, self._attached)
+                    found = connect(self.folder)
+        if found is None:
+            raise Gone
+        return found
 
     def close(self) -> None:
         """Leave. The last one out removes the folder."""
         self._members.close()
         self._starting.close()
         self._attached.close()
-        sweep(self.folder.parent)  # what a killed conductor left
+        sweep(self.folder.parent)  # what a killed coordinator left
 
     def __reduce__(self) -> Any:
         raise TypeError("a group belongs to the process that joined it")
@@ -174,110 +168,47 @@ def _difference(key: str, theirs: Any, ours: Any) -> str:
     return f"it has {key}={theirs!r}, this job gives {key}={ours!r}"
 
 
-# -- conductors that this process started ---------------------------------------------------------------------------
+# -- coordinators that this process started --------------------------------------------------------------------------
 
 
-_started: list[tuple[BaseProcess, Connection]] = []
+_started: list[Child] = []
 
 
 def _start(setup: Setup, attached: SharedFolder) -> None:
-    """Start a conductor, and wait until members may come.
-
-    A fork that does not report in hangs, as it copied a lock that another thread held: another one replaces it.
-    """
-    if not _started:
-        Finalize(None, end_conductors, exitpriority=100)  # before multiprocessing waits for its children to end
-    method, attempt = setup.options.context.get_start_method(), 0
-    deadline = time.monotonic() + _START_SECONDS
-    while True:
-        seconds = min(report_seconds(method, attempt), deadline - time.monotonic())
-        process, ours = _started_process(setup, attached)
-        _started.append((process, ours))
-        told = b""
-        poller = select.poll()
-        poller.register(ours, select.POLLIN)
-        poller.register(process.sentinel, select.POLLIN)
-        ready = poller.poll(max(0.0, seconds) * 1000)
-        if ready:
-            with contextlib.suppress(EOFError, OSError):
-                told = ours.recv_bytes()
-        if told == b"r":
-            return
-        _end(process, ours, 0.0)
-        if told:
-            raise unpack_note(told)[0]
-        if ready or time.monotonic() > deadline:
-            raise Gone  # killed before it could begin
-        attempt += 1
-
-
-def _started_process(setup: Setup, attached: SharedFolder) -> tuple[BaseProcess, Connection]:
-    """A conductor, and the end of its lifeline."""
-    context = setup.options.context
-    method = context.get_start_method()
-    ours, theirs = context.Pipe()
-    keep_from_children(ours.fileno())
-    process = context.Process(  # type: ignore[attr-defined]
-        target=conduct,
-        args=(theirs, setup, attached if method == "fork" else None),
-        name="stallfree-conductor",
-        daemon=False,  # it has children
-    )
-    try:
-        with interrupts_later(method):
-            process.start()
-    except Exception as error:
-        forget(ours.fileno())
-        ours.close()
-        raise _cannot_send(setup, method, error) from error
-    finally:
-        theirs.close()
-    return process, ours
-
-
-def _cannot_send(setup: Setup, method: str, error: Exception) -> Exception:
-    if method != "fork":
-        for what, part in (("the data set", setup.options.dataset), ("collate_fn", setup.options.collate)):
-            try:
-                ForkingPickler.dumps(part)
-            except Exception as reason:
-                return InputError(
-                    f"{what} cannot be sent to a process started by {method!r}: {reason}. Define it at the top level "
-                    "of a module (no lambda, no function within a function), or use multiprocessing_context='fork'"
-                )
-    return error
+    """Start a coordinator, and wait until members may come. One that hangs at its start is replaced."""
+    options, deadline = setup.options, time.monotonic() + _START_SECONDS
+    inherited = attached if options.context.get_start_method() == "fork" else None
+    parts = (("the data set", options.dataset), ("collate_fn", options.collate))
+    for attempt in count():
+        child = Child(
+            coordinate,
+            setup,
+            inherited,
+            context=options.context,
+            name="stallfree-coordinator",
+            parts=parts,
+            attempt=attempt,
+            leads=True,
+        )
+        error: Exception = Gone()  # killed before it could begin
+        with contextlib.suppress(EOFError, TimeoutError):
+            problem = child.wait_until_reported(deadline - time.monotonic())
+            if problem is None:
+                _started.append(child)
+                return
+            error = unpack_plain_error(problem)[0]
+        hangs = child.overdue and time.monotonic() < deadline
+        child.end(0.0)
+        if not hangs:
+            raise error
 
 
 def reap(seconds: float) -> None:
-    """Wait for the end of conductors of this process that are ending, up to so many seconds each."""
-    for process, lifeline in list(_started):
-        process.join(seconds)
-        if not process.is_alive():
-            _end(process, lifeline, 0.0)
-
-
-def end_conductors() -> None:
-    """End the conductors of this process; their members go on with others."""
-    for process, lifeline in list(_started):
-        _end(process, lifeline, 10.0)
-
-
-def _end(process: BaseProcess, lifeline: Connection, seconds: float) -> None:
-    with contextlib.suppress(ValueError):
-        _started.remove((process, lifeline))
-    forget(lifeline.fileno())
-    lifeline.close()
-    process.join(seconds)
-    if process.is_alive():
-        process.kill()
-        process.join()
-
-
-def _forget_in_child() -> None:
-    _started.clear()
-
-
-at_fork(after_in_child=_forget_in_child)
+    """Wait for the end of coordinators of this process that are ending, up to so many seconds each."""
+    for child in list(_started):
+        if child.join(seconds) is not None:
+            _started.remove(child)
+            child.end(0.0)
 
 
 def difference_of_sizes(group: str, chunk: int, batch_size: int, ranks: int) -> str:

@@ -7,7 +7,12 @@ prepared if a present member needs it, and forgotten when nobody needs or holds 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from stallfree.ipc.consumers import Leases
+from stallfree.shared.protocol import Kind
 
 
 @dataclass
@@ -29,42 +34,16 @@ class Member:
     away: bool = False
 
 
-@dataclass
-class Entry:
-    """A batch that is being prepared, or is ready. `holders` may hold its slot."""
+class Answer(NamedTuple):
+    """What to send to `member`: `Kind.BATCH`, `Kind.SKIPPED` or `Kind.EPOCH_ADVANCED`.
 
-    ready: bool = False
-    holders: set[int] = field(default_factory=set)
+    With SKIPPED, it prepares by itself what is before `number` in its epoch.
+    """
 
-
-@dataclass(frozen=True)
-class Grant:
-    """Give batch `number` to `member`."""
-
-    member: int
+    kind: Kind
+    member: Any
     serial: int
     number: int
-
-
-@dataclass(frozen=True)
-class Alone:
-    """Tell `member` that the group serves its epoch only from batch `start` on; what is before it prepares itself."""
-
-    member: int
-    serial: int
-    start: int
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Tell `member`, which is about to begin an epoch, that the group is in `epoch` by now."""
-
-    member: int
-    serial: int
-    epoch: int
-
-
-Answer = Grant | Alone | Moved
 
 
 class Schedule:
@@ -78,8 +57,10 @@ class Schedule:
     def __init__(self, batches: int, ahead: int) -> None:
         self.batches = batches
         self.ahead = ahead
-        self.members: dict[int, Member] = {}
-        self.entries: dict[int, Entry] = {}
+        self.members: dict[Hashable, Member] = {}
+        self.entries: dict[int, bool] = {}
+        """The batches that are being prepared (False) or are ready."""
+        self._leases = Leases()
         self._next = -1  # of the numbers below it, none will be prepared any more; -1 before `begin`
         self._last_asked = -1
 
@@ -91,11 +72,11 @@ class Schedule:
 
     # -- members ------------------------------------------------------------------------------------------------------
 
-    def join(self, member: int, *, position: int | None, catchup: bool) -> int:
+    def join(self, member: Hashable, *, position: int | None, catchup: bool) -> int:
         """Let `member` in; the epoch that it begins with, or is in.
 
         Args:
-            member: a number that nobody had before.
+            member: stands for one that was not there before.
             position: the batch that it needs next, if it was in this group before; None for a newcomer.
             catchup: a newcomer takes part in the epoch in which the last of the others are, even in mid-epoch.
         """
@@ -124,14 +105,13 @@ class Schedule:
             first -= 1
         return first
 
-    def leave(self, member: int) -> list[int]:
+    def leave(self, member: Hashable) -> list[int]:
         """`member` is gone, or dead; the batches whose slots are free now."""
         if self.members.pop(member, None) is not None:
-            for entry in self.entries.values():
-                entry.holders.discard(member)
+            self._leases.leave(member)
         return self.free()
 
-    def ask(self, member: int, serial: int, number: int) -> Answer | None:
+    def ask(self, member: Hashable, serial: int, number: int) -> Answer | None:
         """`member` asks for batch `number`; the answer, if there is one already."""
         known = self.members[member]
         known.serial = serial
@@ -142,24 +122,23 @@ class Schedule:
             known.away = False
             if self._served_from(number) >= end:  # that epoch is over
                 known.cursor = self._served_from(epoch * self.batches)
-                return Moved(member, serial, epoch)
+                return Answer(Kind.EPOCH_ADVANCED, member, serial, epoch)
         elif known.away:
-            return Alone(member, serial, end)
+            return Answer(Kind.SKIPPED, member, serial, end)
         first = self._served_from(number)
         if first > number:
             known.cursor = first  # maybe in a later epoch: what is gone is nobody's need
-            return Alone(member, serial, min(first, end))
+            return Answer(Kind.SKIPPED, member, serial, min(first, end))
         known.cursor = known.asked = number
         self._last_asked = max(self._last_asked, number)
-        entry = self.entries.get(number)
-        return self._grant(member, known, number) if entry is not None and entry.ready else None
+        return self._grant(member, known, number) if self.entries.get(number) else None
 
-    def _grant(self, member: int, known: Member, number: int) -> Grant:
+    def _grant(self, member: Hashable, known: Member, number: int) -> Answer:
         known.asked, known.granted, known.cursor = None, number, number + 1
-        self.entries[number].holders.add(member)
-        return Grant(member, known.serial, number)
+        self._leases.grant(number, member)
+        return Answer(Kind.BATCH, member, known.serial, number)
 
-    def skip(self, member: int, cursor: int, taken: int) -> list[int]:
+    def skip(self, member: Hashable, cursor: int, taken: int) -> list[int]:
         """`member` needs nothing before `cursor`, and will not take what it was given after batch `taken`.
 
         Returns the batches whose slots are free now.
@@ -167,16 +146,14 @@ class Schedule:
         known = self.members[member]
         known.asked, known.cursor = None, max(known.cursor, cursor)
         if known.granted is not None and known.granted > taken:
-            self.entries[known.granted].holders.discard(member)
+            self._leases.release(known.granted, member)
         known.granted = None
         return self.free()
 
-    def release(self, member: int, number: int) -> list[int]:
+    def release(self, member: Hashable, number: int) -> list[int]:
         """`member` has let go of batch `number`; the batches whose slots are free now."""
-        entry = self.entries.get(number)
-        if entry is not None:
-            entry.holders.discard(member)
-        return self.free()
+        self._leases.release(number, member)
+        return self._free([number])
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -201,24 +178,29 @@ class Schedule:
 
     def start(self, number: int) -> None:
         """Batch `number` is being prepared."""
-        self.entries[number] = Entry()
+        self.entries[number] = False
         self._next = number + 1
 
     def finish(self, number: int) -> tuple[list[Answer], list[int]]:
         """Batch `number` is ready: what to tell whom, and the batches whose slots are free now."""
-        self.entries[number].ready = True
-        grants: list[Answer] = [
-            self._grant(member, known, number) for member, known in self.members.items() if known.asked == number
-        ]
-        return grants, self.free()
+        self.entries[number] = True
+        grants = [self._grant(member, known, number) for member, known in self.members.items() if known.asked == number]
+        return grants, self._free([number])
 
     def free(self) -> list[int]:
-        """Forget the batches that nobody needs or holds; their slots are free now. To be called after `ask`."""
+        """Forget the batches that nobody needs or holds; their slots are free now.
+
+        To be called after an `ask` that was not answered with a batch.
+        """
+        return self._free(list(self.entries))
+
+    def _free(self, numbers: Iterable[int]) -> list[int]:
+        """The same, of some batches."""
         low = self._low
         freed = [
             number
-            for number, entry in self.entries.items()
-            if entry.ready and not entry.holders and (low is None or number < low)
+            for number in numbers
+            if self.entries.get(number) and (low is None or number < low) and not self._leases.holders(number)
         ]
         for number in freed:
             del self.entries[number]
@@ -231,7 +213,7 @@ class Schedule:
         """Whether a member waits for a batch."""
         return any(known.asked is not None for known in self.members.values())
 
-    def laggards(self) -> list[int]:
+    def laggards(self) -> list[Any]:
         """The members that are furthest behind while others wait, and do not wait themselves."""
         low = self._low
         return [
@@ -240,7 +222,7 @@ class Schedule:
             if not known.away and known.asked is None and known.cursor == low and low in self.entries
         ]
 
-    def leave_behind(self, member: int) -> list[int]:
+    def leave_behind(self, member: Hashable) -> list[int]:
         """`member` prepares the rest of its epoch itself; the batches whose slots are free now."""
         self.members[member].away = True
         return self.free()

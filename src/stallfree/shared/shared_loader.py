@@ -13,11 +13,11 @@ from itertools import count
 from multiprocessing.context import BaseContext
 from typing import Any
 
-import xxhash
 from torch.utils.data import default_collate
 
 from stallfree.errors import InputError
 from stallfree.frames import short_traceback
+from stallfree.ipc.fork_guard import finalize
 from stallfree.loader.arguments import (
     WAIT_SECONDS,
     check_functions,
@@ -26,20 +26,21 @@ from stallfree.loader.arguments import (
     seed_of,
 )
 from stallfree.loader.crew import Options
+from stallfree.loader.epoch_source import SourceSetup
 from stallfree.loader.order import Order
 from stallfree.loader.ranks import find_ranks, job_name
-from stallfree.loader.reader import Reader, reader_of
+from stallfree.loader.reader import reader_of
 from stallfree.loader.shown import shown_by
 from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
-from stallfree.shared.conductor import Setup
+from stallfree.shared.epoch_iterator import EpochIterator, JobContext
 from stallfree.shared.group import Group, Terms, difference_of_sizes
 from stallfree.shared.member import Member
-from stallfree.shared.one_pass import Pass, Seat
-from stallfree.shared.portions import portions_of
-from stallfree.shared.protocol import NOWHERE, Hello
+from stallfree.shared.preparation import Setup
+from stallfree.shared.protocol import NEWCOMER, Hello
+from stallfree.shared.rebatching import rebatching_of
 from stallfree.stats import SharedStats
 from stallfree.units import parse_size
 
@@ -149,103 +150,75 @@ class SharedLoader:
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, False)
         check_functions(collate_fn, worker_init_fn, on_error)
         _check(dataset, num_workers, batch_size, chunk_size, join, on_lag, job_transform)
-        context = context_of(multiprocessing_context)
-        self.dataset = dataset
-        self.group = group
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.with_ids = with_ids
+        self.dataset, self.group = dataset, group
+        self.batch_size, self.drop_last, self.with_ids = batch_size, drop_last, with_ids
         self.seed = self._given = seed_of(dataset, seed, None)
-        self._ranks = find_ranks()
-        reader = reader_of(dataset)
-        self._samples = len(reader.source)
-        collate = None if collate_fn is default_collate else collate_fn
-        terms = Terms(
-            same=self._same_for_all(collate, bool(shuffle), on_error, on_lag),
-            chunk=chunk_size or batch_size * self._ranks.count,
-            workers=num_workers,
-            ahead=(prefetch_factor or 2) * num_workers,
-            staging=None if staging is None else parse_size(staging, "staging"),
-        )
-        joined = self._join(terms, chunk_size, collate is not None)
-        self._order = Order(self._samples, self.chunk_size, bool(shuffle), None, None, False, self.seed)
-        self._portions = partial(
-            portions_of, self._order, self._samples, self.chunk_size, batch_size, self._ranks, drop_last
-        )
-        seconds = timeout or WAIT_SECONDS
-        options = self._options(reader, collate, on_error == "skip", context, worker_init_fn, seconds)
-        agreed = joined.terms
-        self._setup = Setup(
-            folder=joined.folder,
-            options=options(workers=agreed.workers, ahead=agreed.ahead, staging=agreed.staging),
-            base_seed=0,
-            order=self._order,
-            detach=on_lag == "detach",
-            lag_seconds=seconds / 2,  # less than the others wait
-        )
-        self._workers = agreed.workers
-        self._seat = Seat(
-            Member(joined, self._setup, self._hello(join == "catchup"), seconds),
-            self._order,
-            self._portions,
-            options(workers=num_workers, ahead=terms.ahead, staging=None),
-            job_transform,
-            pin_memory,
-            with_ids,
-        )
-        self._group, self._shuffle = joined, bool(shuffle)
-        self._joined = False
-        self._resumed: int | None = None
-        self._done: frozenset[int] = frozenset()
-        self._pass: weakref.ref[Pass] | None = None
-        self._end = weakref.finalize(self, _close, os.getpid(), self._seat.member, joined)
-
-    def _options(
-        self, reader: Reader, collate: Any, skip: bool, context: BaseContext, worker_init: Any, seconds: float
-    ) -> Callable[..., Options]:
-        """Those of the workers, but for what the group agrees on."""
-        return partial(
-            Options,
-            reader=reader,
-            dataset=self.dataset,
-            collate=collate,
+        self._shuffle, self._ranks = bool(shuffle), find_ranks()
+        options = Options(
+            reader=reader_of(dataset),
+            dataset=dataset,
+            collate=None if collate_fn is default_collate else collate_fn,
             single=False,
             seed=self.seed or 0,
-            skip=skip,
-            context=context,
-            worker_init=worker_init,
-            seconds=seconds,
+            skip=on_error == "skip",
+            workers=num_workers,
+            ahead=(prefetch_factor or 2) * num_workers,
+            context=context_of(multiprocessing_context),
+            worker_init=worker_init_fn,
+            seconds=timeout or WAIT_SECONDS,
+            staging=None if staging is None else parse_size(staging, "staging"),
             log=None,
             begun=time.monotonic(),
         )
+        self._samples = len(options.reader.source)
+        self._group = self._join(options, chunk_size, on_error, on_lag)
+        self._context = self._make_context(options, on_lag == "detach", join == "catchup")
+        self._context.transform, self._context.pin = job_transform, pin_memory
+        self._joined = False
+        self._resumed: int | None = None
+        self._done: frozenset[int] = frozenset()
+        self._pass: weakref.ref[EpochIterator] | None = None
+        self._end = finalize(self, _close, self._context.member, self._group)
 
-    def _same_for_all(self, collate: Any, shuffle: bool, on_error: str, on_lag: str) -> dict[str, Any]:
-        """What all jobs of the group must have alike."""
+    def _join(self, options: Options, chunk_size: int | None, on_error: str, on_lag: str) -> Group:
         with tolerant():  # the group has a name: what has no fingerprint is taken for the same
-            prints = {
-                "data set": fingerprint(reader_of(self.dataset).source.fingerprint()),
+            same = {
+                "data set": fingerprint(options.reader.source.fingerprint()),
                 "transform": fingerprint(_steps(self.dataset)),
-                "collate_fn": fingerprint(collate),
+                "collate_fn": fingerprint(options.collate),
+                "seed": self._given,
+                "shuffle": self._shuffle,
+                "on_error": on_error,
+                "on_lag": on_lag,
             }
-        return {
-            **prints,
-            "seed": self._given,
-            "shuffle": shuffle,
-            "on_error": on_error,
-            "on_lag": on_lag,
-        }
-
-    def _join(self, terms: Terms, chunk_size: int | None, own_collate: bool) -> Group:
-        joined = Group(self.group, terms)
+        chunk = chunk_size or self.batch_size * self._ranks.count
+        joined = Group(self.group, Terms(same, chunk, options.workers, options.ahead, options.staging))
         try:
             self.chunk_size = joined.terms.chunk
-            self._check_sizes(chunk_size, own_collate)
+            self._check_sizes(chunk_size, options.collate is not None)
             if self.seed is not None:
                 self._agree_on_seed(joined, self.seed)
         except BaseException:
             joined.close()
             raise
         return joined
+
+    def _make_context(self, options: Options, detach: bool, catchup: bool) -> JobContext:
+        terms, ranks = self._group.terms, self._ranks
+        setup = Setup(
+            folder=self._group.folder,
+            options=replace(options, workers=terms.workers, ahead=terms.ahead, staging=terms.staging),
+            base_seed=0,
+            order=Order(SourceSetup(self._samples, self.chunk_size, self._shuffle, seed=self.seed)),
+            detach=detach,
+            lag_seconds=options.seconds / 2,  # less than the others wait
+        )
+        job = f"{os.getpid()}-{next(_made)}" if ranks.count == 1 else job_name() or f"child of {os.getppid()}"
+        script = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
+        member = Member(self._group, setup, Hello(job, ranks.here, catchup, script or "python"), options.seconds)
+        sizes = self._samples, self.chunk_size, self.batch_size, ranks, self.drop_last
+        rebatching = partial(rebatching_of, setup.order, *sizes)
+        return JobContext(member, rebatching, replace(options, staging=None), self.with_ids)
 
     def _check_sizes(self, chunk_size: int | None, own_collate: bool) -> None:
         problem = ""
@@ -263,13 +236,6 @@ class SharedLoader:
         if problem:
             raise InputError(problem)
 
-    def _hello(self, catchup: bool) -> Hello:
-        ranks = self._ranks
-        name = f"{os.getpid()}-{next(_made)}" if ranks.count == 1 else job_name() or f"child of {os.getppid()}"
-        script = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
-        key = xxhash.xxh3_128_digest(name.encode())
-        return Hello(os.getpid(), key, ranks.rank, ranks.here, NOWHERE, catchup, script or "python")
-
     # -- epochs -------------------------------------------------------------------------------------------------------
 
     @property
@@ -279,11 +245,11 @@ class SharedLoader:
         It may go up by more than one, if the group was further on.
         """
         iteration = None if self._pass is None else self._pass()
-        return self._seat.next_epoch if iteration is None or iteration.through else iteration.epoch
+        return self._context.next_epoch if iteration is None or iteration.through else iteration.epoch
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
-        return len(self._portions(0))
+        return len(self._context.rebatching(0))
 
     @short_traceback
     def __iter__(self) -> Iterator[Any]:
@@ -297,13 +263,13 @@ class SharedLoader:
             draw_seed()  # as torch's RandomSampler
         done = self._done
         if not self._joined:
-            self._setup.base_seed = drawn
+            self._context.member.setup.base_seed = drawn
             if self.seed is None:
                 self._set_seed(self._group.agree_on_seed(drawn))
-            self._seat.next_epoch = self._seat.member.join(self._first_needed(done))
+            self._context.next_epoch = self._context.member.join(self._first_needed(done))
             self._joined = True
         self._done = frozenset()
-        iteration = Pass(self._seat, self._seat.next_epoch, done)
+        iteration = EpochIterator(self._context, self._context.next_epoch, done)
         self._pass = weakref.ref(iteration)
         return iteration
 
@@ -317,15 +283,17 @@ class SharedLoader:
             )
 
     def _set_seed(self, seed: int) -> None:
-        self.seed = self._order.seed = seed
-        self._setup.options = replace(self._setup.options, seed=seed)
-        self._seat.options = replace(self._seat.options, seed=seed)
+        setup = self._context.member.setup
+        self.seed = setup.order.seed = seed
+        setup.options = replace(setup.options, seed=seed)
+        self._context.options = replace(self._context.options, seed=seed)
 
     def _first_needed(self, done: frozenset[int]) -> int:
-        """The number in the row of the first chunk that is needed when the batches `done` are not; or `NOWHERE`."""
+        """The number in the row of the first chunk that is needed when the batches `done` are not; or `NEWCOMER`."""
         if self._resumed is None:
-            return NOWHERE
-        return self._resumed * len(self._order) + self._portions(0).first_chunk(done)
+            return NEWCOMER
+        order = self._context.member.setup.order
+        return self._resumed * len(order) + self._context.rebatching(0).first_chunk(done)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -356,7 +324,7 @@ class SharedLoader:
         if self.seed is None and seed is not None:
             self._agree_on_seed(self._group, seed)
             self._set_seed(seed)
-        self._seat.next_epoch = self._resumed = int(state["epoch"])
+        self._context.next_epoch = self._resumed = int(state["epoch"])
         self._done = frozenset(number for start, stop in state["done"] for number in range(start, stop))
 
     def _terms(self) -> dict[str, Any]:
@@ -369,12 +337,12 @@ class SharedLoader:
 
     def stats(self) -> SharedStats:
         """What this job's loader has done since it was made."""
-        seat = self._seat
-        counts = dict(seat.counts)
+        context = self._context
+        counts = dict(context.counts)
         for name in _SUMMED:
-            counts[name] += seat.alone_counts[name]
-        counts |= {"num_workers": self._workers, "staging_bytes": seat.member.staging_bytes}
-        return SharedStats(**counts, alone=seat.alone, takeovers=seat.member.deaths, jobs=seat.member.jobs)
+            counts[name] += context.alone_counts[name]
+        counts |= {"num_workers": self._group.terms.workers, "staging_bytes": context.member.staging_bytes}
+        return SharedStats(**counts, alone=context.alone, takeovers=context.member.deaths, jobs=context.member.jobs)
 
     def close(self) -> None:
         """Leave the group; kept batches stay valid. The last one out ends its processes. May be called twice."""
@@ -430,9 +398,7 @@ def _steps(dataset: Any) -> Any:
     return steps if steps is not None else reader_of(dataset).source.pipeline
 
 
-def _close(owner: int, member: Member, group: Group) -> None:
-    if os.getpid() != owner:
-        return  # a forked child: the seat is its parent's
+def _close(member: Member, group: Group) -> None:
     try:
         member.close()
     finally:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from stallfree.errors import InputError
-from stallfree.pipeline.in_place import in_place
+from stallfree.pipeline.in_place import Out, in_place
 from stallfree.pipeline.marks import mark_deterministic
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class DecodeImage:
         self.output = output
         self.mode = mode
 
-    def __call__(self, data: bytes) -> np.ndarray[Any, Any] | Image.Image:
+    def __call__(self, data: bytes, out: Out | None = None) -> np.ndarray[Any, Any] | Image.Image:
         if self.output == "pil":
             return self._pillow(data)
         turbo = _simplejpeg()

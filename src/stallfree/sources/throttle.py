@@ -213,14 +213,19 @@ def _leave(memory: mmap.mmap, lock: FileLock, folder: SharedFolder) -> None:
     folder.close()
 
 
+_WITHOUT = frozenset({int, float, str, bool, complex, type(None)})
+
+
 def payload_bytes(record: Any) -> int:
     """Bytes of the bytes objects, arrays and tensors in `record`, in nested mappings, lists and tuples too."""
+    if type(record) in _WITHOUT:
+        return 0
     if isinstance(record, (bytes, bytearray)):
         return len(record)
     if isinstance(record, Mapping):
-        return sum(payload_bytes(value) for value in record.values())
+        return sum([payload_bytes(value) for value in record.values()])
     if isinstance(record, (list, tuple)):
-        return sum(payload_bytes(value) for value in record)
+        return sum([payload_bytes(value) for value in record])
     if isinstance(record, np.generic) or getattr(record, "ndim", 0) == 0:
         return 0
     try:

@@ -1,19 +1,11 @@
 """Tiers of the cache below memory: a local disk, and servers of Redis or Valkey that several hosts use."""
 
-from typing import Any, TypeGuard
+from typing import Any
 
+from stallfree.cache import Cache
 from stallfree.stores.disk_tier import DiskTier
 from stallfree.stores.redis_cache import RedisCache
-from stallfree.stores.store import (
-    AnyCache,
-    RedisStore,
-    Store,
-    default_store,
-    open_cache,
-    parse_capacity,
-    room_of,
-    stores_in,
-)
+from stallfree.stores.store import RedisStore, Store, default_store, open_cache, parse_capacity, room_of, stores_in
 from stallfree.stores.tiered import TieredCache
 
 __all__ = [
@@ -23,7 +15,6 @@ __all__ = [
     "RedisStore",
     "Store",
     "TieredCache",
-    "begins_reads",
     "default_store",
     "held",
     "open_cache",
@@ -34,9 +25,7 @@ __all__ = [
 ]
 
 
-def begins_reads(cache: Any) -> "TypeGuard[TieredCache | RedisCache]":
-    """Whether samples of `cache` should be read as soon as it is known that they are needed."""
-    return isinstance(cache, (TieredCache, RedisCache))
+AnyCache = Cache
 
 
 def servers_of(cache: Any) -> RedisCache | None:

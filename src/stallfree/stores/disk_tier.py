@@ -18,7 +18,8 @@ from stallfree.errors import CapacityError, InputError
 from stallfree.folders import is_address, is_path
 from stallfree.stats import CacheStats
 from stallfree.stores.shared_array import shared_array
-from stallfree.stores.tiered import LowerTier, TieredCache
+from stallfree.stores.tier_stack import LowerTier
+from stallfree.stores.tiered import TieredCache
 from stallfree.stores.write_behind import Record, WriteBehind
 from stallfree.units import format_size, parse_size
 

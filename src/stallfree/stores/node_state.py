@@ -36,6 +36,7 @@ class NodeState:
         known: uint8 per id: whether it is believed to be stored.
         moving: uint8 per id: whether a process of this node is about to store it.
         scores: float32 per id: what it is worth.
+        typical: int64, one number: bytes of a value, 0 before one was seen.
         uncached: int64, one number: how many steps samples may not be cached with.
         counters: of all these processes; this one has a row of its own.
     """
@@ -52,6 +53,7 @@ class NodeState:
         self.known = shared_array(self.path / "known", np.uint8, num_ids)
         self.moving = shared_array(self.path / "moving", np.uint8, num_ids)
         self.scores = shared_array(self.path / "scores", np.float32, num_ids)
+        self.typical = shared_array(self.path / "typical", np.int64, 1)
         self.uncached = shared_array(self.path / "uncached", np.int64, 1)
         self._rows = shared_array(self.path / "counters", np.int64, (CLAIMS + 1) * len(Count))
         self.counters = Counters(self._rows.reshape(CLAIMS + 1, len(Count)))

@@ -2,10 +2,10 @@
 
 Every node has a score for every id, a hash of both, and the id belongs to the node of the highest (Thaler and
 Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998, section
-III). So everybody can compute the owner, no directory is kept, and when a node comes or goes nothing moves between the
-others. Chance makes the shares uneven, by 2% for 2,000 ids on two nodes, and a cache that is just large enough would
-lack room on one of them. So a node that has more than its share gives away those ids that the node they go to wants
-most.
+III). So any process can compute the owner, no directory is kept, and when a node comes or goes nothing moves between
+the others. Chance makes the shares uneven, by 2% for 2,000 ids on two nodes, and a cache that is just large enough
+would lack room on one of them. So a node that has more than its share gives away those ids for which the node they go
+to has the highest scores.
 """
 
 from __future__ import annotations

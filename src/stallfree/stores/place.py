@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from stallfree.errors import InputError
 
-_SOMEWHERE = "192.0.2.1"  # an address that belongs to nobody, by RFC 5737
+_SOMEWHERE = "192.0.2.1"  # an address that RFC 5737 reserves for documentation: no host has it
 
 
 @dataclass(frozen=True)

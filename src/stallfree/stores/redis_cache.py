@@ -16,25 +16,27 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from stallfree.cache.base import BaseCache
 from stallfree.cache.checks import EVERY_STEP, MISS, checked_ids, checked_scores
 from stallfree.cache.counters import Count
 from stallfree.cache.policies import Policy, make_policy
+from stallfree.cache.protocol import Fetch, Pool, Reading
 from stallfree.errors import InputError
-from stallfree.pipeline.codec import encode
+from stallfree.pipeline.codec import encode, record_size
 from stallfree.platform import at_fork
 from stallfree.stats import CacheStats
 from stallfree.stores.node_state import NodeState
+from stallfree.stores.reading import TierReading, fill
 from stallfree.stores.redis_values import RedisValues
 from stallfree.stores.redis_writer import RedisWriter
 from stallfree.stores.servers import Servers
 from stallfree.stores.shard import Shard
-from stallfree.stores.values import data_key
+from stallfree.stores.values import HEAD_SIZE, data_key
 from stallfree.stores.write_behind import Record, WriteBehind
 
 Array = npt.NDArray[Any]
@@ -45,7 +47,7 @@ _PATIENCE = 0.25
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """A server as `RedisCache.servers` finds it.
+    """A server as `RedisCache.status` found it.
 
     Attributes:
         name: address of the server.
@@ -64,7 +66,7 @@ class ServerStatus:
     misses: int = 0
 
 
-class RedisCache:
+class RedisCache(BaseCache):
     """Attach to the samples of a data set in `servers`.
 
     Args:
@@ -72,16 +74,16 @@ class RedisCache:
         servers: where the samples lie; the same in all processes.
         name: of the data set; part of the keys.
         fingerprint: says which samples these are. Others of the same name are not read.
-        policy: "minio" (what is stored stays) or "importance" (samples of low score make room); of others only that
-            they have no effect here.
+        policy: "minio" (what is stored stays), or "importance" or "oracle" (samples of low score make room). Others
+            have no effect here.
         me: the place of this node among the servers, if each node has one.
         limit: bytes of memory that a server may use when something is stored there; None for its own limit.
-        allow_pickle: whether samples that can only be pickled are stored and loaded. Whoever can write to a server
-            could then run code here.
+        allow_pickle: whether samples that can only be pickled are stored and loaded. Any process that can write to a
+            server could then run code here.
     """
 
     inclusive = True
-    structure = None
+    capacity = 0
     complete = False
 
     def __init__(
@@ -100,11 +102,12 @@ class RedisCache:
             raise InputError(f"num_ids={num_ids}: a cache needs a data set of at least one sample")
         self.num_ids, self.name, self.fingerprint, self.allow_pickle = num_ids, name, fingerprint, allow_pickle
         self.policy, self.me = make_policy(policy), me
-        self._servers, self._limit = servers, limit
+        self._servers = servers
         self._given = (num_ids, servers, name, fingerprint, self.policy, me, limit, allow_pickle)
         self._values = RedisValues(servers, name, fingerprint, allow_pickle=allow_pickle)
         places = " ".join(servers.names) or "cluster"
         self._node = NodeState(data_key(self._values.key.hex(), f"{num_ids} {places}"), num_ids, servers.names)
+        self.path = self._node.path
         if servers.names:
             self._node.share([shard.breaker for shard in servers.shards])
         self._storing = RedisWriter(self._values, servers, self._node, self.policy, limit)
@@ -117,11 +120,6 @@ class RedisCache:
         self._leave = weakref.finalize(self, _leave, servers, self._node)
 
     # -- what is there ------------------------------------------------------------------------------------------------
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of memory in this process's host: none."""
-        return 0
 
     @property
     def num_nodes(self) -> int:
@@ -166,7 +164,8 @@ class RedisCache:
     def stats(self) -> CacheStats:
         """The counts over the processes of this node; after `close`, those of that moment.
 
-        Items are those that this node believes to be stored; bytes are not known without a request (`status`).
+        Items are those that this node has stored or read; other nodes may have stored more. Their bytes are estimated
+        from the last value that was stored. What the servers use is in `status`.
         """
         if self._last is not None:
             return self._last
@@ -181,7 +180,7 @@ class RedisCache:
             storage_reads=sums[Count.READS],
             storage_bytes=sums[Count.BYTES],
             resident_items=items,
-            resident_bytes=items * self._values.typical,
+            resident_bytes=items * int(self._node.typical[0]),
             capacity_bytes=0,
             used_bytes=0,
         )
@@ -190,11 +189,6 @@ class RedisCache:
     def servers(self) -> RedisCache:
         """This cache itself; of a `TieredCache`, its tier in servers."""
         return self
-
-    @property
-    def path(self) -> Path:
-        """The folder of what the processes of this node share."""
-        return self._node.path
 
     def status(self) -> list[ServerStatus]:
         """Every server with its memory and hits, by request."""
@@ -226,8 +220,8 @@ class RedisCache:
         """Do not use this data set's samples any more, on any node; whether they were used until now."""
         new = self._node.uncache(EVERY_STEP)
         if new:
+            self._values.switch_off()  # first, as other nodes read until then, and removing may take long
             self.clear()
-            self._values.switch_off()
         return new
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -283,13 +277,18 @@ class RedisCache:
             values.append(found[id].pop())
         return values
 
-    def get(self, id: int) -> Any:
-        """One sample, or `MISS`."""
-        return self.get_many([id])[0]
+    def begin_read(self, ids: Array, pool: Pool, fetch: Fetch) -> Reading:
+        """See `Cache`. The servers are read at the same time."""
+        self._check_process()
+        return TierReading(self, ids, pool, fetch)
 
-    def get_here(self, ids: Array) -> list[Any]:
-        """`MISS` for all of `ids`: nothing is in memory."""
-        return [MISS] * len(ids)
+    def get_known(self, ids: Array) -> list[Any]:
+        """See `reading.ReadInParts`."""
+        values: list[Any] = [MISS] * len(ids)
+        at = np.flatnonzero(self.known(ids))
+        if len(at):
+            fill(values, at, self.read(ids[at]))
+        return values
 
     def settle(self, ids: Array) -> Array:
         """Wait until no process of this node is about to store any of `ids`, 250 ms at most. Returns True for each."""
@@ -310,7 +309,7 @@ class RedisCache:
         """Which servers may take samples now: an array of bool."""
         return np.array([not shard.lost and self._storing.takes(shard) for shard in self._servers.shards])
 
-    def put_many(self, ids: Any, values: Sequence[Any]) -> Array:
+    def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int = 0) -> Array:
         """Hand over `values` to be stored as the samples of `ids`; which of them were taken, as an array of bool.
 
         What is there already stays as it is. Raises `CodecError` for a value that would need pickle where it is not
@@ -320,11 +319,9 @@ class RedisCache:
         wanted = checked_ids(ids, self.num_ids)
         if len(wanted) != len(values):
             raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values: give one for each")
+        if uncached != self.uncached_steps:
+            return np.zeros(len(wanted), bool)
         return self.put_records(wanted, [encode(value, allow_pickle=self.allow_pickle) for value in values])
-
-    def put(self, id: int, value: Any) -> bool:
-        """Hand over one sample; whether it was taken."""
-        return bool(self.put_many([id], [value])[0])
 
     def put_records(self, ids: Array, records: Sequence[Record]) -> Array:
         """As `put_many`, for values that are encoded already."""
@@ -332,6 +329,7 @@ class RedisCache:
         taken = np.zeros(len(ids), bool)
         left = self._node.known[ids] == 0
         if left.any() and not self.uncached_steps:
+            self._node.typical[0] = HEAD_SIZE + record_size(*records[0])
             taking = self._taking()
             at = np.flatnonzero(left & (taking[self._node.owner[ids]] if self._servers.names else taking.any()))
             at = at[: self._writer.add(ids[at], [records[position] for position in at.tolist()])]
@@ -355,7 +353,10 @@ class RedisCache:
         self._node.known[wanted] = 0
 
     def clear(self) -> None:
-        """Remove all samples of this data set from all servers that can be reached, and those of no other."""
+        """Remove all samples of this data set from all servers that can be reached, and those of no other.
+
+        The key that says that a step turned out to be random stays: another node may not have read it yet.
+        """
         self._check_process()
         self._node.known[:] = 0
         for shard in self._servers.shards:
@@ -396,12 +397,6 @@ class RedisCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach, self._given
-
-    def __enter__(self) -> RedisCache:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 _after_fork = threading.RLock()

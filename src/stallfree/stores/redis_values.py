@@ -68,14 +68,7 @@ class RedisValues:
         typical: bytes of a value, as of the last one read.
     """
 
-    def __init__(
-        self,
-        servers: Servers,
-        name: str,
-        fingerprint: str,
-        *,
-        allow_pickle: bool,
-    ) -> None:
+    def __init__(self, servers: Servers, name: str, fingerprint: str, *, allow_pickle: bool) -> None:
         self.key, self.typical = data_key(name, fingerprint), _TYPICAL
         self._servers, self._name, self._allow_pickle = servers, name, allow_pickle
         self._prefix = b"stallfree:%b-%b:" % (name.encode(), self.key.hex()[:8].encode())
@@ -148,7 +141,12 @@ class RedisValues:
         return found if done else None
 
     def exist(self, shard: Shard, names: list[bytes], believed: Array) -> Array:
-        """Which of `names` a server has, as bools. Those `believed` right are confirmed by a request for 1,000 keys."""
+        """Which of `names` a server has: an array of bool.
+
+        The keys are requested in groups of 1,000, for which the server returns how many of them exist. Only the keys of
+        a group that is there in part are then requested one by one. So those that are `believed` to exist, an array of
+        bool, are in other groups than the rest.
+        """
         there = np.zeros(len(names), bool)
         if self._servers.names:
             groups = [
@@ -184,7 +182,7 @@ class RedisValues:
                 return
 
     def info(self, shard: Shard) -> dict[str, str]:
-        """What a server says of its memory and hits; empty if it is lost or this user must not ask."""
+        """A server's figures of its memory and hits; empty if it is lost or this user may not request them."""
         found: dict[str, str] = {}
         for text in self.send(shard, [("INFO", "memory"), ("INFO", "stats")]):
             lines = text.decode().split("\r\n") if isinstance(text, bytes) else []
@@ -213,7 +211,7 @@ class RedisValues:
         return self.send(shard, [("UNLINK", name) for name in names])
 
     def switch_off(self) -> None:
-        """Let all nodes know that the values of this data set may not be used."""
+        """Set the key at which all nodes stop to use the values of this data set."""
         owning = [shard for shard, _ in self._servers.split(np.empty(0), [self._off])]
         for shard in self._servers.shards if self._servers.names else owning:
             self.send(shard, [("SET", self._off, b"1")])

@@ -113,7 +113,7 @@ class RedisWriter:
 
     def _worst(self, shard: Shard, count: int) -> Array:
         """Up to `count` samples of a server that have the lowest scores, lowest first."""
-        scores, there = self._node.scores, np.flatnonzero(self._node.known)
+        scores, there = self._node.scores, np.flatnonzero(self._node.known != 0)  # a copy: other processes write to it
         some = count
         if self._servers.names:
             there = there[self._node.owner[there] == self._servers.shards.index(shard)]

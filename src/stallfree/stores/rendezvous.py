@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -39,12 +40,15 @@ from stallfree.stores.place import Place, find_place, is_loopback
 from stallfree.stores.server import REQUESTS, NodeServer, read_running
 from stallfree.stores.supervisor import identify, read_json, write_json
 
+log = logging.getLogger("stallfree")
+
 MEET_SECONDS = 300.0
 """Longest wait for the other nodes."""
 
 _VERSION = 3
 _POLL_SECONDS = 0.2
 _QUICK_SECONDS = 0.01  # first pause of an announcer with requests; it grows to _POLL_SECONDS
+_TELL_SECONDS = 10.0
 _REREAD_SECONDS, _REVIVE_SECONDS, _END_SECONDS = 1.0, 5.0, 2.0
 _STARTS = 1 << 20  # sequence numbers for one start of the own server
 _NODES = "nodes.json"
@@ -104,8 +108,8 @@ class NodeAddresses:
             if not isinstance(error, RuntimeError):
                 raise
             raise WaitError(
-                f"the place where the nodes of the job meet, MASTER_ADDR={place.host}, MASTER_PORT={place.port}, went "
-                f"away while the store {name!r} was made: {str(error).splitlines()[0]}"
+                f"the job's key-value store at MASTER_ADDR={place.host}, MASTER_PORT={place.port} ended while the "
+                f"store {name!r} was made: {str(error).splitlines()[0]}"
             ) from error
 
     def _set(self, folder: Path, members: list[dict[str, Any]], own: str) -> None:
@@ -160,7 +164,7 @@ class NodeAddresses:
         self, store: Any, keys: list[str], members: list[dict[str, Any]], deadline: float, name: str
     ) -> None:
         """Wait until the address of every member is confirmed, and read again which ones are missing."""
-        reread = time.monotonic() + _REREAD_SECONDS
+        reread, told = time.monotonic() + _REREAD_SECONDS, time.monotonic() + _TELL_SECONDS
         while True:
             known = {*self._ids, *self._nodes.read()}
             missing = [number for number, member in enumerate(members) if member["id"] not in known]
@@ -171,6 +175,9 @@ class NodeAddresses:
             now = time.monotonic()
             if now > deadline:
                 raise _missing(len(keys), missing, name)
+            if now > told:
+                _log_wait(len(keys), missing, name, deadline - now)
+                told = deadline
             if now > reread:  # what an earlier attempt of the job left may have been replaced
                 for number, value in zip(missing, store.multi_get([keys[number] for number in missing]), strict=True):
                     _withdraw(self._folder, members[number]["id"])
@@ -361,19 +368,36 @@ def _connect(place: Place, seconds: float) -> Any:
         )
     except RuntimeError as error:
         raise WaitError(
-            f"the nodes of the job meet at MASTER_ADDR={place.host}, MASTER_PORT={place.port}, and nobody answered "
-            f"there within {seconds:g} s: start the job with torchrun, or call torch.distributed.init_process_group "
-            "before the store is made"
+            f"the job's key-value store at MASTER_ADDR={place.host}, MASTER_PORT={place.port} did not answer within "
+            f"{seconds:g} s: start the job with torchrun, or call torch.distributed.init_process_group before the "
+            "store is made"
         ) from error
 
 
 def _wait_for_all(store: Any, keys: list[str], deadline: float, name: str) -> None:
-    pause = 0.002
+    pause, told = 0.002, time.monotonic() + _TELL_SECONDS
     while not store.check(keys):
-        if time.monotonic() > deadline:
-            raise _missing(len(keys), [number for number, key in enumerate(keys) if not store.check([key])], name)
+        now = time.monotonic()
+        if now > min(deadline, told):
+            missing = [number for number, key in enumerate(keys) if not store.check([key])]
+            if now > deadline:
+                raise _missing(len(keys), missing, name)
+            _log_wait(len(keys), missing, name, deadline - now)
+            told = deadline
         time.sleep(pause)
         pause = min(0.1, pause * 1.5)
+
+
+def _log_wait(count: int, numbers: list[int], name: str, seconds: float) -> None:
+    log.warning(
+        "the store %r waits for %d of the %d nodes of the job (number %s), up to %.0f s more: all nodes make a store "
+        "at about the same time, and close it when all have done with it",
+        name,
+        len(numbers),
+        count,
+        ", ".join(map(str, numbers[:20])),
+        seconds,
+    )
 
 
 def _missing(count: int, numbers: list[int], name: str) -> WaitError:

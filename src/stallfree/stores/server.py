@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stallfree.errors import InputError, MissingServerError, StorageError, WaitError
+from stallfree.cache.limits import free_memory
+from stallfree.errors import CapacityError, InputError, MissingServerError, StorageError, WaitError
 from stallfree.folders import SharedFolder, check_name, default_root, sweep
 from stallfree.locks import FileLock
 from stallfree.platform import OPEN, fcntl
@@ -303,9 +304,11 @@ def _checked(name: Any) -> str:
 
 
 def _memory(memory: int | str) -> int:
-    limit = parse_size(memory, "memory")
+    limit = parse_size(memory, "capacity_per_node")
     if limit < _LEAST_MEMORY:
-        raise InputError(f"memory={memory!r} is too little for a server: give {format_size(_LEAST_MEMORY)} or more")
+        raise InputError(
+            f"capacity_per_node={memory!r} is too little for a server: give {format_size(_LEAST_MEMORY)} or more"
+        )
     return limit
 
 
@@ -315,6 +318,12 @@ def _check_port(port: Any) -> None:
 
 
 def _initialize(folder: Path, limit: int, host: str, port: int) -> None:
+    free = free_memory()
+    if limit > free:
+        raise CapacityError(
+            f"capacity_per_node={format_size(limit)} is more than the {format_size(free)} of memory that are free here "
+            "(of the host and of this control group): give less"
+        )
     (folder / REQUESTS).mkdir(mode=0o700)
     setup = {"version": supervisor.VERSION, "memory": limit, "host": host, "port": port}
     supervisor.write_json(folder / supervisor.NODE, {**setup, "lives": _LIVES, "id": os.urandom(16).hex()})

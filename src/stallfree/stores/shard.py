@@ -1,8 +1,7 @@
 """One server of Redis or Valkey as a process uses it: connections of redis-py, and a circuit breaker.
 
 A batch is read in requests of 512 KiB, two of which are under way while the reply before them is checked and copied.
-That is faster than one MGET for the whole batch: the server works meanwhile, and what is checked is still in the
-processor's cache. Figures: docs/decisions/redis.md.
+That is faster than one MGET for the whole batch, as the server works meanwhile. Figures: docs/decisions/redis.md.
 """
 
 from __future__ import annotations

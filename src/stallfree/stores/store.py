@@ -7,9 +7,9 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Protocol, Union
 
-from stallfree.cache import Policy, SampleCache
+from stallfree.cache import Cache, Policy, SampleCache
 from stallfree.cache.policies import make_policy
 from stallfree.errors import InputError, MissingExtraError, MissingServerError
 from stallfree.folders import check_name
@@ -25,9 +25,25 @@ from stallfree.stores.servers import Servers, Standalone, find_servers
 from stallfree.stores.tiered import TieredCache
 from stallfree.units import format_size, parse_size
 
-Store = Union[str, Path, "RedisStore", DiskTier, Sequence[Any]]
-AnyCache = SampleCache | TieredCache | RedisCache
-"""The cache of a data set: in memory or on a disk, in several tiers, or in servers."""
+
+class CacheStore(Protocol):
+    """Makes the caches of data sets: a store of one's own."""
+
+    def attach(
+        self,
+        num_ids: int,
+        *,
+        capacity: int,
+        fingerprint: str,
+        policy: str | Policy,
+        name: str,
+        persist: bool,
+        example: Any,
+    ) -> Cache:
+        """The cache of a data set, to be closed by the caller. The arguments are those of `SampleCache`."""
+
+
+Store = Union[str, Path, "RedisStore", DiskTier, Sequence[Any], CacheStore]
 
 
 def open_cache(
@@ -40,15 +56,22 @@ def open_cache(
     name: str,
     persist: bool,
     example: Any,
-) -> AnyCache:
+) -> Cache:
     """The cache of a data set in a store: "memory", a folder, a `DiskTier`, a `RedisStore`, or the last two in a list.
 
-    Capacity 0, only with a `RedisStore`, means that no memory is used in front of the servers.
+    Any other object with `attach` makes the cache itself. Capacity 0, only with a `RedisStore`, means that no memory is
+    used in front of the servers.
     """
     disk, servers = _tiers(store)
+    policy = make_policy(policy)
     if servers is not None and persist:
         raise InputError("persist=True with a RedisStore: leave persist out. Servers given by hosts= keep samples")
-    own_name = name != f"{fingerprint[:20]}-{make_policy(policy).name}-{capacity}"
+    if not capacity and policy.evicts and not policy.given:
+        raise InputError(
+            f"policy={policy.name!r} with capacity=0, and servers evict nothing by this policy: leave policy out, or "
+            "give a capacity for memory in front of them"
+        )
+    own_name = name != f"{fingerprint[:20]}-{policy.name}-{capacity}"
     common: dict[str, Any] = {"fingerprint": fingerprint, "policy": policy, "name": name}
     memory = common | {"capacity": capacity, "persist": persist, "example": example}
     with contextlib.ExitStack() as undo:
@@ -56,9 +79,11 @@ def open_cache(
         if servers is not None:
             below = servers.attach(num_ids, own_name=own_name, **common)
             undo.callback(below.close)
-        found: AnyCache
+        found: Cache
         if disk is not None:
             found = disk.attach(num_ids, below=below, **memory)
+        elif below is None and hasattr(store, "attach"):
+            found = store.attach(num_ids, **memory)
         elif below is None:
             found = SampleCache(num_ids, store=store, **memory)  # type: ignore[arg-type]
         elif capacity:
@@ -96,15 +121,23 @@ def stores_in(store: Store) -> list[RedisStore]:
     return [] if servers is None else [servers]
 
 
-def default_store(capacity: int) -> Store:
-    """A `RedisStore` where the job has several nodes and a server is installed; else "memory", if so with a warning."""
+def default_store(capacity: int, unknown: Sequence[str] = ()) -> tuple[Store, int]:
+    """The store for `capacity` bytes of each node, and the bytes of memory for a cache in front of it.
+
+    A `RedisStore` and 0 if the job has several nodes, a server is installed, and the data set has no `unknown` objects:
+    with one that has no fingerprint, the nodes could not find each other's samples. Otherwise "memory" and all of it,
+    in a job of several nodes with a warning.
+    """
     if not shares_memory() or find_place().count == 1:
-        return "memory"
+        return "memory", capacity
     try:
-        return RedisStore(capacity_per_node=capacity, name="auto")
+        if not unknown:
+            return RedisStore(capacity_per_node=capacity, name="auto"), 0
+        why = f"{unknown[0]} has no fingerprint. To share them, give name=, the same only for the same data"
     except (MissingServerError, MissingExtraError) as error:
-        warnings.warn(f"samples are cached on each node for itself: {error}", RuntimeWarning, stacklevel=users_level())
-        return "memory"
+        why = str(error)
+    warnings.warn(f"samples are cached on each node for itself: {why}", RuntimeWarning, stacklevel=users_level())
+    return "memory", capacity
 
 
 class RedisStore:
@@ -135,12 +168,12 @@ class RedisStore:
         interface: name or number of the network interface's address at which other nodes reach this one.
         port: for the server; 0 for a free one, and another one when the server was started again.
         timeout: seconds that a server may be silent before it counts as lost, for a while.
-        allow_pickle: whether samples that can only be pickled are stored and loaded. Whoever can write to a server
-            could then run code here.
+        allow_pickle: whether samples that can only be pickled are stored and loaded. Any process that can write to a
+            server could then run code here.
 
-    Raises `InputError` for arguments that cannot be used, `MissingServerError` when there is neither `valkey-server`
-    nor `redis-server`, `WaitError` when other nodes of the job do not come, `StorageError` when a server cannot be
-    started or does not answer.
+    Raises `InputError` for arguments that cannot be used, `CapacityError` (one of them) for more than the free memory,
+    `MissingServerError` when there is neither `valkey-server` nor `redis-server`, `WaitError` when other nodes of the
+    job do not make the store within 300 s, `StorageError` when a server cannot be started or does not answer.
     """
 
     def __init__(
@@ -162,12 +195,14 @@ class RedisStore:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise InputError(f"timeout={timeout!r}: give seconds above 0")
         self.name, self.timeout, self.allow_pickle = check_name(name), timeout, allow_pickle
+        self._closed = False
         self._server: NodeServer | None = None
         self._addresses: NodeAddresses | None = None
         self._given: list[Address] = []
         if hosts is not None:
             if not isinstance(hosts, (list, tuple)) or not hosts:
-                raise InputError(f"hosts={hosts!r:.80}: give a list of servers, such as [{EXAMPLE}]")
+                shown = {**hosts, "password": "..."} if isinstance(hosts, Mapping) and "password" in hosts else hosts
+                raise InputError(f"hosts={shown!r:.80}: give a list of servers, such as [{EXAMPLE}]")
             self._given = [Address.of(host) for host in hosts]
             find_servers(self._given, timeout).close()  # so that errors come now
             return
@@ -192,10 +227,14 @@ class RedisStore:
         Args:
             num_ids: number of its samples.
             fingerprint: of its source and preparation.
-            policy: "importance" lets samples of low score make room; others have no effect in servers.
+            policy: "importance" and "oracle" let samples of low score make room; others have no effect in servers.
             name: of the data set.
             own_name: whether a user gave the name; else it is made of the fingerprint alone.
+
+        Raises `InputError` if the store is closed.
         """
+        if self._closed:
+            raise InputError(f"the store {self.name!r} is closed: make a new one, and close it after training")
         return RedisCache(
             num_ids,
             servers=self._servers(),
@@ -226,6 +265,7 @@ class RedisStore:
 
     def close(self) -> None:
         """Leave the store. Its server ends when the last process of the node has left. May be called twice."""
+        self._closed = True
         if self._addresses is not None:
             self._addresses.close()
         if self._server is not None:

@@ -2,9 +2,9 @@
 
     u64 checksum, magic "SFV1", u32 flags (0), key of the data set (16 bytes), u64 id, u64 length of the record, zeros
 
-The checksum is the xxh3_64 of the record, seeded with the id; all other fields are known to whoever asks for the value.
-So one that was cut short, that belongs to another data set or another sample, or of which any bit was flipped is told
-from a good one, and counts as a miss. It is no protection against somebody who forges values.
+The checksum is the xxh3_64 of the record, seeded with the id; the reader can compute all other fields. So a value that
+was cut short, that belongs to another data set or another sample, or of which any bit was flipped is recognised, and
+counts as a miss. This is no protection against forged values.
 
 All numbers are little-endian. A record behind its header is as aligned as the value is, to multiples of 64.
 """

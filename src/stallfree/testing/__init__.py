@@ -1,5 +1,22 @@
-"""What tests and benchmarks of training code can use."""
+"""What tests and benchmarks can use: slow sources, and the tests that every cache passes."""
+
+from typing import TYPE_CHECKING
 
 from stallfree.sources.throttle import ThrottledSource
 
-__all__ = ["ThrottledSource"]
+if TYPE_CHECKING:
+    from stallfree.testing.cache_contract import CacheContract
+
+__all__ = ["CacheContract", "ThrottledSource"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name != "CacheContract":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import pytest  # only who tests a cache has it
+
+        pytest.register_assert_rewrite(f"{__name__}.cache_contract")
+        from stallfree.testing.cache_contract import CacheContract
+
+        return CacheContract

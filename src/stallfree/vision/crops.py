@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from stallfree.errors import InputError
-from stallfree.pipeline.in_place import in_place
+from stallfree.pipeline.in_place import Out, in_place
 from stallfree.pipeline.marks import mark_random
 from stallfree.sources.decode import DecodeImage
 from stallfree.vision import native
@@ -80,10 +80,10 @@ class RandomResizedCrop(_RandomCrop):
     Raises `InputError` for arguments that cannot be used, and when called with something else than a picture.
     """
 
-    def __call__(self, picture: Any) -> Pixels:
+    def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
         pixels = pixels_of(picture, self)
         crop, mirror = self.draw(*pixels.shape[:2])
-        return cut(pixels, crop, self, mirror)
+        return cut(pixels, crop, self, mirror, out)
 
 
 @in_place
@@ -108,16 +108,16 @@ class DecodeRandomResizedCrop(_RandomCrop):
     takes_encoded: ClassVar[bool] = True
     """For `ImageFolder`: this step wants the bytes of the file."""
 
-    def __call__(self, data: bytes) -> Pixels:
+    def __call__(self, data: bytes, out: Out | None = None) -> Pixels:
         encoded = _encoded(data, self)
         size = native.jpeg_size(encoded)
         if size is not None:
             crop, mirror = self.draw(*size)
-            out = native.decode_crop(encoded, crop, self.size, self.layout, mirror)
-            return cut(_decoded(encoded), crop, self, mirror) if out is None else out
+            part = native.decode_crop(encoded, crop, self.size, self.layout, mirror, out)
+            return cut(_decoded(encoded), crop, self, mirror, out) if part is None else part
         pixels = _decoded(encoded)
         crop, mirror = self.draw(*pixels.shape[:2])
-        return cut(pixels, crop, self, mirror)
+        return cut(pixels, crop, self, mirror, out)
 
     def halves(self) -> tuple[DecodeImage, RandomResizedCrop]:
         """A deterministic and a random step that do the same one after the other: decoding, and the rest."""
@@ -125,10 +125,10 @@ class DecodeRandomResizedCrop(_RandomCrop):
         return DecodeImage(), rest
 
 
-def cut(pixels: Pixels, crop: Crop, step: _RandomCrop, mirror: bool) -> Pixels:
+def cut(pixels: Pixels, crop: Crop, step: _RandomCrop, mirror: bool, out: Out | None) -> Pixels:
     """The part `crop` of `pixels`, in the size and layout of `step`."""
     top, left, height, width = crop
-    return native.resized(pixels[top : top + height, left : left + width], step.size, step.layout, mirror)
+    return native.resized(pixels[top : top + height, left : left + width], step.size, step.layout, mirror, out)
 
 
 def _decoded(data: bytes) -> Pixels:

@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from stallfree.cache.serial import one_thread
-from stallfree.pipeline.in_place import empty
+from stallfree.pipeline.in_place import Out, empty
 from stallfree.vision import entropy
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -93,7 +93,9 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
     return None if found.stallfree_jpeg_size(data, len(data), size) else (size[0], size[1])
 
 
-def decode_crop(data: bytes, crop: Crop, size: tuple[int, int], layout: Layout, mirror: bool) -> Pixels | None:
+def decode_crop(
+    data: bytes, crop: Crop, size: tuple[int, int], layout: Layout, mirror: bool, out: Out | None = None
+) -> Pixels | None:
     """A part of a JPEG, resized to `size`; None if it cannot be decoded so, such as CMYK, or is damaged there.
 
     Only rows down to the end of `crop` are looked at. Where half, a quarter or an eighth of the resolution still has
@@ -101,24 +103,26 @@ def decode_crop(data: bytes, crop: Crop, size: tuple[int, int], layout: Layout, 
     """
     found = library()
     assert found is not None
-    out = _empty(size, layout)
+    part = _empty(out, size, layout)
     problem = found.stallfree_decode(
-        data, len(data), *crop, *size, layout == "CHW", mirror, entropy_decoding(), out.ctypes.data
+        data, len(data), *crop, *size, layout == "CHW", mirror, entropy_decoding(), part.ctypes.data
     )
-    return None if problem else out
+    return None if problem else part
 
 
-def resized(pixels: Pixels, size: tuple[int, int], layout: Layout = "HWC", mirror: bool = False) -> Pixels:
+def resized(
+    pixels: Pixels, size: tuple[int, int], layout: Layout = "HWC", mirror: bool = False, out: Out | None = None
+) -> Pixels:
     """`pixels` of shape (H, W, 3) in `size`: bilinear, with antialiasing. Mirrored left to right with `mirror`."""
     found = library()
     if found is None:
-        return _resized_by_torch(pixels, size, layout, mirror)
+        return _resized_by_torch(pixels, size, layout, mirror, out)
     plain = pixels if pixels.strides[1:] == (3, 1) else np.ascontiguousarray(pixels)
-    out, sides = _empty(size, layout), plain.shape[:2]
+    part, sides = _empty(out, size, layout), plain.shape[:2]
     problem = found.stallfree_resize(
-        plain.ctypes.data, plain.strides[0], *sides, *size, layout == "CHW", mirror, out.ctypes.data
+        plain.ctypes.data, plain.strides[0], *sides, *size, layout == "CHW", mirror, part.ctypes.data
     )
-    return _resized_by_torch(pixels, size, layout, mirror) if problem else out
+    return _resized_by_torch(pixels, size, layout, mirror, out) if problem else part
 
 
 def blend(pixels: Pixels, factor: float, grey: float | None, out: Pixels) -> None:
@@ -164,16 +168,16 @@ def version() -> str:
     return f"stallfree {ABI}" if library() is not None else f"torch {torch.__version__}"
 
 
-def _empty(size: tuple[int, int], layout: Layout) -> Pixels:
-    return empty((3, *size) if layout == "CHW" else (*size, 3))
+def _empty(out: Out | None, size: tuple[int, int], layout: Layout) -> Pixels:
+    return empty(out, (3, *size) if layout == "CHW" else (*size, 3))
 
 
-def _resized_by_torch(pixels: Pixels, size: tuple[int, int], layout: Layout, mirror: bool) -> Pixels:
+def _resized_by_torch(pixels: Pixels, size: tuple[int, int], layout: Layout, mirror: bool, out: Out | None) -> Pixels:
     plain = np.require(pixels, requirements=["C", "W"])  # what torch takes without a word
     view = torch.from_numpy(plain).permute(2, 0, 1)[None]
     with one_thread():
-        out = interpolate(view, size, mode="bilinear", antialias=True)[0]
-        out = out.flip(2) if mirror else out
-        array = _empty(size, layout)
-        array[...] = (out if layout == "CHW" else out.permute(1, 2, 0)).numpy()
+        made = interpolate(view, size, mode="bilinear", antialias=True)[0]
+        made = made.flip(2) if mirror else made
+        array = _empty(out, size, layout)
+        array[...] = (made if layout == "CHW" else made.permute(1, 2, 0)).numpy()
     return array

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stallfree.errors import InputError
-from stallfree.pipeline.in_place import empty, given, in_place
+from stallfree.pipeline.in_place import Out, empty, given, in_place
 from stallfree.pipeline.marks import mark_deterministic, mark_random
 from stallfree.vision import native
 from stallfree.vision.arguments import checked_size, pixels_of, probability
@@ -28,13 +28,13 @@ class RandomHorizontalFlip:
     def __init__(self, p: float = 0.5) -> None:
         self.p = probability(p, "p")
 
-    def __call__(self, picture: Any) -> Pixels:
+    def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
         pixels = np.ascontiguousarray(pixels_of(picture, self))
         if random.random() >= self.p:
             return pixels
-        out = _target(pixels)
-        native.mirror(pixels, out)
-        return out
+        mirrored = _target(pixels, out)
+        native.mirror(pixels, mirrored)
+        return mirrored
 
     def __repr__(self) -> str:
         return f"RandomHorizontalFlip({self.p})"
@@ -53,9 +53,9 @@ class Resize:
         sides = checked_size(size)
         self.size: int | tuple[int, int] = sides if isinstance(size, Sequence) else sides[0]
 
-    def __call__(self, picture: Any) -> Pixels:
+    def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
         pixels = pixels_of(picture, self)
-        return native.resized(pixels, self._wanted(*pixels.shape[:2]))
+        return native.resized(pixels, self._wanted(*pixels.shape[:2]), out=out)
 
     def _wanted(self, height: int, width: int) -> tuple[int, int]:
         if isinstance(self.size, tuple):
@@ -83,7 +83,7 @@ class CenterCrop:
     def __init__(self, size: int | Sequence[int]) -> None:
         self.size = checked_size(size)
 
-    def __call__(self, picture: Any) -> Pixels:
+    def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
         pixels = pixels_of(picture, self)
         for axis, wanted in enumerate(self.size):
             missing = wanted - pixels.shape[axis]
@@ -93,9 +93,9 @@ class CenterCrop:
                 pixels = np.pad(pixels, around)
         height, width = self.size
         top, left = (round((have - want) / 2) for have, want in zip(pixels.shape, self.size, strict=False))
-        out = empty((height, width, 3))
-        out[...] = pixels[top : top + height, left : left + width]
-        return out
+        part = empty(out, (height, width, 3))
+        part[...] = pixels[top : top + height, left : left + width]
+        return part
 
     def __repr__(self) -> str:
         return f"CenterCrop({self.size})"
@@ -120,7 +120,7 @@ class ColorJitter:
         self.contrast = _factors(contrast, "contrast")
         self.saturation = _factors(saturation, "saturation")
 
-    def __call__(self, picture: Any) -> Pixels:
+    def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
         pixels = np.ascontiguousarray(pixels_of(picture, self))
         kinds = ["brightness", "contrast", "saturation"]
         random.shuffle(kinds)
@@ -131,9 +131,9 @@ class ColorJitter:
             if factor == 1:
                 continue
             grey = None if kind == "saturation" else 0.0 if kind == "brightness" else native.mean_grey(pixels)
-            out = pixels if changed else _target(pixels)
-            native.blend(pixels, factor, grey, out)
-            pixels, changed = out, True
+            target = pixels if changed else _target(pixels, out)
+            native.blend(pixels, factor, grey, target)
+            pixels, changed = target, True
         return pixels
 
     def __repr__(self) -> str:
@@ -145,19 +145,19 @@ class ColorJitter:
 class ChannelsFirst:
     """(H, W, 3) to (3, H, W), still bytes of 0 to 255: the order that convolutions of torch want."""
 
-    def __call__(self, picture: Any) -> Pixels:
+    def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
         pixels = pixels_of(picture, self).transpose(2, 0, 1)
-        out = empty(pixels.shape)
-        out[...] = pixels
-        return out
+        moved = empty(out, pixels.shape)
+        moved[...] = pixels
+        return moved
 
     def __repr__(self) -> str:
         return "ChannelsFirst()"
 
 
-def _target(pixels: Pixels) -> Pixels:
+def _target(pixels: Pixels, out: Out | None) -> Pixels:
     """Where the changed `pixels` go: themselves, if they are a row of the batch."""
-    return pixels if given(pixels) else empty(pixels.shape)
+    return pixels if given(out, pixels) else empty(out, pixels.shape)
 
 
 def _factors(wanted: float | Sequence[float], name: str) -> tuple[float, float]:

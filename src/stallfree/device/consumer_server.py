@@ -1,0 +1,264 @@
+"""The consumers of a `ProcessPrefetcher`, in the process that loads: where they are, and which slots they hold.
+
+Their messages, and the end of the process that started this one, are handled in a thread, whatever the loader does
+meanwhile. It shares one lock with the loader's thread, which is never held over work of the loader.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from stallfree.device.protocol import VERSION, Kind
+from stallfree.errors import InputError
+from stallfree.ipc.consumers import HELLO, VISITOR, Leases, Message, Peer, Server
+from stallfree.ipc.process import Parent
+from stallfree.remote import pack_error
+
+END_SECONDS = 5
+"""For the loader to finish what it does when the process shall end; then the kernel ends it."""
+
+
+@dataclass(eq=False)
+class _Consumer:
+    """A consumer.
+
+    Attributes:
+        peer: its connection.
+        number: which one it is.
+        asked: whether it asks for the next epoch.
+        token: that it gave with that.
+        inside: whether it takes part in the one under way.
+        slots: the memory of each slot that it has received.
+    """
+
+    peer: Peer
+    number: int
+    asked: bool = False
+    token: int = 0
+    inside: bool = False
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"consumer {self.number} (process {self.peer.pid})"
+
+
+class ConsumerServer:
+    """The consumers, and the slots that they hold.
+
+    Args:
+        parent: the process that started this one; this one ends with it.
+        listener: to which the consumers come.
+        consumers: how many there will be.
+        slots: how many there are.
+    """
+
+    def __init__(self, parent: Parent, listener: socket.socket, consumers: int, slots: int) -> None:
+        self._changed = threading.Condition()
+        self._poller = select.epoll()
+        self._server = Server(listener, VERSION, "prefetcher", self._poller)
+        self._lifeline = parent.descriptors
+        for fd in self._lifeline:
+            self._poller.register(fd, select.EPOLLIN)
+        self._consumers: dict[Peer, _Consumer] = {}
+        self._awaited = set(range(consumers))  # those that have not come yet
+        self._curious: set[Peer] = set()  # those that wait for the length
+        self.free = deque(range(slots))
+        """Slots that no consumer holds."""
+        self._leases = Leases()  # of slots
+        self._numbers = [0] * slots  # of the batches in the slots
+        self._epoch = self._number = -1
+        self._running = False  # an epoch
+        self._full = False  # and no slot is free
+        self._stopped = False
+        self._length: bytes | None = None
+        self._thread = threading.Thread(target=self._run, name="stallfree-consumers", daemon=True)
+        self._thread.start()
+
+    # -- what the loader's thread calls -------------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Wait until an epoch begins; False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._all_have_asked())
+            if self._stopped:
+                return False
+            self._epoch += 1
+            self._number = -1
+            self._running = True
+            for consumer in self._consumers.values():
+                consumer.asked, consumer.inside = False, True
+                self._send(consumer.peer, Kind.START, consumer.token)
+            return True
+
+    def take(self) -> int | None:
+        """Wait for a free slot; None when no consumer takes part in the epoch any more."""
+        with self._changed:
+            self._number += 1
+            self._full = True
+            self._changed.wait_for(lambda: self.free or not self._inside())
+            self._full = False
+            return self.free.popleft() if self._inside() else None
+
+    def announce(self, slot: int, memory: torch.Tensor, share: Callable[[int], bytes], body: bytes) -> None:
+        """Send a batch in `slot`, which is `memory`, to all that take part; `share` gives a consumer its handles."""
+        with self._changed:
+            inside = self._inside()
+            new = {each: share(each.number) for each in inside if each.slots.get(slot) is not memory}
+            self._grant(slot, inside)
+            for each in inside:
+                if each in new:
+                    each.slots[slot] = memory
+                    self._send(each.peer, Kind.SLOT, 0, slot, new[each])
+                self._send(each.peer, Kind.BATCH, self._number, slot, body)
+
+    def fail(self, slot: int, error: BaseException) -> None:
+        """Send an error in the place of a batch to all that take part."""
+        body = pack_error(error)
+        with self._changed:
+            inside = self._inside()
+            self._grant(slot, inside)
+            for each in inside:
+                self._send(each.peer, Kind.FAILED, self._number, slot, body)
+
+    def end(self, slot: int | None) -> None:
+        """The epoch is over; `slot` was not needed."""
+        with self._changed:
+            if slot is not None:
+                self.free.appendleft(slot)
+            self._running = False
+            for consumer in self._inside():
+                consumer.inside = False
+                self._send(consumer.peer, Kind.END)
+
+    def set_length(self, length: bytes) -> None:
+        """What is sent to those that ask for it."""
+        with self._changed:
+            self._length = length
+            for peer in self._curious:
+                self._send(peer, Kind.LENGTH, body=length)
+            self._curious.clear()
+
+    def lives(self, number: int) -> bool:
+        """Whether a consumer is there."""
+        return any(consumer.number == number for consumer in list(self._consumers.values()))
+
+    def close(self) -> None:
+        """End all connections."""
+        with self._changed:
+            self._stop()
+        self._server.stop_listening()  # which wakes the thread
+        self._thread.join()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                ready = self._poller.poll()
+                with self._changed:
+                    for peer, message in self._server.receive(ready):
+                        self._handle(peer, message)
+                    if any(fd in self._lifeline for fd, _ in ready):
+                        self._stop()
+                    self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._stop()
+                self._changed.notify_all()
+                self._server.close()  # a consumer that comes now finds at once that it is too late
+                self._poller.close()
+
+    def _stop(self) -> None:
+        if not self._stopped:
+            self._stopped = True
+            signal.alarm(END_SECONDS)
+
+    def _handle(self, peer: Peer, message: Message | None) -> None:
+        consumer = self._consumers.get(peer)
+        kind = None if message is None else message.kind
+        if message is None:
+            self._curious.discard(peer)
+            if consumer is not None:
+                self._leave(consumer)
+        elif kind == HELLO and message.number != VISITOR:
+            self._welcome(peer, message.number)
+        elif kind == Kind.ASK_STATE:
+            self._send(peer, Kind.STATE, body=self._state(message.number).encode())
+        elif kind == Kind.ASK_LENGTH and self._length is None:
+            self._curious.add(peer)
+        elif kind == Kind.ASK_LENGTH and self._length is not None:
+            self._send(peer, Kind.LENGTH, body=self._length)
+        elif kind == Kind.BACK and consumer is not None:
+            current = message.serial == self._epoch and message.number == self._numbers[message.value]
+            if current and self._leases.release(message.value, consumer):
+                self.free.append(message.value)
+        elif kind in (Kind.BREAK, Kind.BEGIN) and consumer is not None:
+            consumer.inside, consumer.asked, consumer.token = False, kind == Kind.BEGIN, message.number
+            self.free += self._leases.leave(consumer)
+
+    def _welcome(self, peer: Peer, number: int) -> None:
+        if number in self._awaited:
+            self._awaited.remove(number)
+            self._consumers[peer] = _Consumer(peer, number)
+            self._send(peer, Kind.WELCOME, os.getpid())
+            return
+        there = [each.peer.pid for each in self._consumers.values() if each.number == number]
+        why = f"belongs to process {there[0]} already" if there else "has left, and none can come twice"
+        self._server.refuse(peer, InputError(f"consumer {number} {why}: give each process a number of its own"))
+
+    def _leave(self, consumer: _Consumer) -> None:
+        """A connection has ended."""
+        del self._consumers[consumer.peer]
+        self.free += self._leases.leave(consumer)
+        if not self._awaited and not self._consumers:
+            self._stop()
+
+    # -- both, with the lock held -------------------------------------------------------------------------------------
+
+    def _send(self, peer: Peer, kind: Kind, number: int = 0, slot: int = 0, body: bytes = b"") -> None:
+        self._server.send(peer, kind, self._epoch, number, slot, body)
+
+    def _inside(self) -> list[_Consumer]:
+        return [each for each in self._consumers.values() if each.inside and not self._stopped]
+
+    def _all_have_asked(self) -> bool:
+        """Whether all ask for the next epoch."""
+        consumers = self._consumers.values()
+        return not self._awaited and bool(consumers) and all(each.asked for each in consumers)
+
+    def _grant(self, slot: int, consumers: list[_Consumer]) -> None:
+        """Give a slot to consumers."""
+        self._numbers[slot] = self._number
+        for consumer in consumers:
+            self._leases.grant(slot, consumer)
+        if not consumers:
+            self.free.append(slot)
+
+    def _state(self, number: int) -> str:
+        """What a consumer waits for."""
+        asking = next((each for each in self._consumers.values() if each.number == number), None)
+        if asking is None:
+            return "it has left"
+        late = [str(each) for each in self._consumers.values() if each.inside]
+        if self._running and not asking.inside:
+            return f"the epoch before is not over for {', '.join(late)}" if late else "the loader ends its epoch"
+        if not asking.inside:
+            late = [f"consumer {number} (which has not come)" for number in sorted(self._awaited)]
+            late += [str(each) for each in self._consumers.values() if not each.asked]
+            return (
+                f"an epoch begins when all have asked for it, which {', '.join(late)} did not: close it, or iterate it"
+            )
+        if not self._full:
+            return f"the loader works at batch {self._number} of epoch {self._epoch}"
+        oldest = min(range(len(self._numbers)), key=self._numbers.__getitem__)
+        late = [str(each) for each in self._leases.holders(oldest)]
+        return f"{', '.join(late)} did not give back batch {self._numbers[oldest]} of epoch {self._epoch}"

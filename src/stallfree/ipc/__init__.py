@@ -1,0 +1,1 @@
+"""Processes that belong together: how they are started, connected and ended."""

@@ -1,0 +1,338 @@
+"""Processes that end with the one that started them, and the messages between the two.
+
+    child = Child(main, setup, context=context, name="stallfree-worker")
+
+starts a process that calls `main(parent, setup)`. `Child` is the parent's view of it: nothing in it waits, but for
+`wait_until_reported` and `end`. `Parent` is the child's view of the process that started it, and may wait.
+Messages are bytes. A process may be forked while another thread holds a lock, and then hangs at its start; so each
+process reports in, and its parent replaces one that is `overdue`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.context import BaseContext
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
+from typing import Any
+
+from stallfree.channel import Channel, receive_message, send_message
+from stallfree.errors import InputError
+from stallfree.generator_lock import check_generator
+from stallfree.ipc.fork_guard import Owner, keep_from_children
+from stallfree.platform import at_fork, begin_child, interrupts_later
+
+REPORT_SECONDS = 2.0
+"""Time for the first fork to report in; twice as long after each that did not, as the machine may be busy."""
+
+_LOOK_MILLISECONDS = 1000  # for the death of a parent that has no descriptor of its own
+_END_LOOK_MILLISECONDS = 100
+_LEADER_SECONDS = 10.0
+
+_leaders: weakref.WeakSet[Child] = weakref.WeakSet()
+
+
+class Child:
+    """A process that this one has started.
+
+    Args:
+        main: called there with its `Parent` and `arguments`; defined at the top level of a module.
+        context: of `multiprocessing`; starts the process.
+        name: of the process.
+        parts: descriptions and objects among `arguments` which may be impossible to pickle, for the message.
+        attempt: number of processes before this one that did not report in.
+        leads: whether the process may start others. It has a session of its own; they are killed with it.
+
+    Attributes:
+        pid: of the process.
+        reported: whether it has reported in, as far as was received.
+        exit_code: once it was ended; minus the number of a signal.
+
+    In a forked child of this process, which has a copy of this object, `end` does nothing. Raises `InputError` when one
+    of `parts` cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        main: Callable[..., None],
+        *arguments: Any,
+        context: BaseContext,
+        name: str,
+        parts: Sequence[tuple[str, object]] = (),
+        attempt: int = 0,
+        leads: bool = False,
+    ) -> None:
+        method = context.get_start_method()
+        ours, theirs = socket.socketpair()
+        keep_from_children(ours)
+        self._owner, self._leads = Owner(), leads
+        self._process = context.Process(  # type: ignore[attr-defined]
+            target=_run,
+            args=(theirs, os.getpid(), method != "forkserver", leads, main, arguments),
+            name=name,
+            daemon=not leads,
+        )
+        self._due = time.monotonic() + (REPORT_SECONDS * 2**attempt if method == "fork" else float("inf"))
+        try:
+            with interrupts_later(method):
+                self._process.start()
+        except Exception as error:
+            ours.close()
+            raise _unsendable(parts, method) or error from error
+        finally:
+            theirs.close()
+        self.pid: int = self._process.pid
+        self.reported = False
+        self.exit_code: int | None = None
+        self._ended = False
+        self._channel = Channel(ours)
+        if leads:
+            if not _leaders:  # `multiprocessing` waits for processes that may start others, when this one ends
+                Finalize(None, _end_leaders, exitpriority=100)
+            _leaders.add(self)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Readable when there is a message, or the process has ended."""
+        return self._channel.fileno()
+
+    @property
+    def events(self) -> int:
+        """What to wait for at the descriptor: events of `poll`."""
+        return select.POLLIN | (select.POLLOUT if self._channel.writing else 0)
+
+    @property
+    def writing(self) -> bool:
+        """Whether a message is still to be sent: call `flush` when the descriptor is writable."""
+        return self._channel.writing
+
+    def send(self, *messages: bytes) -> None:
+        """Send messages, or what can be sent of them now. Those to a process that has ended are lost."""
+        self._channel.send(*messages)
+
+    def flush(self) -> None:
+        """Send what has not been sent."""
+        self._channel.flush()
+
+    def receive(self) -> bytearray | None:
+        """The next message, or None if there is none yet. Raises `EOFError` when the process has ended."""
+        while (message := self._channel.receive()) is not None:
+            if message:
+                return message
+            self.reported = True
+        return None
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs, as far as this one can find out: a forked child of it cannot."""
+        return not self._ended and self._owner.is_here and self._process.is_alive()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the process should have reported in and has not: it hangs."""
+        return not self.reported and time.monotonic() > self._due
+
+    def wait_until_reported(self, seconds: float) -> bytearray | None:
+        """Wait until the process has reported in, and return None; or return the message that it sent instead.
+
+        Raises `EOFError` if it has ended or is overdue, and `TimeoutError` after so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.reported:
+            if (message := self.receive()) is not None:
+                return message
+            left = min(self._due, deadline) - time.monotonic()
+            if left <= 0 and not self.reported:
+                raise EOFError if self.overdue else TimeoutError
+            if not self.reported:
+                self._wait(min(1000 * left, _LOOK_MILLISECONDS))
+        return None
+
+    def join(self, seconds: float) -> int | None:
+        """Wait up to so many seconds for the process to end by itself; its exit code, or None if it has not."""
+        if self._ended or not self._owner.is_here:
+            return None
+        self._process.join(seconds)
+        return self._process.exitcode  # type: ignore[no-any-return]
+
+    def ask_to_end(self) -> None:
+        """Send nothing more: the process ends when it has done what it was sent before."""
+        self._channel.finish()
+
+    def end(self, deadline: float) -> None:
+        """Ask the process to end, and wait for that; kill it at `deadline` of `time.monotonic`, or if it is overdue.
+
+        What it still sends is read and thrown away, so that it does not wait for that. May be called twice.
+        """
+        if self._ended or not self._owner.is_here:
+            return
+        self._ended = True
+        self.ask_to_end()
+        while True:
+            try:
+                while self.fileno() >= 0 and self.receive() is not None:
+                    pass
+                self._channel.flush()
+            except EOFError:
+                self._channel.close()
+            if not self._process.is_alive() or time.monotonic() > deadline or self.overdue:
+                break
+            self._wait(_END_LOOK_MILLISECONDS)
+        if self._process.is_alive():
+            self._kill()
+        self._process.join()
+        self.exit_code = self._process.exitcode
+        self._channel.close()
+        self._process.close()
+
+    def _kill(self) -> None:
+        if self._leads:
+            with contextlib.suppress(OSError):  # it has no session yet
+                os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
+
+    def _wait(self, milliseconds: float) -> None:
+        """Wait for a message or the end of the process."""
+        poller = select.poll()
+        poller.register(self._process.sentinel, select.POLLIN)
+        if self.fileno() >= 0:
+            poller.register(self.fileno(), self.events)
+        poller.poll(milliseconds)
+
+
+def end_all(children: Iterable[Child], seconds: float) -> None:
+    """Ask processes to end, wait for them together, and kill those that have not ended after so many seconds."""
+    children, deadline = list(children), time.monotonic() + seconds
+    for child in children:
+        child.ask_to_end()
+    for child in children:
+        child.end(deadline)
+
+
+def _end_leaders() -> None:
+    end_all(_leaders, _LEADER_SECONDS)
+
+
+at_fork(after_in_child=_leaders.clear)
+
+
+def _unsendable(parts: Sequence[tuple[str, object]], method: str) -> InputError | None:
+    """The error that names the part that cannot be pickled, if there is one."""
+    for what, part in parts if method != "fork" else ():
+        try:
+            ForkingPickler.dumps(part)
+        except Exception as reason:
+            return InputError(
+                f"{what} cannot be sent to a process started by {method!r}: {reason}. Define it at the top level of a "
+                "module (no lambda, no function within a function), or use multiprocessing_context='fork'"
+            )
+    return None
+
+
+# -- in the process that was started ----------------------------------------------------------------------------------
+
+
+def _run(
+    connection: socket.socket,
+    pid: int,
+    direct: bool,
+    leads: bool,
+    main: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    begin_child()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of the parent's
+    if leads:
+        with contextlib.suppress(OSError):
+            os.setsid()  # what a terminal sends to the parent is not for this process
+    check_generator()
+    main(Parent(connection, pid, direct), *arguments)
+
+
+class Parent:
+    """The process that started this one.
+
+    Args:
+        connection: to it.
+        pid: of it.
+        direct: whether this process is its direct child, and not that of a fork server.
+    """
+
+    def __init__(self, connection: socket.socket, pid: int, direct: bool) -> None:
+        keep_from_children(connection)
+        self._connection, self._pid, self._direct = connection, pid, direct
+        self._poller = select.poll()
+        self._poller.register(connection, select.POLLIN)
+        self._process = -1
+        with contextlib.suppress(OSError, AttributeError):  # not in every kernel and sandbox
+            self._process = os.pidfd_open(pid)
+            self._poller.register(self._process, select.POLLIN)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Readable when the parent has sent something, asks this process to end, or has ended."""
+        return [fd for fd in (self._connection.fileno(), self._process) if fd >= 0]
+
+    def report(self) -> None:
+        """Report in: this process does not hang at its start."""
+        self.send()
+
+    def send(self, *pieces: bytes | memoryview) -> None:
+        """Send a message that consists of `pieces`. Raises `OSError` if the parent has ended."""
+        send_message(self._connection.fileno(), pieces)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the parent has sent something, asks this process to end, or has ended; whether it has."""
+        return bool(self._poller.poll(1000 * seconds)) or self.ended
+
+    @property
+    def ended(self) -> bool:
+        """Whether the parent is gone."""
+        if self._direct:
+            return os.getppid() != self._pid
+        try:
+            os.kill(self._pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def receive(self) -> bytearray | None:
+        """Wait for the next message; None if this process shall end. Raises `EOFError` if the parent has ended."""
+        while True:
+            ready = [fd for fd, _ in self._poller.poll(_LOOK_MILLISECONDS)]
+            if self._process in ready or self.ended:
+                raise EOFError
+            if ready:
+                try:
+                    return receive_message(self._connection.fileno())
+                except (EOFError, OSError):
+                    return None
+
+    def listen(self, take: Callable[[bytearray | None], object]) -> None:
+        """Have a thread call `take` with what `receive` returns, up to None. It ends this process with its parent."""
+        threading.Thread(target=self._listen, args=(take,), name="stallfree-inbox", daemon=True).start()
+
+    def _listen(self, take: Callable[[bytearray | None], object]) -> None:
+        try:
+            message: bytearray | None = bytearray()
+            while message is not None:
+                message = self.receive()
+                take(message)
+            self._poller.unregister(self._connection)
+            while not self.wait(_LOOK_MILLISECONDS / 1000):
+                pass
+        finally:
+            os._exit(1)

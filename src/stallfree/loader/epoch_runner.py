@@ -1,0 +1,281 @@
+"""Iterates the epochs of a loader, and takes its state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from stallfree.errors import InputError
+from stallfree.loader.crew import Counts, Options
+from stallfree.loader.crews import Crews
+from stallfree.loader.epoch_source import EpochSource, Ids, Position
+from stallfree.loader.iteration import Iteration
+from stallfree.loader.progress import Progress
+from stallfree.loader.ranks import agreed, has_process_group, numbered, rank_and_count
+from stallfree.pipeline.randomness import draw_seed
+from stallfree.stats import LoaderStats
+
+STATE_VERSION = 1
+
+
+class Prefetcher(Protocol):
+    """What takes batches ahead of the training loop: see `stallfree.device`."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it has taken batches that it may not have given yet."""
+
+    def pin(self, memory: Any) -> Callable[[], object]:
+        """Make memory of the host known to the device; what takes that back."""
+
+    def state_dict(self) -> Any:
+        """The state of the loader without the batches that are ahead."""
+
+
+class Tuner(Protocol):
+    """What chooses how batches are prepared: see `stallfree.loader.auto`."""
+
+    def tuned(self, options: Options) -> Options:
+        """The options of the next epoch."""
+
+    def end(self, samples: int, seconds: float, waited: float) -> None:
+        """An epoch is through."""
+
+
+class Seeds:
+    """Draws what torch's loader draws when an iteration begins, from the same generators.
+
+    So the same samplers give the same order here and there, and a model draws the same numbers.
+
+    Args:
+        given: the seed of order and augmentation; None: the first one that is drawn for workers.
+        generator: as the loader was given it.
+        shuffle: whether torch's loader would have a `RandomSampler`, which draws a seed too.
+        ranks: as the loader was given them. Those of one job use the seed of rank 0.
+        name: the same for this loader in all ranks.
+
+    Attributes:
+        seed: of order and augmentation; None before it is drawn.
+        base: of the workers' own generators.
+    """
+
+    def __init__(
+        self, given: int | None, generator: torch.Generator | None, shuffle: bool, ranks: Any, name: str
+    ) -> None:
+        self.seed = self._given = given
+        self.base = 0
+        self._generator, self._shuffle, self._ranks = generator, shuffle, ranks
+        self._name = "" if ranks is None else numbered(name)
+
+    @property
+    def expected(self) -> int | None:
+        """The seed that a state must have; None if any. With `ranks`, it is that of rank 0."""
+        return None if self._name else self._given
+
+    def draw(self, *, new_workers: bool) -> int:
+        """The seed, drawn for the first iteration; `new_workers`: whether torch's loader would start them now."""
+        if new_workers:
+            self.base = draw_seed(self._generator)
+        if self._shuffle and self._generator is None:
+            draw_seed()
+        seed, drawn = self.base if self.seed is None else self.seed, self.seed is None
+        name, self._name = self._name, ""
+        if name and rank_and_count(self._ranks)[1] > 1 and (drawn or has_process_group()):
+            seed = agreed(seed, name)
+        self.seed = seed
+        return seed
+
+
+class EpochRunner:
+    """The epochs of a loader, as batches of the host.
+
+    A `DevicePrefetcher` works with this: it begins an iteration with `prefetched_by`, notes the `position` after each
+    batch, asks for the state there (`state_at`), and counts what the training loop waits (`count_wait`).
+
+    Args:
+        source: decides the ids of each epoch.
+        options: of the crews.
+        seeds: of the loader.
+        counts: of the loader.
+        deliver: see `output.delivery`; called with the `weigh` of an epoch.
+        persistent: keep the crew from epoch to epoch.
+        tuner: changes the options between two epochs; or None.
+    """
+
+    def __init__(
+        self,
+        source: EpochSource,
+        options: Options,
+        seeds: Seeds,
+        counts: Counts,
+        deliver: Callable[..., Callable[[Any, Ids], Any] | None],
+        *,
+        persistent: bool,
+        tuner: Tuner | None,
+    ) -> None:
+        self.source, self.options, self.counts = source, options, counts
+        self._seeds, self._deliver, self._tuner = seeds, deliver, tuner
+        self.crews = Crews(counts, persistent)
+        self._epoch: int | None = None  # of the next iteration, set by the user or a state
+        self._resume: Position | None = None
+        self._progress: Progress | None = None
+        self._iteration: weakref.ref[Iteration] | None = None
+        self._prefetcher: weakref.ref[Any] | None = None
+
+    def __len__(self) -> int:
+        return self.source.num_batches(self.next_epoch if self._progress is None else self._progress.number)
+
+    @property
+    def seed(self) -> int | None:
+        """Of order and augmentation; None before it is drawn."""
+        return self._seeds.seed
+
+    # -- iterations ---------------------------------------------------------------------------------------------------
+
+    @property
+    def next_epoch(self) -> int:
+        """The number of the epoch that comes next."""
+        return self.source.next_epoch if self._epoch is None else self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is epoch `epoch`, from its start."""
+        self._epoch = epoch
+        self._resume = self._progress = self._prefetcher = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin(None)
+
+    def prefetched_by(self, prefetcher: Prefetcher) -> Iterator[Any]:
+        """Begin an iteration for a prefetcher, which pins the ring."""
+        return self._begin(prefetcher)
+
+    def _begin(self, prefetcher: Prefetcher | None) -> Iteration:
+        source = self.source
+        source.check_ranks()
+        resume, self._resume = self._resume, None
+        epoch = self.next_epoch
+        plan = source.begin(epoch, resume)
+        self._set_seed(self._seeds.draw(new_workers=not self.crews.has_workers(self.options)))
+        self.options.reader.follow()
+        self.options.reader.check_settings()
+        if self._tuner is not None:
+            self.options = self._tuner.tuned(self.options)
+            self.counts["num_workers"] = self.options.workers
+        if self.crews.persistent:
+            self._end_iteration()
+        crew = self.crews.take(self.options, self._seeds.base, None if prefetcher is None else prefetcher.pin)
+        progress = self._progress = Progress(plan.batches, epoch, plan.first, plan.dealt)
+        self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
+        self._epoch = None
+        deliver = self._deliver(weigh=plan.on_delivered)
+        keep, steps = crew is self.crews.kept, prefetcher is None
+        iteration = Iteration(self, crew, plan, progress, deliver, keep_crew=keep, log_steps=steps)
+        self._iteration = weakref.ref(iteration)
+        return iteration
+
+    def finished(self, progress: Progress, samples: int, seconds: float, waited: float) -> None:
+        """An iteration is through."""
+        if self._progress is progress:
+            self._progress = None
+        if self._tuner is not None and progress.first == 0:
+            self._tuner.end(samples, seconds, waited)
+
+    def _set_seed(self, seed: int) -> None:
+        self.source.set_seed(seed)
+        if seed != self.options.seed:
+            self.options = replace(self.options, seed=seed)
+
+    def _end_iteration(self) -> None:
+        iteration = None if self._iteration is None else self._iteration()
+        if iteration is not None:
+            iteration.close()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> tuple[Progress, int] | None:
+        """Where the iteration is, for `state_at`; batches that are taken ahead count. None between two."""
+        return None if self._progress is None else (self._progress, self._progress.handed_out)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the batch that the training loop was given last."""
+        prefetcher = None if self._prefetcher is None else self._prefetcher()
+        if prefetcher is not None and prefetcher.ahead:
+            return prefetcher.state_dict()  # type: ignore[no-any-return]
+        return self.state_at(self.position)
+
+    def state_at(self, position: tuple[Progress, int] | None) -> dict[str, Any]:
+        """The state as it was when the iteration was at `position`, at most 64 batches ago."""
+        if position is None:
+            epoch, left = self.next_epoch, self._resume or Position()
+        else:
+            progress, batches = position
+            epoch, left = progress.number, progress.position(batches, planned=self.source.planned)
+        return {
+            "version": STATE_VERSION,
+            "epoch": epoch,
+            "seed": self.seed,
+            "order": self.source.describe(),
+            **vars(left),
+            **self.source.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises `InputError` for a state that does not fit."""
+        check_state(state, self.source.describe(), self._seeds.expected)
+        self.source.load_state_dict(state)
+        if state["seed"] is not None:
+            self._seeds.seed = state["seed"]
+            self._set_seed(state["seed"])
+        self.set_epoch(state["epoch"])
+        self._resume = Position(state["batches"], state["rest"], state.get("dealt"))
+
+    # -- counts -------------------------------------------------------------------------------------------------------
+
+    def count_wait(self, seconds: float) -> None:
+        """A prefetcher's training loop has waited for a batch."""
+        self.counts["wait_seconds"] += seconds
+
+    def stats(self) -> LoaderStats:
+        """What the loader has done since it was made."""
+        staging = self.crews.staging_bytes
+        return LoaderStats(**(self.counts if staging is None else {**self.counts, "staging_bytes": staging}))
+
+    def close(self) -> None:
+        """End all iterations and their crews. More may be begun."""
+        self.crews.close()
+        self.source.close()
+        if self.options.log is not None:
+            iteration = None if self._iteration is None else self._iteration()
+            if iteration is not None:
+                iteration.end_step()
+            self.options.log.flush()
+
+
+def check_state(state: Any, order: dict[str, Any], seed: int | None) -> None:
+    """Raise `InputError` unless `state` is one that a loader can go on with.
+
+    Args:
+        state: as `state_dict()` returned it.
+        order: of the loader, as its source describes it.
+        seed: that the loader was given; None if it takes any.
+    """
+    version = state.get("version") if isinstance(state, dict) else None
+    if version != STATE_VERSION:
+        raise InputError(
+            f"the state has version {version!r}, expected {STATE_VERSION}: give what state_dict() of this "
+            "release returned"
+        )
+    missing = {"epoch", "seed", "order", "batches", "rest"} - state.keys()
+    if missing:
+        raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
+    if None not in (seed, state["seed"]) and seed != state["seed"]:
+        raise InputError(
+            f"the state was taken with seed={state['seed']}, this loader has seed={seed}: give the same, or none"
+        )
+    if state["order"] != order:
+        raise InputError(f"the state was taken with {state['order']}, this loader has {order}: give the same")

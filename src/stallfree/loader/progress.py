@@ -1,0 +1,90 @@
+"""How far an epoch has come."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from stallfree.errors import StallfreeError
+from stallfree.loader.epoch_source import Ids, Position
+
+RECENT = 64
+"""Delivered batches whose ids are kept: a prefetcher takes batches ahead, and may ask for a state of before."""
+
+
+class Progress:
+    """How far an epoch has come. It outlives the iteration: a state can be taken when that is over.
+
+    Args:
+        batches: the ids of each batch that is left.
+        number: of the epoch.
+        first: number of the first of `batches`; those before it were delivered by an earlier process.
+        dealt: see `Position`.
+
+    Attributes:
+        number, first: as given.
+        handed_out: batches delivered, those before `first` included.
+    """
+
+    def __init__(
+        self, batches: Iterator[Ids], number: int, first: int = 0, dealt: dict[str, int] | None = None
+    ) -> None:
+        self.number = number
+        self.first = self.handed_out = first
+        self._dealt = dealt
+        self._batches = batches
+        self._problem: Exception | None = None  # what the sampler raised, which ends the epoch
+        self._ready: deque[Ids] = deque()  # out of the sampler, not started
+        self._started: deque[Ids] = deque()  # not delivered
+        self._recent: deque[Ids] = deque(maxlen=RECENT)  # delivered
+
+    def peek(self) -> Ids | None:
+        """The ids of the next batch to start, None at the end."""
+        if not self._ready:
+            self._draw()
+        return self._ready[0] if self._ready else None
+
+    def _draw(self) -> bool:
+        """Take one batch from the sampler; False if there is none."""
+        try:
+            self._ready.append(next(self._batches))
+        except StopIteration:
+            return False
+        except Exception as problem:
+            self._problem, self._batches = problem, iter(())
+            return False
+        return True
+
+    def take_problem(self) -> Exception | None:
+        """What the sampler raised. Not kept here: its traceback refers to whoever iterates."""
+        problem, self._problem = self._problem, None
+        return problem
+
+    def start(self) -> tuple[int, Ids]:
+        """Take the batch that `peek` showed: its number and ids."""
+        number = self.handed_out + len(self._started)
+        ids = self._ready.popleft()
+        self._started.append(ids)
+        return number, ids
+
+    def hand_out(self) -> None:
+        """The first of the batches under way is delivered."""
+        self._recent.append(self._started.popleft())
+        self.handed_out += 1
+
+    def position(self, batches: int, *, planned: bool) -> Position:
+        """Where the epoch was when so many batches were delivered, at most 64 ago.
+
+        Unless it is `planned` by (seed, epoch), the rest of the sampler is read. Raises `StallfreeError` if that fails.
+        """
+        return Position(batches, None if planned else self._rest(batches), self._dealt)
+
+    def _rest(self, first: int) -> list[list[int]]:
+        while self._draw():
+            pass
+        if self._problem is not None:
+            raise StallfreeError(
+                f"there is no state to take: the sampler raised {self._problem!r}. Correct the sampler"
+            )
+        recent = list(self._recent)[len(self._recent) - (self.handed_out - first) :]
+        return [ids.tolist() for ids in (*recent, *self._started, *self._ready)]

@@ -1,0 +1,254 @@
+"""The process that prepares a group's batches: it has the ring and the workers, and grants each batch to every member.
+
+It is a child of one of the jobs, started by the first that finds none, and ends with that job, or when no member is
+left. It keeps nothing that could be lost with it: every batch can be made again from its number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import sys
+import time
+import traceback
+
+import torch
+
+from stallfree.folders import SharedFolder, attach
+from stallfree.ipc.consumers import HELLO, VISITOR, Message, Peer, Server
+from stallfree.ipc.process import Parent
+from stallfree.locks import FileLock
+from stallfree.remote import pack_plain_error
+from stallfree.shared.preparation import Preparation, Setup
+from stallfree.shared.protocol import VERSION, Hello, Kind, unpack_hello
+from stallfree.shared.schedule import Answer
+from stallfree.sockets import listen
+
+_RETURN_SECONDS = 1.0
+"""How long a new coordinator waits for the members of the one before, whose locks say that they live."""
+
+_FIRST_WAIT = 60.0
+_CHECK_SECONDS = 1.0
+
+log = logging.getLogger("stallfree")
+
+
+def coordinate(parent: Parent, setup: Setup, attached: SharedFolder | None) -> None:
+    """Run a coordinator.
+
+    Args:
+        parent: the process that started this one. It reports in when members may come, or sends a plain error.
+        setup: what to do.
+        attached: the parent's attachment to the folder, which a fork brought along.
+    """
+    torch.set_num_threads(1)  # those of the parent are not here, and OpenMP would wait for them
+    if attached is not None:
+        attached.close()
+    coordinator = None
+    try:
+        coordinator = Coordinator(parent, setup)
+        with contextlib.suppress(OSError):  # the parent has ended: `run` will find out
+            parent.report()
+        coordinator.run()
+    except Exception as error:
+        trace = traceback.format_exc()
+        if coordinator is not None:
+            coordinator.break_off(error, trace)
+        with contextlib.suppress(OSError):
+            parent.send(pack_plain_error(error, trace))
+        raise
+    finally:
+        if coordinator is not None:
+            coordinator.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+class Coordinator:
+    """See the module."""
+
+    def __init__(self, parent: Parent, setup: Setup) -> None:
+        self._setup = setup
+        self._name = setup.folder.name.removeprefix("group-")
+        self._folder = attach(setup.folder)
+        self._members_lock = FileLock(setup.folder / "members")
+        self._preparation = Preparation(setup, self._warn_of)
+        self._crew, self._schedule = self._preparation.crew, self._preparation.schedule
+        self._hellos: dict[Peer, Hello] = {}  # of members, and of those that wait to be
+        self._begun = time.monotonic()
+        self._going = self._had_members = False
+        self._ended = False  # the parent
+        self._last: Peer | None = None
+        self._poller = select.poll()
+        self._server = Server(listen(setup.folder), VERSION, "group", self._poller)
+        self._lifeline = parent.descriptors
+        for fd in self._lifeline:
+            self._poller.register(fd, select.POLLIN)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until no member is left, or the parent ends, or no worker can be started here."""
+        preparation = self._preparation
+        while not self._is_over():
+            if not self._going:
+                self._begin_when_all_are_back()
+            if self._going:
+                preparation.start_more()
+            preparation.publish()
+            self._wait()
+            for answer in preparation.collect():
+                self._send(answer)
+            if self._crew.stuck:
+                log.warning("workers of the group %s hang at their start: it gets other processes", self._name)
+                return
+
+    def _is_over(self) -> bool:
+        if self._ended:
+            return True
+        if self._server.peers:
+            if self._last is not None:  # another one came just then
+                self._last.close()
+                self._last = None
+            return False
+        return self._had_members or time.monotonic() - self._begun > _FIRST_WAIT
+
+    def _wait(self) -> None:
+        """Wait until something has happened, but not for long."""
+        nothing = not self._crew.prepare_wait()
+        lanes = self._crew.descriptors
+        for fd, events in lanes:
+            self._poller.register(fd, events)
+        ready = self._poller.poll(1000 * self._patience() if nothing else 0)
+        for fd, _ in lanes:
+            self._poller.unregister(fd)
+        if not ready:
+            self._crew.check()
+        self._receive(ready)
+        self._ended = any(fd in self._lifeline for fd, _ in ready)
+
+    def _patience(self) -> float:
+        """Seconds until something is to be looked after."""
+        return min(_CHECK_SECONDS if self._going else 0.01, self._preparation.patience)
+
+    # -- members ------------------------------------------------------------------------------------------------------
+
+    def _receive(self, ready: list[tuple[int, int]]) -> None:
+        for peer, message in self._server.receive(ready):
+            try:
+                if message is not None:
+                    self._serve(peer, message)
+                else:
+                    self._drop(peer)
+            except Exception as error:  # what is wrong with one member must not end the others
+                log.warning("a member of the group %s is put out: %s", self._setup.folder.name, error)
+                self._drop(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        """A member has left, or died: all that it held is free."""
+        was_member = self._hellos.pop(peer, None) is not None
+        self._preparation.free(self._schedule.leave(peer))
+        self._preparation.resize()
+        last = was_member and not self._server.peers - {peer}
+        self._server.drop(peer, hang_up=not last)
+        if last:
+            self._last = peer  # it receives the end when all is cleaned up
+
+    def _begin_when_all_are_back(self) -> None:
+        """At first, wait for the members that another coordinator left behind, but not for long."""
+        back = len(self._hellos)
+        if back and (back >= self._members_lock.count_claims() or time.monotonic() - self._begun > _RETURN_SECONDS):
+            self._going = True
+            self._preparation.begin()
+            self._welcome_newcomers()
+
+    def _greet(self, peer: Peer, message: Message) -> None:
+        """A process wants to be a member: one that was in the group before is let in at once."""
+        self._hellos[peer] = unpack_hello(message.body)
+        if message.number >= 0:
+            self._let_in(peer, message.number)
+        self._welcome_newcomers()
+
+    def _welcome_newcomers(self) -> None:
+        """Let newcomers in when the group is going, ranks of one job all at once."""
+        for hello in set(self._hellos.values()) if self._going else ():
+            job = [
+                peer
+                for peer, other in self._hellos.items()
+                if other.job == hello.job and peer not in self._schedule.members
+            ]
+            if len(job) >= hello.ranks:
+                for peer in job:
+                    self._let_in(peer, None)
+
+    def _let_in(self, peer: Peer, position: int | None) -> None:
+        epoch = self._schedule.join(peer, position=position, catchup=self._hellos[peer].catchup)
+        self._had_members = True
+        self._preparation.resize()
+        folder = os.fsencode(self._crew.ring.slots.folder)
+        self._server.send(peer, Kind.WELCOME, 0, epoch, len(self._schedule.members), folder)
+
+    def _serve(self, peer: Peer, message: Message) -> None:
+        kind, serial, number, value, _ = message
+        if kind == Kind.ASK:
+            answer = self._schedule.ask(peer, serial, number)
+            if answer is not None:
+                self._send(answer)
+            if value >= 0:
+                self._preparation.free(self._schedule.release(peer, value))
+            if answer is None or answer.kind != Kind.BATCH:
+                self._preparation.free(self._schedule.free())
+        elif kind == Kind.RELEASE:
+            self._preparation.free(self._schedule.release(peer, number))
+        elif kind == Kind.SKIP:
+            self._preparation.free(self._schedule.skip(peer, number, value))
+        elif kind == HELLO and number != VISITOR:
+            self._greet(peer, message)
+        elif kind == Kind.WHY:
+            self._server.send(peer, Kind.BECAUSE, body=self._explain(number).encode())
+        elif kind == Kind.BYE:
+            if len(self._server.peers) > 1:
+                self._server.send(peer, Kind.FAREWELL)
+            self._drop(peer)
+
+    def _send(self, answer: Answer) -> None:
+        kind, peer, serial, number = answer
+        keep, body = 0, b""
+        if kind == Kind.BATCH:
+            keep, body = self._preparation.keep, self._preparation.message(number)
+        self._server.send(peer, kind, serial, number, keep, body)
+
+    def _explain(self, batch: int) -> str:
+        """Why a batch is not there, in words."""
+        names = ", ".join(map(self._describe, self._schedule.laggards()))
+        held = f"the ring is full, and not all of it was taken by {names}" if names else "it has not been started"
+        return self._preparation.explain(batch) or held
+
+    def _describe(self, member: Peer) -> str:
+        return f"process {member.pid} ({self._hellos[member].name})"
+
+    def _warn_of(self, member: Peer) -> None:
+        if not self._setup.detach:
+            log.warning(
+                "%s has held up the group %s for %g s: it prepares the rest of its epoch by itself. A job that has "
+                "ended its training should close its loader",
+                *(self._describe(member), self._name, self._setup.lag_seconds),
+            )
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def break_off(self, error: Exception, trace: str) -> None:
+        """Send all members the error because of which it cannot go on."""
+        for peer in list(self._server.peers):
+            self._server.refuse(peer, error, trace)
+
+    def close(self) -> None:
+        """End workers and connections, remove the ring."""
+        self._server.close()  # first: members look for another coordinator
+        self._crew.close()
+        self._members_lock.close()
+        self._folder.close()
+        if self._last is not None:
+            self._last.close()

@@ -1,0 +1,223 @@
+"""One epoch of one job: what the group serves of it, and what the job has to prepare by itself."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from stallfree.frames import short_traceback
+from stallfree.loader.crew import Counts, Crew, Options, new_counts
+from stallfree.loader.epoch import Epoch
+from stallfree.loader.messages import NOTHING, Ids
+from stallfree.loader.output import Batch, pinned
+from stallfree.loader.progress import Progress
+from stallfree.pipeline.randomness import Randomness
+from stallfree.shared.member import Chunk, EpochAdvanced, Member, Skipped
+from stallfree.shared.rebatching import Rebatching
+
+
+@dataclass
+class JobContext:
+    """What the epochs of a job have in common.
+
+    Attributes:
+        member: the job's part in its group.
+        rebatching: divides the chunks of an epoch.
+        options: how this job prepares what the group does not serve to it.
+        with_ids: hand out `Batch`.
+        transform: of this job, or None.
+        pin: hand out pinned memory.
+        counts: of what the group served.
+        alone_counts: of what was prepared here.
+        alone: chunks that were prepared here.
+        next_epoch: the one that the next pass begins with.
+    """
+
+    member: Member
+    rebatching: Callable[[int], Rebatching]
+    options: Options
+    with_ids: bool
+    transform: Callable[[Any], Any] | None = None
+    pin: bool = False
+    counts: Counts = field(default_factory=new_counts)
+    alone_counts: Counts = field(default_factory=new_counts)
+    alone: int = 0
+    next_epoch: int = 0
+
+    @cached_property
+    def drawing(self) -> Randomness:
+        """Seeds what `transform` draws."""
+        return Randomness(self.transform)
+
+
+class EpochIterator:
+    """Yields the batches: first what the group serves, then what it does not.
+
+    Args:
+        context: of the job.
+        epoch: to begin with; another one, if the group is further on.
+        done: numbers of the batches that were handed out before, in an epoch that is resumed.
+
+    Attributes:
+        done: numbers of the batches that were handed out.
+        through: whether it has ended.
+        epoch: the group's.
+    """
+
+    def __init__(self, context: JobContext, epoch: int, done: frozenset[int]) -> None:
+        self.done = set(done)
+        self._context = context
+        self._batches = len(context.member.setup.order)
+        self._ready: deque[tuple[int, Any, Ids]] = deque()
+        self._gaps: deque[tuple[int, int]] = deque()  # numbers in the epoch
+        self._crew: Crew | None = None
+        self._own: tuple[Epoch, Progress, int] | None = None
+        self.through = False
+        self._skipped = False
+        self._begin(epoch)
+
+    def _begin(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._rebatching = self._context.rebatching(epoch)
+        self._first = epoch * self._batches
+        self._at = self._first + self._rebatching.first_chunk(self.done)
+        self._end = self._first + self._rebatching.chunks
+
+    def __iter__(self) -> EpochIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._rebatching)
+
+    @short_traceback
+    def __next__(self) -> Any:
+        while not self._ready:
+            if self.through:
+                raise StopIteration
+            try:
+                self._next_chunk()
+            except StopIteration:
+                self.close()
+                raise
+        return self._hand_out(*self._ready.popleft())
+
+    def _hand_out(self, number: int, data: Any, ids: Ids) -> Any:
+        context = self._context
+        self.done.add(number)
+        if context.transform is not None:
+            with context.drawing as drawing:
+                drawing.seed(context.options.seed, self.epoch, -1 - number)
+                data = context.transform(data)
+        if context.pin and torch.cuda.is_available():
+            data = pinned(data)
+        context.counts["batches"] += 1
+        context.counts["samples"] += len(ids)
+        return Batch(data, torch.from_numpy(np.array(ids)), None) if context.with_ids else data
+
+    def _next_chunk(self) -> None:
+        """Bring one more chunk, and the batches that are complete with it. Raises `StopIteration` at the end."""
+        while self._at < self._end:
+            started = time.monotonic()
+            try:
+                got = self._context.member.take(self._at, self._end)
+            finally:
+                self._context.counts["wait_seconds"] += time.monotonic() - started
+            if isinstance(got, EpochAdvanced) and not self.done:
+                self._begin(got.epoch)
+            elif isinstance(got, EpochAdvanced):  # of an epoch that was begun, the rest has to come
+                self._gaps.append((self._at - self._first, self._end - self._first))
+                self._at = self._end
+            elif isinstance(got, Skipped):
+                start = min(got.start, self._end)
+                self._gaps.append((self._at - self._first, start - self._first))
+                self._at = start
+            else:
+                self._at += 1
+                self._take_in(got)
+                return
+        self._leave_rest()
+        self._next_alone()
+
+    def _take_in(self, chunk: Chunk) -> None:
+        counts, result = self._context.counts, chunk.result
+        for name in ("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"):
+            counts[name] += getattr(result, name)
+        counts["skips"] += result.skipped
+        there = chunk.data is not None
+        ids = result.ids if there else NOTHING
+        self._feed(chunk.number - self._first, chunk.data, ids)
+        if chunk.error is not None:
+            raise chunk.error
+
+    def _leave_rest(self) -> None:
+        """Nothing more of this epoch is needed from the group."""
+        if not self._skipped:
+            self._skipped = True
+            self._context.member.skip(self._first + self._batches)
+
+    def _next_alone(self) -> None:
+        """One chunk that the group does not serve to this job, prepared here."""
+        while True:
+            if self._own is None:
+                if not self._gaps:
+                    raise StopIteration
+                self._own = self._start_alone(*self._gaps.popleft())
+            epoch, progress, at = self._own
+            try:
+                data, ids = next(epoch)
+            except StopIteration:
+                self._feed_empty(at, progress.handed_out)
+                self._own = None
+                if self._ready:
+                    return
+                continue
+            except Exception:
+                self._feed_empty(at, progress.handed_out)
+                self._own = epoch, progress, progress.handed_out
+                raise
+            self._feed_empty(at, progress.handed_out - 1)
+            self._own = epoch, progress, progress.handed_out
+            self._context.alone += 1
+            self._feed(progress.handed_out - 1, data, ids)
+            return
+
+    def _feed_empty(self, start: int, stop: int) -> None:
+        for number in range(start, stop):
+            self._feed(number, None, NOTHING)
+
+    def _feed(self, number: int, data: Any, ids: Ids) -> None:
+        made = self._rebatching.feed(number, data, ids)
+        self._ready.extend(batch for batch in made if batch[0] not in self.done)
+
+    def _start_alone(self, start: int, stop: int) -> tuple[Epoch, Progress, int]:
+        context = self._context
+        if self._crew is None:
+            self._crew = Crew(context.options, context.options.seed & 0x7FFFFFFF, context.alone_counts)
+        batches = islice(context.member.setup.order.batches(self.epoch, start), stop - start)
+        progress = Progress(batches, self.epoch, start)
+        return Epoch(self._crew, progress), progress, start
+
+    def close(self) -> None:
+        """End this pass. May be called twice."""
+        if self.through:
+            return
+        self.through = True
+        self._ready.clear()
+        self._leave_rest()
+        self._context.next_epoch = self.epoch + 1
+        if self._own is not None:
+            self._own[0].close()
+        if self._crew is not None:
+            self._crew.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_at"):
+            self.close()

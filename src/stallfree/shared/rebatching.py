@@ -1,0 +1,180 @@
+"""From the batches that a group prepares, its *chunks*, to those of one job: split, joined, and shared among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stallfree.errors import InputError
+from stallfree.loader.messages import Ids
+from stallfree.loader.order import Order
+from stallfree.loader.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Rows `start` to `stop` - 1 of a chunk."""
+
+    data: Any
+    ids: Ids
+
+
+class Rebatching:
+    """Makes the batches of one epoch of one rank.
+
+    A *unit* is what all ranks of the job take at once: `batch_size` samples each. The last unit may be smaller; its
+    samples are dealt out evenly. If it has fewer samples than there are ranks, they are given out more than once, as
+    torch's `DistributedSampler` does, so that all ranks have equally many batches.
+
+    Args:
+        samples: of the data set.
+        chunk: samples of a chunk.
+        batch_size: of a rank.
+        rank: which one.
+        ranks: how many.
+        drop_last: leave out a last unit that is not full.
+        planned: gives the ids that chunk n was meant to have. Asked only for chunks that lack samples.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        chunk: int,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        drop_last: bool,
+        planned: Callable[[int], Ids],
+    ) -> None:
+        self._samples, self._chunk, self._size = samples, chunk, batch_size
+        self._rank, self._ranks = rank, ranks
+        self._unit = batch_size * ranks
+        self._units = samples // self._unit if drop_last else -(-samples // self._unit)
+        self._planned = planned
+        self._whole = self._unit == chunk and ranks == 1
+        self._waiting: dict[int, dict[int, Portion]] = {}  # unit -> chunk -> part of it
+
+    def __len__(self) -> int:
+        return self._units
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that are needed, from the first on."""
+        return -(-min(self._units * self._unit, self._samples) // self._chunk)
+
+    def first_chunk(self, done: Collection[int]) -> int:
+        """The first chunk that is needed when the batches `done` are not."""
+        missing = next((unit for unit in range(self._units) if unit not in done), None)
+        return self.chunks if missing is None else missing * self._unit // self._chunk
+
+    def feed(self, number: int, data: Any, ids: Ids) -> Iterator[tuple[int, Any, Ids]]:
+        """Chunk `number` has come, in any order, with the samples `ids` (none, if it failed).
+
+        Yields number, data and ids of the batches that are complete with it.
+        """
+        if self._whole:
+            if len(ids) and number < self._units:
+                yield number, data, ids
+            return
+        first = number * self._chunk
+        end = min(first + self._chunk, self._samples)
+        rows = self._rows(number, ids, end - first)
+        for unit in range(first // self._unit, min(-(-end // self._unit), self._units)):
+            start, stop = self._mine(unit)
+            parts = self._waiting.setdefault(unit, {})
+            low, high = (int(rows[min(max(at, first), end) - first]) for at in (start, stop))
+            parts[number] = Portion(cut(data, low, high, len(ids)) if low < high else None, ids[low:high])
+            if len(parts) == self._chunks_of(unit):
+                del self._waiting[unit]
+                there = [parts[at] for at in sorted(parts) if len(parts[at].ids)]
+                if there:
+                    joined = there[0].ids if len(there) == 1 else np.concatenate([part.ids for part in there])
+                    yield unit, join([part.data for part in there]), joined
+
+    def _chunks_of(self, unit: int) -> int:
+        first = unit * self._unit
+        end = min(first + self._unit, self._samples)
+        return -(-end // self._chunk) - first // self._chunk
+
+    def _mine(self, unit: int) -> tuple[int, int]:
+        """The places in the epoch that this rank takes of a unit."""
+        first = unit * self._unit
+        count = min(self._unit, self._samples - first)
+        if count < self._ranks:
+            at = first + self._rank % count
+            return at, at + 1
+        return first + self._rank * count // self._ranks, first + (self._rank + 1) * count // self._ranks
+
+    def _rows(self, number: int, ids: Ids, count: int) -> Ids:
+        """For each place of a chunk, and its end, the row that the sample has; some may have been left out."""
+        if len(ids) == count:
+            return np.arange(count + 1)
+        there = np.isin(self._planned(number), ids) if len(ids) else np.zeros(count, bool)
+        return np.concatenate([[0], np.cumsum(there)])
+
+
+def rebatching_of(
+    order: Order, samples: int, chunk: int, batch_size: int, ranks: Ranks, drop_last: bool, epoch: int
+) -> Rebatching:
+    """The rebatching of an epoch whose chunks come in `order`."""
+
+    def planned(number: int) -> Ids:
+        return next(iter(order.batches(epoch, number)))
+
+    return Rebatching(samples, chunk, batch_size, ranks.rank, ranks.count, drop_last, planned)
+
+
+def cut(data: Any, start: int, stop: int, rows: int) -> Any:
+    """Rows `start` to `stop` - 1 of a batch that torch's `default_collate` made of `rows` samples, without a copy."""
+    if start == 0 and stop == rows:
+        return data
+    if isinstance(data, torch.Tensor):
+        return data[start:stop]
+    if isinstance(data, Mapping):
+        return _like(data, {key: cut(value, start, stop, rows) for key, value in data.items()})
+    if isinstance(data, (tuple, list)):
+        if _is_column(data):
+            return data[start:stop]
+        return _sequence(data, [cut(value, start, stop, rows) for value in data])
+    raise InputError(f"a batch with a {type(data).__name__} cannot be divided: {_SAME}")
+
+
+def join(batches: list[Any]) -> Any:
+    """Batches that `default_collate` made, one after the other, as one."""
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat(batches)
+    if isinstance(first, Mapping):
+        return _like(first, {key: join([batch[key] for batch in batches]) for key in first})
+    if isinstance(first, (tuple, list)):
+        if _is_column(first):
+            return type(first)(item for batch in batches for item in batch)
+        return _sequence(first, [join(list(column)) for column in zip(*batches, strict=True)])
+    raise InputError(f"batches with a {type(first).__name__} cannot be joined: {_SAME}")
+
+
+_SAME = "give the group's chunk size as batch_size"
+
+
+def _is_column(data: Any) -> bool:
+    """Whether a list holds one item per sample: strings and bytes are not stacked."""
+    return len(data) > 0 and all(isinstance(item, (str, bytes)) for item in data)
+
+
+def _like(data: Any, items: dict[Any, Any]) -> Any:
+    try:
+        return type(data)(items)
+    except TypeError:
+        return items
+
+
+def _sequence(data: Any, items: list[Any]) -> Any:
+    if hasattr(data, "_fields"):
+        return type(data)(*items)
+    return tuple(items) if isinstance(data, tuple) else items

@@ -1,0 +1,119 @@
+"""`TierReading`: a batch that is read from tiers below memory, in pieces that threads read at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Executor, Future
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache import MISS
+from stallfree.cache.base import DirectReading
+from stallfree.cache.protocol import Fetch, Pool
+
+Array = npt.NDArray[Any]
+_Work = Callable[[Array], list[Any]]
+
+
+class ReadInParts(Protocol):
+    """What a `TierReading` reads. Ids are arrays of int64 within the data set, each of them once."""
+
+    def resident(self, ids: Any) -> Array:
+        """See `Cache`."""
+
+    def get_many(self, ids: Any) -> list[Any]:
+        """See `Cache`."""
+
+    def parts(self, ids: Array) -> list[Array]:
+        """Returns those of `ids` that are worth a request, in pieces that several threads `read` at the same time."""
+
+    def read(self, ids: Array) -> list[Any]:
+        """Returns the samples of one of the `parts`, `MISS` for those that no lower tier has. Counts the hits."""
+
+    def get_known(self, ids: Array) -> list[Any]:
+        """Returns the samples of `ids`, which may be equal: `MISS` for those that no tier is known to hold."""
+
+    def settle(self, ids: Array) -> Array:
+        """Waits, 250 ms at most, until none of `ids` is on its way to a tier from a process of this host.
+
+        Returns which of them no tier is known to hold, as an array of bool.
+        """
+
+
+class TierReading(DirectReading):
+    """The `Reading` of a cache with lower tiers.
+
+    What is worth a request is read at once, each piece in a thread. What is not waits in a thread until it is not on
+    its way to a tier any more. What then is not there is fetched.
+    """
+
+    def __init__(self, tiers: ReadInParts, ids: Array, pool: Pool, fetch: Fetch) -> None:
+        self._tiers = tiers
+        self._pool = pool
+        self._started: list[tuple[_Work, Array, Future[list[Any]]]] = []
+        super().__init__(tiers, ids, fetch)
+
+    def start(self, missing: Array) -> None:
+        """See `DirectReading`."""
+        ids = np.array(list(dict.fromkeys(missing.tolist())), np.int64)
+        parts = self._tiers.parts(ids)
+        rest = ids[~np.isin(ids, np.concatenate(parts))] if parts else ids
+        executor = self._pool()
+        for part in parts:
+            self._submit(executor, self._read, part)
+        if len(rest):
+            self._submit(executor, self._settle, rest)
+
+    def _submit(self, executor: Executor, work: _Work, ids: Array) -> None:
+        try:
+            future = executor.submit(work, ids)
+        except RuntimeError:  # it is being shut down
+            future = Future()
+            future.cancel()
+        self._started.append((work, ids, future))
+
+    def _read(self, ids: Array) -> list[Any]:
+        self._tiers.settle(ids)
+        values = self._tiers.read(ids)
+        self.start_fetching([id for id, value in zip(ids.tolist(), values, strict=True) if value is MISS])
+        return values
+
+    def _settle(self, ids: Array) -> list[Any]:
+        self.start_fetching(ids[self._tiers.settle(ids)].tolist())
+        return []
+
+    def result(self) -> list[Any]:
+        """See `Reading`."""
+        started, self._started = self._started, []
+        found: dict[int, Any] = {}
+        for work, ids, future in started:
+            try:
+                values = future.result()
+            except CancelledError:  # the executor was shut down
+                values = work(ids)
+            found.update(zip(ids.tolist(), values, strict=False))
+        values = [found.pop(id, MISS) for id in self._ids.tolist()]
+        left = missing(values)
+        if len(left):
+            fill(values, left, self._tiers.get_known(self._ids[left]))
+        self.start_fetching_missing(values)
+        return values
+
+    def cancel(self) -> None:
+        """See `Reading`."""
+        super().cancel()
+        for _, _, future in self._started:
+            future.cancel()
+
+
+def missing(values: Sequence[Any]) -> Array:
+    """The positions of `MISS`."""
+    return np.array([at for at, value in enumerate(values) if value is MISS], np.int64)
+
+
+def fill(values: list[Any], at: Array, found: Sequence[Any]) -> None:
+    """Put `found` into `values` at the positions `at`."""
+    for position, value in zip(at.tolist(), found, strict=True):
+        values[position] = value

@@ -1,0 +1,67 @@
+"""Errors that processes of other jobs receive: of their own type, where that is known, and never unpickled."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stallfree as sf
+from stallfree.remote import pack_plain_error, unpack_plain_error
+
+int64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(message=st.text(), where=st.text(), trace=st.text(), id=int64)
+def test_errors_of_samples(message: str, where: str, trace: str, id: int) -> None:
+    error, told = unpack_plain_error(pack_plain_error(sf.SampleError(message, id=id, where=where), trace))
+    assert type(error) is sf.SampleError
+    assert (str(error), error.id, error.where, told) == (message, id, where, trace)
+
+
+def test_errors_of_workers() -> None:
+    error, _ = unpack_plain_error(bytearray(pack_plain_error(sf.WorkerError("killed", ids=[3, 4]), "")))
+    assert type(error) is sf.WorkerError
+    assert (str(error), error.ids) == ("killed", [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (sf.InputError("give another"), sf.InputError, "give another"),
+        (sf.StallfreeError("plain"), sf.StallfreeError, "plain"),
+        (sf.WaitError("too long"), sf.WaitError, "too long"),
+        (ValueError("no"), ValueError, "ValueError: no"),
+        (KeyError("k"), KeyError, "KeyError: 'k'"),
+        (None, sf.StallfreeError, "the trace"),
+    ],
+)
+def test_other_errors(error: BaseException | None, kind: type, said: str) -> None:
+    got, trace = unpack_plain_error(pack_plain_error(error, "the trace"))
+    assert isinstance(got, kind)
+    assert isinstance(got, sf.StallfreeError)
+    assert (str(got), trace) == (said, "the trace")
+
+
+@pytest.mark.parametrize("id", [np.int64(3), (1, 2), Path("x"), None, "three", object()])
+def test_an_error_may_hold_anything(id: Any) -> None:
+    """Data sets raise errors of their own with ids of their own."""
+    error, _ = unpack_plain_error(pack_plain_error(sf.SampleError("mine", id=id, where=Path("/data")), ""))  # type: ignore[arg-type]
+    assert type(error) is sf.SampleError
+    assert (str(error), error.where) == ("mine", "/data")
+
+
+class Attack:
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("unpickled",)
+
+
+def test_nothing_is_unpickled() -> None:
+    """What comes over a socket is data. (That in a slot is the coordinator's own.)"""
+    with pytest.raises(ValueError, match=r"."):
+        unpack_plain_error(pickle.dumps(Attack()))

@@ -1,0 +1,277 @@
+"""From chunks to the batches of a job: the same as torch's `DataLoader` makes of the same samples."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+import stallfree as sf
+from stallfree.shared.rebatching import Rebatching, cut, join
+
+Pair = namedtuple("Pair", "left right")
+
+
+def number(id: int) -> Any:
+    return id
+
+
+def picture(id: int) -> Any:
+    return torch.full((2, 3), id, dtype=torch.uint8), id
+
+
+def record(id: int) -> Any:
+    return {"image": np.full((2,), id), "name": f"n{id}", "raw": bytes([id % 256]), "more": [id / 2, ("x" * id, id)]}
+
+
+def pair(id: int) -> Any:
+    return Pair(Pair(id, f"{id}"), OrderedDict(a=np.float32(id), b=[id]))
+
+
+def words(id: int) -> Any:
+    return f"word {id}"
+
+
+def several_words(id: int) -> Any:
+    return f"a{id}", f"b{id}"
+
+
+def no_columns(id: int) -> Any:
+    return id, [], {}
+
+
+SAMPLES: list[Callable[[int], Any]] = [number, picture, record, pair, words, several_words, no_columns]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two batches are equal in type, dtype, shape and value, through all containers."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+class Epoch:
+    """An epoch whose chunks are prepared as a group does it, and in which some samples cannot be had."""
+
+    def __init__(self, order: list[int], chunk: int, make: Callable[[int], Any], lost: set[int]) -> None:
+        self.order, self.chunk, self.make, self.lost = order, chunk, make, lost
+        self.planned_for: list[int] = []
+
+    def planned(self, number: int) -> Any:
+        self.planned_for.append(number)
+        return np.array(self.order[number * self.chunk : (number + 1) * self.chunk], np.int64)
+
+    def prepared(self, number: int) -> tuple[Any, Any]:
+        """Data and ids of a chunk."""
+        planned = self.order[number * self.chunk : (number + 1) * self.chunk]
+        ids = [id for id in planned if id not in self.lost]
+        return (default_collate([self.make(id) for id in ids]) if ids else None), np.array(ids, np.int64)
+
+    def batches(self, rebatching: Rebatching, arrival: list[int]) -> dict[int, tuple[Any, list[int]]]:
+        """What a rank gets when the chunks come in this order."""
+        got: dict[int, tuple[Any, list[int]]] = {}
+        for at in arrival:
+            for unit, data, ids in rebatching.feed(at, *self.prepared(at)):
+                assert unit not in got
+                got[unit] = data, ids.tolist()
+        return got
+
+
+def expected_ids(order: list[int], size: int, ranks: int, drop_last: bool) -> list[list[list[int]]]:
+    """For each unit the samples of each rank: whole ones in rows, the last one dealt out, or repeated if too small."""
+    units = [order[at : at + size * ranks] for at in range(0, len(order), size * ranks)]
+    if drop_last and units and len(units[-1]) < size * ranks:
+        units.pop()
+    found = []
+    for unit in units:
+        if len(unit) < ranks:
+            found.append([[unit[rank % len(unit)]] for rank in range(ranks)])
+        else:
+            edges = [rank * len(unit) // ranks for rank in range(ranks + 1)]
+            found.append([unit[low:high] for low, high in pairwise(edges)])
+    return found
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, id: int) -> Any:
+        return self.make(id)
+
+
+@st.composite
+def divisions(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Chunk, batch size and ranks that go together."""
+    size, ranks, times = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 1, 2, 3, 4])), draw(st.integers(1, 4))
+    unit = size * ranks
+    divisors = [k for k in range(1, unit + 1) if unit % k == 0]
+    return draw(st.one_of(st.just(unit * times), st.sampled_from(divisors))), size, ranks
+
+
+@given(
+    division=divisions(),
+    samples=st.integers(1, 60),
+    make=st.sampled_from(SAMPLES),
+    drop_last=st.booleans(),
+    skipped=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=200)
+def test_batches_are_those_of_torch(
+    division: tuple[int, int, int], samples: int, make: Any, drop_last: bool, skipped: bool, seed: int
+) -> None:
+    chunk, size, ranks = division
+    chance = random.Random(seed)
+    order = chance.sample(range(100), samples)
+    lost = {id for id in order if skipped and chance.random() < chance.choice([0.1, 0.5, 0.9])}
+    epoch = Epoch(order, chunk, make, lost)
+    arrival = arrivals(chance, -(-samples // chunk))
+    units = expected_ids(order, size, ranks, drop_last)
+    if ranks == 1:  # torch's own rule
+        sampler: Any = torch.utils.data.BatchSampler(order, size, drop_last)
+        assert [unit[0] for unit in units] == list(sampler)
+    for rank in range(ranks):
+        rebatching = Rebatching(samples, chunk, size, rank, ranks, drop_last, epoch.planned)
+        assert len(rebatching) == len(units)
+        assert rebatching.chunks == -(-min(len(units) * size * ranks, samples) // chunk)
+        got = epoch.batches(rebatching, arrival)
+        wanted = [[id for id in unit[rank] if id not in lost] for unit in units]
+        numbers = [unit for unit, ids in enumerate(wanted) if ids]
+        assert sorted(got) == numbers
+        assert [got[unit][1] for unit in numbers] == [wanted[unit] for unit in numbers]
+        batches: DataLoader[Any] = DataLoader(Samples(make), batch_sampler=[wanted[unit] for unit in numbers])
+        assert all(same(got[unit][0], batch) for unit, batch in zip(numbers, batches, strict=True))
+    if not lost:
+        assert epoch.planned_for == []  # the plan is made only where it is needed
+
+
+def arrivals(chance: random.Random, chunks: int) -> list[int]:
+    """In order, as in a catch-up (from somewhere to the end, then the beginning), or anyhow."""
+    start = chance.choice([0, chance.randrange(chunks)])
+    order = [*range(start, chunks), *range(start)]
+    if chance.random() < 0.2:
+        chance.shuffle(order)
+    return order
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_only_the_chunks_that_are_needed(drop_last: bool) -> None:
+    """A job that leaves out the last batch does not need all chunks, and gets all of its batches without the others."""
+    order = list(range(21))
+    epoch = Epoch(order, 2, number, set())
+    rebatching = Rebatching(21, 2, 8, 0, 1, drop_last, epoch.planned)
+    assert rebatching.chunks == (8 if drop_last else 11)
+    got = epoch.batches(rebatching, list(range(rebatching.chunks)))
+    assert [ids for _, ids in got.values()] == [order[:8], order[8:16], *([] if drop_last else [order[16:]])]
+
+
+def test_no_batch_at_all() -> None:
+    rebatching = Rebatching(3, 4, 4, 0, 1, True, Epoch([], 4, number, set()).planned)
+    assert len(rebatching) == rebatching.chunks == 0
+    assert list(rebatching.feed(0, torch.arange(3), np.arange(3))) == []
+
+
+@pytest.mark.parametrize("samples", [*range(1, 14), 97, 100])
+def test_ranks_together_have_all_samples_and_equally_many_batches(samples: int) -> None:
+    order = random.Random(samples).sample(range(samples), samples)
+    epoch = Epoch(order, 4, number, set())
+    by_rank = [
+        epoch.batches(Rebatching(samples, 4, 2, rank, 4, False, epoch.planned), list(range(-(-samples // 4))))
+        for rank in range(4)
+    ]
+    assert {len(got) for got in by_rank} == {-(-samples // 8)}
+    given = [id for got in by_rank for _, ids in got.values() for id in ids]
+    assert set(given) == set(range(samples))
+    tail = samples % 8
+    assert len(given) == (samples if tail == 0 or tail >= 4 else samples - tail + 4)
+    for unit in range(samples // 8):
+        assert [id for got in by_rank for id in got[unit][1]] == order[8 * unit : 8 * unit + 8]
+
+
+def test_a_chunk_that_failed_leaves_the_others() -> None:
+    order = list(range(12))
+    epoch = Epoch(order, 2, number, {2, 3})
+    got = epoch.batches(Rebatching(12, 2, 4, 0, 1, False, epoch.planned), [0, 1, 2, 3, 4, 5])
+    assert [ids for _, ids in got.values()] == [[0, 1], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_a_chunk_of_the_batch_size_is_passed_on_as_it_is() -> None:
+    """Also what no one could divide."""
+    thing = object()
+    rebatching = Rebatching(8, 4, 4, 0, 1, False, lambda _: pytest.fail("not needed"))
+    assert [got[1] for got in rebatching.feed(0, thing, np.arange(4))] == [thing]
+    assert [got[1] for got in rebatching.feed(1, thing, np.arange(3))] == [thing]  # where one was left out
+    assert list(rebatching.feed(1, None, np.empty(0, np.int64))) == []
+
+
+def test_no_copies_where_none_are_needed() -> None:
+    data = torch.arange(8)
+    rebatching = Rebatching(8, 8, 2, 0, 1, False, lambda _: pytest.fail("not needed"))
+    for unit, part, _ in rebatching.feed(0, data, np.arange(8)):
+        assert part.data_ptr() == data[2 * unit :].data_ptr()
+
+
+@pytest.mark.parametrize("make", SAMPLES)
+def test_cut_and_join_undo_each_other(make: Any) -> None:
+    whole = default_collate([make(id) for id in range(7)])
+    parts = [cut(whole, low, high, 7) for low, high in ((0, 1), (1, 5), (5, 7))]
+    for part, ids in zip(parts, ([0], [1, 2, 3, 4], [5, 6]), strict=True):
+        assert same(part, default_collate([make(id) for id in ids]))
+    assert same(join(parts), whole)
+    assert join([whole]) is whole
+    assert cut(whole, 0, 7, 7) is whole
+
+
+def test_mappings_that_cannot_be_made_of_items() -> None:
+    whole: Any = defaultdict(list, {"a": torch.arange(4)})
+    part = cut(whole, 1, 3, 4)
+    assert part["a"].tolist() == [1, 2]
+    assert join([part, part])["a"].tolist() == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("thing", [3, None, object(), np.arange(4)])
+def test_what_cannot_be_divided(thing: Any) -> None:
+    name = type(thing).__name__
+    with pytest.raises(sf.InputError, match=f"a {name} cannot be divided: give the group's chunk size as batch_size"):
+        cut([torch.arange(4), thing], 1, 2, 4)
+    with pytest.raises(sf.InputError, match=f"a {name} cannot be joined: give the group's chunk size as batch_size"):
+        join([[torch.arange(4), thing], [torch.arange(4), thing]])
+
+
+@given(division=divisions(), samples=st.integers(1, 60), drop_last=st.booleans(), data=st.data())
+@settings(max_examples=100)
+def test_where_to_go_on(division: tuple[int, int, int], samples: int, drop_last: bool, data: st.DataObject) -> None:
+    """From the first chunk that is needed on come all batches that were not had, and from no later one."""
+    chunk, size, ranks = division
+    epoch = Epoch(list(range(samples)), chunk, number, set())
+
+    def rebatching() -> Rebatching:
+        return Rebatching(samples, chunk, size, ranks - 1, ranks, drop_last, epoch.planned)
+
+    done = data.draw(st.sets(st.integers(0, max(0, len(rebatching()) - 1)), max_size=len(rebatching())))
+    missing = set(range(len(rebatching()))) - done
+    first, end = rebatching().first_chunk(done), rebatching().chunks
+    assert missing <= epoch.batches(rebatching(), list(range(first, end))).keys()
+    if missing:
+        assert not missing <= epoch.batches(rebatching(), list(range(first + 1, end))).keys()
+    else:
+        assert first == end
