@@ -266,6 +266,8 @@ def _descriptors() -> frozenset[tuple[int, str]]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of this very listing is gone by now
             target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("/dev/shm/pym-"):  # the heap of multiprocessing, which it keeps
+                continue
             if int(name) not in kept and target not in ("/dev/null", "/dev/urandom"):
                 found.add((int(name), target))
     return frozenset(found)

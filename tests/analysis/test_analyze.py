@@ -84,11 +84,11 @@ def test_a_source_behind_slow_storage() -> None:
         assert torch.equal(pictures[:, 0].long(), labels)
         seen.append(tuple(pictures.shape))
 
-    with_limit = sf.testing.ThrottledSource(Records(), bandwidth="500KB/s")  # 50 samples/s
-    report = quick(with_limit, step, seconds=0.4)
+    with_limit = sf.testing.ThrottledSource(Records(), bandwidth="200KB/s")  # 20 samples/s
+    report = quick(with_limit, step, seconds=0.4, batch_size=2)
     rates = {name: found["value"] for name, found in report.data["rates"].items()}
-    assert set(seen) == {(4, 100)}
-    assert rates["S"] < 1.5 * 50 < min(rates["P"], rates["G"], rates["C"])
+    assert set(seen) == {(2, 100)}
+    assert rates["S"] < 1.5 * 20 < min(rates["P"], rates["G"], rates["C"])
     assert rates["F"] == pytest.approx(rates["S"])
     assert report.data["job"]["sample_bytes"] == 10_000
     assert report.data["job"]["prepared_bytes"] == 408

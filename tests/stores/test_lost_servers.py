@@ -185,7 +185,7 @@ def test_workers_of_later_epochs_do_not_wait_for_a_server_that_is_known_to_be_lo
 
 def test_a_node_whose_processes_are_all_killed_costs_its_hits_and_nothing_else() -> None:
     with Nodes(2) as nodes:
-        nodes.run(open_store, timeout=0.25)
+        nodes.run(open_store)
         nodes.run(make_dataset)
         wait_for_hits(nodes)
         there: Pids = nodes.run_on(1, pids)

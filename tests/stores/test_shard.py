@@ -304,7 +304,7 @@ def test_large_values_have_more_time() -> None:
 
     over, value = threading.Event(), bytes(24 << 20)
     with FakeServer(answer, pause=0.006) as server:
-        shard = Shard(Fixed(server.tcp), 1.0)
+        shard = Shard(Fixed(server.tcp), 2.0)
         assert reply(shard, "SET", "a", value) == b"OK"
         assert values_of(shard, [[("GET", b"a")]]) == [value]
         assert shard.breaker.trips == 0
