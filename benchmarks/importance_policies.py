@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree import ImportanceSampler
-from stallfree.cache.bookkeeper import Bookkeeper
+from stallfree.cache.memory.bookkeeper import Bookkeeper
 from stallfree.cache.policies import make_policy
-from stallfree.plans import make_plan
-from stallfree.plans.probabilities import generator
-from stallfree.plans.retention import FRESH
-from stallfree.plans.sampling_plans import Draw
-from stallfree.plans.serving import Serving
+from stallfree.sampling.plans import make_plan
+from stallfree.sampling.plans.probabilities import generator
+from stallfree.sampling.plans.retention import FRESH
+from stallfree.sampling.plans.sampling_plans import Draw
+from stallfree.sampling.plans.serving import Serving
 
 Array = npt.NDArray[Any]
 
@@ -136,7 +136,7 @@ class Sampled:
 
 
 class Packages:
-    """Packs and reads packages by the rules of `stallfree.loader.package_work`, between two batches.
+    """Packs and reads packages by the rules of `stallfree.sampling.package_work`, between two batches.
 
     L-samples that are to come and are neither resident nor packed are fetched, missed ones first, and written in
     packages of `PACKAGE`. While fewer of those to come are resident than the region holds, the package that brings most

@@ -32,7 +32,7 @@ QUESTION = (
     "While a cache is filled, the deterministic steps are watched for draws of random numbers. How much longer does "
     "that make the first epoch?"
 )
-WATCH = "stallfree.loader.reader:Reader.watch"
+WATCH = "stallfree.batches.reader:Reader.watch"
 """The function that looks for draws, as `module:name` or `module:Class.method`, where its callers look it up."""
 
 UNWATCHED: Any = nullcontext()

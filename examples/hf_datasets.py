@@ -5,9 +5,9 @@ that are always the same are worth caching: give those with `CachedDataset(..., 
 """
 
 import numpy as np
-from datasets import Dataset
 
 import stallfree as sf
+from datasets import Dataset
 
 
 def augment(batch):

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 import stallfree as sf
-from stallfree.cache.bookkeeper import Bookkeeper
+from stallfree.cache.memory.bookkeeper import Bookkeeper
 from stallfree.cache.policies import make_policy
-from stallfree.plans import Plan
-from stallfree.plans.probabilities import generator, ranks
-from stallfree.plans.serving import Serving
+from stallfree.sampling.plans import Plan
+from stallfree.sampling.plans.probabilities import generator, ranks
+from stallfree.sampling.plans.serving import Serving
 
 Array = npt.NDArray[Any]
 

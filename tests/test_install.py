@@ -21,10 +21,9 @@ import torch
 
 import stallfree as sf
 from children import Child
-from stallfree import folders
 from stallfree.errors import PlatformError, StorageError
-from stallfree.loader import shared_counts
-from stallfree.loader.shared_counts import SharedCounts
+from stallfree.ipc import folders, shared_counts
+from stallfree.ipc.shared_counts import SharedCounts
 
 ROOT = Path(__file__).parents[1]
 

@@ -27,7 +27,7 @@ from benchmarks.contender import emit
 from benchmarks.photos import SIDE, Pixels
 from benchmarks.shared_team import Meet, Team, bytes_below, family, shared_pss
 from stallfree.cli._demo_rates import prep_rate
-from stallfree.folders import default_root
+from stallfree.ipc.folders import default_root
 
 WORKERS = 2
 BATCH = 32

@@ -24,19 +24,12 @@ if TYPE_CHECKING:
     from stallfree import clara, testing, vision
     from stallfree.analysis import Prediction, Replay, Report, analyze
     from stallfree.analysis.replay import replay
+    from stallfree.datasets import CachedDataset, CacheLoader, LocalSampler, SmartCacheDataset
     from stallfree.device import DevicePrefetcher, ProcessPrefetcher
-    from stallfree.loader import (
-        Batch,
-        CachedDataset,
-        CacheLoader,
-        DataLoader,
-        LocalSampler,
-        SmartCacheDataset,
-        measure_benefit,
-    )
+    from stallfree.loader import Batch, DataLoader, measure_benefit
     from stallfree.observe import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
     from stallfree.pipeline import Compose, OnItem, Split, StallfreeWarning, mark_deterministic, mark_random, split
-    from stallfree.plans import BySamples, ImportanceSampler
+    from stallfree.sampling.plans import BySamples, ImportanceSampler
     from stallfree.shared import SharedLoader
     from stallfree.sources import DecodeImage, FileDataset, ImageFolder, TarDataset
     from stallfree.stats import (
@@ -53,10 +46,11 @@ if TYPE_CHECKING:
 _PLACES = {
     "analysis": "Prediction Replay Report analyze replay",
     "device": "DevicePrefetcher ProcessPrefetcher",
-    "loader": "Batch CachedDataset CacheLoader DataLoader LocalSampler SmartCacheDataset measure_benefit",
+    "datasets": "CachedDataset CacheLoader LocalSampler SmartCacheDataset",
+    "loader": "Batch DataLoader measure_benefit",
     "observe": "Hook Metrics PrometheusCollector PrometheusServer TensorBoardHook",
     "pipeline": "Compose OnItem Split StallfreeWarning mark_deterministic mark_random split",
-    "plans": "BySamples ImportanceSampler",
+    "sampling.plans": "BySamples ImportanceSampler",
     "shared": "SharedLoader",
     "sources": "DecodeImage FileDataset ImageFolder TarDataset",
     "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats TierStats",

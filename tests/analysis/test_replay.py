@@ -14,7 +14,7 @@ from stallfree import InputError
 from stallfree.analysis import replay
 from stallfree.cache import MISS, SampleCache
 from stallfree.pipeline.codec import encode, record_size
-from stallfree.plans import make_plan
+from stallfree.sampling.plans import make_plan
 
 SIZE = 64
 

@@ -14,7 +14,7 @@ from report_data import make
 from stallfree import InputError, Report
 from stallfree.analysis.report import Remedy
 from stallfree.analysis.stopwatch import Rate, rate_of
-from stallfree.loader.choice import Measured, choose
+from stallfree.autotune.choice import Measured, choose
 from stallfree.report import report_page
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from stallfree.cache import MISS, SampleCache
-from stallfree.cache.layout import plan_layout
+from stallfree.cache.memory.layout import plan_layout
 from stallfree.cache.policies import make_policy
 from stallfree.errors import CapacityError
 from stallfree.pipeline.codec import encode, record_size

@@ -16,7 +16,7 @@ from cache_tools import make
 from children import Child, Holder
 from stallfree.cache import SampleCache
 from stallfree.cache.counters import Count, Counters
-from stallfree.locks import FileLock
+from stallfree.ipc.locks import FileLock
 
 
 def work(cache: SampleCache, rounds: int = 50) -> None:

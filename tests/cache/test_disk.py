@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from children import Child
 from stallfree.cache import MISS, SampleCache
-from stallfree.cache.index import Field, Index
-from stallfree.cache.layout import Meta
+from stallfree.cache.memory.index import Field, Index
+from stallfree.cache.memory.layout import Meta
 from stallfree.errors import StorageError
 
 NUM_IDS = 40
@@ -342,7 +342,7 @@ def test_a_cache_beyond_repair_that_someone_uses_is_an_error(tmp_path: Path) -> 
 
 
 def test_a_cache_of_another_version_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stallfree.cache import layout
+    from stallfree.cache.memory import layout
 
     path = make_disk(tmp_path, "varied")
     monkeypatch.setattr(layout, "VERSION", 99)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stallfree.cache import POLICIES, SampleCache
-from stallfree.cache.bookkeeper import Bookkeeper
+from stallfree.cache.memory.bookkeeper import Bookkeeper
 from stallfree.cache.policies import Victims, make_policy, next_uses
 from stallfree.errors import InputError
 

@@ -19,7 +19,7 @@ import stallfree as sf
 from stallfree.clara.fields import spacing_of
 from stallfree.clara.registry import TRANSFORMS
 from stallfree.pipeline import fingerprint, split
-from stallfree.pipeline.libraries import known
+from stallfree.pipeline.classify.libraries import known
 
 Sample = dict[str, Any]
 

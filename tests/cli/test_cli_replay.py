@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from stallfree.analysis import replay as replay_here
 from stallfree.cli.replay import replay
 from stallfree.errors import StallfreeError
-from stallfree.plans import make_plan
+from stallfree.sampling.plans import make_plan
 
 app = typer.Typer()
 app.command("replay")(replay)

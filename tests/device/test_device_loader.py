@@ -16,9 +16,9 @@ from fakes import World
 from torch.utils.data import SequentialSampler
 
 import stallfree as sf
+from stallfree.batches.ring import Ring
 from stallfree.events import read_events
 from stallfree.loader.epoch_runner import EpochRunner
-from stallfree.loader.ring import Ring
 
 SAMPLES, BATCH = 40, 4
 SIDE = 40
@@ -219,10 +219,10 @@ def test_a_prefetcher_around_a_loader_does_what_the_loader_does_by_itself(world:
         prefetcher = sf.DevicePrefetcher(loader, "cuda")
         for _ in range(2):
             assert sum(1 for _ in prefetcher) == SAMPLES // BATCH
-        crew = loader._runner.crews.kept
-        assert crew is not None
-        assert crew.ring.slots._pinned
-        assert not crew.counts_waits
+        pool = loader._runner.pools.kept
+        assert pool is not None
+        assert pool.ring.slots._pinned
+        assert not pool.counts_waits
         prefetcher.close()
         assert sorted(id for _, labels in loader for id in labels.tolist()) == list(range(SAMPLES))
-        assert crew.counts_waits
+        assert pool.counts_waits

@@ -19,7 +19,7 @@ import stallfree as sf
 from children import Child
 from stallfree.device import process
 from stallfree.device.process import ProcessPrefetcher
-from stallfree.folders import default_root, sweep
+from stallfree.ipc.folders import default_root, sweep
 
 
 @pytest.fixture(autouse=True)

@@ -26,9 +26,9 @@ from stallfree.device import producer
 from stallfree.device.consumer import Consumer
 from stallfree.device.producer import Producer, Setup, produce
 from stallfree.device.slots import OpenSlots, SharedHost
-from stallfree.folders import SharedFolder
+from stallfree.ipc.folders import SharedFolder
 from stallfree.ipc.process import Parent
-from stallfree.sockets import listen
+from stallfree.ipc.sockets import listen
 
 BATCHES = 40
 COPY_SECONDS, STEP_SECONDS = 0.0005, 0.002

@@ -19,7 +19,7 @@ from stallfree.device.batch_codec import join, lay_out, pack_layout
 from stallfree.device.producer import Producer, Setup
 from stallfree.device.protocol import unpack_length
 from stallfree.device.slots import OpenSlots, SharedCuda, SharedHost
-from stallfree.folders import SharedFolder
+from stallfree.ipc.folders import SharedFolder
 
 CPU = torch.device("cpu")
 SAMPLES, BATCH, SIDE = 40, 4, 40

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import stallfree as sf
-from stallfree.pipeline.probe import same
+from stallfree.pipeline.classify.probe import same
 from stallfree.sources import TarDataset, as_source
 from stallfree.sources.apart import ApartSource
 

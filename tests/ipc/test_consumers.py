@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 import stallfree as sf
 from children import Child, Holder
-from stallfree import sockets
-from stallfree.folders import SharedFolder
+from stallfree.ipc import sockets
 from stallfree.ipc.consumers import (
     HELLO,
     VISITOR,
@@ -33,6 +32,7 @@ from stallfree.ipc.consumers import (
     pack,
     unpack,
 )
+from stallfree.ipc.folders import SharedFolder
 
 PATIENCE = 60.0
 VERSION = 4

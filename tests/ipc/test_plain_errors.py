@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stallfree as sf
-from stallfree.remote import pack_plain_error, unpack_plain_error
+from stallfree.ipc.remote import pack_plain_error, unpack_plain_error
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 

@@ -12,7 +12,7 @@ from cached_data import Numbers
 import stallfree as sf
 from stallfree.errors import InputError
 from stallfree.loader.benefit import measure_benefit
-from stallfree.plans.benefit import benefit
+from stallfree.sampling.plans.benefit import benefit
 from stallfree.testing import ThrottledSource
 
 BATCH = 4

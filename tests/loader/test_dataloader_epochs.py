@@ -25,8 +25,8 @@ from loader_data import (
 )
 
 import stallfree as sf
-from stallfree.loader import crew
 from stallfree.sources import BaseSource
+from stallfree.workers import worker_pool as pool
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def test_an_iteration_waits_for_the_slots_that_the_one_before_still_has(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would find none free, and end before it has begun."""
-    wait = crew.wait
+    wait = pool.wait
 
     def open_and_wait(*arguments: Any) -> bool:
         gate.open()
@@ -277,9 +277,9 @@ def test_an_iteration_waits_for_the_slots_that_the_one_before_still_has(
         iter(loader)  # two more are with the worker, before the gate
         ids[:] = range(8)
         iterator = iter(loader)
-        assert loader._runner.crews.kept is not None
-        assert loader._runner.crews.kept.ring.free == 0
-        monkeypatch.setattr(crew, "wait", open_and_wait)
+        assert loader._runner.pools.kept is not None
+        assert loader._runner.pools.kept.ring.free == 0
+        monkeypatch.setattr(pool, "wait", open_and_wait)
         assert [int(batch) for batch in iterator] == list(range(8))
         assert [int(batch) for batch in kept] == [0, 1, 2]
 
@@ -289,7 +289,7 @@ def test_two_iterations_of_one_loader_are_independent(workers: int) -> None:
     loader = sf.DataLoader(Made(12, picture), batch_size=4, num_workers=workers)
     pairs = [(a[1].tolist(), b[1].tolist()) for a, b in zip(loader, loader, strict=True)]
     assert pairs == [([0, 1, 2, 3],) * 2, ([4, 5, 6, 7],) * 2, ([8, 9, 10, 11],) * 2]
-    state = loader.state_dict() | {"seed": 5}  # another seed, so the next iteration has a crew of its own
+    state = loader.state_dict() | {"seed": 5}  # another seed, so the next iteration has a pool of its own
     first = iter(loader)
     assert next(first)[1].tolist() == [0, 1, 2, 3]
     loader.load_state_dict(state)

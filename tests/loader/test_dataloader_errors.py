@@ -15,7 +15,7 @@ import torch
 from loader_data import Gate, Made, Noisy, as_list, picture, same, zero_dim
 
 import stallfree as sf
-from stallfree.loader import crew
+from stallfree.workers import worker_pool as pool
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 BAD = (3, 4, 5, 9)
@@ -270,7 +270,7 @@ def test_keyboard_interrupt_while_waiting(persistent: bool, gate: Gate, monkeypa
         iterator = iter(loader)
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1], [2, 3]]
         with monkeypatch.context() as patched:
-            patched.setattr(crew, "wait", interrupted)
+            patched.setattr(pool, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 next(iterator)
         with pytest.raises(sf.StallfreeError, match="this iteration is over"):

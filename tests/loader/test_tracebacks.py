@@ -117,7 +117,7 @@ def test_wrong_arguments(call: Callable[[], Any]) -> None:
 
 
 def test_a_fault_of_this_package_can_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stallfree.loader.batch_builder.collate_default", None)
+    monkeypatch.setattr("stallfree.batches.batch_builder.collate_default", None)
     with pytest.raises(TypeError) as caught:
         list(sf.DataLoader(Made(4, lambda id: "text")))
     assert [Path(file).name for file in frames(caught.value)][-1] == "batch_builder.py"

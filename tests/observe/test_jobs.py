@@ -15,11 +15,11 @@ import torch
 import stallfree as sf
 from children import Holder
 from stallfree.cache import SampleCache
-from stallfree.loader.crew import new_counts
-from stallfree.loader.status import LoaderStatus
 from stallfree.observe import jobs
 from stallfree.observe.jobs import Jobs
 from stallfree.stats import LoaderStats
+from stallfree.workers.status import LoaderStatus
+from stallfree.workers.worker_pool import new_counts
 
 needs_locks = pytest.mark.skipif(not os.access("/proc/locks", os.R_OK), reason="the kernel does not list locks")
 

@@ -22,7 +22,7 @@ from stallfree.observe import servers as module
 from stallfree.observe.servers import ServerRow, running_servers
 from stallfree.stores import RedisCache
 from stallfree.stores.addresses import Address
-from stallfree.stores.server import PROGRAMS, server_folders
+from stallfree.stores.launch.server import PROGRAMS, server_folders
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, PROGRAMS)),

@@ -22,7 +22,7 @@ from torch import nn
 
 from names import named
 from stallfree.pipeline import Compose, OnItem, StallfreeWarning, mark_deterministic, mark_random, split
-from stallfree.pipeline.probe import same
+from stallfree.pipeline.classify.probe import same
 from warm import Interpreter
 
 V2 = "torchvision.transforms.v2._geometry"

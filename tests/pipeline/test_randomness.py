@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stallfree.pipeline import Compose, Randomness, sample_seed
-from stallfree.pipeline.probe import same
+from stallfree.pipeline.classify.probe import same
 
 numbers = st.integers(0, 2**63 - 1)
 IMAGE = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)

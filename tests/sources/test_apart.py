@@ -17,7 +17,7 @@ from torch.utils.data import Subset
 
 import stallfree as sf
 from stallfree.errors import SampleError
-from stallfree.pipeline.probe import same
+from stallfree.pipeline.classify.probe import same
 from stallfree.sources import MapSource, as_source
 from stallfree.sources.apart import ApartSource, Jointly
 

@@ -20,7 +20,7 @@ import pytest
 import redis
 
 from stallfree.stores.addresses import Address
-from stallfree.stores.server import PROGRAMS, find_server
+from stallfree.stores.launch.server import PROGRAMS, find_server
 
 PATIENCE = 60.0  # seconds until something that should come counts as never coming
 

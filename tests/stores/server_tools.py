@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from stallfree.stores.addresses import Address
-from stallfree.stores.server import PROGRAMS, NodeServer
-from stallfree.stores.supervisor import identify, read_json
+from stallfree.stores.launch.server import PROGRAMS, NodeServer
+from stallfree.stores.launch.supervisor import identify, read_json
 
 PATIENCE = 30.0  # seconds until something that should happen counts as never happening
 

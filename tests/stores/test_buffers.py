@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from children import Child
-from stallfree.stores.buffers import SMALLEST, Buffers
+from stallfree.cache.tiers.buffers import SMALLEST, Buffers
 
 MIB = 1 << 20
 

@@ -24,9 +24,9 @@ from redis_tools import COUNT, attach, client, emptied, keys_of, load, name_of, 
 
 from children import Child
 from stallfree.cache import MISS
+from stallfree.cache.tiers import write_behind
 from stallfree.errors import CodecError, InputError
 from stallfree.stores import redis_writer as module
-from stallfree.stores import write_behind
 from stallfree.stores.redis_cache import RedisCache
 from stallfree.stores.values import data_key, pack_head
 

@@ -20,12 +20,12 @@ from server_tools import PATIENCE, Listener, is_alive, make_server, needs_server
 
 from children import Child
 from stallfree.errors import InputError, WaitError
-from stallfree.stores import place as place_module
-from stallfree.stores import rendezvous as module
 from stallfree.stores.addresses import Address
-from stallfree.stores.place import Place, find_interface, find_place
-from stallfree.stores.rendezvous import NodeAddresses
-from stallfree.stores.server import NodeServer, read_address
+from stallfree.stores.launch import place as place_module
+from stallfree.stores.launch import rendezvous as module
+from stallfree.stores.launch.place import Place, find_interface, find_place
+from stallfree.stores.launch.rendezvous import NodeAddresses
+from stallfree.stores.launch.server import NodeServer, read_address
 
 HOST = socket.gethostname()
 VARIABLES = (

@@ -31,10 +31,10 @@ from server_tools import (
 
 from children import Child, Holder
 from stallfree.errors import InputError, MissingServerError, StorageError
-from stallfree.folders import default_root
-from stallfree.stores import server as module
-from stallfree.stores.server import NodeServer, find_address, find_server, read_address
-from stallfree.stores.supervisor import read_json
+from stallfree.ipc.folders import default_root
+from stallfree.stores.launch import server as module
+from stallfree.stores.launch.server import NodeServer, find_address, find_server, read_address
+from stallfree.stores.launch.supervisor import read_json
 from warm import Interpreter
 
 pytestmark = needs_server
@@ -137,7 +137,7 @@ def test_processes_that_inherit_nothing_attach_anew(method: str) -> None:
 
 
 def test_an_interpreter_that_ends_without_closing_leaves_nothing(interpreter: Interpreter) -> None:
-    program = "from stallfree.stores.server import NodeServer; server = NodeServer('one', memory='64MiB')"
+    program = "from stallfree.stores.launch.server import NodeServer; server = NodeServer('one', memory='64MiB')"
     done = interpreter.run(program)
     assert (done.code, done.err) == (0, "")
     until(lambda: not folder().exists(), "the folder is gone")

@@ -20,7 +20,7 @@ from torch import distributed
 
 import stallfree as sf
 from importance_tools import Residents
-from stallfree.plans.probabilities import ranks
+from stallfree.sampling.plans.probabilities import ranks
 from stallfree.stores import servers_of
 
 pytestmark = needs_server

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from server_tools import PATIENCE, is_alive, needs_server, record, until, wait_until_gone
 
-from stallfree.stores import supervisor
-from stallfree.stores.server import find_server
-from stallfree.stores.supervisor import Supervisor, birth, identify, read_json, write_json
+from stallfree.stores.launch import supervisor
+from stallfree.stores.launch.server import find_server
+from stallfree.stores.launch.supervisor import Supervisor, birth, identify, read_json, write_json
 
 
 class Folder:

@@ -15,10 +15,10 @@ from tier_tools import COUNT, Samples, all_of, disk_of, held, is_right, put, roo
 import stallfree as sf
 from stallfree.cache import MISS, SampleCache
 from stallfree.cache.checks import EVERY_STEP
+from stallfree.cache.tiers.tier_stack import LowerTier
 from stallfree.errors import CodecError
 from stallfree.stats import CacheStats
 from stallfree.stores import DiskTier, TieredCache
-from stallfree.stores.tier_stack import LowerTier
 from stallfree.testing import ThrottledSource
 
 

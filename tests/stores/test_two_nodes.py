@@ -20,10 +20,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 import stallfree
 from stallfree import CachedDataset, CacheLoader, LocalSampler, SampleError, StallfreeWarning
-from stallfree.folders import default_root
+from stallfree.ipc.folders import default_root
 from stallfree.stats import CacheStats
 from stallfree.stores import servers_of
-from stallfree.stores.server import server_folders
+from stallfree.stores.launch.server import server_folders
 from warm import Interpreter
 
 pytestmark = needs_server

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stallfree.cache.tiers import write_behind
+from stallfree.cache.tiers.write_behind import WriteBehind
 from stallfree.pipeline.codec import encode
-from stallfree.stores import write_behind
-from stallfree.stores.write_behind import WriteBehind
 
 SIZE = 4096
 

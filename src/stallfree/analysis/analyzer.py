@@ -25,14 +25,15 @@ from stallfree.analysis.progress import RUNS, Bar
 from stallfree.analysis.report import Remedy, Report, Sizes, check_cache, make_report, parse_share
 from stallfree.analysis.residency import read_file, resident_share
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, ChildTime, Limits, Rate, combined, steady_rate
-from stallfree.cache.limits import free_memory, free_space
+from stallfree.autotune.choice import choose, explain
+from stallfree.autotune.measure import measure
+from stallfree.batches.reader import IO_THREADS
+from stallfree.cache.memory.limits import free_memory, free_space
+from stallfree.datasets import CachedDataset
+from stallfree.datasets.dataset_probe import look
 from stallfree.errors import InputError, StallfreeError
-from stallfree.folders import default_root
-from stallfree.loader import CachedDataset, DataLoader
-from stallfree.loader.choice import choose, explain
-from stallfree.loader.first_look import look
-from stallfree.loader.measure import measure
-from stallfree.loader.reader import IO_THREADS
+from stallfree.ipc.folders import default_root
+from stallfree.loader import DataLoader
 from stallfree.pipeline.compose import Compose
 from stallfree.platform import cpu_count
 from stallfree.sources.mapped import as_source

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from stallfree.analysis.residency import put_out, resident_share
+from stallfree.datasets import CachedDataset, SmartCacheDataset
 from stallfree.errors import InputError, SampleError, StallfreeError
-from stallfree.loader import CachedDataset, DataLoader, SmartCacheDataset
+from stallfree.loader import DataLoader
 from stallfree.loader.arguments import check_numbers
 from stallfree.pipeline.compose import Compose
 from stallfree.sources.base import BaseSource

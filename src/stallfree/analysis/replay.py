@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache.bookkeeper import Bookkeeper
-from stallfree.cache.limits import free_memory
+from stallfree.cache.memory.bookkeeper import Bookkeeper
+from stallfree.cache.memory.limits import free_memory
 from stallfree.cache.policies import Oracle, Policy, make_policy, next_uses
 from stallfree.errors import InputError
-from stallfree.plans import Plan
+from stallfree.sampling.plans import Plan
 from stallfree.units import format_size, parse_size
 
 Ids = npt.NDArray[np.int64]

@@ -20,10 +20,10 @@ from stallfree.analysis.model import Loading, Rates
 from stallfree.analysis.prediction import Prediction, explain, limits
 from stallfree.analysis.setting import WORTH, Setting, Sharing
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, Rate, next_half_width
-from stallfree.cache.limits import free_memory
+from stallfree.autotune.choice import Choice, Measured, expect
+from stallfree.cache.memory.limits import free_memory
 from stallfree.errors import InputError
-from stallfree.folders import is_path
-from stallfree.loader.choice import Choice, Measured, expect
+from stallfree.ipc.folders import is_path
 from stallfree.platform import cpu_count
 from stallfree.report.figures import plural, speed
 from stallfree.report.page import report_page

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import combinations
 
 from stallfree.analysis.model import Loading, Rates, knee, law, sustained
-from stallfree.loader.choice import Choice
+from stallfree.autotune.choice import Choice
 
 WORTH = 1.02
 """What gains less is not advised, and is said to gain less than 2%."""

@@ -3,15 +3,15 @@
 # `np.unique` imports it at its first call, here in threads, and a fork at that moment copies a locked import.
 import numpy.ma  # noqa: F401
 
-from stallfree.cache.admin import CacheInfo, collect_garbage, list_caches, remove
 from stallfree.cache.base import BaseCache
 from stallfree.cache.checks import MISS
+from stallfree.cache.memory.admin import CacheInfo, collect_garbage, list_caches, remove
+from stallfree.cache.memory.records import Aim, Borrowed
+from stallfree.cache.memory.sample_cache import SampleCache
+from stallfree.cache.memory.serial import stay_alone
 from stallfree.cache.packages import Packages, PackageStats
 from stallfree.cache.policies import POLICIES, Policy
 from stallfree.cache.protocol import Cache, Lends, Reading
-from stallfree.cache.records import Aim, Borrowed
-from stallfree.cache.sample_cache import SampleCache
-from stallfree.cache.serial import stay_alone
 
 __all__ = [
     "MISS",

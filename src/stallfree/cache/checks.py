@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache.layout import Meta
+from stallfree.cache.memory.layout import Meta
 from stallfree.error_types import also_of_type
 from stallfree.errors import FingerprintError, InputError
 from stallfree.frames import users_level

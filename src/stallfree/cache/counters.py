@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.locks import FileLock
+from stallfree.ipc.locks import FileLock
 from stallfree.platform import at_fork
 
 Array = npt.NDArray[Any]

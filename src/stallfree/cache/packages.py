@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from stallfree.cache.limits import free_space
+from stallfree.cache.memory.limits import free_space
 from stallfree.errors import InputError, StorageError
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.pipeline.structure import Structure

@@ -16,11 +16,12 @@ from stallfree.clara.arguments import Arguments, parse, prefetch_factor
 from stallfree.clara.configuration import Variables, component, read_json
 from stallfree.clara.data_list import DataListSource, read_data_list
 from stallfree.clara.registry import make_transforms, reads_bytes
+from stallfree.datasets import SmartCacheDataset
 from stallfree.errors import InputError
-from stallfree.folders import is_path
-from stallfree.loader import DataLoader, SmartCacheDataset
+from stallfree.ipc.folders import is_path
+from stallfree.loader import DataLoader
+from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.determinism import StallfreeWarning
 from stallfree.pipeline.marks import mark_deterministic
 from stallfree.units import parse_whole
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from stallfree.cli._demo_train import Waits
+from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.errors import InputError, SampleError
-from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.dataloader import DataLoader
 from stallfree.sources import ThrottledSource
 

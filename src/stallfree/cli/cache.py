@@ -14,7 +14,7 @@ from stallfree.errors import InputError
 from stallfree.units import format_size
 
 if TYPE_CHECKING:
-    from stallfree.cache.admin import CacheInfo
+    from stallfree.cache.memory.admin import CacheInfo
 
 app = typer.Typer(
     help="List the caches of this user, remove one, sweep up what killed processes left.",
@@ -33,7 +33,7 @@ Store = Annotated[
 @app.command("ls")
 def ls(store: Store = "memory") -> None:
     """List the caches of this user."""
-    from stallfree.cache.admin import list_caches
+    from stallfree.cache.memory.admin import list_caches
 
     root = _root(store)
     found = list_caches(root)
@@ -50,7 +50,7 @@ def rm(
     store: Store = "memory",
 ) -> None:
     """Remove caches that no process is attached to, persistent ones too."""
-    from stallfree.cache.admin import remove
+    from stallfree.cache.memory.admin import remove
 
     root = _root(store)
     for name in names:
@@ -61,7 +61,7 @@ def rm(
 @app.command("gc")
 def gc(store: Store = "memory") -> None:
     """Remove what killed processes left behind. Caches in use and persistent ones stay."""
-    from stallfree.cache.admin import collect_garbage
+    from stallfree.cache.memory.admin import collect_garbage
 
     removed = collect_garbage(_root(store))
     for name in removed:
@@ -71,7 +71,7 @@ def gc(store: Store = "memory") -> None:
 
 
 def _root(store: str) -> Path:
-    from stallfree.cache.admin import caches_root
+    from stallfree.cache.memory.admin import caches_root
 
     root = caches_root(store)
     if store != "memory" and not Path(store).expanduser().is_dir():

@@ -220,8 +220,8 @@ def _why(error: Exception) -> str:
 
 
 def _made(samples: int, epochs: int, sampler: str, seed: int) -> list[npt.NDArray[np.int64]]:
-    from stallfree.cache.limits import free_memory
-    from stallfree.plans import make_plan
+    from stallfree.cache.memory.limits import free_memory
+    from stallfree.sampling.plans import make_plan
 
     if sampler not in ("shuffle", "sequential", "zipf"):
         raise InputError(f"--sampler={sampler!r} is unknown: use shuffle, sequential or zipf")

@@ -18,9 +18,9 @@ from stallfree.device.batch_codec import join
 from stallfree.device.protocol import VERSION, Kind, raise_error, unpack_length
 from stallfree.device.slots import OpenSlots, memory_of
 from stallfree.errors import InputError, ProducerError, StallfreeError, StorageError, WaitError
-from stallfree.folders import SharedFolder, attach
 from stallfree.frames import short_traceback
 from stallfree.ipc.consumers import VISITOR, Connection, Gone, Message, ask
+from stallfree.ipc.folders import SharedFolder, attach
 from stallfree.ipc.fork_guard import Owner, keep_from_children
 
 _ANSWER_SECONDS = 1.0

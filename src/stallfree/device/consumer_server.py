@@ -21,7 +21,7 @@ from stallfree.device.protocol import VERSION, Kind
 from stallfree.errors import InputError
 from stallfree.ipc.consumers import HELLO, VISITOR, Leases, Message, Peer, Server
 from stallfree.ipc.process import Parent
-from stallfree.remote import pack_error
+from stallfree.ipc.remote import pack_error
 
 END_SECONDS = 5
 """For the loader to finish what it does when the process shall end; then the kernel ends it."""

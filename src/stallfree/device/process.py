@@ -18,11 +18,11 @@ from stallfree.device.consumer_server import END_SECONDS
 from stallfree.device.producer import LazyFactory, Setup, produce
 from stallfree.device.slots import SharedCuda
 from stallfree.errors import InputError
-from stallfree.folders import SharedFolder, default_root, sweep
+from stallfree.ipc.folders import SharedFolder, default_root, sweep
 from stallfree.ipc.fork_guard import keep_from_children
 from stallfree.ipc.process import Child
+from stallfree.ipc.sockets import listen
 from stallfree.platform import need_linux
-from stallfree.sockets import listen
 
 _START_METHOD = "spawn"  # a fork would bring along the threads' locks, and a device that cannot be used
 _ANSWER_SECONDS = 1.0

@@ -24,7 +24,7 @@ from stallfree.device.protocol import pack_length
 from stallfree.device.slots import memory_of, poison
 from stallfree.device.staging import Place, Stager, pin
 from stallfree.errors import StorageError
-from stallfree.folders import attach, remove_unused
+from stallfree.ipc.folders import attach, remove_unused
 from stallfree.ipc.fork_guard import Owner, keep_from_children
 from stallfree.ipc.process import Parent
 from stallfree.pipeline.randomness import draw_seed

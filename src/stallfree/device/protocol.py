@@ -10,7 +10,7 @@ import struct
 from typing import NoReturn
 
 from stallfree.errors import StallfreeError
-from stallfree.remote import RemoteTraceback, pack_error, unpack_error
+from stallfree.ipc.remote import RemoteTraceback, pack_error, unpack_error
 
 VERSION = 1
 

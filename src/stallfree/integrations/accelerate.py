@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler, RandomSampler
 
 from stallfree.errors import InputError
 from stallfree.loader import DataLoader
-from stallfree.plans import ImportanceSampler
+from stallfree.sampling.plans import ImportanceSampler
 
 _DECIDED = {"batch_size": 1, "shuffle": None, "sampler": None, "drop_last": False, "ranks": (0, 1)}
 """Arguments of the loader in Accelerate's: its batch sampler has decided all of this."""

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from stallfree import sockets
-from stallfree.channel import Channel
 from stallfree.errors import StallfreeError
+from stallfree.ipc import sockets
+from stallfree.ipc.channel import Channel
 from stallfree.ipc.fork_guard import keep_from_children
-from stallfree.remote import RemoteTraceback, pack_plain_error, unpack_plain_error
+from stallfree.ipc.remote import RemoteTraceback, pack_plain_error, unpack_plain_error
 
 HELLO, ERROR = 1, 2
 """Kinds of messages that all protocols have: the first one of a consumer, and an error that ends the connection."""

@@ -19,15 +19,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from typing import Any
 
-from stallfree.channel import Channel, receive_message, send_message
 from stallfree.errors import InputError
-from stallfree.generator_lock import check_generator
+from stallfree.ipc.channel import Channel, receive_message, send_message
 from stallfree.ipc.fork_guard import Owner, keep_from_children
+from stallfree.ipc.generator_lock import check_generator
 from stallfree.platform import at_fork, begin_child, interrupts_later
 
 REPORT_SECONDS = 2.0
@@ -38,6 +39,18 @@ _END_LOOK_MILLISECONDS = 100
 _LEADER_SECONDS = 10.0
 
 _leaders: weakref.WeakSet[Child] = weakref.WeakSet()
+
+
+def context_of(given: Any) -> BaseContext:
+    """The context that `multiprocessing_context` stands for; Python's default for None."""
+    if isinstance(given, BaseContext):
+        return given
+    if given is not None and not isinstance(given, str):
+        raise InputError(f"multiprocessing_context={given!r}: give 'fork', 'forkserver', 'spawn' or a context of these")
+    try:
+        return get_context(given)
+    except ValueError as error:
+        raise InputError(f"multiprocessing_context={given!r}: {error}; use 'fork', 'forkserver' or 'spawn'") from error
 
 
 class Child:

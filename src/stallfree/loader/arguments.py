@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from multiprocessing import get_context
-from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
 
+from stallfree.batches.reader import Reader
 from stallfree.errors import InputError
-from stallfree.loader.epoch_source import plans_epochs
 from stallfree.loader.output import check_output
-from stallfree.loader.ranks import check_ranks
-from stallfree.loader.reader import Reader
+from stallfree.sampling.epoch_source import plans_epochs
+from stallfree.sampling.ranks import check_ranks
 from stallfree.stores import DiskTier
 from stallfree.units import parse_size, parse_whole
 
@@ -117,18 +115,6 @@ def check_functions(collate_fn: Any, worker_init_fn: Any, on_error: Any) -> None
             raise InputError(f"{name}={value!r} cannot be called: give a function, or None")
     if on_error not in ("raise", "skip"):
         raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
-
-
-def context_of(given: Any) -> BaseContext:
-    """The context that `multiprocessing_context` stands for; Python's default for None."""
-    if isinstance(given, BaseContext):
-        return given
-    if given is not None and not isinstance(given, str):
-        raise InputError(f"multiprocessing_context={given!r}: give 'fork', 'forkserver', 'spawn' or a context of these")
-    try:
-        return get_context(given)
-    except ValueError as error:
-        raise InputError(f"multiprocessing_context={given!r}: {error}; use 'fork', 'forkserver' or 'spawn'") from error
 
 
 def seed_of(dataset: Any, seed: Any, generator: Any) -> int | None:

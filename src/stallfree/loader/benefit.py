@@ -1,4 +1,4 @@
-"""What a cache gains a job, measured: see `plans.benefit`."""
+"""What a cache gains a job, measured: see `sampling.plans.benefit`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stallfree.batches.reader import Reader
 from stallfree.cache import MISS, BaseCache, Cache
 from stallfree.clock import Clock, SystemClock
+from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.errors import InputError
 from stallfree.loader.arguments import check_numbers
-from stallfree.loader.cached_dataset import CachedDataset
 from stallfree.loader.dataloader import DataLoader
-from stallfree.loader.reader import Reader
 
 Array = npt.NDArray[Any]
 

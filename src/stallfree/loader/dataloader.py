@@ -13,24 +13,25 @@ import torch
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
 
+from stallfree.autotune.auto_cache import AutoCache
+from stallfree.batches.reader import reader_of
+from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.device import DevicePrefetcher
 from stallfree.errors import InputError
 from stallfree.frames import short_traceback
-from stallfree.loader.arguments import WAIT_SECONDS, check_arguments, context_of, seed_of
-from stallfree.loader.auto import AutoCache
-from stallfree.loader.cached_dataset import CachedDataset
-from stallfree.loader.crew import Counts, Options, new_counts
+from stallfree.ipc.process import context_of
+from stallfree.loader.arguments import WAIT_SECONDS, check_arguments, seed_of
 from stallfree.loader.epoch_runner import EpochRunner, Prefetcher, Seeds
-from stallfree.loader.epoch_source import EpochSource, SourceSetup, TakesLosses
-from stallfree.loader.event_log import EventLog
 from stallfree.loader.output import delivery
-from stallfree.loader.ranks import check_prepared
-from stallfree.loader.reader import reader_of
 from stallfree.loader.shown import own_collate, shown_by, shown_samplers
-from stallfree.loader.sources import source_of
+from stallfree.sampling.epoch_source import EpochSource, SourceSetup, TakesLosses
+from stallfree.sampling.ranks import check_prepared
+from stallfree.sampling.sources import source_of
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.stores import DiskTier
 from stallfree.units import parse_size, parse_whole
+from stallfree.workers.event_log import EventLog
+from stallfree.workers.worker_pool import Counts, Options, new_counts
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):

@@ -7,13 +7,13 @@ import os
 import time
 from typing import Any
 
+from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.errors import StallfreeError, WaitError
-from stallfree.loader.crew import KEPT, Crew
-from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
+from stallfree.ipc.remote import RemoteTraceback, unpack_error
 from stallfree.loader.progress import Progress
 from stallfree.pipeline.codec import read_own_record
-from stallfree.remote import RemoteTraceback, unpack_error
 from stallfree.units import format_size
+from stallfree.workers.worker_pool import KEPT, WorkerPool
 
 _REPORTED_SKIPS = 5
 
@@ -26,24 +26,24 @@ class Epoch:
     After an error with a batch the next call goes on with the batch that follows.
 
     Args:
-        crew: does the work.
+        pool: does the work.
         progress: says what is left to do.
     """
 
-    def __init__(self, crew: Crew, progress: Progress) -> None:
-        self.crew = crew
+    def __init__(self, pool: WorkerPool, progress: Progress) -> None:
+        self.pool = pool
         self.progress = progress
         self.closed = False
         self._owner = os.getpid()
-        self._token = crew.begin()
+        self._token = pool.begin()
         self._tasks: dict[int, Task] = {}  # started, not handed out
         self._results: dict[int, Result] = {}  # of those, the ones that are done
-        self._status = crew.status
-        self._log = crew.log
+        self._status = pool.status
+        self._log = pool.log
         self._now = time.monotonic()
         if self._now >= self._status.due:
             self._publish()
-        self._direct = crew.direct
+        self._direct = pool.direct
         if not self._direct:
             self._start_more()
 
@@ -67,7 +67,7 @@ class Epoch:
 
         Whatever interrupts this, but for a limit that was reached, ends the iteration.
         """
-        if self.closed or self.crew.closed or (self._token != self.crew.token and not self._direct):
+        if self.closed or self.pool.closed or (self._token != self.pool.token and not self._direct):
             raise StallfreeError(
                 "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
             )
@@ -85,15 +85,15 @@ class Epoch:
             while number not in self._results:
                 self._wait(started, self._tasks[number])
             self._now = time.monotonic()
-            if self.crew.counts_waits:
-                self.crew.counts["wait_seconds"] += self._now - started
+            if self.pool.counts_waits:
+                self.pool.counts["wait_seconds"] += self._now - started
             self._start_more(handing_out=1)  # now, and not after the training step that follows
             return self._results.pop(number)
         except WaitError:
             raise
         except BaseException:
             self.close()
-            self.crew.close()
+            self.pool.close()
             raise
 
     def _build_next(self) -> Result | None:
@@ -103,57 +103,57 @@ class Epoch:
             return None
         started = time.monotonic()
         number, ids = progress.start()
-        result = self.crew.build(Task(self._token, number, NO_SLOT, progress.number, ids))
+        result = self.pool.build(Task(self._token, number, NO_SLOT, progress.number, ids))
         self._now = time.monotonic()
-        if self.crew.counts_waits:
-            self.crew.counts["wait_seconds"] += self._now - started
+        if self.pool.counts_waits:
+            self.pool.counts["wait_seconds"] += self._now - started
         return result
 
     def _start_more(self, handing_out: int = 0) -> None:
         """Start batches until enough are under way, not counting those just handed out, or no slot is free."""
-        crew, progress = self.crew, self.progress
-        while len(self._tasks) - handing_out < crew.ahead and crew.room and progress.peek() is not None:
+        pool, progress = self.pool, self.progress
+        while len(self._tasks) - handing_out < pool.ahead and pool.room and progress.peek() is not None:
             number, ids = progress.start()
             task = self._tasks[number] = Task(self._token, number, NO_SLOT, progress.number, ids)
-            crew.submit(task, gather=crew.builder.can_gather(ids))
+            pool.submit(task, gather=pool.builder.can_gather(ids))
 
     def _wait(self, started: float, task: Task | None) -> None:
         """Wait until something has come nearer: `task`, or the end of any."""
         if self._collect(task) and (task is None or task.number in self._results):
             return
         self._now = time.monotonic()
-        left = self.crew.seconds - (self._now - started)
+        left = self.pool.seconds - (self._now - started)
         if left > 0:
             if self._now >= self._status.due:
                 self._publish(self._now - started)
-            self.crew.wait(left)
+            self.pool.wait(left)
         elif task is None:
             raise WaitError(
-                f"no slot of the staging ring came free within {self.crew.seconds:g} s: workers are still busy with "
+                f"no slot of the staging ring came free within {self.pool.seconds:g} s: workers are still busy with "
                 "batches of an earlier iteration. Give a larger timeout if they take so long"
             )
         else:
             raise WaitError(
-                f"batch {task.number} of epoch {task.epoch} did not come within {self.crew.seconds:g} s; it is with "
-                f"{self.crew.describe(task)}; its samples are {task.ids.tolist()}. "
+                f"batch {task.number} of epoch {task.epoch} did not come within {self.pool.seconds:g} s; it is with "
+                f"{self.pool.describe(task)}; its samples are {task.ids.tolist()}. "
                 "Give a larger timeout if they take so long"
             )
 
     def _collect(self, awaited: Task | None) -> bool:
         """Take the results that are there; whether there were any."""
-        results = self.crew.poll(None if awaited is None else awaited.number)
+        results = self.pool.poll(None if awaited is None else awaited.number)
         for result in results:
             if result.status == UNDONE:
-                self.crew.counts["retries"] += 1
+                self.pool.counts["retries"] += 1
                 task = self._tasks[result.number]
                 task.slot = result.slot
-                self.crew.submit(task, gather=False)
+                self.pool.submit(task, gather=False)
             else:
                 self._results[result.number] = result
         return bool(results)
 
     def _count(self, result: Result) -> None:
-        counts = self.crew.counts
+        counts = self.pool.counts
         counts["hits"] += result.hits
         counts["misses"] += result.misses
         counts["storage_bytes"] += result.storage_bytes
@@ -170,7 +170,7 @@ class Epoch:
 
     def _hand_out(self, result: Result) -> tuple[Any, Ids] | None:
         """The batch in a result, None if it is empty."""
-        ring, counts = self.crew.ring, self.crew.counts
+        ring, counts = self.pool.ring, self.pool.counts
         self._tasks.pop(result.number, None)
         self.progress.hand_out()
         if result.status == READY and ring.leased < KEPT:
@@ -194,12 +194,12 @@ class Epoch:
         """A batch that is to have no slot."""
         if result.status == WHOLE:
             return result.value
-        self.crew.counts["private_copies"] += 1
+        self.pool.counts["private_copies"] += 1
         if result.status == READY:
-            return read_own_record(self.crew.ring.slots.view(result.slot, result.size), copy=True)
-        if not self.crew.warned_of_size:
-            self.crew.warned_of_size = True
-            limit = self.crew.ring.slots.limit
+            return read_own_record(self.pool.ring.slots.view(result.slot, result.size), copy=True)
+        if not self.pool.warned_of_size:
+            self.pool.warned_of_size = True
+            limit = self.pool.ring.slots.limit
             log.warning(
                 "a batch of %s has no room in the staging ring (%s) and is copied: give a larger staging",
                 format_size(result.size),
@@ -209,7 +209,7 @@ class Epoch:
         return read_own_record(result.memory, copy=False)
 
     def _publish(self, waiting: float = 0.0) -> None:
-        self._status.publish(self._now, self.progress.number, self.crew.counts, waiting)
+        self._status.publish(self._now, self.progress.number, self.pool.counts, waiting)
 
     def close(self) -> None:
         """Stop. Slots of batches that are still being prepared go back when their results come."""
@@ -217,17 +217,17 @@ class Epoch:
             return
         self.closed = True
         for result in self._results.values():
-            self.crew.ring.give(result.slot)
+            self.pool.ring.give(result.slot)
         self._tasks.clear()
         self._results.clear()
-        if not self.crew.closed and self._token == self.crew.token:
-            self.crew.begin()  # whatever is still under way is not wanted
-            self.crew.counts["queue_depth"] = 0
+        if not self.pool.closed and self._token == self.pool.token:
+            self.pool.begin()  # whatever is still under way is not wanted
+            self.pool.counts["queue_depth"] = 0
             self._now = time.monotonic()
             if self._status.made:
                 self._publish()
             if self._direct:
-                self.crew.rest()
+                self.pool.rest()
 
 
 def _raise(result: Result) -> None:

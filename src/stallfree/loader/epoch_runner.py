@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import torch
 
 from stallfree.errors import InputError
-from stallfree.loader.crew import Counts, Options
-from stallfree.loader.crews import Crews
-from stallfree.loader.epoch_source import EpochSource, Ids, Position
 from stallfree.loader.iteration import Iteration
 from stallfree.loader.progress import Progress
-from stallfree.loader.ranks import agreed, has_process_group, numbered, rank_and_count
 from stallfree.pipeline.randomness import draw_seed
+from stallfree.sampling.epoch_source import EpochSource, Ids, Position
+from stallfree.sampling.ranks import agreed, has_process_group, numbered, rank_and_count
 from stallfree.stats import LoaderStats
+from stallfree.workers.worker_pool import Counts, Options
+from stallfree.workers.worker_pools import WorkerPools
 
 STATE_VERSION = 1
 
@@ -37,7 +37,7 @@ class Prefetcher(Protocol):
 
 
 class Tuner(Protocol):
-    """What chooses how batches are prepared: see `stallfree.loader.auto`."""
+    """What chooses how batches are prepared: see `stallfree.autotune.auto_cache`."""
 
     def tuned(self, options: Options) -> Options:
         """The options of the next epoch."""
@@ -98,11 +98,11 @@ class EpochRunner:
 
     Args:
         source: decides the ids of each epoch.
-        options: of the crews.
+        options: of the pools.
         seeds: of the loader.
         counts: of the loader.
         deliver: see `output.delivery`; called with the `weigh` of an epoch.
-        persistent: keep the crew from epoch to epoch.
+        persistent: keep the pool from epoch to epoch.
         tuner: changes the options between two epochs; or None.
     """
 
@@ -119,7 +119,7 @@ class EpochRunner:
     ) -> None:
         self.source, self.options, self.counts = source, options, counts
         self._seeds, self._deliver, self._tuner = seeds, deliver, tuner
-        self.crews = Crews(counts, persistent)
+        self.pools = WorkerPools(counts, persistent)
         self._epoch: int | None = None  # of the next iteration, set by the user or a state
         self._resume: Position | None = None
         self._progress: Progress | None = None
@@ -159,21 +159,21 @@ class EpochRunner:
         resume, self._resume = self._resume, None
         epoch = self.next_epoch
         plan = source.begin(epoch, resume)
-        self._set_seed(self._seeds.draw(new_workers=not self.crews.has_workers(self.options)))
+        self._set_seed(self._seeds.draw(new_workers=not self.pools.has_workers(self.options)))
         self.options.reader.follow()
         self.options.reader.check_settings()
         if self._tuner is not None:
             self.options = self._tuner.tuned(self.options)
             self.counts["num_workers"] = self.options.workers
-        if self.crews.persistent:
+        if self.pools.persistent:
             self._end_iteration()
-        crew = self.crews.take(self.options, self._seeds.base, None if prefetcher is None else prefetcher.pin)
+        pool = self.pools.take(self.options, self._seeds.base, None if prefetcher is None else prefetcher.pin)
         progress = self._progress = Progress(plan.batches, epoch, plan.first, plan.dealt)
         self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
         self._epoch = None
         deliver = self._deliver(weigh=plan.on_delivered)
-        keep, steps = crew is self.crews.kept, prefetcher is None
-        iteration = Iteration(self, crew, plan, progress, deliver, keep_crew=keep, log_steps=steps)
+        keep, steps = pool is self.pools.kept, prefetcher is None
+        iteration = Iteration(self, pool, plan, progress, deliver, keep_pool=keep, log_steps=steps)
         self._iteration = weakref.ref(iteration)
         return iteration
 
@@ -242,12 +242,12 @@ class EpochRunner:
 
     def stats(self) -> LoaderStats:
         """What the loader has done since it was made."""
-        staging = self.crews.staging_bytes
+        staging = self.pools.staging_bytes
         return LoaderStats(**(self.counts if staging is None else {**self.counts, "staging_bytes": staging}))
 
     def close(self) -> None:
-        """End all iterations and their crews. More may be begun."""
-        self.crews.close()
+        """End all iterations and their pools. More may be begun."""
+        self.pools.close()
         self.source.close()
         if self.options.log is not None:
             iteration = None if self._iteration is None else self._iteration()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from stallfree.frames import short_traceback
-from stallfree.loader.crew import Crew
 from stallfree.loader.epoch import Epoch
-from stallfree.loader.epoch_source import EpochPlan, Ids
 from stallfree.loader.progress import Progress
+from stallfree.sampling.epoch_source import EpochPlan, Ids
+from stallfree.workers.worker_pool import WorkerPool
 
 
 class Owner(Protocol):
@@ -28,36 +28,36 @@ class Iteration:
 
     Args:
         owner: has begun it.
-        crew: prepares the batches.
+        pool: prepares the batches.
         plan: of the epoch.
         progress: of the epoch.
         deliver: makes of a batch and its ids what is yielded; None: the batch itself.
-        keep_crew: do not close the crew at the end.
-        log_steps: log what the training loop does between two batches, if the crew has a log.
+        keep_pool: do not close the pool at the end.
+        log_steps: log what the training loop does between two batches, if the pool has a log.
     """
 
     def __init__(
         self,
         owner: Owner,
-        crew: Crew,
+        pool: WorkerPool,
         plan: EpochPlan,
         progress: Progress,
         deliver: Callable[[Any, Ids], Any] | None,
         *,
-        keep_crew: bool,
+        keep_pool: bool,
         log_steps: bool,
     ) -> None:
-        self._owner, self._crew, self._plan, self._progress = owner, crew, plan, progress
-        self._deliver, self._keep_crew = deliver, keep_crew
-        self._log = crew.log if log_steps else None
+        self._owner, self._pool, self._plan, self._progress = owner, pool, plan, progress
+        self._deliver, self._keep_pool = deliver, keep_pool
+        self._log = pool.log if log_steps else None
         self._delivered_at: float | None = None
         self._through = False
         self._begun = time.monotonic()
-        self._before = crew.counts["samples"], crew.counts["wait_seconds"]
+        self._before = pool.counts["samples"], pool.counts["wait_seconds"]
         try:
-            self._epoch = Epoch(crew, progress)
+            self._epoch = Epoch(pool, progress)
         except BaseException:
-            crew.close()
+            pool.close()
             raise
 
     def __iter__(self) -> Iteration:
@@ -76,7 +76,7 @@ class Iteration:
             data, ids = next(self._epoch)
         except StopIteration:
             self._through = True
-            samples, waited = self._crew.counts["samples"], self._crew.counts["wait_seconds"]
+            samples, waited = self._pool.counts["samples"], self._pool.counts["wait_seconds"]
             seconds = time.monotonic() - self._begun
             self._owner.finished(self._progress, samples - self._before[0], seconds, waited - self._before[1])
             self.close()
@@ -97,11 +97,11 @@ class Iteration:
         """End this pass. May be called twice."""
         self._epoch.close()
         self._plan.end()
-        if not self._keep_crew:
-            self._crew.close()
-        if self._crew.log is not None:
+        if not self._keep_pool:
+            self._pool.close()
+        if self._pool.log is not None:
             self.end_step()
-            self._crew.log.flush()
+            self._pool.log.flush()
 
     def __del__(self) -> None:
         if hasattr(self, "_epoch"):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stallfree.errors import InputError
-from stallfree.loader.epoch_source import Ids
+from stallfree.sampling.epoch_source import Ids
 
 
 class Batch(NamedTuple):

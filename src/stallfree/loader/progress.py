@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from stallfree.errors import StallfreeError
-from stallfree.loader.epoch_source import Ids, Position
+from stallfree.sampling.epoch_source import Ids, Position
 
 RECENT = 64
 """Delivered batches whose ids are kept: a prefetcher takes batches ahead, and may ask for a state of before."""

@@ -14,9 +14,9 @@ from torch.utils.data import (
     default_convert,
 )
 
-from stallfree.loader.epoch_source import EpochSource
-from stallfree.loader.order import Order
-from stallfree.loader.ranks import rank_and_count
+from stallfree.sampling.epoch_source import EpochSource
+from stallfree.sampling.order import Order
+from stallfree.sampling.ranks import rank_and_count
 
 
 def own_collate(collate_fn: Callable[[Any], Any], *, single: bool) -> Callable[[Any], Any] | None:

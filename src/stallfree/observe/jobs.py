@@ -8,13 +8,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stallfree.cache.admin import CacheInfo, caches_root, list_caches
 from stallfree.cache.counters import Count, Counters
-from stallfree.cache.index import Index
-from stallfree.cache.layout import Meta
+from stallfree.cache.memory.admin import CacheInfo, caches_root, list_caches
+from stallfree.cache.memory.index import Index
+from stallfree.cache.memory.layout import Meta
 from stallfree.errors import StorageError
-from stallfree.loader.status import LoaderStatus, running_loaders
 from stallfree.observe.servers import ServerRow, running_servers
+from stallfree.workers.status import LoaderStatus, running_loaders
 
 _LOCKS = Path("/proc/locks")
 

@@ -20,7 +20,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple, Protocol
 
 from stallfree.errors import InputError, missing_extra
-from stallfree.folders import is_path
+from stallfree.ipc.folders import is_path
 from stallfree.stats import CacheStats, LoaderStats, SmartCacheStats
 
 _STATES = {

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stallfree.stores.addresses import Address, load_client
-from stallfree.stores.rendezvous import known_addresses
-from stallfree.stores.server import server_folders
+from stallfree.stores.launch.rendezvous import known_addresses
+from stallfree.stores.launch.server import server_folders
 
 _SECONDS = 0.25
 

@@ -1,7 +1,14 @@
 """The pipeline of a sample: its steps, which of them may be cached, under which key, and their randomness."""
 
+from stallfree.pipeline.classify.determinism import (
+    Split,
+    StallfreeWarning,
+    Verdict,
+    mark_deterministic,
+    mark_random,
+    split,
+)
 from stallfree.pipeline.compose import Compose, OnItem, Transform, flatten
-from stallfree.pipeline.determinism import Split, StallfreeWarning, Verdict, mark_deterministic, mark_random, split
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness, draw_seed, peek_seed, sample_seed

@@ -16,15 +16,15 @@ import traceback
 
 import torch
 
-from stallfree.folders import SharedFolder, attach
 from stallfree.ipc.consumers import HELLO, VISITOR, Message, Peer, Server
+from stallfree.ipc.folders import SharedFolder, attach
+from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import Parent
-from stallfree.locks import FileLock
-from stallfree.remote import pack_plain_error
+from stallfree.ipc.remote import pack_plain_error
+from stallfree.ipc.sockets import listen
 from stallfree.shared.preparation import Preparation, Setup
 from stallfree.shared.protocol import VERSION, Hello, Kind, unpack_hello
 from stallfree.shared.schedule import Answer
-from stallfree.sockets import listen
 
 _RETURN_SECONDS = 1.0
 """How long a new coordinator waits for the members of the one before, whose locks say that they live."""
@@ -75,7 +75,7 @@ class Coordinator:
         self._folder = attach(setup.folder)
         self._members_lock = FileLock(setup.folder / "members")
         self._preparation = Preparation(setup, self._warn_of)
-        self._crew, self._schedule = self._preparation.crew, self._preparation.schedule
+        self._pool, self._schedule = self._preparation.pool, self._preparation.schedule
         self._hellos: dict[Peer, Hello] = {}  # of members, and of those that wait to be
         self._begun = time.monotonic()
         self._going = self._had_members = False
@@ -101,7 +101,7 @@ class Coordinator:
             self._wait()
             for answer in preparation.collect():
                 self._send(answer)
-            if self._crew.stuck:
+            if self._pool.stuck:
                 log.warning("workers of the group %s hang at their start: it gets other processes", self._name)
                 return
 
@@ -117,15 +117,15 @@ class Coordinator:
 
     def _wait(self) -> None:
         """Wait until something has happened, but not for long."""
-        nothing = not self._crew.prepare_wait()
-        lanes = self._crew.descriptors
+        nothing = not self._pool.prepare_wait()
+        lanes = self._pool.descriptors
         for fd, events in lanes:
             self._poller.register(fd, events)
         ready = self._poller.poll(1000 * self._patience() if nothing else 0)
         for fd, _ in lanes:
             self._poller.unregister(fd)
         if not ready:
-            self._crew.check()
+            self._pool.check()
         self._receive(ready)
         self._ended = any(fd in self._lifeline for fd, _ in ready)
 
@@ -187,7 +187,7 @@ class Coordinator:
         epoch = self._schedule.join(peer, position=position, catchup=self._hellos[peer].catchup)
         self._had_members = True
         self._preparation.resize()
-        folder = os.fsencode(self._crew.ring.slots.folder)
+        folder = os.fsencode(self._pool.ring.slots.folder)
         self._server.send(peer, Kind.WELCOME, 0, epoch, len(self._schedule.members), folder)
 
     def _serve(self, peer: Peer, message: Message) -> None:
@@ -247,7 +247,7 @@ class Coordinator:
     def close(self) -> None:
         """End workers and connections, remove the ring."""
         self._server.close()  # first: members look for another coordinator
-        self._crew.close()
+        self._pool.close()
         self._members_lock.close()
         self._folder.close()
         if self._last is not None:

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from stallfree.batches.messages import NOTHING, Ids
 from stallfree.frames import short_traceback
-from stallfree.loader.crew import Counts, Crew, Options, new_counts
 from stallfree.loader.epoch import Epoch
-from stallfree.loader.messages import NOTHING, Ids
 from stallfree.loader.output import Batch, pinned
 from stallfree.loader.progress import Progress
 from stallfree.pipeline.randomness import Randomness
 from stallfree.shared.member import Chunk, EpochAdvanced, Member, Skipped
 from stallfree.shared.rebatching import Rebatching
+from stallfree.workers.worker_pool import Counts, Options, WorkerPool, new_counts
 
 
 @dataclass
@@ -78,7 +78,7 @@ class EpochIterator:
         self._batches = len(context.member.setup.order)
         self._ready: deque[tuple[int, Any, Ids]] = deque()
         self._gaps: deque[tuple[int, int]] = deque()  # numbers in the epoch
-        self._crew: Crew | None = None
+        self._pool: WorkerPool | None = None
         self._own: tuple[Epoch, Progress, int] | None = None
         self.through = False
         self._skipped = False
@@ -199,11 +199,11 @@ class EpochIterator:
 
     def _start_alone(self, start: int, stop: int) -> tuple[Epoch, Progress, int]:
         context = self._context
-        if self._crew is None:
-            self._crew = Crew(context.options, context.options.seed & 0x7FFFFFFF, context.alone_counts)
+        if self._pool is None:
+            self._pool = WorkerPool(context.options, context.options.seed & 0x7FFFFFFF, context.alone_counts)
         batches = islice(context.member.setup.order.batches(self.epoch, start), stop - start)
         progress = Progress(batches, self.epoch, start)
-        return Epoch(self._crew, progress), progress, start
+        return Epoch(self._pool, progress), progress, start
 
     def close(self) -> None:
         """End this pass. May be called twice."""
@@ -215,8 +215,8 @@ class EpochIterator:
         self._context.next_epoch = self.epoch + 1
         if self._own is not None:
             self._own[0].close()
-        if self._crew is not None:
-            self._crew.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_at"):

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stallfree.errors import InputError, StorageError
-from stallfree.folders import SharedFolder, check_name, sweep
 from stallfree.ipc.consumers import Gone
+from stallfree.ipc.folders import SharedFolder, check_name, sweep
+from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import Child
-from stallfree.locks import FileLock
-from stallfree.remote import unpack_plain_error
+from stallfree.ipc.remote import unpack_plain_error
 from stallfree.shared.coordinator import coordinate
 from stallfree.shared.preparation import Setup
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from stallfree.batches.messages import EMPTY, FAILED, PRIVATE, READY, Result, unpack_result
 from stallfree.errors import StallfreeError, WaitError, WorkerError
 from stallfree.ipc.consumers import Connection, Gone, Message, ask, pack
 from stallfree.ipc.fork_guard import Owner
-from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, Result, unpack_result
+from stallfree.ipc.remote import RemoteTraceback, unpack_plain_error
 from stallfree.pipeline.codec import read_own_record
-from stallfree.remote import RemoteTraceback, unpack_plain_error
 from stallfree.shared.group import Group, reap
 from stallfree.shared.preparation import Setup
 from stallfree.shared.protocol import NEWCOMER, VERSION, Hello, Kind

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stallfree.loader.crew import Crew, Options, new_counts
-from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
-from stallfree.loader.order import Order
-from stallfree.remote import pack_plain_error, unpack_error
+from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
+from stallfree.ipc.remote import pack_plain_error, unpack_error
+from stallfree.sampling.order import Order
 from stallfree.shared.schedule import Answer, Schedule
+from stallfree.workers.worker_pool import Options, WorkerPool, new_counts
 
 SLOTS_PER_MEMBER = 4
 """Slots for each member beyond those under way: batches that it may hold, and one on its way to it."""
@@ -59,14 +59,16 @@ class Preparation:
         leave_behind: called with each member that is left behind.
 
     Attributes:
-        crew: builds.
+        pool: builds.
         schedule: says what to build next, and what is free.
     """
 
     def __init__(self, setup: Setup, leave_behind: Callable[[Any], object]) -> None:
         self._setup, self._leave_behind = setup, leave_behind
         self._counts = {**new_counts(), "num_workers": setup.options.workers}
-        self.crew = Crew(setup.options, setup.base_seed, self._counts, slots=setup.options.ahead + SLOTS_PER_MEMBER)
+        self.pool = WorkerPool(
+            setup.options, setup.base_seed, self._counts, slots=setup.options.ahead + SLOTS_PER_MEMBER
+        )
         self.schedule = Schedule(len(setup.order), setup.options.ahead)
         self._made: dict[int, _Made] = {}
         self._tasks: dict[int, Task] = {}
@@ -90,7 +92,7 @@ class Preparation:
     def explain(self, batch: int) -> str:
         """What is done about a batch; "" if it is not being built."""
         task = self._tasks.get(batch)
-        return "" if task is None else f"it is with {self.crew.describe(task)}; its samples are {task.ids.tolist()}"
+        return "" if task is None else f"it is with {self.pool.describe(task)}; its samples are {task.ids.tolist()}"
 
     def message(self, number: int) -> bytes:
         """The result that is batch `number`."""
@@ -103,7 +105,7 @@ class Preparation:
             if number is None or len(self._tasks) >= self._setup.options.ahead:
                 self._blocked = None
                 return
-            if self.crew.room:
+            if self.pool.room:
                 self._blocked = None
                 self._start(number)
             elif not self._make_room():
@@ -137,18 +139,18 @@ class Preparation:
         ids = self._plan[batch]
         # The token tells epochs apart: two may be under way at once.
         task = self._tasks[number] = Task(epoch + 1, batch, NO_SLOT, epoch, ids)
-        self.crew.submit(task, gather=self.crew.builder.can_gather(ids))
+        self.pool.submit(task, gather=self.pool.builder.can_gather(ids))
 
     def collect(self) -> list[Answer]:
         """Take the batches that are ready; what to send of them to the members that wait."""
         answers = []
-        for result in self.crew.poll():
+        for result in self.pool.poll():
             number = (result.token - 1) * self.schedule.batches + result.number
             task = self._tasks[number]
             if result.status == UNDONE:
                 self._counts["retries"] += 1
                 task.slot = result.slot
-                self.crew.submit(task, gather=False)
+                self.pool.submit(task, gather=False)
             else:
                 del self._tasks[number]
                 answers += self._finish(number, result)
@@ -169,7 +171,7 @@ class Preparation:
             self.resize()
         slot = result.slot
         if result.status in (FAILED, EMPTY):
-            self.crew.ring.give(slot)
+            self.pool.ring.give(slot)
             slot = NO_SLOT
         self._made[number] = _Made(slot, b"".join(result.pack()))
         grants, freed = self.schedule.finish(number)
@@ -179,7 +181,7 @@ class Preparation:
     def free(self, numbers: list[int]) -> None:
         """These batches are not needed any more."""
         for number in numbers:
-            self.crew.ring.give(self._made.pop(number).slot)
+            self.pool.ring.give(self._made.pop(number).slot)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -190,20 +192,20 @@ class Preparation:
         staging = self._setup.options.staging
         if staging is not None:
             count = min(count, max(2, staging * 8 // 9 // max(self._largest, 1)))
-        self.crew.ring.resize(count)
+        self.pool.ring.resize(count)
 
     @property
     def keep(self) -> int:
         """How many batches a member may hold, so that slots are left to go on with."""
-        members, count = len(self.schedule.members), self.crew.ring.count
+        members, count = len(self.schedule.members), self.pool.ring.count
         spare = count - max(1, min(self._setup.options.ahead, count // 2)) - members
         return max(0, min(KEPT, spare // max(1, members)))
 
     def publish(self) -> None:
         """Show what the group does, now and then."""
         now = time.monotonic()
-        if now >= self.crew.status.due:
-            self.crew.status.publish(now, max(0, self.schedule.epoch), self._counts)
+        if now >= self.pool.status.due:
+            self.pool.status.publish(now, max(0, self.schedule.epoch), self._counts)
 
 
 def _next_epoch(folder: Path) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from stallfree.batches.messages import Ids
 from stallfree.errors import InputError
-from stallfree.loader.messages import Ids
-from stallfree.loader.order import Order
-from stallfree.loader.ranks import Ranks
+from stallfree.sampling.order import Order
+from stallfree.sampling.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -15,26 +15,25 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
+from stallfree.batches.reader import reader_of
+from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import InputError
 from stallfree.frames import short_traceback
 from stallfree.ipc.fork_guard import finalize
+from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import (
     WAIT_SECONDS,
     check_functions,
     check_numbers,
-    context_of,
     seed_of,
 )
-from stallfree.loader.crew import Options
-from stallfree.loader.epoch_source import SourceSetup
-from stallfree.loader.order import Order
-from stallfree.loader.ranks import find_ranks, job_name
-from stallfree.loader.reader import reader_of
 from stallfree.loader.shown import shown_by
-from stallfree.loader.smart_cache import SmartCacheDataset
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
+from stallfree.sampling.epoch_source import SourceSetup
+from stallfree.sampling.order import Order
+from stallfree.sampling.ranks import find_ranks, job_name
 from stallfree.shared.epoch_iterator import EpochIterator, JobContext
 from stallfree.shared.group import Group, Terms, difference_of_sizes
 from stallfree.shared.member import Member
@@ -43,6 +42,7 @@ from stallfree.shared.protocol import NEWCOMER, Hello
 from stallfree.shared.rebatching import rebatching_of
 from stallfree.stats import SharedStats
 from stallfree.units import parse_size
+from stallfree.workers.worker_pool import Options
 
 _STATE_VERSION = 1
 

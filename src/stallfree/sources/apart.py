@@ -14,9 +14,9 @@ from typing import Any
 
 from stallfree.errors import InputError
 from stallfree.pipeline._objects import comes_from
+from stallfree.pipeline.classify.probe import same
 from stallfree.pipeline.compose import Compose, OnItem, Transform, flatten
 from stallfree.pipeline.marks import mark_of
-from stallfree.pipeline.probe import same
 from stallfree.sources.base import BaseSource
 from stallfree.sources.decode import DecodeImage
 from stallfree.sources.files import FileDataset

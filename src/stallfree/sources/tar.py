@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.errors import InputError
-from stallfree.folders import is_path
+from stallfree.ipc.folders import is_path
 from stallfree.pipeline.compose import Compose, flatten
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.platform import OPEN

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from stallfree.errors import InputError
-from stallfree.pipeline.determinism import StallfreeWarning
+from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sources.paths import is_url, open_url
 
 _VERSION = 1

@@ -18,8 +18,8 @@ import numpy as np
 
 from stallfree.clock import Clock, SystemClock
 from stallfree.errors import InputError
-from stallfree.folders import SharedFolder
-from stallfree.locks import FileLock
+from stallfree.ipc.folders import SharedFolder
+from stallfree.ipc.locks import FileLock
 from stallfree.pipeline.protocol import Source
 from stallfree.sources.base import BaseSource
 from stallfree.sources.mapped import as_source

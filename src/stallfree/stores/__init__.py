@@ -2,14 +2,12 @@
 
 from typing import Any
 
-from stallfree.cache import Cache
+from stallfree.cache.tiers.tiered import TieredCache
 from stallfree.stores.disk_tier import DiskTier
 from stallfree.stores.redis_cache import RedisCache
 from stallfree.stores.store import RedisStore, Store, default_store, open_cache, parse_capacity, room_of, stores_in
-from stallfree.stores.tiered import TieredCache
 
 __all__ = [
-    "AnyCache",
     "DiskTier",
     "RedisCache",
     "RedisStore",
@@ -23,9 +21,6 @@ __all__ = [
     "servers_of",
     "stores_in",
 ]
-
-
-AnyCache = Cache
 
 
 def servers_of(cache: Any) -> RedisCache | None:

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from stallfree.ipc.shared_array import shared_array
 from stallfree.platform import at_fork
-from stallfree.stores.shared_array import shared_array
 
 LONGEST = 8.0
 """Longest pause between two pings, in seconds. A timeout of 250 ms per pause is then 3% of the time."""

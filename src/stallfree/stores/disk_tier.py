@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from stallfree.cache import MISS, Policy, SampleCache
 from stallfree.cache.checks import EVERY_STEP
+from stallfree.cache.tiers.tier_stack import LowerTier
+from stallfree.cache.tiers.tiered import TieredCache
+from stallfree.cache.tiers.write_behind import Record, WriteBehind
 from stallfree.errors import CapacityError, InputError
-from stallfree.folders import is_address, is_path
+from stallfree.ipc.folders import is_address, is_path
+from stallfree.ipc.shared_array import shared_array
 from stallfree.stats import CacheStats
-from stallfree.stores.shared_array import shared_array
-from stallfree.stores.tier_stack import LowerTier
-from stallfree.stores.tiered import TieredCache
-from stallfree.stores.write_behind import Record, WriteBehind
 from stallfree.units import format_size, parse_size
 
 Array = npt.NDArray[Any]

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.counters import Count, Counters
-from stallfree.folders import SharedFolder, default_root, sweep
-from stallfree.locks import CLAIMS, FileLock
+from stallfree.ipc.folders import SharedFolder, default_root, sweep
+from stallfree.ipc.locks import CLAIMS, FileLock
+from stallfree.ipc.shared_array import shared_array
 from stallfree.stores.circuit_breaker import Breaker, shared_cells
 from stallfree.stores.partitioning import owners
-from stallfree.stores.shared_array import shared_array
 from stallfree.stores.values import DataKey
 
 Array = npt.NDArray[Any]

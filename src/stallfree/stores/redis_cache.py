@@ -26,18 +26,18 @@ from stallfree.cache.checks import EVERY_STEP, MISS, checked_ids, checked_scores
 from stallfree.cache.counters import Count
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.protocol import Fetch, Pool, Reading
+from stallfree.cache.tiers.reading import TierReading, fill
+from stallfree.cache.tiers.write_behind import Record, WriteBehind
 from stallfree.errors import InputError
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.platform import at_fork
 from stallfree.stats import CacheStats
 from stallfree.stores.node_state import NodeState
-from stallfree.stores.reading import TierReading, fill
 from stallfree.stores.redis_values import RedisValues
 from stallfree.stores.redis_writer import RedisWriter
 from stallfree.stores.servers import Servers
 from stallfree.stores.shard import Shard
 from stallfree.stores.values import HEAD_SIZE, data_key
-from stallfree.stores.write_behind import Record, WriteBehind
 
 Array = npt.NDArray[Any]
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stallfree.cache.tiers.buffers import Buffers
+from stallfree.cache.tiers.write_behind import Record
 from stallfree.errors import CodecError
 from stallfree.pipeline.codec import read_record, write_record
-from stallfree.stores.buffers import Buffers
 from stallfree.stores.servers import Servers
 from stallfree.stores.shard import Shard
 from stallfree.stores.values import HEAD_SIZE, DataKey, check_value, data_key, pack_head
-from stallfree.stores.write_behind import Record
 
 Array = npt.NDArray[Any]
 

@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from stallfree.cache.counters import Count
 from stallfree.cache.policies import Policy
+from stallfree.cache.tiers.write_behind import Record
 from stallfree.pipeline.codec import record_size
 from stallfree.stores.node_state import NodeState
 from stallfree.stores.redis_values import LOT_BYTES, RedisValues
 from stallfree.stores.servers import Servers
 from stallfree.stores.shard import Shard
 from stallfree.stores.values import HEAD_SIZE
-from stallfree.stores.write_behind import Record
 
 Array = npt.NDArray[Any]
 

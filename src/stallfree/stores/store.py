@@ -11,18 +11,18 @@ from typing import Any, Protocol, Union
 
 from stallfree.cache import Cache, Policy, SampleCache
 from stallfree.cache.policies import make_policy
+from stallfree.cache.tiers.tiered import TieredCache
 from stallfree.errors import InputError, MissingExtraError, MissingServerError
-from stallfree.folders import check_name
 from stallfree.frames import users_level
+from stallfree.ipc.folders import check_name
 from stallfree.platform import need_linux, shares_memory
 from stallfree.stores.addresses import EXAMPLE, Address, load_client
 from stallfree.stores.disk_tier import DiskTier
-from stallfree.stores.place import find_interface, find_place
+from stallfree.stores.launch.place import find_interface, find_place
+from stallfree.stores.launch.rendezvous import NodeAddresses
+from stallfree.stores.launch.server import NodeServer
 from stallfree.stores.redis_cache import RedisCache
-from stallfree.stores.rendezvous import NodeAddresses
-from stallfree.stores.server import NodeServer
 from stallfree.stores.servers import Servers, Standalone, find_servers
-from stallfree.stores.tiered import TieredCache
 from stallfree.units import format_size, parse_size
 
 

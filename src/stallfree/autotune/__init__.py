@@ -1,0 +1,1 @@
+"""`cache="auto"`: measures fetch and prep, and chooses what to cache."""

@@ -1,0 +1,316 @@
+"""`DataLoader(cache="auto")`: measures a data set in its first epoch, chooses how to cache it, and keeps to that."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+import weakref
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stallfree.autotune.choice import Choice, Measured, choose, expect, explain
+from stallfree.autotune.measure import measure
+from stallfree.batches.reader import Reader
+from stallfree.batches.transform_split import is_prepared
+from stallfree.datasets.cached_dataset import CachedDataset
+from stallfree.datasets.dataset_probe import FirstLook, look
+from stallfree.datasets.private_names import token
+from stallfree.errors import InputError, SampleError, StallfreeError
+from stallfree.ipc.folders import SharedFolder
+from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.fingerprint import fingerprint, tolerant
+from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.values import private
+from stallfree.platform import cpu_count
+from stallfree.sources import as_source
+from stallfree.stores import DiskTier
+from stallfree.workers.worker_pool import Options
+
+_FILE = "choice.json"
+_INDEX = 20
+"""Bytes of a cache's index per sample, about."""
+
+_SLOWER = 1.5
+"""An epoch so many times as slow as expected has the rates measured again."""
+
+_BETTER = 1.1
+"""Another cache must gain so much, since it begins empty."""
+
+_WAITS = 0.1
+"""The share of an epoch that the training loop waits, above which the loader is what limits."""
+
+_STEADY = 2
+"""The epoch that says what G is: the first one compiles, tunes and fills caches."""
+
+_SECONDS = 1.0
+
+log = logging.getLogger("stallfree")
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """What an epoch took: samples, seconds, and seconds of them that the training loop waited."""
+
+    samples: int
+    seconds: float
+    waited: float
+
+    @property
+    def compute(self) -> float:
+        """G: samples/s of the training loop alone."""
+        return self.samples / max(1e-9, self.seconds - self.waited)
+
+
+class AutoCache:
+    """The cache that a loader makes for itself.
+
+    The first iteration measures and decides, before it starts any worker. After the second epoch G is known too, and
+    decides how many workers there are, if that is left open. When an epoch is 1.5 times as slow as the second one, or
+    that one as the model expects, and it is the loader that the training waits for, the rates are measured again before
+    the next one.
+
+    Processes of a host with the same data set, pipeline and capacity share one decision and one cache: the first one
+    decides, and another decision waits until the others have left.
+
+    Args:
+        dataset: a source or any map-style data set, without a cache.
+        room: bytes of the cache.
+        workers: number of worker processes; None leaves it open.
+        tier: a disk that may be used below memory, where that pays.
+
+    Attributes:
+        cached: the data set with the cache; None before the first iteration, and where no cache pays.
+        decision: one line that says what was decided and why; "" before the first iteration.
+        num_workers: worker processes.
+    """
+
+    def __init__(self, dataset: Any, room: int, workers: int | None, tier: DiskTier | None = None) -> None:
+        if isinstance(getattr(dataset, "reader", None), Reader):
+            raise InputError(
+                f"cache='auto' with a {type(dataset).__name__}, which has a cache: give the data set without it, or "
+                "leave cache and capacity out"
+            )
+        self.cached: CachedDataset | None = None
+        self.decision = ""
+        self._dataset, self._room, self._workers, self._tier = dataset, room, workers, tier
+        self._seed = 0
+        self._cpus = cpu_count()
+        self.num_workers = self._cpus if workers is None else workers
+        self._folder: SharedFolder | None = None
+        self._records: dict[int, Any] = {}  # fetched to measure, until they are cached
+        self._measured: Measured | None = None
+        self._choice: Choice | None = None
+        self._expected = math.inf
+        self._last: _Epoch | None = None
+        self._epochs = 0
+        self._reader: Reader | None = None
+
+    def tuned(self, options: Options) -> Options:
+        """The options of a loader's next epoch, in which this cache gives the samples. Decides, if that is due."""
+        reader = self.begin(options.seed)
+        if reader is options.reader and self.num_workers == options.workers:
+            return options
+        each = options.ahead // max(1, options.workers)
+        return replace(options, reader=reader, workers=self.num_workers, ahead=each * max(1, self.num_workers))
+
+    def begin(self, seed: int) -> Reader:
+        """Before an iteration: decide, if that is due. What gives the samples.
+
+        Args:
+            seed: of the loader.
+        """
+        self._seed = seed
+        if self._reader is None:
+            self._decide()
+        elif self._reader.split.uncached:
+            self._decide_afresh()
+        elif self._last is not None:
+            self._learn(self._last)
+            self._last = None
+        assert self._reader is not None
+        return self._reader
+
+    def end(self, samples: int, seconds: float, waited: float) -> None:
+        """An epoch is through."""
+        if samples:
+            self._last = _Epoch(samples, seconds, waited)
+            self._epochs += 1
+
+    def _decide(self) -> None:
+        source = as_source(self._dataset)
+        try:
+            first = look(source, source.pipeline)
+        except SampleError:
+            raise
+        except InputError as error:  # samples are random, and cannot be told from their prep
+            self._reader = _without(source)
+            self._say(f"no cache, {self._count()}: {error}")
+            return
+        with tolerant() as unknown:
+            key = fingerprint(source.fingerprint(), source.pipeline, f"{self._room} {self._workers} {self._tier!r}")
+        folder = self._attach(f"auto-{token() if unknown else key[:20]}", source, first)
+        self._measured, self._choice = _load(folder.path)
+        if self._measured.samples != len(source):
+            raise StallfreeError(
+                f"{folder.path} holds a decision for {self._measured.samples} samples, the data set has "
+                f"{len(source)}: remove it"
+            )
+        self.num_workers = self._choice.workers
+        self._use(source, self._choice)
+        self._keep_records()
+        self._expected = self._choice.rate
+        self._say(explain(self._measured, self._choice, self._bytes))
+
+    def _decide_afresh(self) -> None:
+        """A step or the data set turned out to be random: what is known of them now decides."""
+        if self.cached is not None:
+            self.cached.close()
+        if self._folder is not None:
+            self._folder.close()
+        self.cached = self._folder = self._last = None
+        self._epochs = 0
+        self._decide()
+
+    def _attach(self, name: str, source: Source, first: FirstLook) -> SharedFolder:
+        """The folder with the decision; made here, with the decision in it, if it is not there."""
+        self._folder = SharedFolder(name, initialize=lambda folder: self._publish(folder, source, first))
+        weakref.finalize(self, self._folder.close)
+        return self._folder
+
+    def _publish(self, folder: Path, source: Source, first: FirstLook) -> None:
+        disk = None if self._tier is None else self._tier.folder
+        probe = measure(source, source.pipeline, first, seed=self._seed, disk=disk)
+        self._records = probe.records
+        compute = math.inf if self._measured is None else self._measured.compute
+        measured = replace(probe.measured, compute=compute)
+        choice = self._choose(measured)
+        text = json.dumps({"measured": asdict(measured), "choice": asdict(choice)})
+        (folder / _FILE).write_text(text)
+
+    def _choose(self, measured: Measured) -> Choice:
+        return choose(measured, self._bytes, workers=self._workers, cpus=self._cpus, disk=self._disk)
+
+    @property
+    def _disk(self) -> int:
+        return 0 if self._tier is None else max(0, self._tier.capacity - _INDEX * len(self._dataset))
+
+    @property
+    def _bytes(self) -> int:
+        return max(0, self._room - _INDEX * len(self._dataset))
+
+    def _use(self, source: Source, choice: Choice) -> None:
+        if choice.share is None:
+            self._reader = _without(source)
+        else:
+            form = {0.0: "fetched", 1.0: "prepared"}.get(choice.share, choice.share)
+            store = self._tier if self._tier is not None and choice.on_disk else "memory"
+            self.cached = CachedDataset(source, capacity=self._room, form=form, store=store, seed=self._seed)
+            self._reader = self.cached.reader
+        self._reader.io_threads = max(1, math.ceil(choice.threads / max(1, self.num_workers)))
+
+    def _keep_records(self) -> None:
+        """Those that were fetched to measure need not be fetched again."""
+        records, self._records = self._records, {}
+        if self.cached is None:
+            return
+        reader, began = self.cached.reader, time.monotonic()
+        prepare = is_prepared(list(records), reader.share) if reader.share < 1 else [True] * len(records)
+        with reader.watch() as watch:
+            for (id, record), wanted in zip(records.items(), prepare, strict=True):
+                if time.monotonic() - began > _SECONDS:
+                    break
+                try:
+                    value = reader.deterministic(private(record)) if wanted else record
+                    if watch.moved() or watch.made():
+                        return  # it will be found out what draws when the sample is asked for
+                    reader.store([id], [value])
+                except Exception:  # it will come again, and be heard of, when the sample is asked for
+                    return
+
+    def _learn(self, epoch: _Epoch) -> None:
+        """Look at the epoch that is over."""
+        if self._measured is None or self._choice is None or self._folder is None:
+            return
+        if self._epochs == _STEADY:
+            self._measured = replace(self._measured, compute=epoch.compute)
+            if self._workers is None:
+                self._set_workers(self._measured, self._choice)
+        limits = epoch.waited > _WAITS * epoch.seconds
+        rate = epoch.samples / epoch.seconds
+        if self._epochs < _STEADY:
+            return
+        fine = not limits or rate * _SLOWER >= min(self._expected, epoch.compute)
+        if not fine or self._epochs == _STEADY:
+            self._expected = rate  # which the model knows only about; and if nothing better is found, it is as it is
+        if fine:
+            return
+        self._decide_again(self._folder, replace(self._measured, compute=epoch.compute), self._choice)
+
+    def _set_workers(self, measured: Measured, choice: Choice) -> None:
+        best = self._choose(measured)
+        if best.share == choice.share and best.workers != self.num_workers:
+            self.num_workers = best.workers
+            if self._reader is not None:
+                self._reader.io_threads = max(1, math.ceil(best.threads / best.workers))
+            self._choice = best
+            self._say(f"G={measured.compute:,.0f}/s: {self._count()} from now on")
+
+    def _decide_again(self, folder: SharedFolder, measured: Measured, old: Choice) -> None:
+        """Measure anew, and change the cache if that gains much and no other process uses the old decision."""
+        self._measured = measured
+        source = as_source(self._dataset)
+        folder.close()  # the last one out decides anew
+        try:
+            first = look(source, source.pipeline)
+            folder = self._attach(folder.path.name, source, first)
+        except StallfreeError as error:
+            log.warning("the rates could not be measured again, so the cache stays as it is: %s", error)
+            self._folder = None
+            return
+        self._measured, new = _load(folder.path)
+        there = expect(self._measured, old.share, self._bytes, max(1, old.workers), self._disk if old.on_disk else 0)
+        if not folder.created or new.rate <= _BETTER * there.rate:
+            self._records = {}
+            self._choice = replace(there, workers=old.workers)
+            return
+        self._choice, self.num_workers, self._expected = new, new.workers, new.rate
+        if self.cached is not None:
+            self.cached.close()
+            self.cached = None
+        self._use(source, new)
+        self._keep_records()
+        self._say(f"the rates have changed: {explain(self._measured, new, self._bytes)}")
+
+    def _count(self) -> str:
+        return f"{self.num_workers} worker{'' if self.num_workers == 1 else 's'}"
+
+    def _say(self, text: str) -> None:
+        self.decision = text
+        log.info("%s", text)
+        print(f"stallfree: {text}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Leave the cache and the decision. A further iteration decides anew."""
+        if self.cached is not None:
+            self.cached.close()
+        if self._folder is not None:
+            self._folder.close()
+        self.cached = self._folder = self._reader = None
+        self._records = {}
+
+
+def _without(source: Source) -> Reader:
+    return Reader(source, None, Compose([]), source.pipeline)
+
+
+def _load(folder: Path) -> tuple[Measured, Choice]:
+    data = json.loads((folder / _FILE).read_text())
+    measured = data["measured"]
+    measured["storage"] = {int(count): rate for count, rate in measured["storage"].items()}
+    for name in ("sizes", "reading", "disk"):
+        measured[name] = tuple(measured[name])
+    return Measured(**measured), Choice(**data["choice"])

@@ -1,0 +1,246 @@
+"""Measures what the choice of a cache needs to know: S, P and C on a few samples, in the process that trains."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stallfree.autotune.choice import Measured
+from stallfree.cache import SampleCache
+from stallfree.datasets.dataset_probe import FirstLook
+from stallfree.errors import CodecError, InputError, StallfreeError
+from stallfree.pipeline.classify.watch import Watch
+from stallfree.pipeline.codec import encode, record_size
+from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.in_place import works_in_place
+from stallfree.pipeline.protocol import Source, sample_error
+from stallfree.pipeline.randomness import Randomness
+from stallfree.pipeline.values import private
+from stallfree.sources.throttle import payload_bytes
+
+LEVELS = (8, 16, 32, 64)
+"""Fetches at once that are tried, each level with twice as many samples."""
+
+SECONDS = 1.0
+"""For all fetches, and as long again for prep; each level and each part takes at least four samples."""
+
+BYTES = 256 << 20
+"""Of records that are held meanwhile."""
+
+_BUSY = 0.7
+_PREPARED = 64
+_LEAST = 4
+
+
+@dataclass
+class Probe:
+    """What was measured, and the records that were fetched for it: they need not be fetched again.
+
+    Attributes:
+        measured: the rates and sizes.
+        records: as they were fetched, by id.
+    """
+
+    measured: Measured
+    records: dict[int, Any] = field(default_factory=dict)
+
+
+def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int, disk: Path | None = None) -> Probe:
+    """Fetch and prepare some samples, drawn at random, and time it. Samples that cannot be had are left out.
+
+    Takes about two seconds at most if single samples are quick. Raises `SampleError` if no sample can be had. With a
+    folder on a `disk`, some are written there and read again, out of the page cache.
+    """
+    ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source))[: 2 * sum(LEVELS)].tolist()
+    with Watch(source) as watch:
+        fetched = _fetch_some(source, ids) if getattr(source, "threads", True) else _fetch_in_turn(source, ids)
+        drew = watch.moved() or bool(watch.made())
+    values = list(fetched.records.values())[:_PREPARED]
+    with _one_thread(), Randomness(steps if len(first.parts.random) else None) as randomness:
+        randomness.seed(seed, 0, first.id)
+        whole, _ = _seconds(steps, values)
+        if len(first.parts.deterministic):
+            deterministic, prepared = _seconds(first.parts.deterministic, values)
+            random, _ = _seconds(first.parts.random, prepared)
+        else:
+            deterministic, prepared, random = 0.0, [], whole
+    left = (steps, first.parts.random)
+    costs = [_cost_in_cache(kind, rest) for kind, rest in zip((values, prepared), left, strict=True)]
+    sizes, reading = zip(*costs, strict=True)
+    measured = Measured(
+        samples=len(source),
+        storage=fetched.storage,
+        fetching=fetched.processor,
+        whole=whole,
+        deterministic=deterministic,
+        random=random,
+        reading=reading,
+        sizes=sizes,
+        disk=(0.0, 0.0) if disk is None else (_rate_of_disk(disk, values), _rate_of_disk(disk, prepared)),
+    )
+    return Probe(measured, {} if drew else fetched.records)  # a cache for random ones would freeze them
+
+
+@dataclass
+class _Fetched:
+    """Records, S by the number of fetches at once, and the seconds of processor per fetch."""
+
+    records: dict[int, Any]
+    storage: dict[int, float]
+    processor: float
+
+
+def _fetch_some(source: Source, ids: list[int]) -> _Fetched:
+    """With more and more at once, as long as that is faster."""
+    fetched, ids_left, held, best = _Fetched({}, {}, 0.0), iter(ids), 0, 0.0
+    busy, reads, problem = 0.0, 0, None
+    end = time.monotonic() + SECONDS
+    for level in LEVELS:
+        with ThreadPoolExecutor(level, thread_name_prefix="stallfree-measure") as pool:
+            began, processor, got = time.monotonic(), time.process_time(), 0
+            under_way = []
+            for id in ids_left:
+                under_way.append((id, pool.submit(source.fetch, id)))
+                if len(under_way) == 2 * level:
+                    break
+            for id, future in under_way:
+                if got >= _LEAST and (time.monotonic() > end or held > BYTES):
+                    future.cancel()
+                    continue
+                try:
+                    fetched.records[id] = private(future.result())
+                except Exception as error:
+                    problem = sample_error(error, source, id, "fetching")
+                    continue
+                got += 1
+                held += payload_bytes(fetched.records[id])
+        seconds, processor = time.monotonic() - began, time.process_time() - processor
+        if not got:
+            break
+        busy, reads = busy + processor, reads + got
+        rate = math.inf if processor > _BUSY * seconds else got / seconds
+        fetched.storage[level] = rate
+        if rate <= 1.1 * best or math.isinf(rate) or time.monotonic() > end or held > BYTES:
+            break
+        best = rate
+    if problem is not None and not fetched.records:
+        raise problem
+    fetched.processor = busy / max(1, reads)
+    return fetched
+
+
+def _fetch_in_turn(source: Source, ids: list[int]) -> _Fetched:
+    """A data set that is not made for threads: its fetches take the workers' time, waits included."""
+    fetched, held, problem = _Fetched({}, {1: math.inf}, 0.0), 0, None
+    began = time.monotonic()
+    for id in ids:
+        if len(fetched.records) >= _LEAST and (time.monotonic() - began > SECONDS or held > BYTES):
+            break
+        try:
+            fetched.records[id] = private(source.fetch(id))
+        except Exception as error:
+            problem = sample_error(error, source, id, "fetching")
+            continue
+        held += payload_bytes(fetched.records[id])
+    if problem is not None and not fetched.records:
+        raise problem
+    fetched.processor = (time.monotonic() - began) / max(1, len(fetched.records))
+    return fetched
+
+
+def _seconds(steps: Callable[[Any], Any], values: list[Any]) -> tuple[float, list[Any]]:
+    """Seconds per value for `steps`, and what they gave. The first is done twice: it may load libraries."""
+    copies = [private(value) for value in values]
+    made = []
+    with contextlib.suppress(Exception):
+        steps(private(values[0]))
+    began = time.monotonic()
+    for value in copies:
+        with contextlib.suppress(Exception):  # it will come again when the sample is asked for
+            made.append(steps(value))
+        if len(made) >= _LEAST and time.monotonic() - began > SECONDS / 2:
+            break
+    return (time.monotonic() - began) / max(1, len(made)), made
+
+
+def _cost_in_cache(values: list[Any], rest: Compose) -> tuple[float, float]:
+    """Bytes of a record in a cache, infinite if it cannot be stored, and seconds to read it for the steps `rest`."""
+    try:
+        sizes = [record_size(*encode(value, allow_pickle=True)) for value in values]
+    except (CodecError, RecursionError):
+        sizes = []
+    if not sizes:
+        return math.inf, 0.0
+    room = sum(size + size // 4 + 4096 for size in sizes) + (1 << 20)
+    name = f"measure-{secrets.token_hex(8)}"
+    try:
+        cache = SampleCache(len(values), capacity=room, fingerprint=name, name=name, example=values[0])
+    except (InputError, OSError):
+        return sum(sizes) / len(sizes), 0.0
+    try:
+        ids = np.arange(len(values))
+        cache.put_many(ids, values)
+        read = cache.borrow if len(rest) and all(map(works_in_place, rest)) else cache.get_many
+        read(ids)
+        began = time.perf_counter()
+        read(ids)
+        return sum(sizes) / len(sizes), (time.perf_counter() - began) / len(values)
+    finally:
+        cache.close()
+
+
+def _rate_of_disk(folder: Path, values: list[Any]) -> float:
+    """Samples/s that a cache on this disk gives to 8 threads; 0 if it cannot be used."""
+    name = f"measure-{secrets.token_hex(8)}"
+    try:
+        sizes = [record_size(*encode(value, allow_pickle=True)) for value in values]
+        room = sum(size + size // 4 + 4096 for size in sizes) + (1 << 20)
+        cache = SampleCache(len(values), capacity=room, fingerprint=name, store=folder, name=name, example=values[0])
+    except (CodecError, StallfreeError, RecursionError, OSError, IndexError):
+        return 0.0
+    try:
+        cache.put_many(np.arange(len(values)), values)
+        _out_of_memory(cache.path / "data")
+        began = time.monotonic()
+        with ThreadPoolExecutor(LEVELS[0]) as pool:
+            for _ in pool.map(lambda id: cache.get_many(np.array([id])), range(len(values))):
+                pass
+        return len(values) / (time.monotonic() - began)
+    except OSError:
+        return 0.0
+    finally:
+        cache.close()
+
+
+def _out_of_memory(file: Path) -> None:
+    """Have the system forget what it holds of a file."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """As workers have it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

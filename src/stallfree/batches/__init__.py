@@ -1,0 +1,1 @@
+"""Batches: reads samples, prepares them, and collates them into a buffer."""

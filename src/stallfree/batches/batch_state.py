@@ -1,0 +1,313 @@
+"""The state of one batch under construction: what was found, fetched, stored and prepared so far."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from stallfree.batches.batch_buffer import BatchBuffer
+from stallfree.batches.transform_split import Reclassified, is_prepared
+from stallfree.cache import MISS, Lends
+from stallfree.cache.memory.records import Borrowed
+from stallfree.errors import CodecError, SampleError
+from stallfree.pipeline.classify.watch import Watch
+from stallfree.pipeline.compose import Compose, as_call
+from stallfree.pipeline.protocol import sample_error
+from stallfree.pipeline.values import as_cached, private
+from stallfree.sources.throttle import payload_bytes
+
+if TYPE_CHECKING:
+    from stallfree.batches.reader import Pending, Reader
+
+
+@dataclass
+class Samples:
+    """The samples of a batch, and what they cost.
+
+    Attributes:
+        ids: of those really served: samples left out because of an error are in `skipped`.
+        values: the samples; none if they are in the buffer of the batch.
+        hits, misses: how many were in the cache, and how many were not.
+        storage_bytes: bytes that were fetched.
+        fetch_seconds: time spent on waiting for fetches.
+        skipped: why samples were left out.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    hits: int = 0
+    misses: int = 0
+    storage_bytes: int = 0
+    fetch_seconds: float = 0.0
+    skipped: list[SampleError] = field(default_factory=list)
+
+
+class BatchState:
+    """Makes the samples of one batch.
+
+    Args:
+        reader: of the data set.
+        pending: the reads and fetches that were started.
+        seed, epochs: of the randomness; one epoch per sample.
+        skip: leave samples out that cannot be had.
+        buffer: where samples go that are prepared in place, or None.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        pending: Pending,
+        seed: int,
+        epochs: Sequence[int],
+        skip: bool,
+        buffer: BatchBuffer | None,
+    ) -> None:
+        self.reader, self.pending, self.seed, self.epochs = reader, pending, seed, epochs
+        self.skip, self.buffer = skip, buffer
+        self.ids: list[int] = pending.ids.tolist()
+        self.samples = Samples()
+        self._found: list[Any] = []
+        self._borrowed: Borrowed | None = None
+        self._own: set[int] = set()  # positions of what does not lie in the cache
+        self._failed: dict[int, SampleError] = {}
+        self._watch: Watch | None = None
+        self._drew = False
+        self._reads = self._read_bytes = 0
+
+    def make(self) -> Samples:
+        """Read, fetch, store and prepare. Raises `Reclassified` and `SampleError`; see `Reader.finish`."""
+        missing = self._read()
+        if missing:
+            self._fill(missing)
+        if self.buffer is None:
+            self._prepare()
+        else:
+            self._prepare_in_place(self.buffer)
+        return self.samples
+
+    def fill(self) -> int:
+        """Fetch and store what the cache lacks; how many could not be had."""
+        self._fill(self._read())
+        return len(self.samples.skipped)
+
+    # -- what the cache has -------------------------------------------------------------------------------------------
+
+    def _read(self) -> list[int]:
+        """Fill in what the cache has; the positions of what it lacks."""
+        reader, cache, reading = self.reader, self.reader.cache, self.pending.reading
+        self._found = [MISS] * len(self.ids)
+        if cache is not None and reader.current:
+            if self.buffer is not None and isinstance(cache, Lends):
+                self._borrowed = cache.borrow(self.pending.ids)
+            if self._borrowed is not None:
+                self._found = self._borrowed.values
+            else:
+                self._found = (reading or reader.begin_read(self.pending, cache)).result()
+            if cache.uncached_steps != reader.split.uncached:  # it may have been made by other steps
+                raise Reclassified
+        missing = [at for at, value in enumerate(self._found) if value is MISS]
+        self._own = set(missing)
+        self.samples.hits, self.samples.misses = len(self.ids) - len(missing), len(missing)
+        return missing
+
+    # -- what it lacks ------------------------------------------------------------------------------------------------
+
+    def _fill(self, missing: list[int]) -> None:
+        """Fetch the samples at the positions `missing`, apply the steps before the cache, and store them.
+
+        What cannot be had stays `MISS`.
+        """
+        reader = self.reader
+        first: dict[int, int] = {}
+        for at in missing:
+            first.setdefault(self.ids[at], at)
+        if len(first) > 1:
+            reader.fetch(list(first), self.pending)  # those that were resident at the start and no longer are
+        failed: Exception | None = None
+        try:
+            with reader.watch() if reader.caches else contextlib.nullcontext() as self._watch:
+                try:
+                    self._fill_each(first.items())
+                except Reclassified:
+                    raise
+                except Exception as error:
+                    failed = error
+                self._find_draw(list(first))
+                if self._watch is not None and first and failed is None:
+                    reader.find_made(list(first))
+        except Reclassified:  # what was made may not be stored
+            if reader.cache is not None and self._reads:
+                reader.cache.count_fetch(self._reads, self._read_bytes)
+            raise
+        self._store(first)
+        if failed is not None:
+            raise failed
+        for at in missing:
+            if at != first[self.ids[at]]:
+                self._repeat(at, first[self.ids[at]])
+
+    def _fill_each(self, items: Iterable[tuple[int, int]]) -> None:
+        for id, at in items:
+            try:
+                self._found[at] = self._value(id)
+            except SampleError as error:
+                if not self.skip:
+                    raise
+                self._failed[id] = error
+                self.samples.skipped.append(error)
+            if self.reader.split.looks_at_each:
+                self._find_draw([id])
+
+    def _find_draw(self, ids: list[int]) -> None:
+        """If something drew random numbers since the last call, find out what."""
+        if self._watch is not None and ids and (self._watch.moved() or self._drew):
+            self._drew = False
+            self.reader.find_draw(ids)
+
+    def _value(self, id: int) -> Any:
+        reader, split = self.reader, self.reader.split
+        record = self._fetched(id, self.pending.fetches.pop(id, None))
+        if self._watch is not None and not split.watches_source:
+            self._watch.moved()
+        size = payload_bytes(record)
+        self._reads += 1
+        self._read_bytes += size
+        self.samples.storage_bytes += size
+        if reader.cache is not None:
+            record = private(record)  # the source may keep what it gave
+        if len(split.deterministic) and (split.share == 1 or is_prepared([id], split.share)[0]):
+            try:
+                each = split.looks_at_each and any(split.marked)
+                record = self._apply_each(record) if each else split.deterministic(record)
+            except Exception as error:
+                raise_from(sample_error(error, reader.source, id, "preparing"), error)
+        return as_cached(record) if reader.caches else record
+
+    def _apply_each(self, value: Any) -> Any:
+        """Apply the deterministic steps; but do not look at what those draw that may draw."""
+        split = self.reader.split
+        for step, marked in zip(split.deterministic, split.marked, strict=True):
+            if marked and self._watch is not None:
+                self._drew |= self._watch.moved()
+            value = as_call(step)(value)
+            if marked and self._watch is not None:
+                self._watch.moved()
+        return value
+
+    def _fetched(self, id: int, future: Future[Any] | None) -> Any:
+        source, started = self.reader.source, time.perf_counter()
+        try:
+            if future is not None:
+                with contextlib.suppress(CancelledError):  # by another loader of this process, which ended
+                    return future.result()
+            return source.fetch(id)
+        except Exception as error:
+            raise_from(sample_error(error, source, id, "fetching"), error)
+        finally:
+            self.samples.fetch_seconds += time.perf_counter() - started
+
+    def _repeat(self, at: int, first: int) -> None:
+        """An id that is twice in a batch: the second sample is its own, not the first one again."""
+        if self._found[first] is MISS:
+            self.samples.skipped.append(self._failed[self.ids[at]])
+        else:
+            self._found[at] = private(self._found[first])
+
+    def _store(self, first: dict[int, int]) -> None:
+        reader, cache = self.reader, self.reader.cache
+        if cache is None:
+            return
+        if self._reads:
+            cache.count_fetch(self._reads, self._read_bytes)
+        new = [(id, self._found[at]) for id, at in first.items() if self._found[at] is not MISS]
+        try:
+            reader.store([id for id, _ in new], [value for _, value in new])
+        except CodecError:
+            for id, value in new:
+                try:
+                    reader.store([id], [value])
+                except CodecError as error:
+                    raise sample_error(error, reader.source, id, "storing") from error
+
+    # -- the steps after the cache ------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Apply what is left to do to all values that are there."""
+        reader, samples = self.reader, self.samples
+        if not len(reader.rest) and reader.share == 1 and not samples.skipped:
+            samples.ids, samples.values = self.ids, self._found
+            return
+        rests = reader.split.rests(self.ids)
+        for id, value, epoch, rest in zip(self.ids, self._found, self.epochs, rests, strict=True):
+            if value is MISS:
+                continue
+            try:
+                if reader.seeds:
+                    reader.randomness.seed(self.seed, epoch, id)
+                samples.values.append(rest(value))
+                samples.ids.append(id)
+            except Exception as error:
+                self._leave_out(id, error, "preparing")
+
+    def _leave_out(self, id: int, error: Exception, doing: str) -> None:
+        """It has failed: it is left out, with `skip`, or else the error of the batch."""
+        problem = sample_error(error, self.reader.source, id, doing)
+        if not self.skip:
+            raise_from(problem, error)
+        self.samples.skipped.append(problem)
+
+    def _prepare_in_place(self, buffer: BatchBuffer) -> None:
+        """Prepare the samples in the buffer, out of the cache where they lie: no copies, no fresh memory."""
+        for at, rest in enumerate(self.reader.split.rests(self.ids)):
+            if not self._prepare_row(at, rest, buffer):  # changed by another process meanwhile: fetched
+                self._fetch_again(at)
+                self._prepare_row(at, rest, buffer)
+        if not buffer.whole:
+            self.samples.values[:0] = buffer.copied()
+
+    def _prepare_row(self, at: int, rest: Compose, buffer: BatchBuffer) -> bool:
+        """Prepare one sample. Returns False if its record was overwritten during the read; then do it again."""
+        value, id, problem, written = self._found[at], self.ids[at], None, False
+        if value is MISS:
+            return True
+        try:
+            if self.reader.seeds:
+                self.reader.randomness.seed(self.seed, self.epochs[at], id)
+            sample = rest.into(value, buffer.row())
+            written = buffer.put(sample)
+            if not written:
+                sample = private(sample)
+        except Exception as error:
+            problem = error
+        if self._borrowed is not None and at not in self._own and not self._borrowed.unchanged(at):
+            return False
+        if problem is not None:
+            self._leave_out(id, problem, "preparing")
+            return True
+        if written:
+            buffer.next()
+        else:
+            self.samples.values.append(sample)
+        self.samples.ids.append(id)
+        return True
+
+    def _fetch_again(self, at: int) -> None:
+        cache = self.reader.cache
+        assert isinstance(cache, Lends)
+        cache.count_changed(1)
+        self._found[at] = MISS
+        self._own.add(at)
+        self.samples.hits -= 1
+        self.samples.misses += 1
+        self._fill([at])
+
+
+def raise_from(problem: SampleError, error: BaseException) -> NoReturn:
+    """Raise `problem`, caused by `error`; a `SampleError` that came up as such keeps its own cause."""
+    if problem is error:
+        raise problem
+    raise problem from error

@@ -1,0 +1,77 @@
+"""Samples of a data set that is neither cached nor read by threads: it is indexed, one sample after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from stallfree.batches.batch_state import Samples, raise_from
+from stallfree.errors import SampleError
+from stallfree.pipeline.protocol import sample_error
+from stallfree.sources.mapped import MapSource
+from stallfree.sources.throttle import payload_bytes
+
+if TYPE_CHECKING:
+    from stallfree.batches.reader import Reader
+
+
+def index_samples(reader: Reader, ids: list[int], seed: int, epoch: int | Sequence[int], *, skip: bool) -> Samples:
+    """The samples of a batch; see `Reader.finish`. Its `storage_bytes` are those of the first one times their number.
+
+    A data set that has drawn no random number so far is given all ids at once (`__getitems__`), if it takes them.
+    """
+    source = reader.source
+    if type(source) is MapSource and reader.randomness.draws is False and not skip and not len(reader.rest):
+        samples = Samples(ids, _index_all(source, ids))
+    else:
+        samples = _index_each(reader, ids, seed, [epoch] * len(ids) if isinstance(epoch, int) else epoch, skip)
+    samples.misses = len(ids)
+    if samples.values:
+        samples.storage_bytes = payload_bytes(samples.values[0]) * len(samples.values)
+    return samples
+
+
+def _index_all(source: MapSource, ids: list[int]) -> list[Any]:
+    dataset = source.dataset
+    several = getattr(dataset, "__getitems__", None)
+    if several is not None:
+        with contextlib.suppress(Exception):  # which sample is to blame, the loop below finds out
+            found = several(ids)
+            if isinstance(found, (list, tuple)) and len(found) == len(ids):
+                return list(found)
+    values: list[Any] = []
+    add = values.append
+    try:
+        for id in ids:
+            add(dataset[id])
+    except Exception as error:
+        raise_from(sample_error(error, source, ids[len(values)], "fetching"), error)
+    return values
+
+
+def _index_each(reader: Reader, ids: list[int], seed: int, epochs: Sequence[int], skip: bool) -> Samples:
+    samples, rest, randomness, source = Samples(), reader.rest, reader.randomness, reader.source
+    get = partial(operator.getitem, source.dataset) if type(source) is MapSource else source.fetch
+    for id, epoch in zip(ids, epochs, strict=True):
+        doing = "fetching"
+        try:
+            if reader.seeds_fetch:
+                randomness.seed(seed, epoch, id)
+            value = get(id)
+            if len(rest):
+                doing = "preparing"
+                if reader.seeds:
+                    randomness.seed(seed, epoch, id)
+                value = rest(value)
+        except Exception as error:
+            problem: SampleError = sample_error(error, source, id, doing)
+            if not skip:
+                raise_from(problem, error)
+            samples.skipped.append(problem)
+        else:
+            samples.ids.append(id)
+            samples.values.append(value)
+    return samples

@@ -1,0 +1,1 @@
+"""The sample cache in shared memory: arena, index, readers and writers, recovery."""

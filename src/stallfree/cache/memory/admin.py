@@ -1,0 +1,98 @@
+"""Look after the caches of this user: list, visit, remove, sweep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from stallfree.cache.memory.index import Field, Index
+from stallfree.cache.memory.layout import META, Meta
+from stallfree.errors import InputError, StorageError
+from stallfree.ipc.folders import (
+    check_name,
+    default_root,
+    in_use,
+    is_persistent,
+    is_root,
+    remove_unused,
+    sweep,
+    user_root,
+)
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """One cache. `fingerprint` and the counts are empty when it cannot be read.
+
+    Attributes:
+        name: its name.
+        path: its folder.
+        in_use: whether a process is attached.
+        persist: whether it stays when nobody is.
+        samples: number of samples of the data set.
+        resident_items: records in it.
+        used_bytes: bytes taken, index included.
+        capacity_bytes: bytes it may take.
+        policy: name of the policy.
+        fingerprint: of the data.
+    """
+
+    name: str
+    path: Path
+    in_use: bool
+    persist: bool
+    samples: int = 0
+    resident_items: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    policy: str = ""
+    fingerprint: str = ""
+
+
+def caches_root(store: str | Path = "memory") -> Path:
+    """Where the caches of this user lie: in memory, or below the folder `store`."""
+    return default_root() if str(store) == "memory" else user_root(store)
+
+
+def list_caches(root: Path) -> list[CacheInfo]:
+    """The caches below `root`, by name."""
+    if not is_root(root):
+        return []
+    return [_info(path) for path in sorted(root.iterdir()) if _is_cache(path)]
+
+
+def _is_cache(path: Path) -> bool:
+    return path.name[0] != "." and any((path / file).is_file() for file in (META, "index"))
+
+
+def _info(path: Path) -> CacheInfo:
+    state = {"name": path.name, "path": path, "in_use": in_use(path), "persist": is_persistent(path)}
+    try:
+        meta = Meta.load(path)
+        header = Index(path / "index", meta.num_ids, meta.num_blocks, **meta.kinds).header
+    except (StorageError, OSError):
+        return CacheInfo(**state)  # type: ignore[arg-type]
+    return CacheInfo(
+        **state,  # type: ignore[arg-type]
+        samples=meta.num_ids,
+        resident_items=int(header[Field.RESIDENT]),
+        used_bytes=meta.index_bytes + int(header[Field.BACKED]) * meta.block,
+        capacity_bytes=meta.capacity,
+        policy=meta.policy,
+        fingerprint=meta.fingerprint,
+    )
+
+
+def remove(root: Path, name: str) -> None:
+    """Remove the cache `name` below `root`. Raises `InputError` if there is none or a process is attached to it."""
+    path = root / check_name(name)
+    if not is_root(root) or not _is_cache(path):
+        there = ", ".join(info.name for info in list_caches(root)) or "none"
+        raise InputError(f"there is no cache {name!r} in {root}: give one that is there ({there})")
+    if not remove_unused(path):
+        raise InputError(f"the cache {name!r} in {root} is in use: end the processes that are attached to it first")
+
+
+def collect_garbage(root: Path) -> list[str]:
+    """Remove what killed processes left below `root`; the names."""
+    return sweep(root)

@@ -1,0 +1,281 @@
+"""Where the bytes of records lie: blocks of one size in one sparse file.
+
+In memory the file is mapped and a batch is read by one gather per leaf. On a disk it is read and written by system
+calls, so that a bad sector or a file cut short is an error that can be handled and not a fault. Either way a block is
+touched only after `posix_fallocate` has got its memory: a full file system means a smaller cache, never SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stallfree.cache.memory.index import DamagedError
+from stallfree.cache.memory.serial import one_thread
+from stallfree.platform import OPEN, allocate, shares_memory
+
+Array = npt.NDArray[Any]
+
+SEGMENT = 64 << 20
+"""Bytes of memory that are taken at a time, or one block if that is larger."""
+
+_MOST_PARTS = 1024  # that one call may read into
+_POPULATE_READ = 22
+_POPULATE_STEP = 32 << 20
+
+
+class Arena(ABC):
+    """`num_blocks` blocks of `block` bytes (a multiple of 64) in `file`."""
+
+    def __init__(self, file: Path, block: int, num_blocks: int) -> None:
+        self.block = block
+        self.num_blocks = num_blocks
+        try:
+            self._fd = os.open(file, os.O_RDWR | OPEN)
+        except OSError as error:
+            raise DamagedError(f"the file {file} of a cache cannot be opened: {error}") from error
+
+    @staticmethod
+    def create(file: Path, block: int, num_blocks: int) -> None:
+        """Make the sparse file; it takes no memory yet."""
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN, 0o600)
+        try:
+            os.ftruncate(fd, block * num_blocks)
+        finally:
+            os.close(fd)
+
+    def back(self, start: int, count: int) -> int:
+        """Get memory for `count` blocks from block `start` on, or for as many as there is room for; their number.
+
+        When the file system is filling up, a 16th of what it has left stays free for others.
+        """
+        if self._back(start, count):
+            return count
+        if not shares_memory():
+            return 0
+        found = os.fstatvfs(self._fd)
+        space = found.f_bavail * found.f_frsize
+        fewer = min(count - 1, (space - space // 16) // self.block)
+        return fewer if fewer > 0 and self._back(start, fewer) else 0
+
+    def _back(self, start: int, count: int) -> bool:
+        try:
+            allocate(self._fd, start * self.block, count * self.block)
+        except OSError:
+            return False
+        return True
+
+    def whole(self) -> int:
+        """Blocks that the file has; it is made as long as it should be if it is not."""
+        there = os.fstat(self._fd).st_size
+        if there != self.num_blocks * self.block:
+            os.ftruncate(self._fd, self.num_blocks * self.block)
+        return min(there // self.block, self.num_blocks)
+
+    @abstractmethod
+    def read(self, blocks: Array, out: Array) -> None:
+        """Copy `blocks` (integers) one after the other into `out`, (len(blocks), block) bytes.
+
+        What a disk does not give is zero in `out`: the checksum of the record tells.
+        """
+
+    @abstractmethod
+    def write(self, blocks: Array, data: Array) -> None:
+        """Copy the rows of `data`, (len(blocks), block) bytes, into `blocks`. May raise `OSError`."""
+
+    @abstractmethod
+    def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
+        """Prepare to `gather` the bytes from `offsets[k]` on of some blocks into the rows of `outs[k]`, (n, bytes).
+
+        The offsets rise, and the parts do not overlap.
+        """
+
+    @abstractmethod
+    def gather(self, blocks: Array, target: Any) -> None:
+        """Copy of each of the n `blocks`, into a row each, what `target` says. What a disk does not give is zero.
+
+        Args:
+            blocks: int64.
+            target: what `aim` made.
+        """
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class MemoryArena(Arena):
+    """Blocks in shared memory, mapped whole."""
+
+    def __init__(self, file: Path, block: int, num_blocks: int) -> None:
+        super().__init__(file, block, num_blocks)
+        try:
+            self._map = mmap.mmap(self._fd, block * num_blocks)
+        except ValueError as error:
+            os.close(self._fd)
+            raise DamagedError(f"{file} is not the one of this cache: {error}") from error
+        with contextlib.suppress(OSError, AttributeError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._rows = self._bytes.reshape(num_blocks, block)
+        self._tensor = torch.from_numpy(self._bytes)
+        self._words = self._tensor.view(torch.int64)
+        self._leaves: dict[tuple[tuple[int, int], bool], torch.Tensor] = {}
+        self._stop = threading.Event()
+        self._populating: threading.Thread | None = None
+        self._populated = 0
+
+    def read(self, blocks: Array, out: Array) -> None:
+        np.take(self._rows, blocks, axis=0, out=out, mode="clip")
+
+    def write(self, blocks: Array, data: Array) -> None:
+        self._rows[blocks] = data
+
+    def pieces(self, blocks: Array, size: int) -> list[Array]:
+        """The first `size` bytes of what lies in `blocks`, one after the other, in place: few arrays of bytes."""
+        if len(blocks) == 1:
+            start = int(blocks[0]) * self.block
+            return [self._bytes[start : start + size]]
+        pieces = []
+        for first, count, at in _runs(blocks):
+            start = first * self.block
+            pieces.append(self._bytes[start : start + min(count * self.block, size - at * self.block)])
+        return pieces
+
+    def row(self, block: int) -> Array:
+        """The bytes of one block, to be written in place."""
+        return self._rows[block]  # type: ignore[no-any-return]
+
+    def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
+        return [((offset, out.shape[1]), *_words(out)) for offset, out in zip(offsets, outs, strict=True)]
+
+    def gather(self, blocks: Array, target: Any) -> None:
+        index = torch.from_numpy(blocks)
+        with one_thread():
+            for leaf, wide, out in target:
+                torch.index_select(self._leaf(leaf, wide), 0, index, out=out)
+
+    def _leaf(self, leaf: tuple[int, int], wide: bool) -> torch.Tensor:
+        """The bytes from an offset on, so many, of all blocks: as words of 8 bytes if `wide`."""
+        there = self._leaves.get((leaf, wide))
+        if there is None:
+            offset, width = leaf
+            size = 8 if wide else 1
+            shape = (self.num_blocks,) if wide and width == 8 else (self.num_blocks, width // size)
+            strides = (self.block // size, 1)[: len(shape)]
+            there = (self._words if wide else self._tensor).as_strided(shape, strides, offset // size)
+            self._leaves[leaf, wide] = there
+        return there
+
+    def populate(self, blocks: int) -> None:
+        """Map the first `blocks` blocks in the background, so that reading them does not fault page by page."""
+        size = blocks * self.block // mmap.PAGESIZE * mmap.PAGESIZE
+        if (
+            not shares_memory()
+            or size <= self._populated
+            or (self._populating is not None and self._populating.is_alive())
+        ):
+            return
+        start, self._populated = self._populated, size
+        self._populating = threading.Thread(
+            target=self._populate, args=(start, size), name="stallfree-populate", daemon=True
+        )
+        self._populating.start()
+
+    def _populate(self, start: int, end: int) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            madvise = ctypes.CDLL(None, use_errno=True).madvise
+            base = self._bytes.ctypes.data
+            for at in range(start, end, _POPULATE_STEP):
+                size = min(_POPULATE_STEP, end - at)
+                if self._stop.is_set() or madvise(ctypes.c_void_p(base + at), ctypes.c_size_t(size), _POPULATE_READ):
+                    return
+
+    def close(self) -> None:
+        self._stop.set()
+        thread = self._populating
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join()
+        super().close()
+
+
+class DiskArena(Arena):
+    """Blocks in a file on a disk, read and written by system calls. Blocks that lie side by side are one call."""
+
+    def read(self, blocks: Array, out: Array) -> None:
+        for start, count, at in _runs(blocks):
+            rows = out[at : at + count]
+            self._read([rows.data.cast("B")], start * self.block)
+
+    def write(self, blocks: Array, data: Array) -> None:
+        for start, count, at in _runs(blocks):
+            view = data[at : at + count].data.cast("B")
+            done = 0
+            while done < len(view):
+                done += os.pwritev(self._fd, [view[done:]], start * self.block + done)
+
+    def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
+        return list(offsets), list(outs)
+
+    def gather(self, blocks: Array, target: Any) -> None:
+        offsets, outs = target
+        if not outs:
+            return
+        gaps = [
+            memoryview(bytearray(max(0, after - offset - out.shape[1])))
+            for offset, after, out in zip(offsets, (*offsets[1:], 0), outs, strict=True)
+        ]
+        views = [out.data for out in outs]
+        for row, block in enumerate(blocks.tolist()):
+            parts = [part for view, gap in zip(views, gaps, strict=True) for part in (view[row : row + 1], gap)]
+            self._read([part.cast("B") for part in parts if part.nbytes], block * self.block + offsets[0])
+
+    def _read(self, views: list[memoryview], at: int) -> None:
+        """Fill `views` from place `at` of the file; with zeros where that fails or the file ends."""
+        while views:
+            try:
+                got = os.preadv(self._fd, views[:_MOST_PARTS], at)
+            except OSError:
+                got = 0
+            if got == 0:
+                for view in views:
+                    view[:] = bytes(len(view))
+                return
+            at += got
+            while views and got >= len(views[0]):
+                got -= len(views.pop(0))
+            if got:
+                views[0] = views[0][got:]
+
+
+def _words(out: Array) -> tuple[bool, torch.Tensor]:
+    """Whether the rows of `out` can be taken as words of 8 bytes, and `out` as a tensor of what it is taken as."""
+    width = out.shape[1]
+    if width % 8 or not out.flags.c_contiguous or out.ctypes.data % 8:
+        return False, torch.from_numpy(out)
+    target = torch.from_numpy(out.view(np.int64))
+    return True, target[:, 0] if width == 8 else target
+
+
+def _runs(blocks: Array) -> list[tuple[int, int, int]]:
+    """(first block, number of blocks, position) of each run of successive numbers in `blocks`."""
+    if len(blocks) == 0:
+        return []
+    signed = blocks.astype(np.int64)
+    breaks = np.flatnonzero(np.diff(signed) != 1) + 1
+    starts = np.concatenate(([0], breaks))
+    ends = np.concatenate((breaks, [len(signed)]))
+    return list(zip(signed[starts].tolist(), (ends - starts).tolist(), starts.tolist(), strict=True))

@@ -1,0 +1,143 @@
+"""What a cache is made of, decided once when it is made, and kept in `meta.json` beside its data."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from stallfree.cache.memory.index import DamagedError, index_bytes, whole_pages
+from stallfree.errors import CapacityError, StorageError
+from stallfree.pipeline.structure import Structure, structure_of
+from stallfree.units import format_size
+
+META = "meta.json"
+VERSION = 4
+ALIGN = 64
+LARGE_BLOCK = 16 << 10
+SMALL_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Meta:
+    """The description of one cache.
+
+    Attributes:
+        version: of the files' layout.
+        fingerprint: of the source, the deterministic part and the record format.
+        num_ids: number of samples of the data set.
+        block: bytes per block.
+        num_blocks: blocks at most.
+        policy: name of the policy.
+        scored: whether the policy keeps a score per id.
+        common: key of the structure that all samples share, or "" if their sizes differ.
+        capacity: bytes asked for.
+        on_disk: whether the arena is read by system calls.
+    """
+
+    version: int
+    fingerprint: str
+    num_ids: int
+    block: int
+    num_blocks: int
+    policy: str
+    scored: bool
+    common: str
+    capacity: int
+    on_disk: bool
+
+    def structure(self) -> Structure | None:
+        """The structure that all samples share, if they do."""
+        return structure_of(self.common.encode("latin-1")) if self.common else None
+
+    @property
+    def kinds(self) -> dict[str, bool]:
+        """Which optional arrays the index has."""
+        return {"scored": self.scored, "checked": self.on_disk}
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index."""
+        return index_bytes(self.num_ids, self.num_blocks, **self.kinds)
+
+    def save(self, folder: Path) -> None:
+        """Write `meta.json`."""
+        fields = asdict(self)
+        (folder / META).write_text(json.dumps({**fields, "check": _check(fields)}, indent=1))
+
+    @staticmethod
+    def load(folder: Path) -> Meta:
+        """Read `meta.json`.
+
+        Raises `StorageError` if it is of another version, `DamagedError` if it is missing or not what was written.
+        """
+        try:
+            fields = json.loads((folder / META).read_text())
+            check = fields.pop("check")
+            if check != _check(fields):
+                raise ValueError("its checksum is wrong")
+            version = fields["version"]
+            if version == VERSION:
+                return Meta(**fields)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise DamagedError(
+                f"{folder} holds no cache that can be read ({error}): remove it with `stallfree cache rm {folder.name}`"
+            ) from error
+        raise StorageError(
+            f"the cache in {folder} was made by another version of stallfree (format {version}, this is {VERSION}): "
+            f"give another name, or remove it with `stallfree cache rm {folder.name}`"
+        )
+
+
+def _check(fields: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())
+
+
+def plan_layout(
+    num_ids: int,
+    capacity: int,
+    *,
+    fingerprint: str,
+    policy: str,
+    scored: bool,
+    on_disk: bool,
+    structure: Structure | None,
+    typical: int,
+) -> Meta:
+    """Share `capacity` bytes between index and blocks.
+
+    With a `structure` of fixed size a block is one record; else records of about `typical` bytes are chained from
+    blocks of an eighth of that, at least 256 bytes and at most 16 KiB. Raises `CapacityError` if the index alone is
+    larger.
+    """
+    common = ""
+    if structure is not None and structure.fixed and structure.size > 0:
+        block = -(-structure.size // ALIGN) * ALIGN
+        common = structure.key.decode("latin-1")
+        # One block per sample, and as many more as a 200th of the capacity can list: later samples may be larger.
+        at_most = num_ids + capacity // 800
+    else:
+        block = SMALL_BLOCK
+        while block < LARGE_BLOCK and block * 16 <= typical:
+            block *= 2
+        at_most = (1 << 32) - 2
+    kinds = {"scored": scored, "checked": on_disk}
+    beside = whole_pages(1024 + 2 * len(common)) + mmap.PAGESIZE  # meta.json and the folder
+    empty = index_bytes(num_ids, 0, **kinds) + beside
+
+    def taken(blocks: int) -> int:
+        return beside + index_bytes(num_ids, blocks, **kinds) + whole_pages(blocks * block)
+
+    num_blocks = min(max(0, (capacity - empty) * 16 // (16 * block + 65)), at_most)  # 4 + 1/16 bytes of index each
+    while num_blocks > 0 and taken(num_blocks) > capacity:
+        num_blocks -= 1
+    if num_blocks < 1:
+        raise CapacityError(
+            f"capacity={format_size(capacity)} holds no record: the index of {num_ids:,} samples takes "
+            f"{format_size(empty)} and a block {format_size(block)}. Give {format_size(taken(8))} or more"
+        )
+    return Meta(VERSION, fingerprint, num_ids, block, num_blocks, policy, scored, common, capacity, on_disk)

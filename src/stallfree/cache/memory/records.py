@@ -1,0 +1,296 @@
+"""How records are read: without a lock, a whole batch at a time.
+
+A reader looks at the generation, then at the place, copies, and looks at the generation again. Whoever sees `first`
+sees a whole record, and whoever copied from blocks that were given away meanwhile sees another generation: a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache.memory.arena import Arena, MemoryArena
+from stallfree.cache.memory.index import Index, fence
+from stallfree.cache.memory.layout import Meta
+from stallfree.cache.memory.recovery import blocks_of, chains
+from stallfree.cache.memory.writer import checksum, checksum_of
+from stallfree.errors import CodecError
+from stallfree.pipeline.codec import MissingClassError, read_leaves, read_record, stack_build
+
+Array = npt.NDArray[Any]
+
+_LARGE = 4 << 10
+"""Bytes of a record, on average, from which on each is copied by itself."""
+
+
+@dataclass
+class Found:
+    """What a reader saw of a batch of ids: places first, and in the end which of them were good.
+
+    Attributes:
+        ids: that were asked for.
+        generation, first, length, checksum: what the index said of them at the beginning.
+        good: which were read whole.
+        damaged: positions of those that were read as they were written, and are not what was written.
+    """
+
+    ids: Array
+    generation: Array
+    first: Array
+    length: Array
+    checksum: Array | None
+    good: Array
+    damaged: list[int]
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Where a gather goes: made once for memory that is used again and again.
+
+    Attributes:
+        outs: the memory, an array per leaf that has bytes.
+        target: what the arena made of it.
+    """
+
+    outs: list[Array]
+    target: Any
+
+
+@dataclass(frozen=True)
+class Views:
+    """Records where they lie, which others may change at any moment.
+
+    Attributes:
+        parts: of each record, in the order of the ids: as it describes itself (`pipeline.codec`), and () for those that
+            are not resident.
+        unchanged: tells which of them are still what they were in the beginning: an array of bool. What was read of
+            these before was right.
+    """
+
+    parts: list[tuple[Array, ...]]
+    unchanged: Callable[[], Array]
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """Samples whose arrays lie in the cache itself, where others may change them at any moment: read only.
+
+    Attributes:
+        values: `MISS` for those that are not resident.
+        unchanged: tells of one, by its position, whether it is still what it was: then what was made of it is right.
+    """
+
+    values: list[Any]
+    unchanged: Callable[[int], bool]
+
+
+class Records:
+    """Reads the records of a cache.
+
+    Args:
+        meta: what the cache is made of.
+        index, arena: its parts.
+        allow_pickle: whether pickled leaves are loaded. Then what the cache holds is trusted: a record of a class that
+            is not imported here raises `MissingClassError`, and is a miss otherwise.
+    """
+
+    def __init__(self, meta: Meta, index: Index, arena: Arena, allow_pickle: bool) -> None:
+        self._index, self._arena, self._block, self._num_blocks = index, arena, meta.block, meta.num_blocks
+        self._allow_pickle = allow_pickle
+        self._local = threading.local()
+        self.common = meta.structure()
+        leaves = () if self.common is None else self.common.leaves
+        self._filled = [number for number, leaf in enumerate(leaves) if leaf.nbytes]
+        self._offsets = [] if self.common is None else [self.common.offsets[number] for number in self._filled]
+
+    def look(self, ids: Array) -> Found:
+        """Where the records of `ids` are now."""
+        index = self._index
+        generation = index.generation[ids]
+        fence()
+        first, length = index.first[ids], index.length[ids]
+        sums = None if index.checksum is None else index.checksum[ids]
+        return Found(ids, generation, first, length, sums, first != 0, [])
+
+    def aim(self, outs: Sequence[Array]) -> Aim:
+        """Prepare to gather the records of the common structure, leaf by leaf, into `outs`."""
+        filled = [outs[number] for number in self._filled]
+        return Aim(filled, self._arena.aim(self._offsets, filled))
+
+    def gather(self, found: Found, aim: Aim) -> None:
+        """Copy the records of the common structure to where `aim` says."""
+        found.good &= found.length == 0
+        blocks = found.first.astype(np.int64)
+        blocks -= 1
+        if not found.good.all():
+            if not found.good.any():
+                return
+            blocks[~found.good] = blocks[found.good.argmax()]  # any block that has memory behind it
+        self._arena.gather(blocks, aim.target)
+        self._still(found, slice(None))
+        if found.checksum is not None:
+            known = found.checksum.tolist()
+            for at in np.flatnonzero(found.good).tolist():
+                if checksum_of([out[at] for out in aim.outs], int(found.ids[at])) != known[at]:
+                    found.good[at] = False
+                    found.damaged.append(at)
+
+    def read(self, found: Found, values: list[Any]) -> None:
+        """Put the values that are there into `values`, at the positions of their ids."""
+        plain = found.good & (found.length == 0)
+        if plain.all():
+            self._read_plain(found, values)
+            return
+        chained = np.flatnonzero(found.good & (found.length != 0))
+        at = np.flatnonzero(plain)
+        if len(at):
+            some = _part(found, at)
+            into: list[Any] = [None] * len(at)
+            self._read_plain(some, into)
+            for position, value, good in zip(at.tolist(), into, some.good.tolist(), strict=True):
+                if good:
+                    values[position] = value
+            found.good[at] = some.good
+            found.damaged += at[some.damaged].tolist()
+        if len(chained) and isinstance(self._arena, MemoryArena) and found.length[chained].mean() >= _LARGE:
+            chained = self._read_there(found, chained, values)
+        if len(chained):
+            self._read_chained(found, chained, values)
+
+    def views(self, found: Found) -> Views:
+        """The records that are there, in place. Only for a cache in memory."""
+        arena = self._arena
+        assert isinstance(arena, MemoryArena)
+        parts: list[tuple[Array, ...]] = [()] * len(found.ids)
+        counts = blocks_of(found.length, self._block)
+        counts[~found.good] = 0
+        found.good &= counts <= self._num_blocks
+        at = np.flatnonzero(found.good)
+        counts = counts[at]
+        blocks = chains(self._index, found.first[at].astype(np.int64) - 1, counts)
+        for position, count, end in zip(at.tolist(), counts.tolist(), np.cumsum(counts).tolist(), strict=True):
+            own, length = blocks[end - count : end], int(found.length[position])
+            if length:
+                parts[position] = tuple(arena.pieces(own, length))
+            elif self.common is not None:
+                parts[position] = (self.common.head, *arena.pieces(own, self.common.size))
+            else:  # a writer is changing it just now
+                found.good[position] = False
+
+        def unchanged() -> Array:
+            self._still(found, slice(None))
+            return found.good
+
+        return Views(parts, unchanged)
+
+    def borrow(self, found: Found, values: list[Any]) -> Borrowed:
+        """The values that are there, in place of `MISS` in `values`. Only for a cache in memory.
+
+        A record that is in several pieces, or holds what has to be unpickled, is copied.
+        """
+        views = self.views(found)
+        left = self._made_of(views, np.flatnonzero(found.good), values, copy=False)
+        if len(left):
+            self._read_chained(found, left, values)
+        generation, ids, before = self._index.generation, found.ids.tolist(), found.generation.tolist()
+
+        def unchanged(at: int) -> bool:
+            fence()
+            return bool(generation[ids[at]] == before[at])
+
+        return Borrowed(values, unchanged)
+
+    def _read_there(self, found: Found, at: Array, values: list[Any]) -> Array:
+        """Put the values at the positions `at` into `values`, each copied once; those that are left to be read."""
+        some = _part(found, at)
+        into: list[Any] = [None] * len(at)
+        views = self.views(some)
+        left = self._made_of(views, np.flatnonzero(some.good), into, copy=True)
+        unchanged = views.unchanged()
+        found.good[at] = unchanged
+        done = unchanged.copy()
+        done[left] = False
+        for local in np.flatnonzero(done).tolist():
+            values[at[local]] = into[local]
+        return at[left[unchanged[left]]]
+
+    def _made_of(self, views: Views, at: Array, values: list[Any], *, copy: bool) -> Array:
+        """Put what was made of the records at `at` into `values`; where they must be still first, to be unpickled."""
+        left = []
+        for position in at.tolist():
+            parts = views.parts[position]
+            if self.common is not None and parts[0] is self.common.head:
+                values[position] = read_leaves(self.common, parts[1])
+                continue
+            whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            try:
+                values[position] = read_record(whole, copy=copy and len(parts) == 1)
+            except CodecError:
+                left.append(position)
+        return np.array(left, np.int64)
+
+    def _read_plain(self, found: Found, values: list[Any]) -> None:
+        """The same for records of the common structure only."""
+        if self.common is None or len(values) == 0:
+            found.good[:] = False
+            return
+        columns = [np.empty((len(values), leaf.nbytes), np.uint8) for leaf in self.common.leaves]
+        self.gather(found, self.aim(columns))
+        built = stack_build(self.common, columns, len(values))
+        if found.good.all():
+            values[:] = built
+            return
+        for at in np.flatnonzero(found.good).tolist():
+            values[at] = built[at]
+
+    def _read_chained(self, found: Found, at: Array, values: list[Any]) -> None:
+        block = self._block
+        counts = blocks_of(found.length[at], block)
+        fits = counts <= self._num_blocks
+        if not fits.all():  # a writer is changing it just now
+            found.good[at[~fits]] = False
+            at, counts = at[fits], counts[fits]
+        blocks = chains(self._index, found.first[at].astype(np.int64) - 1, counts)
+        data = self._scratch(len(blocks) * block)
+        self._arena.read(blocks, data.reshape(len(blocks), block))
+        self._still(found, at)
+        starts = (np.cumsum(counts) - counts) * block
+        good = found.good[at].tolist()
+        for position, start, unchanged in zip(at.tolist(), starts.tolist(), good, strict=True):
+            if not unchanged:
+                continue
+            record = data[start : start + int(found.length[position])]
+            id = int(found.ids[position])
+            try:
+                if found.checksum is not None and checksum(record, id) != found.checksum[position]:
+                    raise CodecError("the checksum is wrong")
+                values[position] = read_record(record, copy=True, allow_pickle=self._allow_pickle)
+            except MissingClassError:
+                if self._allow_pickle:
+                    raise
+                found.good[position] = False
+            except CodecError:
+                found.good[position] = False
+                found.damaged.append(position)
+
+    def _still(self, found: Found, at: Any) -> None:
+        fence()
+        found.good[at] &= self._index.generation[found.ids[at]] == found.generation[at]
+
+    def _scratch(self, size: int) -> Array:
+        """Memory of this thread that is used again and again."""
+        there: Array | None = getattr(self._local, "memory", None)
+        if there is None or len(there) < size:
+            there = self._local.memory = np.empty(size + size // 4, np.uint8)
+        return there[:size]
+
+
+def _part(found: Found, at: Array) -> Found:
+    """The same for the ids at the positions `at` only."""
+    sums = None if found.checksum is None else found.checksum[at]
+    return Found(found.ids[at], found.generation[at], found.first[at], found.length[at], sums, found.good[at], [])

@@ -1,0 +1,136 @@
+"""Make an index whole again after a writer died at any instant, or after a disk damaged it.
+
+What counts is `first`, because it is written last: an id is resident if and only if its chain of blocks is sound. All
+the rest (free blocks, counters, victims) follows from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache.memory.index import FREE_BLOCK, Field, Index
+
+Array = npt.NDArray[Any]
+
+
+def chains(index: Index, heads: Array, counts: Array) -> Array:
+    """The blocks of records, one record after the other.
+
+    `heads` holds the first block of each record and `counts` its number of blocks. A writer may be changing the chains
+    under our eyes: the numbers are then wrong but always within the arena, and the caller finds out by the generation.
+    """
+    most = int(counts.max(initial=0))
+    last_block = len(index.next) - 1
+    if most <= 1:
+        return np.minimum(heads, last_block).astype(np.int64)
+    out = np.empty(int(counts.sum()), np.int64)
+    at = np.cumsum(counts) - counts
+    current = np.minimum(heads, last_block).astype(np.int64)
+    alive = np.arange(len(heads))
+    for step in range(most):
+        out[at[alive] + step] = current[alive]
+        alive = alive[counts[alive] > step + 1]
+        current[alive] = np.minimum(index.next[current[alive]], last_block)
+    return out
+
+
+def blocks_of(length: Array, block: int) -> Array:
+    """Blocks that records of `length` bytes take; 0 stands for the common structure, which takes one."""
+    if not length.any():
+        return np.ones(len(length), np.int64)
+    return np.maximum(1, -(-length.astype(np.int64) // block))
+
+
+def check_disk(index: Index, block: int, uniform: bool, backed: int) -> int:
+    """Make an index that was found on a disk usable, whatever stands in it; the number of records dropped.
+
+    Only the first process to attach may do this. `backed` is the number of blocks that the file of the arena has.
+    Records that look sound and are not are found out by their checksums.
+    """
+    header = index.header
+    header[Field.LIMIT] = len(index.next)  # the disk may have more room than last time
+    header[Field.BACKED] = min(max(0, int(header[Field.BACKED])), backed)
+    for field in (Field.TICK, Field.RECOVERIES):
+        if not 0 <= header[field] < 1 << 52:
+            header[field] = 0
+    if index.score is not None:
+        index.score[np.isnan(index.score)] = 0
+        index.level[~np.isfinite(index.level)] = 0
+    if not uniform:
+        index.first[(index.first != 0) & (index.length == 0)] = 0
+    dropped = recover(index, block)
+    header[Field.DIRTY] = 0
+    return dropped
+
+
+def recover(index: Index, block: int) -> int:
+    """Rebuild what follows from `first`, drop records whose chain is not sound; their number.
+
+    The caller holds the lock of writers. May itself be cut short at any instant and done again.
+    """
+    header = index.header
+    backed = int(header[Field.BACKED])
+    # A reader may be at a record that the dead writer had dropped but not yet marked.
+    index.generation[index.first == 0] += 1
+    residents = np.flatnonzero(index.first)
+    heads = index.first[residents].astype(np.int64) - 1
+    counts = blocks_of(index.length[residents], block)
+    sound = (heads < backed) & (counts <= backed)
+    sound[np.cumsum(np.where(sound, counts, 0)) > backed] = False  # more blocks than there are: damage
+    bad = residents[~sound]
+    residents, heads, counts = residents[sound], heads[sound], counts[sound]
+    blocks = chains(index, heads, counts)
+    owner = np.repeat(np.arange(len(residents)), counts)
+    clash = blocks >= backed
+    inner = np.ones(len(blocks), bool)
+    inner[np.cumsum(counts) - 1] = False
+    clash[inner] |= index.next[blocks[inner]] >= len(index.next)  # a link to nowhere
+    clash |= np.bincount(blocks, minlength=len(index.next))[blocks] > 1
+    wrong = np.zeros(len(residents), bool)
+    wrong[owner[clash]] = True
+    bad = np.concatenate((bad, residents[wrong]))
+    index.first[bad] = 0
+    index.generation[bad] += 1
+    kept = blocks[~wrong[owner]]
+    used = np.zeros(len(index.next), bool)
+    used[kept] = True
+    high = int(kept.max(initial=-1)) + 1
+    free = np.flatnonzero(~used[:high])
+    index.next[kept[index.next[kept] == FREE_BLOCK]] = 0
+    index.next[free] = FREE_BLOCK
+    lengths = index.length[residents[~wrong]].astype(np.int64)
+    header[Field.FREE], header[Field.STACKED], header[Field.HIGH] = len(free), 0, high
+    header[Field.RESIDENT] = len(lengths)
+    header[Field.RESIDENT_BYTES] = int(np.where(lengths == 0, block, lengths).sum())
+    header[Field.VICTIMS_AT] = header[Field.VICTIMS_END] = 0
+    header[Field.RECOVERIES] += 1
+    return len(bad)
+
+
+def find_problems(index: Index, block: int) -> list[str]:
+    """What is wrong with the bookkeeping of an index that no writer is at, as sentences; none if all is well."""
+    header = index.header
+    high, backed, stacked = (int(header[field]) for field in (Field.HIGH, Field.BACKED, Field.STACKED))
+    counted = int(header[Field.RESIDENT])
+    residents = np.flatnonzero(index.first)
+    lengths = index.length[residents].astype(np.int64)
+    used = chains(index, index.first[residents].astype(np.int64) - 1, blocks_of(lengths, block))
+    free = np.flatnonzero(index.next[:high] == FREE_BLOCK)
+    stack = index.free[:stacked]
+    times = np.bincount(np.concatenate((used, free)), minlength=high)
+    stored = int(np.where(lengths == 0, block, lengths).sum())
+    problems = {
+        f"{high} blocks were in use, {backed} have memory behind them": high > backed,
+        f"{backed} blocks have memory, {header[Field.LIMIT]} may": backed > header[Field.LIMIT],
+        "blocks are used that never were handed out": len(times) > high,
+        f"blocks {np.flatnonzero(times > 1)[:5]} are used more than once": bool((times > 1).any()),
+        f"blocks {np.flatnonzero(times == 0)[:5]} are lost": bool((times == 0).any()),
+        f"{len(free)} blocks are free, {header[Field.FREE]} counted": len(free) != header[Field.FREE],
+        "the stack of free blocks holds others or some twice": len(np.intersect1d(stack, free)) != stacked,
+        f"{len(residents)} records are there, {counted} counted": len(residents) != counted,
+        f"{stored} bytes are there, {header[Field.RESIDENT_BYTES]} counted": stored != header[Field.RESIDENT_BYTES],
+    }
+    return [problem for problem, found in problems.items() if found]

@@ -1,0 +1,350 @@
+"""The sample cache: single samples in memory that all processes of a host share, or on a local disk.
+
+Writers hold a lock that the kernel frees when they die (writer.py). Readers hold none (records.py). What a killed
+process leaves behind is put in order by the next writer (recovery.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache.base import BaseCache
+from stallfree.cache.checks import (
+    MISS,
+    Closed,
+    check_same,
+    checked_ids,
+    checked_pairs,
+    checked_scores,
+    warn_of_capacity,
+)
+from stallfree.cache.counters import Count, Counters
+from stallfree.cache.memory.arena import Arena, DiskArena, MemoryArena
+from stallfree.cache.memory.create import create_files
+from stallfree.cache.memory.index import DamagedError, Field, Index
+from stallfree.cache.memory.layout import META, Meta
+from stallfree.cache.memory.records import Aim, Borrowed, Found, Records
+from stallfree.cache.memory.recovery import check_disk
+from stallfree.cache.memory.writer import LOCK_SECONDS, Record, Writer
+from stallfree.cache.policies import Policy, make_policy
+from stallfree.errors import FingerprintError, InputError, StorageError
+from stallfree.ipc.folders import SharedFolder, default_root, prepare_root, remove_unused, sweep, user_root
+from stallfree.ipc.locks import FileLock
+from stallfree.pipeline.codec import encode
+from stallfree.platform import need_linux
+from stallfree.stats import CacheStats
+from stallfree.units import parse_size
+
+Array = npt.NDArray[Any]
+
+
+class SampleCache(BaseCache):
+    """Attach to the cache `name`, making it if it is not there.
+
+    Args:
+        num_ids: number of samples of the data set; ids are 0 to `num_ids` - 1.
+        capacity: bytes, as an int or such as "4GiB", for records and index together.
+        fingerprint: says which samples these are. A cache of that name with another one is an error.
+        policy: "minio", "fifo", "lru", "lfu", "random", or "importance" or "oracle", which want scores (`set_scores`);
+            or an object of `policies.Policy`.
+        store: "memory" (shared memory of this host) or a folder on a local disk.
+        name: made from the fingerprint, the policy and the capacity if None, so that jobs with the same data meet.
+        persist: keep the cache when the last process leaves.
+        example: a sample of the data set. If its size is fixed, all records are laid out like it, and a batch is read
+            by one gather; samples of another form are still taken, one by one.
+        allow_pickle: whether samples that the codec does not know may be pickled. Only this user can read the cache.
+
+    Raises `CapacityError` for a capacity that is no size, holds no record or is more than the free memory,
+    `FingerprintError` for a cache of other data, `StorageError` when the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        num_ids: int,
+        *,
+        capacity: int | str,
+        fingerprint: str,
+        policy: str | Policy = "minio",
+        store: str | Path = "memory",
+        name: str | None = None,
+        persist: bool = False,
+        example: Any = MISS,
+        allow_pickle: bool = True,
+    ) -> None:
+        if num_ids < 1:
+            raise InputError(f"num_ids={num_ids}: a cache needs a data set of at least one sample")
+        size = parse_size(capacity, "capacity")
+        policy = make_policy(policy)
+        on_disk = str(store) != "memory"
+        root = user_root(store) if on_disk else default_root()
+        name = name or f"{fingerprint[:20]}-{policy.name}-{size}"
+
+        initialize = partial(
+            create_files,
+            name=name,
+            num_ids=num_ids,
+            size=size,
+            fingerprint=fingerprint,
+            policy=policy,
+            on_disk=on_disk,
+            example=example,
+            allow_pickle=allow_pickle,
+        )
+        root = prepare_root(root)
+        sweep(root)
+        try:
+            self._attach_to(name, root, policy, allow_pickle, initialize, persist)
+        except DamagedError as error:
+            if not remove_unused(root / name):
+                raise
+            warnings.warn(f"{error}. Nobody used it: it was thrown away and made anew", RuntimeWarning, stacklevel=2)
+            self._attach_to(name, root, policy, allow_pickle, initialize, persist)
+        try:
+            check_same(self.meta, self.path, fingerprint, num_ids, policy.name)
+        except FingerprintError:
+            self.close()
+            raise
+        if size and not self._created:
+            warn_of_capacity(self.meta, self.path, size)
+
+    def _attach_to(
+        self,
+        name: str,
+        root: Path,
+        policy: Policy,
+        allow_pickle: bool,
+        initialize: Callable[[Path], None],
+        persist: bool,
+    ) -> None:
+        self.name, self.policy, self._root, self.allow_pickle = name, policy, root, allow_pickle
+        self._last: CacheStats | None = None
+        with contextlib.ExitStack() as undo:
+            folder = SharedFolder(name, root=root, initialize=initialize, persist=persist)
+            undo.callback(folder.close)
+            self.path, self._created = folder.path, folder.created
+            meta = self.meta = Meta.load(folder.path)
+            self.num_ids, self.capacity, self.fingerprint = meta.num_ids, meta.capacity, meta.fingerprint
+            index = self._index = Index(folder.path / "index", meta.num_ids, meta.num_blocks, **meta.kinds)
+            if not index.belongs_to(meta.num_ids, meta.num_blocks, meta.block):
+                raise DamagedError(f"the index in {folder.path} is not the one of its {META}")
+            kind = DiskArena if meta.on_disk else MemoryArena
+            arena: Arena = kind(folder.path / "data", meta.block, meta.num_blocks)
+            undo.callback(arena.close)
+            lock = FileLock(folder.path / "lock")
+            undo.callback(lock.close)
+            self._arena, self._counters = arena, Counters(index.counters)
+            self._records = Records(meta, index, arena, allow_pickle)
+            self._writer = Writer(meta, index, arena, self._counters, policy, folder.path, lock)
+            self.structure = self._records.common
+            if meta.on_disk and not folder.created:
+                with lock.hold(5 * LOCK_SECONDS, f"checking the cache {name!r}"):
+                    if not lock.claimed_elsewhere():
+                        check_disk(index, meta.block, bool(meta.common), arena.whole())
+                    self._counters.claim(lock)
+            else:
+                self._counters.claim(lock)
+            undo.pop_all()
+        self._leave = weakref.finalize(self, _leave, arena, lock, folder)
+        self.populate()
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    def resident(self, ids: Any) -> Array:
+        """See `Cache`."""
+        return self._index.first[checked_ids(ids, self.num_ids)] != 0  # type: ignore[no-any-return]
+
+    @property
+    def full(self) -> bool:
+        """Whether a newcomer would not be stored, as far as one can tell: there is no room, and nothing makes any."""
+        return self._writer.full
+
+    @property
+    def other_hits(self) -> int:
+        """Hits that `count_others` has counted, over all processes."""
+        return self._counters.totals()[Count.OTHERS]
+
+    @property
+    def complete(self) -> bool:
+        """See `Cache`."""
+        return bool(self._index.header[Field.RESIDENT] == self.num_ids)
+
+    def stats(self) -> CacheStats:
+        """See `Cache`."""
+        if self._last is not None:
+            return self._last
+        sums = self._counters.totals()
+        header = self._index.header
+        return CacheStats(
+            hits=sums[Count.HITS],
+            misses=sums[Count.MISSES],
+            evictions=sums[Count.EVICTIONS],
+            rejected=sums[Count.REJECTED],
+            damaged=sums[Count.DAMAGED],
+            storage_reads=sums[Count.READS],
+            storage_bytes=sums[Count.BYTES],
+            resident_items=int(header[Field.RESIDENT]),
+            resident_bytes=int(header[Field.RESIDENT_BYTES]),
+            capacity_bytes=self.capacity,
+            used_bytes=self.meta.index_bytes + int(header[Field.BACKED]) * self.meta.block,
+        )
+
+    def count_fetch(self, reads: int, size: int) -> None:
+        """See `Cache`."""
+        self._counters.follow_fork()
+        self._counters.add((Count.READS, reads), (Count.BYTES, size))
+
+    def populate(self) -> None:
+        """See `Cache`."""
+        if isinstance(self._arena, MemoryArena):
+            self._arena.populate(int(self._index.header[Field.BACKED]))
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def get_many(self, ids: Any) -> list[Any]:
+        """See `Cache`."""
+        self._counters.follow_fork()
+        wanted = checked_ids(ids, self.num_ids)
+        values: list[Any] = [MISS] * len(wanted)
+        found = self._records.look(wanted)
+        self._records.read(found, values)
+        self._note_use(found)
+        return values
+
+    def borrow(self, ids: Any) -> Borrowed | None:
+        """See `Lends`: a cache on a disk lends nothing."""
+        if not isinstance(self._arena, MemoryArena):
+            return None
+        self._counters.follow_fork()
+        wanted = checked_ids(ids, self.num_ids)
+        found = self._records.look(wanted)
+        borrowed = self._records.borrow(found, [MISS] * len(wanted))
+        self._note_use(found)
+        return borrowed
+
+    def aim(self, outs: Sequence[Array]) -> Aim:
+        """See `Cache`."""
+        return self._records.aim(outs)
+
+    def gather(self, ids: Any, into: Aim | Sequence[Array]) -> Array:
+        """See `Cache`."""
+        aim = into if isinstance(into, Aim) else self.aim(into)
+        self._counters.follow_fork()
+        found = self._records.look(checked_ids(ids, self.num_ids))
+        self._records.gather(found, aim)
+        self._note_use(found)
+        return found.good
+
+    def _note_use(self, found: Found) -> None:
+        """Count, pass the hits to the policy, and drop what is damaged."""
+        hits = found.ids if found.good.all() else found.ids[found.good]
+        self._writer.space.used(hits)
+        self._counters.add((Count.HITS, len(hits)), (Count.MISSES, len(found.ids) - len(hits)))
+        if found.damaged:
+            ids, at = np.unique(found.ids[found.damaged], return_index=True)
+            self._counters.add((Count.DAMAGED, len(ids)))
+            self._writer.found_damaged(ids, found.generation[found.damaged][at])
+
+    def count_changed(self, samples: int) -> None:
+        """See `Lends`."""
+        self._counters.add((Count.HITS, -samples), (Count.MISSES, samples))
+
+    def count_others(self, hits: int, misses: int) -> None:
+        """Count samples that were requested from lower tiers."""
+        self._counters.follow_fork()
+        self._counters.add((Count.HITS, hits), (Count.MISSES, misses), (Count.OTHERS, hits))
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int = 0) -> Array:
+        """See `Cache`.
+
+        Whatever is in the way of storing (no room, an item larger than the cache, a lock that is not free, a full
+        disk) is counted as rejected.
+        """
+        self._counters.follow_fork()
+        wanted = checked_pairs(ids, values, self.num_ids)
+        self._writer.put(wanted, lambda at: encode(values[at], allow_pickle=self.allow_pickle), uncached)
+        return self.resident(wanted)
+
+    def put_records(self, ids: Any, records: Sequence[Record], *, uncached: int = 0) -> Array:
+        """As `put_many`, for samples that `pipeline.codec.encode` has taken apart."""
+        self._counters.follow_fork()
+        wanted = checked_pairs(ids, records, self.num_ids)
+        self._writer.put(wanted, records.__getitem__, uncached)
+        return self.resident(wanted)
+
+    def set_scores(self, ids: Any, scores: Any) -> None:
+        """See `Cache`. The cache keeps the samples of highest score.
+
+        A new cache has 0 for all. When it is full, a newcomer is stored only if its score is above those of the
+        residents whose place it takes. For the policy "oracle", give each sample of a batch minus its next use before
+        the batch is read (`policies.next_uses`). Of an id that is there twice, the last score counts.
+
+        Raises `InputError` for another policy than "importance" and "oracle", and `WaitError` if the lock of writers
+        is not free in 2 s.
+        """
+        self._counters.follow_fork()
+        wanted = checked_ids(ids, self.num_ids)
+        self._writer.set_scores(wanted, checked_scores(scores, len(wanted)))
+
+    def drop(self, ids: Any) -> None:
+        """See `Cache`. Raises `WaitError` if the lock of writers is not free in 2 s."""
+        self._counters.follow_fork()
+        self._writer.drop(np.unique(checked_ids(ids, self.num_ids)))
+
+    @property
+    def uncached_steps(self) -> int:
+        """See `Cache`."""
+        return self._writer.uncached_steps
+
+    def uncache_steps(self, count: int) -> bool:
+        """See `Cache`. Raises `WaitError` if the lock of writers is not free in 2 s."""
+        self._counters.follow_fork()
+        return self._writer.uncache_steps(count)
+
+    def check(self) -> list[str]:
+        """What is wrong with the bookkeeping, as sentences: nothing, unless something is broken.
+
+        Raises `WaitError` if the lock of writers is not free in 2 s.
+        """
+        return self._writer.check()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """See `Cache`. The last process that leaves removes the cache, unless it persists."""
+        if self._leave.alive:
+            self._last = self.stats()
+            self._leave()
+            gone: Any = Closed(self.name)
+            self._index = self._arena = self._counters = self._records = self._writer = gone
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        need_linux("a cache that other processes use", "use num_workers=0")
+        return _attach, (self._root, self.name, self.policy, self.allow_pickle)
+
+
+def _leave(arena: Arena, file_lock: FileLock, folder: SharedFolder) -> None:
+    arena.close()
+    file_lock.close()
+    folder.close()
+
+
+def _attach(root: Path, name: str, policy: Policy, allow_pickle: bool) -> SampleCache:
+    """Attach to a cache that another process made: how a cache travels to a worker."""
+
+    def gone(folder: Path) -> None:
+        raise StorageError(f"the cache {name!r} in {root} is gone: whoever made it has closed it. Make it anew")
+
+    cache = SampleCache.__new__(SampleCache)
+    cache._attach_to(name, root, policy, allow_pickle, gone, False)
+    return cache

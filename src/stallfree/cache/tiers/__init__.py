@@ -1,0 +1,1 @@
+"""Tiers: samples in memory, and below it on disks and servers."""

@@ -1,0 +1,159 @@
+"""Tiers as one cache: memory over a local disk, over servers that several hosts use, or over both.
+
+The upper tier is in the memory of this host. What it lacks of a batch is read from the tiers below as soon as the ids
+of the batch are known (reading.py). Lower tiers write in the background. Which sample is where: see tier_stack.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache import Aim, BaseCache, Reading
+from stallfree.cache.checks import EVERY_STEP, checked_ids, checked_pairs
+from stallfree.cache.protocol import Fetch, Pool
+from stallfree.cache.tiers.reading import TierReading
+from stallfree.cache.tiers.tier_stack import LowerTier, TierStack, UpperTier
+from stallfree.stats import CacheStats, TierStats
+
+Array = npt.NDArray[Any]
+
+
+class TieredCache(BaseCache):
+    """Tiers as one `Cache`. `resident`, `structure`, `complete`, `capacity` and `gather` are those of the upper tier.
+
+    Args:
+        upper: the first tier, with any policy.
+        lower: the tiers below, fastest first: one or more.
+
+    Attributes:
+        upper, lower: as given.
+        stack: moves samples between them.
+    """
+
+    def __init__(self, upper: UpperTier, *lower: LowerTier) -> None:
+        self.upper, self.lower, self.stack = upper, lower, TierStack(upper, lower)
+        self._tiers: list[UpperTier | LowerTier] = [upper, *lower]
+        self.num_ids, self.name, self.path = upper.num_ids, upper.name, upper.path
+        self.policy, self.fingerprint, self.capacity = upper.policy, upper.fingerprint, upper.capacity
+        self.allow_pickle, self.structure = upper.allow_pickle, upper.structure
+        self._last: TierStats | None = None
+
+    @property
+    def complete(self) -> bool:
+        """See `Cache`."""
+        return self.upper.complete
+
+    @property
+    def uncached_steps(self) -> int:
+        """See `Cache`: 0, or more than any pipeline has. This cache is then not used any more."""
+        return max(tier.uncached_steps for tier in self._tiers)
+
+    @property
+    def servers(self) -> Any:
+        """The tier in servers that other hosts use too (`RedisCache`); None if there is none."""
+        return next((tier for tier in self.lower if hasattr(tier, "verify")), None)
+
+    def resident(self, ids: Any) -> Array:
+        """See `Cache`."""
+        return self.upper.resident(ids)
+
+    def populate(self) -> None:
+        """See `Cache`."""
+        self.upper.populate()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def get_many(self, ids: Any) -> list[Any]:
+        """See `Cache`. Lower tiers are read one after the other; `begin_read` reads them at the same time."""
+        return self.stack.get_many(checked_ids(ids, self.num_ids))
+
+    def begin_read(self, ids: Array, pool: Pool, fetch: Fetch) -> Reading:
+        """See `Cache`."""
+        return TierReading(self.stack, ids, pool, fetch)
+
+    def aim(self, outs: Sequence[Array]) -> Aim:
+        """See `Cache`."""
+        return self.upper.aim(outs)
+
+    def gather(self, ids: Any, into: Aim | Sequence[Array]) -> Array:
+        """See `Cache`."""
+        return self.upper.gather(ids, into)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int = 0) -> Array:
+        """See `Cache`. What goes to lower tiers is not taken while there is too much of it on its way."""
+        wanted = checked_pairs(ids, values, self.num_ids)
+        if uncached != self.uncached_steps:
+            return np.zeros(len(wanted), bool)
+        return self.stack.put_many(wanted, values, uncached)
+
+    def flush(self) -> None:
+        """See `Cache`."""
+        for tier in self.lower:
+            tier.flush()
+
+    def set_scores(self, ids: Any, scores: Any) -> None:
+        """See `Cache`: in the upper tier and in servers."""
+        self.upper.set_scores(ids, scores)
+        if self.servers is not None:
+            self.servers.set_scores(ids, scores)
+
+    def drop(self, ids: Any) -> None:
+        """See `Cache`. Samples that other processes have on their way to lower tiers stay.
+
+        Raises `WaitError` if a lock is not free in 2 s.
+        """
+        wanted = checked_ids(ids, self.num_ids)
+        self.flush()
+        for tier in self._tiers:
+            tier.drop(wanted)
+
+    def uncache_steps(self, count: int) -> bool:
+        """See `Cache`: this cache is not used any more, on this host, whatever `count` is."""
+        used = [tier.uncache_steps(EVERY_STEP) for tier in reversed(self._tiers)]
+        return any(used)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def count_fetch(self, reads: int, size: int) -> None:
+        """See `Cache`."""
+        self.upper.count_fetch(reads, size)
+
+    def stats(self) -> TierStats:
+        """See `Cache`."""
+        if self._last is not None:
+            return self._last
+        *between, lower = [tier.stats() for tier in self.lower]
+        for tier in reversed(between):
+            lower = _over(tier, lower, hits=tier.hits + lower.hits, misses=lower.misses, lower_hits=lower.hits)
+        upper = self.upper.stats()
+        return _over(upper, lower, hits=upper.hits, misses=upper.misses, lower_hits=self.upper.other_hits)
+
+    def close(self) -> None:
+        """See `Cache`."""
+        if self._last is not None:
+            return
+        with contextlib.ExitStack() as leave:
+            for tier in self._tiers:
+                leave.callback(tier.close)
+            try:
+                self.flush()
+            finally:
+                self._last = self.stats()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TieredCache, (self.upper, *self.lower)
+
+
+def _over(tier: CacheStats, lower: CacheStats, *, hits: int, misses: int, lower_hits: int) -> TierStats:
+    """The counts of `tier` and of those below it."""
+    own = {field.name: getattr(tier, field.name) for field in fields(CacheStats)}
+    own |= {"hits": hits, "misses": misses, "damaged": tier.damaged + lower.damaged}
+    return TierStats(**own, lower_hits=lower_hits, lower=lower)

@@ -1,0 +1,182 @@
+"""Writes samples in the background: a bounded queue with one thread in each process."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache.tiers.buffers import Buffers
+from stallfree.pipeline.structure import Structure
+from stallfree.platform import at_fork
+
+Array = npt.NDArray[Any]
+Record = tuple[Structure, list[Array]]
+
+QUEUE_BYTES = 32 << 20
+"""Bytes of samples in the queue of one process, unless one batch is larger."""
+
+SETTLE_SECONDS = 0.25
+"""Longest wait for samples in the queue of a process, which may have been killed."""
+
+_ALIGN = 64
+_POLL_SECONDS = 0.001
+
+_buffers = Buffers()
+
+
+class WriteBehind:
+    """Passes records to `write` in a thread. Safe in threads and after a fork.
+
+    The thread starts with the first sample, and the interpreter waits for it when it ends: a worker that ends loses
+    nothing. A forked child starts with an empty queue and a thread of its own. The samples in the queue of a killed
+    process are lost.
+
+    Args:
+        write: called in the thread with ids and their records. What it raises, `flush` raises.
+        flags: a byte per id in memory that all processes share (`shared_array`): set while the id is in a queue.
+        target: where the samples go, for the warning: "the disk of /mnt/ssd".
+        patience: seconds that one call of `add` may wait for room, as long as the thread makes progress.
+    """
+
+    def __init__(
+        self, write: Callable[[Array, list[Record]], None], flags: Array, *, target: str, patience: float = 0.0
+    ) -> None:
+        self._write, self._target, self._patience = write, target, patience
+        self._flags = flags
+        self._warned = False
+        self._reset()
+        _all.add(self)
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._pool: ThreadPoolExecutor | None = None
+        self._bytes = 0  # in the queue, including those that are being written
+        self._written = 0  # calls of `write` that have returned
+        self._stalled = -1  # `_written` when a call of `add` had waited in vain
+        self._last: Future[None] | None = None
+
+    def add(self, ids: Array, records: Sequence[Record]) -> int:
+        """Add records to the queue; the bytes are copied. Returns how many were taken, the first ones.
+
+        An empty queue takes all of them, else as many as 32 MiB leave room for.
+        """
+        sizes = [sum(-(-array.size // _ALIGN) * _ALIGN for array in arrays) for _, arrays in records]
+        until, count = time.monotonic() + self._patience, 0
+        while count < len(ids):
+            written = self._written
+            taken = self._add(ids[count:], records[count:], sizes[count:])
+            count += taken
+            if not taken and not self._wait(written, until):
+                break
+        if count < len(ids) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"samples come faster than {self._target} takes them: some are not stored this time",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return count
+
+    def _add(self, ids: Array, records: Sequence[Record], sizes: Sequence[int]) -> int:
+        ends = np.cumsum(sizes)
+        with self._changed:
+            fit = int(np.searchsorted(ends, QUEUE_BYTES - self._bytes, "right")) if self._bytes else len(ids)
+            size = int(ends[fit - 1]) if fit else 0
+            self._bytes += size
+        if not fit:
+            return 0
+        self._flags[ids[:fit]] = 1
+        try:
+            copies = _copied(records[:fit], size)
+            with self._changed:
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(1, thread_name_prefix="stallfree-write")
+                self._last = self._pool.submit(self._run, ids[:fit], copies, size)
+        except (MemoryError, RuntimeError):  # no memory for the copies, or the interpreter is ending
+            self._release(ids[:fit], size)
+            return 0
+        return fit
+
+    def _wait(self, written: int, until: float) -> bool:
+        """Wait until more than `written` calls of `write` have returned. False if that does not happen in time."""
+        left = until - time.monotonic()
+        if left <= 0 or self._stalled == written:
+            return False
+        with self._changed:
+            if self._changed.wait_for(lambda: self._written != written, left):
+                return True
+        self._stalled = written
+        return False
+
+    def _release(self, ids: Array, size: int) -> None:
+        with self._changed:
+            self._bytes -= size
+            self._written += 1
+            self._changed.notify_all()
+        self._flags[ids] = 0
+
+    def _run(self, ids: Array, records: list[Record], size: int) -> None:
+        try:
+            self._write(ids, records)
+        finally:
+            self._release(ids, size)
+
+    def settle(self, ids: Array) -> None:
+        """Wait until none of `ids` is in the queue of any process; after 250 ms they count as lost."""
+        flags = self._flags
+        until = time.monotonic() + SETTLE_SECONDS
+        while flags[ids].any():
+            if time.monotonic() > until:
+                flags[ids] = 0
+            else:
+                time.sleep(_POLL_SECONDS)
+
+    def flush(self) -> None:
+        """Wait until all that this process added is written. Raises what `write` raised last."""
+        with self._changed:
+            future = self._last
+        if future is not None:
+            future.result()
+
+    def close(self) -> None:
+        """Write what is in the queue and end the thread."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        try:
+            self.flush()
+        finally:
+            self._flags = np.zeros(0, np.uint8)  # the memory is freed
+
+
+_all: weakref.WeakSet[WriteBehind] = weakref.WeakSet()
+
+
+def _reset_in_child() -> None:
+    for queue in list(_all):
+        queue._reset()
+
+
+at_fork(after_in_child=_reset_in_child)
+
+
+def _copied(records: Sequence[Record], size: int) -> list[Record]:
+    """The same records in standing memory of `size` bytes."""
+    memory = _buffers.take(size)
+    copies, at = [], 0
+    for structure, arrays in records:
+        parts = []
+        for array in arrays:
+            part = memory[at : at + array.size]
+            part[:] = array
+            parts.append(part)
+            at += -(-array.size // _ALIGN) * _ALIGN
+        copies.append((structure, parts))
+    return copies

@@ -1,0 +1,179 @@
+"""`CacheLoader`: cache any value by a key."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from stallfree.cache import MISS, Cache
+from stallfree.cache.policies import Policy
+from stallfree.errors import CodecError, InputError, WaitError
+from stallfree.ipc.folders import check_name
+from stallfree.stats import CacheStats
+from stallfree.stores import Store, open_cache, parse_capacity, room_of, stores_in
+from stallfree.units import parse_size
+
+Places = npt.NDArray[np.int64]
+
+_WAYS = 8
+_BYTES_PER_PLACE = 1024
+_MOST_PLACES = 1 << 22
+_MOST_TYPICAL = 1 << 20
+
+
+class CacheLoader:
+    """Values by key, in memory that all processes of the host share, or on a local disk.
+
+        cache = CacheLoader(capacity="4GiB", name="features")
+        value = cache.get("clip-17", load)          # calls load("clip-17") when it is not there
+
+    The cache has one place for each 1 KiB of its capacity (4 million at most). A key has 8 places that it may take, by
+    its hash. When all are taken by others, its value takes one of them under a policy that evicts, and is not stored
+    under "minio". Keys are kept with the values, so a key never gets another's value.
+
+    Args:
+        capacity: bytes of this host's memory for values and index, as an int or such as "4GiB"; of the disk's if the
+            store is a folder. 0 only with a `RedisStore`: no memory is used in front of its servers. The same on all
+            nodes.
+        store: "memory", a folder on a local disk, a `DiskTier`, a `RedisStore`, or the last two in a list, as for
+            `CachedDataset`. Not "auto".
+        name: of the cache; who gives the same name, capacity and policy shares it.
+        policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle".
+        persist: keep the cache when the last process has left.
+        typical: bytes of a usual value. Memory is given out in blocks of about an eighth of that: larger blocks are
+            read faster, and small values waste less of smaller ones. Who makes the cache decides.
+
+    Raises `CapacityError` and `FingerprintError` like `CachedDataset`. An object can be sent to other processes.
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: int | str,
+        store: Store = "memory",
+        name: str,
+        policy: str | Policy = "minio",
+        persist: bool = False,
+        typical: int | str = "16KiB",
+    ) -> None:
+        size, name = parse_capacity(capacity, store), check_name(name)
+        example = bytes(min(parse_size(typical, "typical"), _MOST_TYPICAL))
+        room = room_of(store, size)
+        places = min(max(room // _BYTES_PER_PLACE, _WAYS), _MOST_PLACES)
+        fingerprint = f"values by key, {places} places"
+        self.cache: Cache = open_cache(
+            store,
+            places,
+            capacity=size,
+            fingerprint=fingerprint,
+            policy=policy,
+            name=name,
+            persist=persist,
+            example=example,
+        )
+        self._stores = stores_in(store)  # which live as long as their caches are used
+        self._chance = random.Random()
+
+    def get(self, key: str | int, load: Callable[[Any], Any]) -> Any:
+        """The value of `key`; `load(key)` when it is not in the cache, which then keeps it.
+
+        A value that `load` gives may be anything that the cache can store, None included; the caller may change what is
+        returned. What `load` raises is passed on, and nothing is stored. Processes that miss the same key at the same
+        time each load it. Raises `CodecError` for a value that cannot be stored, `InputError` for a key that is no str
+        or int.
+        """
+        if not callable(load):
+            raise InputError(f"load={load!r:.80} cannot be called: give a function that makes the value of a key")
+        plain, places = self._places(key)
+        value, free = self._find(plain, places)
+        if value is not MISS:
+            return value
+        value = load(key)
+        self.cache.count_fetch(1, 0)
+        self._keep(plain, value, places, free)
+        return value
+
+    def _keep(self, key: str | int, value: Any, places: Places, free: Places) -> None:
+        """Store the value of `key` in the place that was `free`, if any, or in one that a policy may empty."""
+        if not len(free) and self.cache.policy.evicts:
+            free = places[[self._chance.randrange(_WAYS)]]
+            with contextlib.suppress(WaitError):  # another process is writing: the value is not stored this time
+                self.cache.drop(free)
+        if len(free):
+            try:
+                self.cache.put_many(free, [(key, value)])
+            except CodecError as error:
+                raise CodecError(f"the value of the key {key!r} cannot be stored: {error}") from error
+
+    def __contains__(self, key: str | int) -> bool:
+        return self._find(*self._places(key))[0] is not MISS
+
+    def _find(self, key: str | int, places: Places) -> tuple[Any, Places]:
+        """The value of `key`, `MISS` if it is not there; and the first place that is free, if any.
+
+        What is in memory is looked at first. Of the other places, nothing is behind the first one that is free.
+        """
+        resident = self.cache.resident(places)
+        for at in np.argsort(~resident, kind="stable").tolist():
+            found = self.cache.get_many(places[at : at + 1])[0]
+            if found is not MISS:
+                if type(found[0]) is type(key) and found[0] == key:
+                    return found[1], places[:0]
+            elif not resident[at]:
+                return MISS, places[at : at + 1]
+        return MISS, places[:0]
+
+    def _places(self, key: str | int) -> tuple[str | int, Places]:
+        """`key` as a plain str or int, and the places that it may take."""
+        plain: str | int
+        if isinstance(key, str):
+            plain = str.__str__(key)
+            text = f"str:{plain}"
+        else:
+            plain = _as_int(key)
+            text = f"int:{plain:x}"
+        start = _hash(text.encode("utf-8", "surrogatepass")) % self.cache.num_ids
+        return plain, (start + np.arange(_WAYS)) % self.cache.num_ids
+
+    def stats(self) -> CacheStats:
+        """The counts of the cache; after `close`, those of that moment.
+
+        A look at a place that holds another key counts as a hit. `storage_reads` are the calls of `load`; what they
+        brought is not in `storage_bytes`.
+        """
+        return self.cache.stats()
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self.cache.clear()
+
+    def close(self) -> None:
+        """Leave the cache; the last process out removes it unless it persists. May be called twice."""
+        self.cache.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stores": []}
+
+    def __enter__(self) -> CacheLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _as_int(key: Any) -> int:
+    if not isinstance(key, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(key)
+    raise InputError(f"key={key!r}: a key is a str or an int")
+
+
+def _hash(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data)

@@ -1,0 +1,308 @@
+"""`CachedDataset`: a map-style data set whose samples stay in a cache that all processes of the host share."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import get_worker_info
+
+from stallfree.batches.reader import Reader
+from stallfree.batches.transform_split import is_prepared
+from stallfree.cache import Cache
+from stallfree.cache.policies import Policy, make_policy
+from stallfree.datasets.dataset_probe import Sample, choose_form, example_of_both, look, look_again
+from stallfree.datasets.private_names import private_name
+from stallfree.errors import InputError
+from stallfree.frames import short_traceback
+from stallfree.ipc.folders import check_name, default_root, user_root
+from stallfree.ipc.shared_counts import SharedCounts
+from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
+from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.randomness import peek_seed
+from stallfree.sampling.epoch_source import EpochSource, SourceSetup
+from stallfree.sampling.sources import order_of
+from stallfree.sources import as_source
+from stallfree.sources.throttle import payload_bytes
+from stallfree.stats import CacheStats
+from stallfree.stores import Store, default_store, open_cache, parse_capacity, room_of, stores_in
+from stallfree.units import parse_whole
+
+_FORMAT = "records-1"
+_MOST_EPOCHS = 2**31 - 2
+
+log = logging.getLogger("stallfree")
+
+
+class CachedDataset:
+    """`dataset` with a sample cache behind it. Works with any loader; with `stallfree.DataLoader` at full speed.
+
+    A sample is `random_part(deterministic_part(fetch(id)))`. What is cached is the record as it was fetched, or what
+    the deterministic part made of it; the random part runs each time anew, as a function of (seed, epoch, id). Under
+    another loader than stallfree's the epoch of a sample is how often it has been asked for, or what `set_epoch` says;
+    that is counted in shared memory, 4 bytes per sample, by all workers together.
+
+    A step that draws random numbers for any sample while the cache is filled counts as random from then on. What was
+    cached with it is dropped for all processes, and a `StallfreeWarning` names it.
+
+    When it is made, the first sample is read and stored, and the last one too if samples are arrays that may vary in
+    size.
+
+    A sample belongs to the caller, who may change it. Those of one `__getitems__` may share one piece of memory, which
+    lives as long as any of them: copy a sample that is to be kept for long.
+
+    Args:
+        dataset: a source such as `ImageFolder`, or any map-style data set. One that gives random samples cannot be
+            cached: give its transform here. To see whether it does, the first sample of a plain data set is read twice.
+        capacity: bytes of this host's memory for records and index, as an int or such as "4GiB"; of the disk's if the
+            store is a folder. 0 only with a `RedisStore`: no memory is used in front of its servers.
+        policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle". The scores of the last two are given
+            with `.cache.set_scores(ids, scores)`.
+        store: where samples lie:
+
+            - "memory": shared memory of this host.
+            - A folder on a local disk.
+            - A `DiskTier`, for the samples that memory has no room for.
+            - A `RedisStore`: servers on all nodes of a job, with memory of `capacity` on each node in front of them.
+            - `[DiskTier(...), RedisStore(...)]`: memory, then the disk, then the servers.
+            - "auto": in a job of several nodes a `RedisStore` with `capacity_per_node=capacity` and no memory in front,
+              in a job of one node "memory". A job of several nodes gets "memory" on each of them, with a warning, if no
+              server is installed, or if the data set has no fingerprint and no `name` is given.
+        form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them, a
+            number between 0 and 1 that share of the samples prepared and the others as fetched. "auto" (the default) is
+            the prepared form if all of it fits, else the smaller one; `DataLoader(cache="auto")` measures and chooses.
+        name: of the cache; processes that give the same name share it. By default it follows from what is cached, so
+            that jobs with the same data, policy and capacity share one. If the data set or a deterministic transform
+            holds an object without a fingerprint (a lock, an open file, a client), the cache is private to this process
+            and its workers, with a `StallfreeWarning`. With a name it is shared, and that object is not compared.
+        persist: keep the cache when the last process has left. Not with a `RedisStore`.
+        transform: applied to the samples of `dataset` after its own steps, and split like them. A sample may be a pair
+            of picture and label: `OnItem(0, step)` is for the picture alone.
+        seed: of the randomness. If None, stallfree's loader draws one for itself, and under torch's loader it follows
+            from torch's generator: by the seed that each iteration draws for its workers.
+
+    Attributes:
+        cache: what holds the samples; see `stallfree.cache.Cache`. Of tiers and of servers it has `cache.servers`: the
+            tier in servers, or None.
+        form: "fetched", "prepared", or the share of the samples that is cached prepared.
+        steps: all that is applied to a record, the source's own pipeline and `transform`.
+        decision: one line that says why. It goes to the log `stallfree` too, as information.
+        next_epoch: with a `seed`, the number of the epoch that the next iteration of stallfree's loaders has; they all
+            count in it, so that a new loader goes on where the last one was.
+
+    Raises `InputError` (and its subclasses `CapacityError`, `FingerprintError`) for arguments that cannot be used,
+    `SampleError` when none of the first samples can be had, `StorageError` when there is no shared memory left.
+    """
+
+    @short_traceback
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        capacity: int | str,
+        policy: str | Policy = "minio",
+        store: Store = "memory",
+        form: str | float = "auto",
+        name: str | None = None,
+        persist: bool = False,
+        transform: Transform | None = None,
+        seed: int | None = None,
+    ) -> None:
+        _check_form(form)
+        size, policy = parse_capacity(capacity, store), make_policy(policy)
+        if name is not None:
+            check_name(name)
+        self._auto = store == "auto"
+        self.source: Source = as_source(dataset)
+        self.seed = None if seed is None else parse_whole(seed, "seed")
+        self.next_epoch = 0
+        self._drawn: int | None = None
+        self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
+        first = look(self.source, self.steps)
+        with tolerant() as unknown:
+            data = fingerprint(self.source.fingerprint())
+        found, memory = store, size
+        if self._auto:
+            with tolerant() as steps:
+                fingerprint(first.parts.deterministic)
+            found, memory = default_store(size, [*unknown, *steps] if name is None else [])
+        self._stores = stores_in(found)  # which live as long as their caches are used
+        self.form, self.decision = choose_form(
+            form,
+            first,
+            len(self.source),
+            room_of(found, memory),
+            scored=policy.scored,
+            on_disk=isinstance(found, (str, Path)) and str(found) != "memory",
+        )
+        log.info("%s", self.decision)
+        parts, share = first.parts, {"fetched": 0.0, "prepared": 1.0}.get(str(self.form), self.form)
+        assert isinstance(share, float)
+        before, rest = (parts.deterministic, parts.random) if share else (Compose([]), self.steps)
+        self._epochs = SharedCounts(1 + len(self.source))
+        mixture = 0 < share < 1
+        with tolerant() as steps:
+            key = key_of(
+                **{"data set": data, "transforms": before},
+                form=repr(share) if mixture else "prepared" if len(before) else "fetched",
+                format=_FORMAT,
+            )
+        if name is None and (unknown := [*unknown, *steps]):
+            key = name = private_name(found, unknown[0], persist=persist)
+        name = name or f"{key[:20]}-{policy.name}-{memory}"
+        prepared = bool(is_prepared([first.id], share)[0])
+        samples = [Sample(first.id, first.record, first.prepared if prepared else first.record)]
+        example = samples[0].value
+        if not _folder(found, name, key).exists():
+            if mixture:
+                example = example_of_both(first)
+            else:
+                second, example = look_again(self.source, before, samples[0])
+                samples += [] if second is None else [second]
+        self.cache: Cache = open_cache(
+            found,
+            len(self.source),
+            capacity=memory,
+            fingerprint=key,
+            policy=policy,
+            name=name,
+            persist=persist,
+            example=example,
+        )
+        try:
+            whole = self.steps if mixture else Compose([])
+            parts_of = self.source, self.cache, before, rest
+            self.reader = Reader(*parts_of, share=share or 1.0, whole=whole, steps=self.steps)
+            self._keep(samples)
+        except BaseException:
+            self.cache.close()
+            raise
+
+    def _keep(self, samples: Sequence[Sample]) -> None:
+        """Those that were read to learn about the data set."""
+        for sample in samples:
+            self.cache.count_fetch(1, payload_bytes(sample.record))
+            self.reader.store([sample.id], [sample.value])
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @short_traceback
+    def __getitem__(self, id: int) -> Any:
+        return self.__getitems__([id])[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))  # without it, an IndexError of the data set would end a loop
+
+    @short_traceback
+    def __getitems__(self, ids: Sequence[int]) -> list[Any]:
+        """The samples of a whole batch: one look into the cache for all. Raises `SampleError`, `IndexError`."""
+        wanted = checked_ids(ids, len(self.source))
+        pending = self.reader.start(wanted)
+        return self.reader.finish(pending, self._seed_now(), self._epoch_of(wanted), skip=False).values
+
+    def _seed_now(self) -> int:
+        """The seed that was given; else one that all workers of an iteration of torch's loader have in common."""
+        worker = get_worker_info()
+        if self.seed is not None:
+            return self.seed
+        if worker is not None:
+            return worker.seed - worker.id
+        if self._drawn is None:
+            self._drawn = peek_seed()
+        return self._drawn
+
+    def _epoch_of(self, ids: npt.NDArray[np.int64]) -> int | list[int]:
+        """The epoch that was set, or how often each of `ids` has been asked for."""
+        counts = self._epochs.array
+        if counts[0] > 0:
+            return max(0, int(counts[0]) - 1)
+        at = ids + 1
+        if len(set(at.tolist())) == len(at):
+            visits = counts[at]
+            counts[at] = visits + 1
+            return visits.tolist()  # type: ignore[no-any-return]
+        each = []
+        for place in at.tolist():
+            each.append(int(counts[place]))
+            counts[place] += 1
+        return each
+
+    @short_traceback
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the samples from now on, in the workers too. Only for loaders other than stallfree's."""
+        self.reader.check()
+        if not 0 <= parse_whole(epoch, "epoch") <= _MOST_EPOCHS:
+            raise InputError(f"epoch={epoch}: give 0 or more, and less than 2**31 - 1")
+        self._epochs.array[0] = epoch + 1
+
+    def epoch_source(self, setup: SourceSetup) -> EpochSource:
+        """The source of a loader's epochs. Loaders that use the seed of this data set count their epochs in it."""
+        return order_of(replace(setup, counter=self) if setup.seed_of_data else setup)
+
+    def where(self, id: int) -> str:
+        """Where sample `id` lies, for messages."""
+        return self.source.where(id)
+
+    def fingerprint(self) -> str:
+        """Changes with the fingerprint of the source and with the steps after it."""
+        return f"CachedDataset {fingerprint(self.source.fingerprint(), self.steps)}"
+
+    def stats(self) -> CacheStats:
+        """The counts of the cache, over all processes attached to it; after `close`, those of that moment."""
+        return self.cache.stats()
+
+    def close(self) -> None:
+        """Leave the cache. The last process out removes it, unless it persists. May be called twice.
+
+        Samples cannot be read any more after that. Happens by itself when this object is freed.
+        """
+        self.reader.end(f"{self!r} is closed: make a new one to read samples")
+        self.cache.close()
+        if self._auto:
+            for store in self._stores:
+                store.close()
+        self._epochs.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stores": []}
+
+    def __enter__(self) -> CachedDataset:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"CachedDataset({self.source!r}, {self.form}, cache={self.cache.name!r})"
+
+
+def _folder(store: Any, name: str, key: str) -> Path:
+    """Where the cache `name` lies on this node."""
+    on_disk = isinstance(store, (str, Path)) and str(store) != "memory"
+    return (user_root(store) if on_disk else default_root()) / name
+
+
+def _check_form(form: Any) -> None:
+    if form in ("auto", "fetched", "prepared"):
+        return
+    if isinstance(form, bool) or not isinstance(form, (int, float)) or not 0 <= form <= 1:
+        raise InputError(
+            f"form={form!r}: use 'fetched', 'prepared' or 'auto', or the share of samples to cache prepared, 0 to 1"
+        )
+
+
+def checked_ids(ids: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+    """`ids` as an array, negative ones counted from the end. Raises `IndexError`, and `TypeError` for no integers."""
+    wanted = np.array([operator.index(id) for id in ids], np.int64)
+    bad = wanted[(wanted < -length) | (wanted >= length)]
+    if len(bad):
+        raise IndexError(f"id {bad[0]} is out of range: the data set has {length} samples")
+    return np.where(wanted < 0, wanted + length, wanted)

@@ -1,0 +1,93 @@
+"""`LocalSampler`: a distributed plan that keeps the network quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DistributedSampler
+
+from stallfree.datasets.cached_dataset import CachedDataset
+from stallfree.errors import InputError
+from stallfree.sampling.plans.local import local_shares
+from stallfree.sampling.ranks import find_ranks
+from stallfree.stores import servers_of
+from stallfree.units import parse_whole
+
+
+class LocalSampler(DistributedSampler[Any]):
+    """The share of this rank of a data set that is cached over several nodes: what its own node owns comes first.
+
+        dataset = CachedDataset(ds, capacity="64GiB", store=RedisStore(capacity_per_node="64GiB"))
+        loader = DataLoader(dataset, batch_size=256, sampler=LocalSampler(dataset), num_workers=4)
+
+    Every sample comes exactly once per epoch over all ranks, as with torch's `DistributedSampler`, of which this is
+    one; stallfree's loader tells it the epoch. Almost nothing comes over the network then. The price: a sample is
+    always seen by the same node, so batches mix a node's share and not the whole data set. Data that lie sorted in the
+    data set are mixed all the same, since ownership is a hash.
+
+    Args:
+        dataset: a `CachedDataset` with a `RedisStore`; with another store every node owns all, and this is a
+            `DistributedSampler`.
+        shuffle: whether (seed, epoch) decides the order.
+        seed: of the order, the same in all ranks.
+        drop_last: leave out the last samples rather than repeat the first ones if the number of samples is no multiple
+            of the number of ranks.
+        rank: of this process; None for that of `torch.distributed`, or else of the variables that torchrun sets.
+        num_ranks: of the job, likewise.
+
+    Raises `InputError` when the nodes of the store do not have equally many ranks, or for a data set of another kind.
+    """
+
+    def __init__(
+        self,
+        dataset: CachedDataset,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+    ) -> None:
+        cache = getattr(dataset, "cache", None)
+        if cache is None:
+            raise InputError(f"LocalSampler was given {type(dataset).__name__}: give it a CachedDataset")
+        ranks = find_ranks()
+        seed = parse_whole(seed, "seed")
+        number = ranks.rank if rank is None else parse_whole(rank, "rank")
+        count = ranks.count if num_ranks is None else parse_whole(num_ranks, "num_ranks", 1)
+        if not 0 <= number < count:
+            raise InputError(f"rank {number} of {count}: give a rank from 0 to {count - 1}")
+        sized: Any = dataset  # of which only the length is asked for
+        super().__init__(sized, num_replicas=count, rank=number, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        servers = servers_of(cache)
+        nodes = 1 if servers is None else servers.num_nodes
+        owner = servers.owner(np.arange(len(dataset))) if servers is not None and nodes > 1 else None
+        if count % nodes:
+            raise InputError(f"{count} ranks on {nodes} nodes: every node needs as many ranks as any other")
+        self._per_node = count // nodes
+        self._owner = np.zeros(len(dataset), np.int16) if owner is None else owner
+        if servers is not None and nodes > 1 and number // self._per_node != servers.me:
+            raise InputError(
+                f"rank {number} of {count} should be on node {number // self._per_node} of {nodes} and is on node "
+                f"{servers.me}: ranks have to be numbered node by node, as torchrun does"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"LocalSampler({len(self._owner)} samples, rank={self.rank}, num_ranks={self.num_replicas}, "
+            f"shuffle={self.shuffle})"
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        shares = local_shares(
+            self._owner,
+            self.num_replicas // self._per_node,
+            self._per_node,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            epoch=self.epoch,
+            drop_last=self.drop_last,
+        )
+        return iter(shares[self.rank].tolist())

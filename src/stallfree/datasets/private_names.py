@@ -1,0 +1,58 @@
+"""Names of caches that no other job finds: those of data sets without a fingerprint."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from typing import Any
+
+from stallfree.errors import InputError
+from stallfree.frames import users_level
+from stallfree.pipeline.classify.determinism import StallfreeWarning
+from stallfree.sampling.ranks import find_ranks
+from stallfree.stores import DiskTier, stores_in
+
+_CURE = (
+    "give name=, the same only for the same data, or give the object or the data set a method fingerprint() that "
+    "returns a text which changes when the data change"
+)
+
+
+def private_name(store: Any, unknown: str, *, persist: bool) -> str:
+    """A name that no other process gives, with a warning that says why: `unknown` has no fingerprint.
+
+    Raises `InputError` where a cache that others do not find is of no use.
+    """
+    for servers in stores_in(store):
+        raise InputError(
+            f"the nodes of the store {servers.name!r} need one name, and {unknown} has no fingerprint: {_CURE}"
+        )
+    if persist or (isinstance(store, DiskTier) and store.persist):
+        raise InputError(f"persist=True: no later job would find this cache, as {unknown} has no fingerprint: {_CURE}")
+    warnings.warn(
+        f"{unknown} has no fingerprint, so this cache is private: used by this process and its workers, and removed "
+        f"with them. To share it with other jobs and ranks, {_CURE}",
+        StallfreeWarning,
+        stacklevel=users_level(),
+    )
+    return token()
+
+
+def token() -> str:
+    """The name of a private cache."""
+    return f"private-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def window_name(unknown: list[str], name: str) -> str:
+    """`name`, or for a window over data with `unknown` objects one that no other process gives.
+
+    Raises `InputError` if the job has several ranks here, which share one window and find it by its name.
+    """
+    if not unknown:
+        return name
+    if find_ranks().here > 1:
+        raise InputError(
+            f"the ranks of this job share one window, and {unknown[0]} has no fingerprint to find it by: {_CURE}"
+        )
+    return token()

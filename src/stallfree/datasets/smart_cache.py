@@ -1,0 +1,415 @@
+"""`SmartCacheDataset`: train on a window of the data set that moves while you train."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import current_process, get_context
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from stallfree.batches.reader import Reader
+from stallfree.cache import SampleCache
+from stallfree.datasets.cached_dataset import checked_ids
+from stallfree.datasets.dataset_probe import look
+from stallfree.datasets.private_names import window_name
+from stallfree.errors import InputError
+from stallfree.frames import short_traceback
+from stallfree.ipc.folders import check_name
+from stallfree.ipc.process import context_of
+from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
+from stallfree.pipeline.protocol import Source
+from stallfree.platform import need_linux
+from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, plans_epochs
+from stallfree.sampling.plans.window import WindowPlan, replace_count
+from stallfree.sampling.ranks import checked_hosts, environment_number, hosts_of_job, job_name, warn_of_ranks_here
+from stallfree.sampling.sources import order_of
+from stallfree.sampling.window_fill import FillProcesses, FillSetup
+from stallfree.sampling.window_size import FirstSamples, Fit, fit_budget, fit_count
+from stallfree.sampling.window_source import FILLERS, Field, Window
+from stallfree.sources import as_source
+from stallfree.stats import SmartCacheStats
+from stallfree.units import parse_size, parse_whole
+
+_FORMAT = "smart-1"
+
+log = logging.getLogger("stallfree")
+_made = itertools.count()
+
+
+class SmartCacheDataset:
+    """A data set of `cache_num` samples: a window over `data`, of which a share is replaced after each epoch.
+
+    The samples of the window are kept in memory that all processes of the host share, after the longest deterministic
+    run of their transforms; the random rest runs each time anew, as a function of (seed, epoch, id). While an epoch
+    trains on the N samples of the window, processes in the background prepare the ceil(N * replace_rate) that join at
+    its end, when as many leave. The window runs in circles over a random order of all samples. After NVIDIA's Clara
+    Train SDK ("Smart Cache").
+
+    Any loader can be used; nothing is started or stopped by hand. Each iteration of a `stallfree.DataLoader` is an
+    epoch: the data set counts them, whichever loader it is. Of two loaders at the same time each has epochs of its own,
+    and the window moves on with every one. With another loader an epoch ends when a position is asked for a second time
+    (and at least half of all positions have been); with a sampler that repeats positions, call `set_epoch` before each
+    epoch. Samples of the first window are fetched as they are asked for; whatever is not in the cache for any reason
+    comes from the source.
+
+    All ranks of a job on one host share one window: let `rank_sampler()` split it among them. They find one another by
+    the variables that torchrun, SLURM and the like set; otherwise give them one `name`.
+
+    Args:
+        data: a source such as `ImageFolder`, or any map-style data set or list.
+        transform: applied to the samples of `data`, split into its deterministic and its random part.
+        cache_num: N, the samples of the window; all of them if there are fewer. This or `capacity`.
+        replace_rate: share of the window that is replaced after each epoch, 0 to 1. With 0, for
+            validation, nothing is replaced.
+        seed: of the order and of the randomness. If None, it follows from the state of torch's generator, which is not
+            moved; all ranks on a host have that of the first.
+        capacity: bytes in place of a number of samples, as an int or such as "8GiB". N is then what fits, by the
+            size of the first samples.
+        num_fill_workers: processes that prepare replacements.
+        on_late: what happens when not all replacements are ready at the end of an epoch: "partial" replaces those that
+            are, and the rest in later epochs; "wait" waits for them.
+        on_error: "raise" a `SampleError` for a sample that cannot be had, or "skip" it: it is left out of its batch and
+            counted. `stallfree.DataLoader` has an argument of its own for that.
+        shuffle: run over the samples in a random order, else in their own.
+        reshuffle: take another random order for each pass over the data.
+        full_epoch: an epoch is all samples: those of the window first, the others after them, both in an order of their
+            own for each epoch. Use a loader that does not shuffle.
+        hosts: (number of this host, number of hosts): each has its part of the data. By default what torchrun says.
+        name: of the cache.
+        multiprocessing_context: how the fill processes start; Python's default if None.
+
+    Attributes:
+        cache: the `SampleCache`.
+        cache_num: N.
+        replace_num: samples replaced per epoch, if they are ready: ceil(N * replace_rate), or as many as are outside of
+            the window.
+        window: where the window is in each epoch.
+
+    Raises `InputError` for arguments that cannot be used, `CapacityError` (one of them) for a window that the machine's
+    free memory does not hold, `SampleError` when none of the first samples can be had.
+    """
+
+    @short_traceback
+    def __init__(
+        self,
+        data: Any,
+        transform: Transform | None = None,
+        *,
+        cache_num: int | None = None,
+        replace_rate: float = 0.1,
+        seed: int | None = None,
+        capacity: int | str | None = None,
+        num_fill_workers: int = 1,
+        on_late: str = "partial",
+        on_error: str = "raise",
+        shuffle: bool = True,
+        reshuffle: bool = False,
+        full_epoch: bool = False,
+        hosts: tuple[int, int] | None = None,
+        name: str | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+    ) -> None:
+        need_linux("SmartCacheDataset", "use CachedDataset")
+        _check(cache_num, capacity, replace_rate, num_fill_workers, on_late, on_error)
+        context = context_of(multiprocessing_context)
+        self.source: Source = as_source(data)
+        self.seed = None if seed is None else parse_whole(seed, "seed")
+        self.on_error, self.full_epoch = on_error, full_epoch
+        hosts = hosts_of_job() if hosts is None else checked_hosts(hosts)
+        steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
+        first = look(self.source, steps)
+        before, rest = first.parts.deterministic, first.parts.random
+        # Ranks that draw a seed, and jobs that resume, have one size of window: another seed does not change it.
+        order: dict[str, Any] = {"shuffle": shuffle, "reshuffle": reshuffle, "part": hosts}
+        reach = WindowPlan(len(self.source), 1, 0, seed=self.seed or 0, **order)
+        sizes = FirstSamples(self.source, before, first.id, first.prepared, reach)
+        fit = _fit(sizes, cache_num, capacity, replace_rate, len(self.source))
+        self.cache_num = fit.size
+        self.replace_num = replace_count(fit.size, replace_rate, reach.total)
+        self.cache = self._open_cache(fit, before, order, name)
+        self.reader = Reader(self.source, self.cache, before, rest, steps=steps)
+        sizes_of = fit.size, self.replace_num, reach.total if full_epoch else fit.size
+        self.window = Window(self.reader, *sizes_of, whole=full_epoch, seed=self.seed, order=order, on_late=on_late)
+        if self.window.state.epoch < 0:
+            self.window.keep(sizes)
+        fillers = num_fill_workers if self.replace_num and not current_process().daemon else 0
+        self._fillers = FillProcesses(FillSetup(self.window.with_own_threads(), fillers), context)
+        self._end = weakref.finalize(self, _close, self._fillers, self.window)
+        self.start()
+
+    def _open_cache(self, fit: Fit, before: Compose, order: dict[str, Any], name: str | None) -> SampleCache:
+        with tolerant() as unknown:
+            key = key_of(
+                **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
+                window=f"{fit.size}, {self.replace_num} replaced, {sorted({**order, 'seed': self.seed}.items())}",
+                format=_FORMAT,
+            )
+        return SampleCache(
+            len(self.source),
+            capacity=fit.capacity,
+            fingerprint=key,
+            name=window_name(unknown, f"{key[:20]}-smart-{_job()}") if name is None else check_name(name),
+            example=fit.example,
+        )
+
+    # -- epochs -------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """`cache_num`; with `full_epoch` the number of all samples (of this host)."""
+        self._fillers.look_after()  # samplers ask for the length once per epoch
+        return self.window.positions
+
+    def begin_epoch(self, epoch: int) -> Ids:
+        """The ids of epoch `epoch`, one for each position. Loaders call this; the first call moves the window.
+
+        An epoch that is neither one of the newest nor the next begins where it would if no replacement was ever late.
+        Raises `WaitError` if, with `on_late="wait"`, replacements are not ready within 300 s.
+        """
+        self.reader.check()
+        self.reader.follow()
+        epoch = parse_whole(epoch, "epoch", 0)
+        self._fillers.look_after()
+        return self.window.begin(epoch)
+
+    def epoch_source(self, setup: SourceSetup) -> EpochSource:
+        """The source of a loader's epochs: the window, in the order that the loader would have without it."""
+        if plans_epochs(setup.sampler):
+            raise InputError("a SmartCacheDataset chooses its samples itself: leave out the ImportanceSampler")
+        if setup.ranks is not None and (setup.ranks == "auto" or setup.ranks[1] != 1):
+            raise InputError(
+                f"ranks={setup.ranks!r} with a SmartCacheDataset, whose window is that of one host: give "
+                "sampler=dataset.rank_sampler() instead"
+            )
+        shuffle = setup.shuffle and not self.full_epoch  # which has an order of its own
+        return WindowSource(self, order_of(replace(setup, samples=len(self), shuffle=shuffle)))
+
+    @short_traceback
+    def set_epoch(self, epoch: int) -> None:
+        """What is asked for from now on is of that epoch. For loaders other than stallfree's; they need it only with
+        samplers that repeat positions.
+        """
+        self.begin_epoch(epoch)
+        self.window.set_epoch(epoch)
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+
+    @short_traceback
+    def __getitem__(self, position: int) -> Any:
+        wanted = checked_ids([position], self.window.positions)
+        return self._samples(wanted, skip=False)[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+    @short_traceback
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """The samples at several positions, all of one epoch. With `on_error="skip"` there may be fewer.
+
+        Raises `SampleError` for one that cannot be had, and with "skip" if none can; `IndexError`.
+        """
+        return self._samples(checked_ids(positions, self.window.positions), skip=self.on_error == "skip")
+
+    def _samples(self, positions: Ids, *, skip: bool) -> list[Any]:
+        self.reader.check()
+        epoch, ids = self.window.look_up(positions)
+        samples = self.reader.finish(self.reader.start(ids), self.window.plan.seed, epoch, skip=skip)
+        if samples.skipped:
+            self.window.state.count(Field.SKIPPED, len(samples.skipped))
+            for error in samples.skipped:
+                log.warning("left out a sample: %s", str(error).replace("\n", " "))
+            if not samples.values:
+                raise samples.skipped[0]
+        return samples.values
+
+    # -- by hand ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the fill processes. Has happened already; may be called at any time."""
+        self._fillers.start()
+
+    def is_started(self) -> bool:
+        """Whether fill processes run, or none is needed."""
+        return self._fillers.running or not self.replace_num
+
+    def update_cache(self) -> None:
+        """End the epoch. Loaders do that by themselves; may be called twice."""
+        self.window.end_epoch()
+
+    def shutdown(self) -> None:
+        """Stop the fill processes. Samples can still be read, and `start` goes on. May be called twice."""
+        self._fillers.stop()
+
+    def rank_sampler(self, *, shuffle: bool = True, drop_last: bool = False) -> DistributedSampler[Any]:
+        """Splits the window among the ranks of this host, as `LOCAL_RANK` and `LOCAL_WORLD_SIZE` say."""
+        return RankSampler(self, shuffle, drop_last)
+
+    # -- state and statistics -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the window is. `load_state_dict` in another process gives the windows that would have come.
+
+        With `stallfree.DataLoader` it is part of the loader's state. It is fit for JSON.
+        """
+        return self.window.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises `InputError` for the state of another window."""
+        if self.window.load_state_dict(state):
+            self._fillers.restart(self.window.plan)
+
+    def stats(self) -> SmartCacheStats:
+        """The counts of the cache and of the window, over all processes."""
+        state = self.window.state
+        header, epoch = state.header, state.epoch
+        start = state.start(epoch) if epoch >= 0 else 0
+        return SmartCacheStats(
+            **self.cache.stats().__dict__,
+            epoch=epoch,
+            window_start=start or 0,
+            replace_num=self.replace_num,
+            lag=max(0, epoch * self.replace_num - (start or 0)),
+            late_epochs=int(header[Field.LATE]),
+            wait_seconds=int(header[Field.WAITED]) / 1e9,
+            skips=int(header[Field.SKIPPED]),
+        )
+
+    def where(self, id: int) -> str:
+        """Where sample `id` of `data` lies, for messages."""
+        return self.source.where(id)
+
+    def close(self) -> None:
+        """Stop the fill processes and leave the cache. The last process out removes it. May be called twice."""
+        self.reader.end(f"{self!r} is closed: make a new one to read samples")
+        self._end()
+        self.cache.close()
+
+    def __enter__(self) -> SmartCacheDataset:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_fillers", "_end")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._fillers = FillProcesses(FillSetup(self.window, 0), get_context())  # the data set that was sent has them
+        self._end = weakref.finalize(self, _close, self._fillers, self.window)
+
+    def __repr__(self) -> str:
+        return f"SmartCacheDataset({self.source!r}, cache_num={self.cache_num}, replace_num={self.replace_num})"
+
+
+def _check(
+    cache_num: Any, capacity: Any, replace_rate: Any, num_fill_workers: Any, on_late: Any, on_error: Any
+) -> None:
+    if (cache_num is None) == (capacity is None):
+        raise InputError("give either cache_num (samples of the window) or capacity (bytes for them)")
+    if cache_num is not None and (isinstance(cache_num, bool) or not isinstance(cache_num, int) or cache_num < 1):
+        raise InputError(f"cache_num={cache_num!r}: give an int of 1 or more")
+    if isinstance(replace_rate, bool) or not isinstance(replace_rate, (int, float)) or not 0 <= replace_rate <= 1:
+        raise InputError(f"replace_rate={replace_rate!r}: give a share of the window, 0 (nothing is replaced) to 1")
+    whole = isinstance(num_fill_workers, int) and not isinstance(num_fill_workers, bool)
+    if not whole or not 1 <= num_fill_workers <= FILLERS:
+        raise InputError(f"num_fill_workers={num_fill_workers!r}: give an int from 1 to {FILLERS}")
+    if on_late not in ("partial", "wait"):
+        raise InputError(f"on_late={on_late!r}: use 'partial' or 'wait'")
+    if on_error not in ("raise", "skip"):
+        raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
+
+
+def _job() -> str:
+    """The same text in all ranks of one job on this host, another in other jobs."""
+    return job_name() or f"{os.getpid()}-{next(_made)}"
+
+
+def _close(fillers: FillProcesses, window: Window) -> None:
+    fillers.stop()
+    window.close()
+
+
+def _fit(sizes: FirstSamples, count: int | None, capacity: int | str | None, rate: float, samples: int) -> Fit:
+    """The window of `count` samples, or the one that fits into `capacity`."""
+    total = sizes.reach.total
+    if capacity is not None:
+        return fit_budget(sizes, samples, parse_size(capacity, "capacity"), rate, total)
+    assert count is not None
+    count = min(count, total)
+    return fit_count(sizes, samples, count, replace_count(count, rate, total))
+
+
+class WindowSource(EpochSource):
+    """Epochs of a `SmartCacheDataset`: `order` says when which position of the window comes."""
+
+    def __init__(self, dataset: SmartCacheDataset, order: EpochSource) -> None:
+        self._dataset, self.order = dataset, order
+        self.planned = order.planned
+
+    @property
+    def knows_ranks(self) -> bool:
+        return self.order.knows_ranks
+
+    @property
+    def next_epoch(self) -> int:
+        return self._dataset.window.next_epoch
+
+    def num_batches(self, epoch: int) -> int:
+        return self.order.num_batches(epoch)
+
+    def describe(self) -> dict[str, Any]:
+        return self.order.describe()
+
+    def check_ranks(self) -> None:
+        if not self.knows_ranks:
+            warn_of_ranks_here()
+
+    def set_seed(self, seed: int) -> None:
+        self.order.set_seed(seed)
+
+    def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
+        plan = self.order.begin(epoch, resume)
+        if resume is not None and resume.rest is not None:
+            return plan  # of ids
+        ids = self._dataset.begin_epoch(epoch)
+        return replace(plan, batches=(ids[positions] for positions in plan.batches))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"window": self._dataset.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "window" not in state:
+            raise InputError(
+                "the state has no window: it was taken with a data set that is no SmartCacheDataset. Give the same "
+                "data set"
+            )
+        self._dataset.load_state_dict(state["window"])
+
+
+class RankSampler(DistributedSampler[Any]):
+    """Splits the window among the ranks of this host, as `LOCAL_RANK` and `LOCAL_WORLD_SIZE` say.
+
+    Its seed is that of the window, which a state may replace.
+    """
+
+    def __init__(self, dataset: SmartCacheDataset, shuffle: bool, drop_last: bool) -> None:
+        super().__init__(
+            dataset,  # type: ignore[arg-type]
+            num_replicas=environment_number("LOCAL_WORLD_SIZE", 1),
+            rank=environment_number("LOCAL_RANK", 0),
+            shuffle=shuffle,
+            drop_last=drop_last,
+        )
+        self._window = dataset.window
+
+    def __iter__(self) -> Iterator[Any]:
+        self.seed = self._window.plan.seed & 0x7FFFFFFF
+        return super().__iter__()

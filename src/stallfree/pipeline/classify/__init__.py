@@ -1,0 +1,1 @@
+"""Which steps of a pipeline are deterministic, and which draw random numbers."""

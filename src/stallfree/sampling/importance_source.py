@@ -1,0 +1,186 @@
+"""Epochs of an `ImportanceSampler`: plans drawn from losses, served from what the cache holds."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from stallfree.batches.reader import Reader
+from stallfree.cache import Cache
+from stallfree.errors import InputError
+from stallfree.frames import users_level
+from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
+from stallfree.sampling.packager import Packager
+from stallfree.sampling.plans import ImportanceSampler
+from stallfree.sampling.plans.active_epoch import ActiveEpoch
+from stallfree.sampling.plans.benefit import benefit
+from stallfree.sampling.plans.probabilities import generator
+from stallfree.sampling.plans.serving import Serving
+from stallfree.stats import ImportanceStats
+from stallfree.stores import RedisCache, servers_of
+
+_FIRST_REGION = 0.1
+"""Share of the cache for L-samples before there are requests to go by (Chen et al., iCACHE, HPCA 2023, section IV)."""
+
+_REQUESTS = ("high_requests", "high_hits", "low_requests", "low_hits", "swaps", "substitutions")
+
+
+class ImportanceSource(EpochSource):
+    """Serves the plans of a sampler.
+
+    Args:
+        setup: of the loader. Its `sampler` draws the plans; by its `counts` the benefit of the cache is measured.
+
+    Raises `InputError` for a sampler and a data set that do not fit each other.
+    """
+
+    def __init__(self, setup: SourceSetup) -> None:
+        _check(setup)
+        self._sampler: ImportanceSampler = setup.sampler
+        self._reader: Reader = setup.reader
+        self._setup = setup
+        self._loader_before: dict[str, Any] = {}
+        self._packager: Packager | None = None
+        self._packed: dict[str, int] = {}  # by packagers that are closed
+        self._requests = dict.fromkeys(_REQUESTS, 0)  # of the epochs before
+        self._serving: Serving | None = None
+        self._low_share = _FIRST_REGION
+        self._begun: tuple[int, int] | None = None  # the epoch begun last, and its batches
+
+    @property
+    def next_epoch(self) -> int:
+        return self._sampler.next_epoch
+
+    def num_batches(self, epoch: int) -> int:
+        """Batches of an epoch, whose plan is drawn if need be."""
+        if self._begun is not None and self._begun[0] == epoch:
+            return self._begun[1]
+        return len(self._sampler.batches(epoch, self._setup.size, drop_last=self._setup.drop_last))
+
+    def describe(self) -> dict[str, Any]:
+        return {"samples": self._setup.samples}
+
+    def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
+        self._count_requests()
+        if resume is not None and resume.rest is not None:
+            rest = [np.asarray(ids, np.int64) for ids in resume.rest]
+            return self._planned(self._sampler.resume(rest), rest, resume.batches)
+        self._measure_benefit()
+        active = self._sampler.begin(epoch, self._setup.size, drop_last=self._setup.drop_last)
+        return self._planned(active, self._served(active), 0)
+
+    def _planned(self, active: ActiveEpoch, batches: Iterable[Ids], first: int) -> EpochPlan:
+        self._begun = active.draw.plan.epoch, first + len(active.batches)
+        return EpochPlan(iter(batches), first, on_delivered=active.served, end=active.end)
+
+    def _served(self, active: ActiveEpoch) -> Iterable[Ids]:
+        """The batches of an epoch; other samples are served instead of missing ones where the sampler says so."""
+        sampler, low = self._sampler, active.draw.low
+        if sampler.cache is None:
+            return active.batches
+        packager = self._start_packager(sampler) if low.any() else None
+        if packager is not None:
+            packager.begin(active.draw, active.batches, sampler.low_region or self._low_share)
+        assert sampler.seed is not None  # drawn with the plan
+        rng = generator(sampler.seed, active.draw.plan.epoch, 3)
+        servers = servers_of(sampler.cache)
+        residents = sampler.cache if servers is None else _Known(servers)
+        self._serving = Serving(active.batches, low, residents, sampler.on_miss, rng, packager, active.elsewhere)
+        return self._serving
+
+    def _start_packager(self, sampler: ImportanceSampler) -> Packager | None:
+        if self._packager is None and sampler.packages is not None and self._reader.cache is not None:
+            self._packager = Packager(
+                self._reader, sampler.packages, write_budget=sampler.write_budget, context=self._setup.context
+            )
+        return self._packager
+
+    def _measure_benefit(self) -> None:
+        """Find from the epoch before what the cache gains this job."""
+        now = dict(self._setup.counts, at=time.monotonic())
+        before, self._loader_before = self._loader_before, now
+        if not before or not self._sampler.measures:
+            return
+        of = {name: now[name] - before[name] for name in before}
+        if min(of["batches"], of["samples"], of["misses"]) <= 0:
+            return
+        step = max(0.0, of["at"] - of["wait_seconds"]) / of["batches"]
+        hit = of["prep_seconds"] / of["samples"]
+        miss = hit + of["fetch_seconds"] / of["misses"]
+        if step + hit > 0:
+            workers = now["num_workers"]
+            self._sampler.benefit = benefit(step, hit, miss, workers=workers, batch_size=self._setup.size)
+
+    def _count_requests(self) -> None:
+        """Add up what the last epoch did."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            for name in _REQUESTS:
+                self._requests[name] += getattr(serving, name)
+            self._low_share = serving.low_requests / max(1, serving.low_requests + serving.high_requests)
+
+    def update(self, ids: Any, losses: Any) -> None:
+        """See `ImportanceSampler`."""
+        self._sampler.update(ids, losses)
+
+    def stats(self) -> ImportanceStats:
+        """What was asked for, and what was served instead."""
+        counts = {name: self._requests[name] + getattr(self._serving, name, 0) for name in _REQUESTS}
+        packed = self._packed if self._packager is None else self._packager.stats().__dict__
+        return ImportanceStats(**counts, **packed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"importance": self._sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "importance" not in state:
+            raise InputError(
+                "the state has no losses: it was taken without an ImportanceSampler. Leave that out here too"
+            )
+        self._sampler.load_state_dict(state["importance"])
+
+    def close(self) -> None:
+        """End the processes that pack and read packages. This job leaves those that use the cache."""
+        self._sampler.close()
+        if self._packager is not None:
+            self._packed = self._packager.stats().__dict__
+            self._packager.close()
+            self._packager = None
+
+
+class _Known:
+    """What this node believes to be stored in servers, as `sampling.plans.serving.Residents`. Sends no request."""
+
+    def __init__(self, servers: RedisCache) -> None:
+        self.resident = servers.known
+
+
+def _check(setup: SourceSetup) -> None:
+    """Raise `InputError` where the sampler cannot be served."""
+    sampler: ImportanceSampler = setup.sampler
+    cache: Cache | None = setup.reader.cache
+    if setup.reader.share < 1:
+        raise InputError("an ImportanceSampler wants samples of one form: give form='fetched' or 'prepared'")
+    if sampler.num_samples != setup.samples:
+        raise InputError(
+            f"the sampler is of {sampler.num_samples} samples, the data set has {setup.samples}: "
+            "give ImportanceSampler(len(dataset))"
+        )
+    given: Any = sampler.cache
+    if cache is not None and getattr(given, "path", None) not in (None, getattr(cache, "path", None)):
+        raise InputError(
+            f"the sampler has the cache {given.name!r}, the data set {cache.name!r}: give dataset.cache to both"
+        )
+    if given is None and cache is not None and sampler.rule.plan == "unbiased":
+        warnings.warn(
+            "the data set has a cache and the ImportanceSampler does not know it, so nothing counts as resident: give "
+            "ImportanceSampler(..., cache=dataset.cache)",
+            RuntimeWarning,
+            stacklevel=users_level(),
+        )
+    if setup.batch_size is None:
+        raise InputError("batch_size=None gives single samples, which have no weights: give a batch_size")

@@ -1,0 +1,364 @@
+"""The work of a packager's two processes: one packs L-samples, the other reads packages into the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stallfree.batches.reader import IO_THREADS, Reader
+from stallfree.cache import Cache, Packages
+from stallfree.cache.packages import Record
+from stallfree.errors import StallfreeError
+from stallfree.ipc.process import Parent
+from stallfree.pipeline.codec import encode, record_size
+from stallfree.pipeline.values import private
+from stallfree.sampling.plans.retention import FRESH
+from stallfree.sampling.shared_flags import LOW, MISSED, PACK, PENDING, READ, Field, SharedFlags
+from stallfree.sources.throttle import payload_bytes
+from stallfree.stores import held
+
+Ids = npt.NDArray[np.int64]
+
+WAKE, LAST = b"w", b"l"
+"""Messages to a process: look for work; the same at the end of an epoch."""
+
+_WORTH = 4
+"""A package is read when one in so many of its samples is of use."""
+
+_CHUNK = 64
+"""Samples fetched at a time, at most."""
+
+_FEW = 4096
+"""So many ids are looked through again at each step."""
+
+_SHARE = 10
+"""Finding out what there is to do may take one in so many seconds."""
+
+_WANTED = LOW | PENDING
+
+
+@dataclass
+class WorkSetup:
+    """What a process is given at its start.
+
+    Attributes:
+        reader: where samples come from, and the cache.
+        shared: says what is wanted, and counts.
+        folder: of the packages.
+        write_budget: bytes that may be written.
+        package_bytes: bytes of records in a package, at least.
+    """
+
+    reader: Reader
+    shared: SharedFlags
+    folder: Path
+    write_budget: int
+    package_bytes: int
+
+    @property
+    def cache(self) -> Cache:
+        """The cache of the reader."""
+        assert self.reader.cache is not None
+        return self.reader.cache
+
+    def packages(self, row: int) -> Packages:
+        """The packages, counted in that row of the shared counts."""
+        cache = self.cache
+        return Packages(
+            self.folder,
+            cache.fingerprint,
+            cache.num_ids,
+            allow_pickle=cache.allow_pickle,
+            write_budget=self.write_budget,
+            counts=self.shared.counts[row],
+        )
+
+
+class Inbox:
+    """What the training process has sent.
+
+    The first call of `wait` returns at once: a process is started because there is work.
+
+    Attributes:
+        last: whether the end of an epoch was announced before `wait` returned.
+    """
+
+    def __init__(self) -> None:
+        self._something = threading.Event()
+        self._something.set()
+        self._stop = threading.Event()
+        self._last_received = self.last = False
+
+    def take(self, message: bytearray | None) -> None:
+        """A message has come, or None to end. In another thread."""
+        if message is None:
+            self._stop.set()
+        elif bytes(message) == LAST:
+            self._last_received = True
+        self._something.set()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether to end."""
+        return self._stop.is_set()
+
+    @property
+    def woken(self) -> bool:
+        """Whether a message came since `wait` returned."""
+        return self._something.is_set()
+
+    def wait(self) -> bool:
+        """Wait for a message; whether to go on."""
+        self._something.wait()
+        self._something.clear()
+        self.last, self._last_received = self._last_received, False
+        return not self.stopped
+
+    def rest(self, seconds: float) -> None:
+        """Do nothing for so long, or until the process is to end."""
+        self._stop.wait(seconds)
+
+
+class Work(Protocol):
+    """What a process does each time it is woken."""
+
+    def work(self, inbox: Inbox) -> float:
+        """Do what there is to do; the seconds spent on finding that out."""
+
+    def close(self) -> None:
+        """Nothing more is to be done."""
+
+
+class PackWork:
+    """Packs samples that are neither resident nor in a package: missed ones first, then others that are to come.
+
+    They are taken in random order, as the samples of a package will be served together and the order of the data set
+    is often by class.
+    """
+
+    def __init__(self, setup: WorkSetup) -> None:
+        self._setup, self._reader, self._cache = setup, setup.reader, setup.cache
+        self._flags = setup.shared.flags
+        self._packages = setup.packages(PACK)
+        self._random = np.random.default_rng()
+        self._pool: ThreadPoolExecutor | None = None
+        if getattr(self._reader.source, "threads", True):
+            self._pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="stallfree-fetch")
+        self._taken = np.zeros(len(self._flags), np.bool_)  # for the package to be written, or cannot be had
+        self._queue = np.empty(0, np.int64)
+        self._looked = False
+        self._ids: list[int] = []
+        self._records: list[Record] = []
+        self._bytes = 0
+        self._seen = (0, 0)  # records and their bytes
+        self._refused = False
+
+    def work(self, inbox: Inbox) -> float:
+        """Write packages while there is enough for one, and room. At the end of an epoch, let go of the rest."""
+        self._looked, self._seconds = False, 0.0
+        with self._looking():
+            self._packages.refresh()
+        while not (self._refused or inbox.stopped) and self._has_room():
+            with self._looking():
+                ids = self._next()
+            if len(ids) == 0:
+                break
+            self._gather(ids)
+            if self._bytes >= self._setup.package_bytes:
+                self._refused = not self._packages.add_records(self._ids, self._records)
+                self._let_go()
+        if inbox.last:
+            self._let_go()
+        return self._seconds
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - started
+
+    def _has_room(self) -> bool:
+        """Whether the package that is begun was begun because there is room for it, or one can be begun."""
+        expected = self._expected() or self._setup.package_bytes
+        lengths = np.full(math.ceil(self._setup.package_bytes / expected), math.ceil(expected))
+        return bool(self._ids) or self._packages.has_room(self._packages.size(lengths))
+
+    def _expected(self) -> float | None:
+        """Bytes that a record is expected to have; None if nothing is known."""
+        records, size = self._seen
+        if records:
+            return max(1.0, size / records)
+        structure = self._cache.structure
+        if structure is not None and structure.fixed:
+            return float(structure.head.size + structure.size)
+        stats = self._cache.stats()
+        return max(1.0, stats.resident_bytes / stats.resident_items) if stats.resident_items else None
+
+    def _next(self) -> Ids:
+        """The samples to take next; none if all there are would not fill the package."""
+        missed = np.flatnonzero(self._flags & MISSED)
+        ids = self._random.permutation(missed[self._lacking(missed)])
+        expected = self._expected()
+        need = IO_THREADS
+        if expected is not None:
+            need = math.ceil((self._setup.package_bytes - self._bytes) / expected)
+        if len(self._queue) <= _FEW:
+            self._queue = self._queue[self._still_wanted(self._queue)]
+        if len(ids) + len(self._queue) < need and not self._looked:
+            self._looked = True
+            others = np.flatnonzero((self._flags & (_WANTED | MISSED)) == _WANTED)
+            self._queue = self._random.permutation(others[self._lacking(others)])
+        if len(ids) + len(self._queue) < need and expected is not None:
+            return ids[:0]
+        need = min(need, _CHUNK)
+        while len(ids) < need and len(self._queue):
+            some, self._queue = np.split(self._queue, [need - len(ids)])
+            ids = np.concatenate((ids, some[self._still_wanted(some)]))
+        return ids[:need]
+
+    def _still_wanted(self, ids: Ids) -> Any:
+        return ((self._flags[ids] & (_WANTED | MISSED)) == _WANTED) & self._lacking(ids)
+
+    def _lacking(self, ids: Ids) -> Any:
+        """Which of `ids` are neither resident nor in a package nor on their way into one."""
+        return ~self._taken[ids] & (self._packages.holding(ids) < 0) & ~held(self._cache, ids)
+
+    def _gather(self, ids: Ids) -> None:
+        """Fetch and prepare `ids` for the package. Those that cannot be had or stored are left to the loader."""
+        self._taken[ids] = True
+        fetches: Iterable[Any] = map(self._fetch, ids.tolist())
+        if self._pool is not None:
+            fetches = self._pool.map(self._fetch, ids.tolist())
+        reads = size = 0
+        for id, record in zip(ids.tolist(), fetches, strict=True):
+            if record is None:
+                continue
+            reads, size = reads + 1, size + payload_bytes(record[0])
+            try:
+                with self._reader.watch() as watch:
+                    value = self._reader.deterministic(private(record[0]))  # the source may keep what it gave
+                    if watch.moved() or not self._reader.current:
+                        continue  # a step that is random after all is found when the loader asks for the sample
+                encoded = encode(value, allow_pickle=self._cache.allow_pickle)
+            except Exception:
+                continue
+            self._ids.append(id)
+            self._records.append(encoded)
+            length = record_size(*encoded)
+            self._bytes += length
+            self._seen = (self._seen[0] + 1, self._seen[1] + length)
+        if reads:
+            self._cache.count_fetch(reads, size)
+
+    def _fetch(self, id: int) -> tuple[Any] | None:
+        try:
+            return (self._reader.source.fetch(id),)
+        except Exception:
+            return None
+
+    def _let_go(self) -> None:
+        """Begin a new package. Samples that were not written may be taken again."""
+        self._taken[self._ids] = False
+        self._ids, self._records, self._bytes = [], [], 0
+
+    def close(self) -> None:
+        """End the threads that fetch."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class ReadWork:
+    """Reads packages into the cache while fewer samples are resident than the L-region holds."""
+
+    def __init__(self, setup: WorkSetup) -> None:
+        self._cache = setup.cache
+        self._fields, self._flags = setup.shared.fields, setup.shared.flags
+        self._packages = setup.packages(READ)
+        self._refused: tuple[int, int] | None = None  # in which epoch, and how many may be pending for another try
+
+    def work(self, inbox: Inbox) -> float:
+        """Read the packages that bring most, until the region is full, or there is news after one of them."""
+        epoch, region = (int(self._fields[field]) for field in (Field.EPOCH, Field.REGION))
+        if region < 1:
+            return 0.0
+        started = time.perf_counter()
+        self._packages.refresh()
+        low = np.flatnonzero((self._flags & _WANTED) == _WANTED)
+        there = held(self._cache, low)
+        resident = int(np.count_nonzero(there))
+        pending = int(np.count_nonzero(self._flags & PENDING))
+        if self._refused is not None and self._refused[0] == epoch and pending > self._refused[1]:
+            region = 0  # the cache took no more the last time, and too few have been served since
+        order = self._best(low[~there]) if resident < region else []
+        looked = time.perf_counter() - started
+        for number in order:
+            if resident >= region or inbox.stopped:
+                break
+            wanted, brought = self._bring(number)
+            resident += brought
+            self._refused = (epoch, pending - wanted) if brought < wanted else None
+            if self._refused is not None or inbox.woken:
+                break
+        return looked
+
+    def _best(self, absent: Ids) -> list[int]:
+        """The packages worth reading for some of `absent`, best first; a missed sample counts double."""
+        numbers = self._packages.holding(absent)
+        absent, numbers = absent[numbers >= 0], numbers[numbers >= 0]
+        sizes = self._packages.sizes
+        use = np.bincount(numbers, minlength=len(sizes))
+        missed = np.bincount(numbers[self._flags[absent] & MISSED != 0], minlength=len(sizes))
+        worth = np.flatnonzero((missed > 0) | ((use > 0) & (_WORTH * use >= sizes)))
+        order: list[int] = worth[np.argsort(-(use + missed)[worth], kind="stable")].tolist()
+        return order
+
+    def _bring(self, number: int) -> tuple[int, int]:
+        """Put what is wanted of a package into the cache: how many were, and how many of them found a place."""
+        cache = self._cache
+        if cache.uncached_steps:  # packages hold the output of a step that turned out to be random
+            return 0, 0
+        found = self._packages.read(number, lambda ids: self._pending(ids) & ~held(cache, ids))
+        if found is None or len(found[0]) == 0:
+            return 0, 0
+        ids, values = found
+        cache.set_scores(ids, np.full(len(ids), FRESH))
+        there = cache.put_many(ids, values)
+        late = ids[~(there & self._pending(ids))]  # no place, or served meanwhile and its score lowered before
+        if len(late):
+            cache.set_scores(late, np.zeros(len(late)))
+        return len(ids), int(np.count_nonzero(there))
+
+    def _pending(self, ids: Ids) -> Any:
+        return (self._flags[ids] & _WANTED) == _WANTED
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+WORK: dict[int, type[PackWork] | type[ReadWork]] = {PACK: PackWork, READ: ReadWork}
+
+
+def work_main(parent: Parent, row: int, setup: WorkSetup) -> None:
+    """Work until this process shall end."""
+    inbox = Inbox()
+    parent.listen(inbox.take)
+    parent.report()
+    torch.set_num_threads(1)
+    work: Work = WORK[row](setup)
+    while inbox.wait():
+        looked = 0.0
+        with contextlib.suppress(StallfreeError):  # the lock of writers was not free in time
+            looked = work.work(inbox)
+        inbox.rest(looked * (_SHARE - 1))
+    work.close()

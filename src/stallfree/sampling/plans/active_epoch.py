@@ -1,0 +1,134 @@
+"""An epoch of an `ImportanceSampler` that is being served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stallfree.sampling.plans.losses import pack, unpack
+from stallfree.sampling.plans.plan import Plan
+from stallfree.sampling.plans.retention import Retention
+from stallfree.sampling.plans.sampling_plans import Draw
+
+Array = npt.NDArray[Any]
+
+
+class Marks:
+    """Which samples were really served, where that differs from the plan.
+
+    A plan counts as served when it is drawn. That is right if the sampler is only iterated. If a loader marks what it
+    serves, the difference is corrected when the next plan is drawn.
+
+    Attributes:
+        served: bool per id: delivered, to be trained on, in the epoch that was begun last.
+        ended: whether that epoch is over; array of one bool.
+        begun: how many epochs were.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.served = np.zeros(count, bool)
+        self.ended = np.zeros(1, bool)
+        self.begun = 0
+        # Of the epoch begun last, and of the plan drawn last: epoch, what is planned, when each was served before.
+        self._epoch, self._planned, self._before = -1, np.zeros(count, bool), np.full(count, -1, np.int32)
+        self._newest = self._epoch, self._planned, self._before
+
+    def plan(self, plan: Plan, drawn: Array) -> None:
+        """Count all of a plan as served in its epoch, in `drawn`: int32 per id, the last epoch that served it."""
+        ids = plan.ids if plan.weights is None else plan.ids[plan.weights > 0]
+        planned = np.zeros(len(drawn), bool)
+        planned[ids] = True
+        self._newest = plan.epoch, planned, drawn.copy()
+        drawn[ids] = np.maximum(drawn[ids], plan.epoch)
+
+    def begin(self) -> None:
+        """The epoch of the plan drawn last begins."""
+        self.begun += 1
+        self._epoch, self._planned, self._before = self._newest
+        self.served[:] = self.ended[:] = False
+
+    def apply(self, drawn: Array) -> None:
+        """Correct `drawn`, if the epoch that was begun is over."""
+        if self.ended.all():
+            left, extra = self._planned & ~self.served, self.served & ~self._planned
+            left &= drawn == self._epoch
+            drawn[left] = self._before[left]
+            drawn[extra] = np.maximum(drawn[extra], self._epoch)
+            self.ended[:] = False
+
+    def state(self) -> dict[str, Any]:
+        """All of it, fit for JSON."""
+        plans = (self._epoch, self._planned, self._before), self._newest
+        return {
+            "served": pack(np.packbits(self.served)),
+            "ended": bool(self.ended.all()),
+            "plans": [[epoch, pack(np.packbits(planned)), pack(before)] for epoch, planned, before in plans],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Be as when `state` was taken."""
+
+        def mask(text: str) -> Array:
+            return np.unpackbits(unpack(text, np.uint8), count=len(self.served)).astype(bool)
+
+        self.served[:], self.ended[:] = mask(state["served"]), state["ended"]
+        begun, newest = [(epoch, mask(planned), unpack(before, np.int32)) for epoch, planned, before in state["plans"]]
+        self._epoch, self._planned, self._before = begun
+        self._newest = newest
+
+
+class ActiveEpoch:
+    """An epoch that is served.
+
+    Args:
+        draw: plan and L-samples.
+        batches: the ids of each batch of this rank, as planned.
+        weights: float32 per id, those of a batch.
+        per_batch: scale the weights of a batch to a mean of 1.
+        marks: of what is served.
+        retention: what the cache keeps, or None.
+        rank, count: of this process among those that serve the plan.
+
+    Attributes:
+        draw, batches: as given.
+        elsewhere: the ids that only other ranks may serve: those of their batches, and their part of the ids that are
+            in no batch.
+    """
+
+    def __init__(
+        self,
+        draw: Draw,
+        batches: list[Array],
+        weights: Array,
+        per_batch: bool,
+        marks: Marks,
+        retention: Retention | None,
+        rank: int,
+        count: int,
+    ) -> None:
+        self.draw, self.batches = draw, batches
+        self._weights, self._per_batch = weights, per_batch
+        self._marks, self._number, self._retention = marks, marks.begun, retention
+        others = np.arange(len(weights)) % count != rank
+        others[draw.plan.ids] = True
+        for ids in batches:
+            others[ids] = False
+        self.elsewhere = np.flatnonzero(others)
+
+    def served(self, ids: Array) -> torch.Tensor:
+        """`ids` were delivered. Returns the weights of this batch: float32, normalized as asked for."""
+        weights = self._weights[ids]
+        self._marks.served[ids[weights > 0]] = True
+        if self._retention is not None:
+            self._retention.served(ids)
+        if self._per_batch:
+            weights = weights / weights.mean()
+        return torch.from_numpy(weights)
+
+    def end(self) -> None:
+        """No more of it is served, here or after a resume. May be called twice."""
+        if self._number == self._marks.begun:  # else another epoch was begun since
+            self._marks.ended[:] = True

@@ -1,0 +1,38 @@
+"""What a cache gains a job: how many times longer its epoch would take without it.
+
+By this factor jobs on one cache weigh what a sample matters to them (`sampling.plans.jobs`). A job whose steps take
+longer than
+its samples gains nothing, however slow the storage is.
+"""
+
+from __future__ import annotations
+
+import math
+
+from stallfree.errors import InputError
+
+
+def benefit(step_seconds: float, hit_seconds: float, miss_seconds: float, *, workers: int, batch_size: int) -> float:
+    """The time of an epoch without the cache over that with all samples in it, predicted from measured times.
+
+    Samples are fetched and prepared while the device trains, so a batch takes the longer one of the two.
+
+    Args:
+        step_seconds: of training on a batch.
+        hit_seconds: of one worker for a sample that is in the cache, prep included.
+        miss_seconds: the same for one that is not, fetch included.
+        workers: how many prepare samples. 0 counts as 1: the training process, whose threads fetch during the steps.
+        batch_size: samples per batch.
+
+    Raises `InputError` for a time that is negative or not finite, and when step and hits take no time at all.
+    """
+    for name, count, low in (("workers", workers, 0), ("batch_size", batch_size, 1)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < low:
+            raise InputError(f"{name}={count!r}: give a whole number, {low} or more")
+    for name, value in (("step", step_seconds), ("hit", hit_seconds), ("miss", miss_seconds)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise InputError(f"{name}_seconds={value!r}: give a time in seconds, 0 or more")
+    if step_seconds == hit_seconds == 0:
+        raise InputError("step_seconds and hit_seconds are 0: give times that were measured")
+    share = batch_size / max(1, workers)
+    return max(step_seconds, share * miss_seconds) / max(step_seconds, share * hit_seconds)

@@ -1,0 +1,48 @@
+"""The plan of an epoch in which the ranks of a node prefer what their node owns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.sampling.plans.plan import make_plan
+
+Array = npt.NDArray[Any]
+
+
+def local_shares(
+    owner: Array, nodes: int, ranks_per_node: int, *, shuffle: bool, seed: int, epoch: int, drop_last: bool
+) -> Array:
+    """The ids of each rank, int64 of shape (ranks, ids per rank): every sample once, in the order of the epoch's plan.
+
+    A node's ranks get the samples that the node owns, as far as all ranks get equally many; what one node has too many
+    of goes to those that have too few, the last ones of the plan first. If the number of samples is no multiple of the
+    number of ranks, the first samples of the plan come twice, as with torch's `DistributedSampler`, or with `drop_last`
+    the last ones not at all.
+
+    Any process computes the same from the same arguments; nobody is asked what is resident.
+
+    Args:
+        owner: node of each id, from 0.
+        nodes: how many there are.
+        ranks_per_node: how many ranks, the same for all. Rank r is on node r // `ranks_per_node`.
+        shuffle: whether (seed, epoch) decides the order; else ids rise.
+        seed, epoch: of the plan.
+        drop_last: see above.
+    """
+    ranks = nodes * ranks_per_node
+    ids = make_plan(len(owner), shuffle=shuffle, seed=seed, epoch=epoch).ids
+    each = len(ids) // ranks if drop_last else -(-len(ids) // ranks)
+    ids = np.resize(ids, each * ranks)
+    node = owner[ids].astype(np.int64)
+    quota = each * ranks_per_node
+    order = np.argsort(node, kind="stable")
+    counts = np.bincount(node, minlength=nodes)
+    within = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+    surplus = np.sort(order[within >= quota])
+    node[surplus] = np.repeat(np.arange(nodes), np.maximum(0, quota - counts))
+    order = np.argsort(node, kind="stable")
+    shares = ids[order].reshape(nodes, each, ranks_per_node)
+    return shares.transpose(0, 2, 1).reshape(ranks, each)  # type: ignore[no-any-return]

@@ -1,0 +1,179 @@
+"""The loss of each sample as it was last seen. Fed from the training loop, which never waits for it."""
+
+from __future__ import annotations
+
+import base64
+import warnings
+import zlib
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stallfree.errors import InputError
+from stallfree.frames import users_level
+from stallfree.pipeline.classify.determinism import StallfreeWarning
+from stallfree.sampling.plans.probabilities import ranks
+
+Array = npt.NDArray[Any]
+
+
+class Losses:
+    """The last loss of each of `count` samples.
+
+    Args:
+        count: number of samples.
+        relative: keep the rank of a loss within its batch instead of the loss: 1 for the highest (Khan et al., "SHADE:
+            Enable Fundamental Cacheability for Distributed Deep Learning Training", FAST 2023, section 4.1).
+
+    Attributes:
+        last: float32 per id; infinite where there is none yet.
+        fresh: bool per id: who had a loss that other ranks have not been told.
+        taken: losses taken in so far.
+        pause_at: no more losses of later steps are taken in once `taken` has reached it; None: never pause.
+    """
+
+    def __init__(self, count: int, *, relative: bool = False) -> None:
+        self.count = count
+        self.last = np.full(count, np.inf, np.float32)
+        self.fresh = np.zeros(count, bool)
+        self.taken = 0
+        self.pause_at: int | None = None
+        self._relative = relative
+        self._warned = False
+        self._under_way: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
+
+    def add(self, ids: Any, losses: Any) -> None:
+        """Take the losses of `ids`. Does not wait for a device: what lies there is copied in the background.
+
+        Raises `InputError` when these are not one number for each id; of ids on a device, that is found later.
+        """
+        ids, losses = _tensor("ids", ids), _tensor("losses", losses)
+        if ids.numel() == 0 and losses.numel() == 0:
+            return
+        if ids.dim() != 1 or losses.shape != ids.shape or not _is_int(ids) or losses.is_complex():
+            raise InputError(
+                f"update was given ids of shape {tuple(ids.shape)} ({ids.dtype}) and losses of shape "
+                f"{tuple(losses.shape)} ({losses.dtype}): give Batch.ids and one loss for each of them, as "
+                "reduction='none' makes them"
+            )
+        if ids.device.type == "cpu":
+            self._check(ids.numpy())
+            if losses.device.type == "cpu" and not self._under_way:
+                self._apply(ids.numpy(), losses.float().numpy())
+                return
+        self._send_for(ids, losses.float())
+        self.collect(wait=False)
+
+    def _send_for(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
+        """Copy to the host without waiting. An event tells when it is done."""
+        here = [_to_host(tensor) for tensor in (ids, losses)]
+        device = losses.device if losses.device.type != "cpu" else ids.device
+        event = None
+        if device.type not in ("cpu", "mps"):  # there `_to_host` waits
+            module = torch.get_device_module(device)
+            event = module.Event()
+            event.record(module.current_stream(device))
+        self._under_way.append((here[0], here[1], event))
+
+    def collect(self, *, wait: bool = True) -> None:
+        """Take in what has arrived from devices, in the order of the steps; with `wait`, all of it."""
+        while self._under_way and not (self.pause_at is not None and self.taken >= self.pause_at):
+            ids, losses, event = self._under_way[0]
+            if event is not None and not event.query():
+                if not wait:
+                    return
+                event.synchronize()
+            self._under_way.popleft()
+            self._check(ids.numpy())
+            self._apply(ids.numpy(), losses.numpy())
+
+    def _check(self, ids: Array) -> None:
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.count):
+            bad = ids[(ids < 0) | (ids >= self.count)][0]
+            raise InputError(f"update was given the id {bad}: ids are 0 to {self.count - 1}. Give Batch.ids")
+
+    def _apply(self, ids: Array, losses: Array) -> None:
+        self.taken += len(ids)
+        known = np.isfinite(losses)
+        if not known.all():
+            self._warn(ids[~known])
+            ids, losses = ids[known], losses[known]
+        if self._relative and len(losses):
+            losses = ranks(losses)
+        self.last[ids] = losses
+        self.fresh[ids] = True
+
+    def _warn(self, ids: Array) -> None:
+        """A step in half precision may overflow now and then; a model that has diverged shows in the user's own log."""
+        if not self._warned:
+            self._warned = True
+            few = ", ".join(map(str, ids[:5].tolist())) + (", ..." if len(ids) > 5 else "")
+            warnings.warn(
+                f"update was given NaN or infinite losses, first those of the samples {few}: these samples keep the "
+                "losses that they had before. There is no further warning for this sampler",
+                StallfreeWarning,
+                stacklevel=users_level(),
+            )
+
+    def state(self) -> dict[str, Any]:
+        """All of it, fit for JSON."""
+        pause, self.pause_at = self.pause_at, None
+        self.collect()
+        self.pause_at = pause
+        return {"last": pack(self.last), "fresh": pack(np.packbits(self.fresh)), "relative": self._relative}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Be as when `state` was taken. Raises `InputError` for one of other samples."""
+        last, fresh = unpack(state["last"], np.float32), unpack(state["fresh"], np.uint8)
+        if len(last) != self.count or state["relative"] != self._relative:
+            theirs, mine = ("shade" if relative else "loss" for relative in (state["relative"], self._relative))
+            raise InputError(
+                f"the state is of {len(last)} samples, score={theirs!r}; this sampler has {self.count} samples, "
+                f"score={mine!r}: give the same"
+            )
+        self._under_way.clear()
+        self.last[:] = last
+        self.fresh[:] = np.unpackbits(fresh, count=self.count)
+        self.pause_at = None
+
+
+def _tensor(name: str, given: Any) -> torch.Tensor:
+    """`given` as a tensor without a gradient. Raises `InputError` if it is none, and cannot be made one."""
+    if isinstance(given, torch.Tensor):
+        return given.detach()
+    try:
+        if isinstance(given, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in given):
+            return torch.stack([item.detach() for item in given])
+        return torch.from_numpy(np.array(given))
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise InputError(f"update was given {name} that are no numbers ({error}): give tensors or arrays") from error
+
+
+def _is_int(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    if tensor.device.type == "mps":
+        return tensor.cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def pack(array: Array) -> str:
+    """An array as a text fit for JSON."""
+    return base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()
+
+
+def unpack(text: str, dtype: Any) -> Array:
+    """The array in `text`. Raises `InputError` for what `pack` did not make."""
+    try:
+        found: Array = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
+        return found
+    except (ValueError, TypeError, zlib.error) as error:
+        raise InputError(f"the state is damaged ({error}): give what state_dict() returned") from error

@@ -1,0 +1,179 @@
+"""What each plan of importance sampling draws: a function of the losses, of what is resident, and of (seed, epoch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.sampling.plans.losses import pack, unpack
+from stallfree.sampling.plans.plan import Plan
+from stallfree.sampling.plans.probabilities import (
+    draw,
+    generator,
+    leaning,
+    pruned,
+    ranks,
+    selective,
+    shares,
+    some_known,
+)
+from stallfree.units import parse_whole
+
+Array = npt.NDArray[Any]
+
+PLANS = ("unbiased", "icache", "cis", "infobatch", "full")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an epoch is drawn. What is not given by the user is the default of the plan.
+
+    Attributes:
+        plan: its name.
+        beta: power of the selection probability ("icache", "cis").
+        prune: share left out of the samples below the mean loss ("infobatch").
+        target_io: storage operations of an epoch as a share of those of the full plan ("unbiased").
+        p_min: lowest probability ("unbiased").
+        lean: how much the probability of a missing sample depends on its rank ("unbiased").
+        max_age: a sample that was not drawn for so many epochs is drawn.
+        warm_up: full epochs at the start.
+        full_every: every so many epochs a full one; 0 for none.
+        full_from: full from this epoch on; -1 for never.
+        rotating: whether the residents change at random from epoch to epoch.
+    """
+
+    plan: str
+    beta: float
+    prune: float
+    target_io: float
+    p_min: float
+    lean: float
+    max_age: int
+    warm_up: int
+    full_every: int
+    full_from: int
+    rotating: bool
+
+    def full(self, epoch: int) -> bool:
+        """Whether an epoch takes all samples."""
+        return (
+            self.plan == "full"
+            or epoch < self.warm_up
+            or (self.full_every > 0 and epoch % self.full_every == 0)
+            or 0 <= self.full_from <= epoch
+        )
+
+    def chances(self, known: Known, places: Array, seed: int, epoch: int) -> tuple[Array, Array]:
+        """The probability of each sample to be drawn now, and the one that its weight goes by.
+
+        The two are the same, except where the residents rotate: a resident is drawn for sure, but who among the samples
+        of about the same rank is resident was left to chance too. So there the weight goes by the share of such samples
+        that is drawn (post-stratification), and hardly differs from sample to sample. In the plan "cis" the draw
+        decides who is trained on; all are fetched. `places` are the ranks of the losses; not needed in a full epoch.
+        """
+        if self.full(epoch):
+            return np.ones(len(known.losses)), np.ones(len(known.losses))
+        overdue = epoch - known.drawn > self.max_age - 1 - _early(len(known.drawn), self.max_age // 2)
+        if self.plan == "unbiased":
+            return self._unbiased(known, places, overdue)
+        if self.plan == "infobatch":
+            chances = pruned(known.losses, self.prune)
+        else:
+            history = some_known(known.losses, generator(seed, epoch, 4))
+            chances = selective(known.losses, history, self.beta)
+        chances[overdue] = 1
+        return chances, chances
+
+    def _unbiased(self, known: Known, places: Array, overdue: Array) -> tuple[Array, Array]:
+        """1 for what is resident or overdue; the others share what is left of the storage operations, by their loss."""
+        left = ~(known.resident | overdue)
+        missing, others = len(left) - int(np.count_nonzero(known.resident)), int(np.count_nonzero(left))
+        mean = (self.target_io * missing - (missing - others)) / max(1, others)
+        chances = leaning(places, left, max(self.p_min, mean), self.p_min, self.lean)
+        chances[~left] = 1
+        return chances, chances if not self.rotating else shares(chances, places)
+
+
+def _early(count: int, most: int) -> Array:
+    """0 to `most` - 1 for each id: so much before its time it is drawn, lest all that wait be due at once."""
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    early: Array = ((mixed >> np.uint64(40)) % np.uint64(max(1, most))).astype(np.int32)
+    return early
+
+
+@dataclass(frozen=True)
+class Known:
+    """The snapshot that a plan is a function of, beside (seed, epoch).
+
+    Attributes:
+        losses: float32 per id; infinite where none is known.
+        drawn: int32 per id, the epoch that last had the sample; -1 for none.
+        resident: bool per id.
+    """
+
+    losses: Array
+    drawn: Array
+    resident: Array
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A plan, and what follows from how it was drawn.
+
+    Attributes:
+        plan: ids and weights. The weights are 1 / probability where the plan has weights at all ("unbiased",
+            "infobatch"); in the plan "cis", which has all ids, they say who is trained on: 1 or 0.
+        low: bool per id: the L-samples, which are rather left out than drawn.
+        resident: bool per id, when it was drawn.
+    """
+
+    plan: Plan
+    low: Array
+    resident: Array
+
+    def state(self) -> dict[str, Any]:
+        """The draw, fit for JSON."""
+        weights = None if self.plan.weights is None else pack(self.plan.weights)
+        bits = {"low": pack(np.packbits(self.low)), "resident": pack(np.packbits(self.resident))}
+        return {"epoch": self.plan.epoch, "ids": pack(self.plan.ids), "weights": weights, **bits}
+
+    @staticmethod
+    def load(state: dict[str, Any], count: int) -> Draw:
+        """The draw of that state, for `count` samples."""
+        weights = None if state["weights"] is None else unpack(state["weights"], np.float32)
+        plan = Plan(unpack(state["ids"], np.int64), weights, state["epoch"])
+        low, resident = (
+            np.unpackbits(unpack(state[name], np.uint8), count=count).astype(bool) for name in ("low", "resident")
+        )
+        return Draw(plan, low, resident)
+
+
+def draw_plan(rule: Rule, known: Known, seed: int, epoch: int) -> Draw:
+    """Draw the plan of an epoch."""
+    places = np.empty(0) if rule.full(epoch) else ranks(known.losses)
+    chances, by = rule.chances(known, places, seed, epoch)
+    count = len(chances)
+    drawn = np.arange(count)
+    if (chances < 1).any():
+        drawn = draw(chances, places, generator(seed, epoch, 0))
+    if rule.plan == "cis":
+        ids, chosen = np.arange(count), np.zeros(count, np.float32)
+        chosen[drawn] = 1
+    else:
+        ids = drawn
+    ids = ids[generator(seed, epoch, 1).permutation(len(ids))]
+    weights = None
+    if rule.plan == "cis":
+        weights = chosen[ids]
+    elif rule.plan in ("unbiased", "infobatch"):
+        weights = (1 / by[ids]).astype(np.float32)
+    return Draw(Plan(ids, weights, epoch), chances < 0.5, known.resident)
+
+
+def last_eighth(epochs: int | None, plan: str) -> int:
+    """The first epoch of the last eighth, rounded up to whole epochs; -1 where it is not known, or does not matter."""
+    count = -1 if epochs is None else parse_whole(epochs, "num_epochs", 1)
+    return count - -(-count // 8) if count > 0 and plan == "infobatch" else -1

@@ -1,0 +1,183 @@
+"""In which order, and by whom, the samples of a plan are served when unimportant ones are not in the cache.
+
+A sample of low importance (an *L-sample*) that is missing is not waited for: another one that is resident is served
+instead. Chen et al., "iCACHE", HPCA 2023, section IV-C, serve any unused one and never come back to the missing one
+("substitute"). Here, by default, the other one is taken out of the rest of the plan and the missing one takes its
+place there ("swap"): so each sample of the plan is served exactly once all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+ON_MISS = ("swap", "substitute", "fetch")
+
+_PATIENCE = 16
+"""Batches until residents are looked for again after none was found."""
+
+
+class Flags(Protocol):
+    """Which samples are wanted, for the processes that bring them into the cache; see `stallfree.sampling.packager`."""
+
+    def served(self, ids: Array) -> None:
+        """`ids` are pending no more."""
+
+    def missed(self, ids: Array) -> None:
+        """`ids` were requested and are not resident; they are deferred."""
+
+    def wake(self, *, last: bool = False) -> None:
+        """There is something to do; after `last` nothing more comes in this epoch."""
+
+
+class Residents(Protocol):
+    """What serving asks a cache."""
+
+    def resident(self, ids: Any) -> Array:
+        """Which of `ids` are in it, as an array of bool."""
+
+
+class Serving:
+    """The batches of one epoch. Iterate it once.
+
+    Args:
+        batches: the ids of each batch, as planned.
+        low: bool per id: the L-samples.
+        cache: says what is resident.
+        on_miss: "swap", "substitute" or "fetch" (serve the missing one all the same).
+        rng: picks what is served instead.
+        flags: of what is served and missed; or None.
+        elsewhere: ids that other ranks of the job serve; they are not chosen here.
+
+    Attributes:
+        high_requests, high_hits: how often an important sample was asked for, and was resident.
+        low_requests, low_hits: the same of L-samples, before anything is served instead.
+        swaps: L-samples that were served earlier, in the place of a missing one that comes later.
+        substitutions: L-samples that were served instead of a missing one. Where the substitute was in the plan itself,
+            the missing one is served in its place later, so that an epoch has its length; else it is left out.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Array],
+        low: Array,
+        cache: Residents,
+        on_miss: str,
+        rng: np.random.Generator,
+        flags: Flags | None = None,
+        elsewhere: Array | None = None,
+    ) -> None:
+        self._sizes = [len(ids) for ids in batches]
+        self._queue = np.concatenate([np.empty(0, np.int64), *batches])
+        self._low, self._cache, self._on_miss, self._rng, self._flags = low, cache, on_miss, rng, flags
+        self._pending = np.zeros(len(low), bool)
+        self._pending[self._queue] = True
+        self._used = np.zeros(len(low), bool)
+        if elsewhere is not None:
+            self._used[elsewhere] = True
+        self._deferred: list[Array] = []
+        self._pool = np.empty(0, np.int64)  # may be served instead, if they still are pending and resident
+        self._patience = 0
+        self.high_requests = self.high_hits = self.low_requests = self.low_hits = 0
+        self.swaps = self.substitutions = 0
+
+    def __iter__(self) -> Iterator[Array]:
+        for size in self._sizes:
+            ids = self._next(size)
+            self._used[ids] = True
+            self._pending[ids] = False
+            if self._flags is not None:
+                self._flags.served(ids)
+                self._flags.wake()
+            yield ids
+        if self._flags is not None:
+            self._flags.wake(last=True)
+
+    def _next(self, size: int) -> Array:
+        ids = self._take(size)
+        there, low = self._cache.resident(ids), self._low[ids]
+        self.low_requests += int(low.sum())
+        self.low_hits += int((low & there).sum())
+        self.high_requests += int((~low).sum())
+        self.high_hits += int((~low & there).sum())
+        missing = np.flatnonzero(low & ~there)
+        if len(missing) == 0 or self._on_miss == "fetch":
+            return ids
+        self._used[ids] = True  # not to be chosen for this very batch
+        others, planned = self._choose(len(missing))
+        replaced = ids[missing[: len(others)]]
+        self._used[replaced] = False
+        if planned.any():
+            later = replaced[planned]
+            self._pending[later] = True
+            self._deferred.append(later)
+            if self._flags is not None:
+                self._flags.missed(later)
+        self.swaps += int(planned.sum()) if self._on_miss == "swap" else 0
+        self.substitutions += len(others) if self._on_miss == "substitute" else 0
+        served: Array = ids.copy()
+        served[missing[: len(others)]] = others
+        return served
+
+    def _take(self, size: int) -> Array:
+        """The next `size` ids of the queue that are pending."""
+        found: list[Array] = []
+        need = size
+        while need:
+            if len(self._queue) == 0:
+                self._queue, self._deferred = np.concatenate(self._deferred), []
+            step = self._queue[: need + 64]
+            good = np.flatnonzero(self._pending[step])[:need]
+            end = len(step) if len(good) < need else int(good[-1]) + 1
+            self._queue = self._queue[end:]
+            found.append(step[good])
+            self._pending[step[good]] = False  # an id that was deferred twice stands twice in the queue
+            need -= len(good)
+        taken: Array = np.concatenate([np.empty(0, np.int64), *found])
+        return taken
+
+    def _choose(self, count: int) -> tuple[Array, Array]:
+        """Up to `count` residents that are served now, and which of them the plan had for later."""
+        chosen: list[Array] = []
+        planned: list[Array] = []
+        filled = False
+        while count:
+            if len(self._pool) == 0:
+                if filled or not self._fill():
+                    break
+                filled = True
+            some, self._pool = self._pool[:count], self._pool[count:]
+            some = some[self._may(some)]
+            some = some[self._cache.resident(some)]
+            planned.append(self._pending[some])
+            self._pending[some] = False
+            self._used[some] = True
+            chosen.append(some)
+            count -= len(some)
+        return np.concatenate([np.empty(0, np.int64), *chosen]), np.concatenate([np.empty(0, bool), *planned])
+
+    def _may(self, ids: Array) -> Array:
+        """Which may be served instead: "swap": the pending; else those not used yet, in the plan or not."""
+        may: Array = self._pending[ids] if self._on_miss == "swap" else ~self._used[ids]
+        return may
+
+    def _fill(self) -> bool:
+        """Look for residents that may be served; whether there are any. Not at every batch, since it looks at all."""
+        if self._patience > 0:
+            self._patience -= 1
+            return False
+        candidates = np.flatnonzero(self._low)
+        candidates = candidates[self._may(candidates)]
+        candidates = candidates[self._cache.resident(candidates)]
+        if self._on_miss == "substitute":  # first those that the plan has no use for
+            candidates = candidates[np.argsort(self._pending[candidates] + self._rng.random(len(candidates)))]
+        else:
+            candidates = candidates[self._rng.permutation(len(candidates))]
+        self._pool = candidates
+        self._patience = 0 if len(candidates) else _PATIENCE
+        return len(candidates) > 0

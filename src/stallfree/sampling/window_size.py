@@ -1,0 +1,159 @@
+"""How many samples a Smart Cache holds, or how many bytes it takes: from the sizes of the first samples."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from stallfree.cache.memory.layout import Meta, plan_layout
+from stallfree.cache.memory.limits import free_memory
+from stallfree.errors import CapacityError
+from stallfree.pipeline.classify.watch import Watch
+from stallfree.pipeline.codec import encode, record_size
+from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.structure import Structure
+from stallfree.pipeline.values import private
+from stallfree.sampling.plans.window import WindowPlan, replace_count
+from stallfree.units import format_size
+
+log = logging.getLogger("stallfree")
+
+_MEASURED = 8
+_MARGIN = 1.5
+_SPARE = 0.9
+
+
+class Sizes(Protocol):
+    """Gives samples as the cache is to hold them."""
+
+    def more(self, count: int) -> list[Any]:
+        """`count` of them or fewer; at least one."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A window and its memory.
+
+    Attributes:
+        size: samples of the window.
+        capacity: bytes of the cache, index included: what window and replacements take at most.
+        example: a sample whose form all have, or bytes of about the size of one.
+    """
+
+    size: int
+    capacity: int
+    example: Any
+
+
+@dataclass(frozen=True)
+class _Measured:
+    example: Any
+    structure: Structure
+    typical: int
+    mean: float
+    largest: int
+
+
+def fit_count(sizes: Sizes, total: int, size: int, replace: int) -> Fit:
+    """Memory for `size` samples and `replace` more. Raises `CapacityError` when they do not fit into free memory."""
+    found = _measure(sizes)
+    count, free = size + replace, free_memory()
+    least = _capacity(total, count, found, found.mean)
+    if least > free * _SPARE:
+        each = format_size(int(found.mean))
+        raise CapacityError(
+            f"cache_num={size} and {replace} replacements of about {each} each take {format_size(least)}, and "
+            f"{format_size(free)} of memory are free here (of the host and of this control group), of which a tenth is "
+            f"left to others: give cache_num={max(0, int(size * free * _SPARE / least))} or less, or more memory"
+        )
+    generous = _capacity(total, count, found, max(found.mean * _MARGIN, found.largest))
+    return Fit(size, min(generous, int(free * _SPARE)), found.example)
+
+
+def fit_budget(sizes: Sizes, total: int, capacity: int, rate: float, available: int) -> Fit:
+    """As many samples of the `available` as fit into `capacity` bytes with their replacements."""
+    found = _measure(sizes)
+    meta = _layout(total, capacity, found)
+    blocks = 1 if meta.common else math.ceil(found.mean / meta.block)
+    room = meta.num_blocks // blocks
+    size = min(available, room)
+    while size > 0 and size + replace_count(size, rate, available) > room:
+        size -= max(1, (size + replace_count(size, rate, available) - room) // 2)
+    if size < 1:
+        least = _capacity(total, 1 + replace_count(1, rate, available), found, found.mean)
+        raise CapacityError(
+            f"capacity={format_size(capacity)} holds no window: a sample takes {format_size(int(found.mean))}, and "
+            f"there must be room for one and its replacement: give {least} bytes or more"
+        )
+    return Fit(size, capacity, found.example)
+
+
+def _measure(sizes: Sizes) -> _Measured:
+    """What the first samples are like. One is enough if its size is fixed and the second one's is the same."""
+    values = sizes.more(2)
+    forms = [encode(value, allow_pickle=True) for value in values]
+    first = forms[0][0]
+    if first.fixed and all(structure is first for structure, _ in forms):
+        size = record_size(*forms[0])
+        return _Measured(values[0], first, size, size, size)
+    values = sizes.more(_MEASURED)
+    bytes_of = [record_size(*encode(value, allow_pickle=True)) for value in values]
+    example = bytes(max(bytes_of))
+    mean = sum(bytes_of) / len(bytes_of)
+    return _Measured(example, encode(example)[0], max(bytes_of), mean, max(bytes_of))
+
+
+def _layout(total: int, capacity: int, found: _Measured) -> Meta:
+    return plan_layout(
+        total,
+        capacity,
+        fingerprint="",
+        policy="minio",
+        scored=False,
+        on_disk=False,
+        structure=found.structure,
+        typical=found.typical,
+    )
+
+
+def _capacity(total: int, count: int, found: _Measured, size: float) -> int:
+    """Bytes of a cache that holds `count` records of `size` bytes."""
+    capacity = int(count * size) + 24 * total + (1 << 16)
+    while True:
+        try:
+            meta = _layout(total, capacity, found)
+            blocks = count * (1 if meta.common else math.ceil(size / meta.block))
+            if meta.num_blocks >= blocks:
+                return capacity
+        except CapacityError:
+            pass
+        capacity += capacity // 16
+
+
+class FirstSamples:
+    """Reads the first samples of the window, to learn their size, and keeps what it read."""
+
+    def __init__(self, source: Source, before: Compose, id: int, value: Any, reach: WindowPlan) -> None:
+        self.reach = reach
+        self.read: list[tuple[int, Any]] = [(id, value)]
+        self.drew: set[int] = set()  # they are made again, by a reader that finds out what draws
+        self._source = source
+        self._before = before
+
+    def more(self, count: int) -> list[Any]:
+        """What the cache holds for `count` samples, as far as they can be had."""
+        known = {id for id, _ in self.read}
+        for id in self.reach.sequence(0, min(count, self.reach.total)).tolist():
+            if id not in known:
+                try:  # steps may change their input, and the source may keep what it gave
+                    record = private(self._source.fetch(id))
+                    with Watch(self._before) as watch:
+                        self.read.append((id, self._before(record)))
+                        if watch.moved() or watch.made():
+                            self.drew.add(id)
+                except Exception as error:  # it will come again when the sample is asked for
+                    log.info("sample %d could not be read to learn its size: %s", id, error)
+        return [value for _, value in self.read]

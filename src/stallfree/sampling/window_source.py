@@ -1,0 +1,450 @@
+"""The window of a Smart Cache: where it is in each epoch, and how it moves on.
+
+What the processes of a host share of it is one file beside the cache. It changes under the lock of its lock file, but
+for the positions asked for, which are single stores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.batches.reader import Reader
+from stallfree.errors import FingerprintError, InputError, StallfreeError, WaitError
+from stallfree.ipc.locks import FileLock
+from stallfree.ipc.shared_counts import SharedCounts
+from stallfree.pipeline.randomness import peek_seed
+from stallfree.sampling.epoch_source import Ids
+from stallfree.sampling.plans.window import WindowPlan
+from stallfree.sampling.window_size import FirstSamples
+from stallfree.sources.throttle import payload_bytes
+
+FILLERS = 64
+"""Fill processes of one cache, at most."""
+
+_LOCK_SECONDS = 10.0
+_WAIT_SECONDS = 300.0
+_CHECK_SECONDS = 0.005
+_VERSION = 1
+_UNKNOWN: tuple[int, int, Ids] = (-1, -1, np.empty(0, np.int64))
+_HEADER = 64
+_KEPT = 8
+_NEVER = -1
+_MASK = 2**64 - 1
+
+
+class Field(enum.IntEnum):
+    """What stands where in the header, as int64."""
+
+    SIZE = 0
+    REPLACE = 1
+    TOTAL = 2
+    POSITIONS = 3
+    EPOCH = 4  # of the newest window, -1 before the first
+    LATE = 5  # epochs that began with fewer new samples than they should have
+    WAITED = 6  # nanoseconds that an epoch's beginning waited for new samples
+    SKIPPED = 7  # samples left out because of an error
+    SEED = 8  # of the order, modulo 2**64
+    STARTS = 16  # (epoch, start) of the newest windows
+
+
+class WindowState:
+    """Attach to the state in `folder`, making it if it is not there.
+
+    Args:
+        folder: of the cache.
+        size: of the window.
+        replace: samples replaced per epoch.
+        total: samples of the data set.
+        positions: that may be asked for.
+        seed: of the order, for a state that is made here.
+
+    Raises `FingerprintError` if the state there is of another window.
+    """
+
+    def __init__(self, folder: Path, size: int, replace: int, total: int, positions: int, seed: int) -> None:
+        self._arguments = (folder, size, replace, total, positions, seed)
+        file = folder / "window"
+        length = 8 * _HEADER + 8 * total + 4 * positions
+        if not file.exists():
+            _make(file, length, [size, replace, total, positions], seed)
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            found = os.fstat(fd).st_size
+            self._map = mmap.mmap(fd, found)
+        finally:
+            os.close(fd)
+        self.header = np.frombuffer(self._map, np.int64, _HEADER)
+        there = self.header[:4].tolist()
+        if there != [size, replace, total, positions] or found != length:
+            raise FingerprintError(
+                f"the Smart Cache in {folder} has a window of {there[0]} of {there[2]} samples, {there[1]} replaced "
+                f"per epoch; yours is {size} of {total}, {replace} replaced: give the same arguments, or another name"
+            )
+        self.unkept = np.frombuffer(self._map, np.int64, total, 8 * _HEADER)
+        """Per id, 1 + the place at which it could not be had or stored; so nobody waits for it."""
+        self.asked = np.frombuffer(self._map, np.int32, positions, 8 * _HEADER + 8 * total)
+        """Per position, the last epoch in which it was asked for."""
+        self._starts = self.header[Field.STARTS : Field.STARTS + 2 * _KEPT].reshape(_KEPT, 2)
+        self._lock = FileLock(folder / "window-lock")
+
+    @property
+    def epoch(self) -> int:
+        """Of the newest window; -1 before the first."""
+        return int(self.header[Field.EPOCH])
+
+    def start(self, epoch: int) -> int | None:
+        """Where the window of `epoch` begins; None if that is not one of the newest."""
+        row = self._starts[epoch % _KEPT]
+        known, start = row.tolist()
+        return start if known == epoch and row[0] == epoch else None
+
+    def starts(self) -> list[tuple[int, int]]:
+        """(epoch, start) of the newest windows, oldest first."""
+        return sorted((epoch, start) for epoch, start in self._starts.tolist() if epoch >= 0)
+
+    def put(self, epoch: int, start: int) -> None:
+        """`epoch` is the newest, and its window begins at `start`. Windows of later epochs are forgotten."""
+        self._starts[self._starts[:, 0] > epoch] = -1
+        row = self._starts[epoch % _KEPT]
+        row[0] = -1
+        row[1] = start
+        row[0] = epoch
+        self.header[Field.EPOCH] = epoch
+
+    @property
+    def seed(self) -> int:
+        """Of the order: that of the first process that came."""
+        return int(self.header[Field.SEED])
+
+    def reorder(self, seed: int) -> None:
+        """The order has another seed, and no window has begun. Under the lock."""
+        self.header[Field.SEED] = np.uint64(seed & _MASK).astype(np.int64)
+        self.unkept[:] = 0
+        self.put(-1, 0)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the lock. Raises `WaitError` when it is not free within 10 s."""
+        with self._lock.hold(_LOCK_SECONDS, "moving the window of a Smart Cache"):
+            yield
+
+    def count(self, field: Field, number: int) -> None:
+        """Add to a count."""
+        with self.hold():
+            self.header[field] += number
+
+    def claim(self, filler: int) -> bool:
+        """Become fill process `filler`, until this process ends; False if another is."""
+        return self._lock.claim(1 + filler)
+
+    def release(self, filler: int) -> None:
+        """Be fill process `filler` no longer."""
+        self._lock.release(1 + filler)
+
+    def filled_by_others(self) -> bool:
+        """Whether another process is a fill process."""
+        return self._lock.claimed_elsewhere()
+
+    def close(self) -> None:
+        """Let go of file and lock."""
+        self._lock.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return WindowState, self._arguments
+
+
+class Window:
+    """Where the window of a Smart Cache is in each epoch: the same in all processes of a host.
+
+    Args:
+        reader: prepares the samples, and has the cache.
+        size: samples of the window.
+        replace: samples replaced per epoch.
+        positions: of the data set: those of the window, or of all samples.
+        whole: whether an epoch is all samples, those of the window first.
+        seed: of the order; None: that of the first process, which follows from the state of torch's generator.
+        order: the other arguments of `WindowPlan`.
+        on_late: "wait": an epoch waits for replacements that are not ready; "partial": it begins without them.
+
+    Attributes:
+        reader, positions, on_late: as given.
+        plan: the sequence of samples that the window runs over.
+        state: what the processes of the host share.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        size: int,
+        replace: int,
+        positions: int,
+        *,
+        whole: bool,
+        seed: int | None,
+        order: dict[str, Any],
+        on_late: str,
+    ) -> None:
+        self.reader = reader
+        cache: Any = reader.cache
+        self._cache = cache
+        self._seed, self._order, self.on_late = seed, order, on_late
+        self.positions, self._whole = positions, whole
+        drawn = peek_seed() if seed is None else seed
+        self.state = WindowState(cache.path, size, replace, len(reader.source), positions, drawn)
+        self.plan = self._planned(size, replace, self.state.seed if seed is None else seed)
+        self._begun = SharedCounts(1)
+        self._known = _UNKNOWN
+
+    def _planned(self, size: int, replace: int, seed: int) -> WindowPlan:
+        return WindowPlan(len(self.reader.source), size, replace, seed=seed, **self._order)
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch after the newest that was begun or asked for, by any loader of this object or in its workers."""
+        return int(self._begun.array[0])
+
+    def begin(self, epoch: int) -> Ids:
+        """The ids of an epoch, one for each position. The first call moves the window."""
+        start = self.state.start(epoch)
+        ids = self._ids(epoch, self._advance(epoch) if start is None else start)
+        self._begun.array[0] = epoch + 1
+        if self.state.epoch == epoch:
+            self.state.asked[:] = epoch  # so that another loader goes on with the next
+        return ids
+
+    def set_epoch(self, epoch: int) -> None:
+        """Positions that are asked for from now on are of that epoch, which was begun."""
+        if self.state.epoch != epoch:
+            with self.state.hold():
+                self.state.put(epoch, self.state.start(epoch) or 0)
+        self.state.asked[:] = epoch - 1
+        self._begun.array[0] = epoch
+
+    def end_epoch(self) -> None:
+        """The newest epoch is over: positions that are asked for are of the next one."""
+        if self.state.epoch >= 0:
+            self.state.asked[:] = self.state.epoch
+
+    def look_up(self, positions: Ids) -> tuple[int, Ids]:
+        """The epoch in which these positions are asked for, and their ids."""
+        epoch = self._epoch_of(positions)
+        start = self.state.start(epoch)
+        return epoch, self._ids(epoch, epoch * self.plan.replace if start is None else start)[positions]
+
+    def _epoch_of(self, positions: Ids) -> int:
+        """Found from which positions were asked for before."""
+        state = self.state
+        newest = state.epoch
+        last = state.asked[positions]
+        half = self.positions / 2
+        if newest < 0 or ((last == newest).any() and int((state.asked == newest).sum()) >= half):
+            self._advance(newest + 1)
+            newest += 1
+        elif newest > 0 and (last == newest - 2).all() and int((state.asked == newest).sum()) < half:
+            newest -= 1  # another rank is ahead
+        state.asked[positions] = np.maximum(state.asked[positions], newest)
+        self._begun.array[0] = max(int(self._begun.array[0]), newest + 1)
+        return newest
+
+    def _ids(self, epoch: int, start: int) -> Ids:
+        known = self._known
+        if known[:2] != (epoch, start):
+            ids = self.plan.window(start)
+            if self._whole:
+                others = self.plan.others(start)
+                ids = np.concatenate((self.plan.shuffled(ids, epoch), self.plan.shuffled(others, epoch)))
+            known = self._known = (epoch, start, ids)
+        return known[2]
+
+    # -- moving on ----------------------------------------------------------------------------------------------------
+
+    def _advance(self, epoch: int) -> int:
+        """Move the window on to `epoch`, unless another process has; where it begins."""
+        state, goal = self.state, epoch * self.plan.replace
+        while True:
+            newest = state.epoch
+            before = state.start(newest) if newest == epoch - 1 >= 0 else None
+            if before is None:
+                begin, waited, late = goal, 0.0, False
+            else:
+                # However late it is, no sample is passed over.
+                begin, waited, late = self._reach(before, min(goal, before + self.plan.size), epoch)
+            with state.hold():
+                there = state.start(epoch)
+                if there is not None:
+                    return there
+                if state.epoch != newest:
+                    continue
+                state.header[Field.LATE] += late
+                state.header[Field.WAITED] += int(waited * 1e9)
+                state.put(epoch, begin)
+                return begin
+
+    def _reach(self, before: int, goal: int, epoch: int) -> tuple[int, float, bool]:
+        """Where a window may begin that should begin at `goal`, the seconds that were waited, and whether that is late.
+
+        The window goes on to the first sample that is not ready.
+        """
+        began, late = time.perf_counter(), False
+        while True:
+            ready = self.ready(before, goal)
+            waited = time.perf_counter() - began
+            if ready == goal:
+                return goal, waited if late else 0.0, late
+            late = True
+            if self.on_late == "partial" or self.state.start(epoch) is not None:
+                return ready, waited, late
+            if not self.state.filled_by_others():  # no process prepares samples, so this one does
+                missing = self.plan.sequence(ready + self.plan.size, goal + self.plan.size)
+                mine = self.with_own_threads()
+                mine.tidy(np.concatenate((self.plan.window(before), missing)))
+                mine.fill(missing, np.arange(ready, goal) + self.plan.size)
+                mine.reader.close()
+                return goal, time.perf_counter() - began, late
+            if waited > _WAIT_SECONDS:
+                raise WaitError(
+                    f"replacements for epoch {epoch} were not ready within {_WAIT_SECONDS:.0f} s (on_late='wait'): "
+                    f"{ready - before} of {goal - before} are. Give a lower replace_rate, more fill workers, or "
+                    "on_late='partial'"
+                )
+            time.sleep(_CHECK_SECONDS)
+
+    def ready(self, before: int, goal: int) -> int:
+        """The place up to which the window may begin, from `before` to `goal`: the samples that join are prepared."""
+        places = np.arange(before, goal) + self.plan.size
+        done = ~self.lacking(self.plan.sequence(before + self.plan.size, goal + self.plan.size), places)
+        return goal if done.all() else before + int(done.argmin())
+
+    # -- filling ------------------------------------------------------------------------------------------------------
+
+    def keep(self, sizes: FirstSamples) -> None:
+        """Store those of the first samples that are in the first window."""
+        coming = set(self.plan.window(0).tolist()) - sizes.drew
+        for id, value in sizes.read:
+            self._cache.count_fetch(1, payload_bytes(value))
+            if id in coming:
+                self.reader.store([id], [value])
+
+    def with_own_threads(self) -> Window:
+        """This window with a reader of its own, whose threads are closed without disturbing others."""
+        same = copy.copy(self)
+        same.reader = copy.copy(self.reader)
+        return same
+
+    def lacking(self, ids: Ids, places: Ids) -> npt.NDArray[np.bool_]:
+        """Which of the samples `ids` at `places` of the sequence are still to be prepared."""
+        lacking: npt.NDArray[np.bool_] = ~self._cache.resident(ids) & (self.state.unkept[ids] != places + 1)
+        return lacking
+
+    def fill(self, ids: Ids, places: Ids) -> bool:
+        """Prepare and store `ids`. Those that cannot be had or stored are noted, so that no process waits for them.
+
+        Returns whether there was no room for some.
+        """
+        failed = 0
+        try:
+            failed = self.reader.fill(ids)
+        except StallfreeError:  # raised again where the sample is asked for
+            failed = len(ids)
+        there = self._cache.resident(ids)
+        self.state.unkept[ids[~there]] = (places + 1)[~there]
+        return int(np.count_nonzero(~there)) > failed
+
+    def tidy(self, keep: Ids) -> bool:
+        """Drop all samples but `keep`; False if the lock of writers is not free in time."""
+        there = self._cache.resident(np.arange(self._cache.num_ids))
+        there[keep] = False
+        try:
+            if there.any():
+                self._cache.drop(np.flatnonzero(there))
+        except WaitError:
+            return False
+        return True
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the window is; fit for JSON."""
+        state, plan = self.state, self.plan
+        asked = state.asked == state.epoch
+        rest = [] if asked.all() or not asked.any() else np.flatnonzero(~asked).tolist()
+        return {
+            "version": _VERSION,
+            "window": [plan.total, plan.size, plan.replace, plan.seed],
+            "epoch": state.epoch,
+            "starts": [list(pair) for pair in state.starts()],
+            "over": bool(asked.any()),
+            "rest": rest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Go on where `state_dict` was taken; whether the order is another one than before.
+
+        Raises `InputError` for the state of another window.
+        """
+        version = state.get("version") if isinstance(state, dict) else None
+        if version != _VERSION:
+            raise InputError(
+                f"the state has version {version!r}, expected {_VERSION}: give what state_dict() of this release "
+                "returned"
+            )
+        plan, shared = self.plan, self.state
+        seed = int(state["window"][3]) if self._seed is None else self._seed
+        mine = [plan.total, plan.size, plan.replace, seed]
+        if state["window"] != mine:
+            raise InputError(
+                f"the state is of another window: {state['window']} (samples, cache_num, replaced, seed), this is "
+                f"{mine}: give the same arguments"
+            )
+        with shared.hold():
+            shared.put(-1, 0)
+            if seed != plan.seed:
+                shared.reorder(seed)
+            for epoch, start in state["starts"]:
+                shared.put(epoch, start)
+            shared.asked[:] = state["epoch"] if state["over"] else state["epoch"] - 1
+            shared.asked[np.array(state["rest"], np.int64)] = state["epoch"] - 1
+        self._begun.array[0] = max(0, state["epoch"] + (state["over"] and not state["rest"]))
+        if seed == plan.seed:
+            return False
+        self.plan, self._known = self._planned(plan.size, plan.replace, seed), _UNKNOWN
+        return True
+
+    def close(self) -> None:
+        """Let go of what is shared."""
+        self._begun.close()
+        self.state.close()
+
+
+def _make(file: Path, length: int, numbers: list[int], seed: int) -> None:
+    """Make the file whole under another name and link it; whoever comes second takes the first one's."""
+    draft = file.with_name(f"window-{os.getpid()}-{secrets.token_hex(4)}")
+    header = np.zeros(_HEADER, np.int64)
+    header[: len(numbers)] = numbers
+    header[Field.EPOCH] = -1
+    header[Field.SEED] = np.uint64(seed & _MASK).astype(np.int64)
+    header[Field.STARTS : Field.STARTS + 2 * _KEPT] = -1
+    total, positions = numbers[2], numbers[3]
+    try:
+        with open(draft, "xb") as out:
+            out.write(header.tobytes())
+            out.write(bytes(8 * total))
+            out.write(np.full(positions, _NEVER, np.int32).tobytes())
+        assert draft.stat().st_size == length
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, file)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,371 @@
+"""The process that keeps a node's server running, and ends it with the job.
+
+    python -I -S supervisor.py FOLDER PROGRAM
+
+PROGRAM is valkey-server or redis-server. `server.NodeServer` starts this process, which outlives its starter. Ten times
+a second it checks whether any process is still attached to FOLDER; if not, it kills the server and removes the folder.
+When it is killed itself, the kernel kills the server. It imports the standard library only: quick to start, and small.
+
+A server that has died is started again, empty, with another password and, unless the user gave one, on another port.
+Another user may take the old port; no process sends a password there, because `server.json` is removed first.
+
+Files in the folder, beside `attached` (see ipc/folders.py):
+
+    node.json     the settings of the server, written once
+    supervisor    byte 1 is locked by the supervisor as long as it lives
+    starts.json   the number of starts of the server
+    server.json   the server's process, address and password, while it runs
+    failed.json   why the last supervisor gave up
+    socket        a Unix socket of the server; only the supervisor uses it, to check a start without sending a password
+    log           output of the server and the supervisor
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+try:
+    import fcntl
+    import resource
+except ImportError:  # Windows, where it is never started
+    fcntl = resource = None  # type: ignore[assignment]
+
+VERSION = 2
+NODE, SERVER, FAILED, LOG = "node.json", "server.json", "failed.json", "log"
+SUPERVISOR = "supervisor"
+
+LOOK_SECONDS = 0.1
+"""Time between two checks whether any process is attached."""
+
+_STARTS, _SOCKET = "starts.json", "socket"
+_ANSWER_SECONDS = 0.25
+_START_SECONDS = 20.0  # until a server that does not answer is killed
+_PORT_SECONDS = 1.0  # for a server that is ending to release its port
+_LONG_LIFE = 10.0  # seconds after which an earlier death no longer counts
+_LOG_BYTES = 1 << 20
+_MOST_CLIENTS = 1 << 16
+_PORT_TRIES = 10
+_PR_SET_PDEATHSIG = 1
+_PF_EXITING = 4
+_SIGNALS = {getattr(signal, name, 0) for name in ("SIGCHLD", "SIGIO")}  # a child has ended; a file was deleted
+_PROCESS_ID = re.compile(rb"process_id:(\d+)\r\n")
+
+
+def identify(where: str | tuple[str, int], password: str, seconds: float = _ANSWER_SECONDS) -> int | None:
+    """The process id that the server at `where` (path of a Unix socket, or host and port) sends.
+
+    None if no server answers within `seconds`, or it refuses the password.
+    """
+    family = socket.AF_UNIX if isinstance(where, str) else socket.AF_INET6 if ":" in where[0] else socket.AF_INET
+    received = b""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
+            deadline = time.monotonic() + seconds
+            connection.settimeout(seconds)
+            connection.connect(where)
+            connection.sendall(f"AUTH {password}\r\nINFO server\r\n".encode())
+            while (found := _PROCESS_ID.search(received)) is None:
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                piece = connection.recv(65536)
+                received += piece
+                if not piece or not received.startswith(b"+OK\r\n"[: len(received)]) or len(received) > 1 << 16:
+                    return None
+    except OSError:
+        return None
+    return int(found[1])
+
+
+def birth(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if it does not exist or is ending.
+
+    A process that is not ending still has all its sockets: no other process can have its port.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in (b"Z", b"X") or int(fields[6]) & _PF_EXITING else int(fields[19])
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The object in a file; None if there is none."""
+    try:
+        with open(path, "rb") as file:
+            value = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
+    """Replace a file, which only this user can read."""
+    new = f"{os.fspath(path)}.{os.getpid()}"
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+        json.dump(value, file)
+    os.replace(new, path)
+
+
+class Failure(Exception):
+    """The supervisor gives up. `kind` is "port" if the port is taken, else "server"."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Supervisor:
+    """See the module. The working directory is the node's folder, whose path is `folder`."""
+
+    def __init__(self, folder: str, program: str) -> None:
+        self._folder, self._program = folder, program
+        self._setup = read_json(NODE) or {}
+        self._attached = os.open("attached", os.O_RDWR | os.O_CLOEXEC)
+        self._alone = False
+        with contextlib.suppress(OSError):  # then changes are noticed at the next check
+            folder_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.fcntl(folder_fd, fcntl.F_NOTIFY, fcntl.DN_DELETE | fcntl.DN_MULTISHOT)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._clients = min(most - 100, _MOST_CLIENTS) if most > 0 else _MOST_CLIENTS
+        self._pid = self._deaths = 0
+        self._started = self._due = 0.0
+        self._password = ""
+        self._answered = False
+
+    def run(self) -> None:
+        """Return when no process is attached, the folder is gone, or the server cannot be kept running."""
+        try:
+            _remove(SERVER)  # it died with the last supervisor
+            while not self._is_over():
+                if not self._pid and time.monotonic() >= self._due:
+                    try:
+                        self._start_server()
+                    except Failure as failure:
+                        if not self._may_retry(failure):
+                            raise
+                signal.sigtimedwait(_SIGNALS, LOOK_SECONDS)
+                self._reap()
+                if self._deaths >= self._setup["lives"]:
+                    raise _failure(f"the server died {self._deaths} times in a row")
+                if os.fstat(2).st_size > _LOG_BYTES:
+                    os.ftruncate(2, 0)
+        except Failure as failure:
+            text = str(failure).replace(self._password or "...", "...")
+            write_json(FAILED, {"supervisor": os.getpid(), "time": time.time(), "kind": failure.kind, "text": text})
+        finally:
+            _remove(SERVER)
+            self._end()
+
+    # -- the server ---------------------------------------------------------------------------------------------------
+
+    def _start_server(self) -> None:
+        """Start it, and write `server.json` when it answers. Raises `Failure` if it cannot be started."""
+        start = (read_json(_STARTS) or {"start": 0})["start"] + 1
+        write_json(_STARTS, {"start": start})
+        log = os.fstat(2).st_size
+        self._started = time.monotonic()
+        with self._bind() as bound:
+            port = int(bound.getsockname()[1])
+            self._password = os.urandom(32).hex()
+            self._pid = _start([self._program, "-"], self._config(port).encode())
+            if self._wait_for_answer():
+                self._answered = True
+                _remove(FAILED)
+                address = {"host": self._setup["host"], "port": port, "password": self._password}
+                process = {"pid": self._pid, "birth": birth(self._pid), "supervisor": os.getpid()}
+                write_json(SERVER, {"start": start, **process, **address})
+            elif not self._pid:
+                raise _failure("the server ended when it was started", log)
+
+    def _may_retry(self, failure: Failure) -> bool:
+        """Whether to start again after a failed start."""
+        other_port = failure.kind == "port" and not self._setup["port"] and self._deaths < _PORT_TRIES
+        return self._answered or other_port
+
+    def _bind(self) -> socket.socket:
+        """A socket bound to the port of the next server, so that no other process is given that port meanwhile."""
+        host, port = self._setup["host"], self._setup["port"]
+        deadline = time.monotonic() + _PORT_SECONDS
+        while True:
+            bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the server can bind it too
+            try:
+                bound.bind((host, port))
+                return bound
+            except OSError as error:
+                bound.close()
+                if time.monotonic() > deadline or self._is_over():
+                    self._postpone()
+                    raise Failure("port", f"port {port} of {host}: {error.strerror}") from error
+                time.sleep(0.02)
+
+    def _config(self, port: int) -> str:
+        """For the server's standard input, where no other user can read it."""
+        return f"""
+            bind {self._setup["host"]}
+            port {port}
+            unixsocket {_SOCKET}
+            unixsocketperm 700
+            requirepass {self._password}
+            protected-mode yes
+            maxmemory {self._setup["memory"]}
+            maxmemory-policy noeviction
+            maxclients {self._clients}
+            timeout 30
+            tcp-keepalive 30
+            tcp-backlog 4096
+            client-output-buffer-limit normal 256mb 64mb 5
+            save ""
+            appendonly no
+            databases 1
+            daemonize no
+            always-show-logo no
+        """
+
+    def _wait_for_answer(self) -> bool:
+        """Whether the server answers; False if it has died, or no process is attached any more.
+
+        It listens on its port before it does on the Unix socket. That is in a folder of mode 0700, so the answer comes
+        from no other user.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        look = time.monotonic() + LOOK_SECONDS
+        while identify(_SOCKET, self._password) != self._pid:
+            now = time.monotonic()
+            if now > look:
+                if self._is_over():
+                    return False
+                look = now + LOOK_SECONDS
+            if now > deadline:
+                os.kill(self._pid, signal.SIGKILL)
+            if self._reap():
+                return False
+            signal.sigtimedwait(_SIGNALS, 0.001)
+        return True
+
+    def _reap(self) -> bool:
+        """Whether the server has died since the last call."""
+        if not self._pid or not os.waitpid(self._pid, os.WNOHANG)[0]:
+            return False
+        _remove(SERVER)
+        self._pid = 0
+        self._postpone()
+        return True
+
+    def _postpone(self) -> None:
+        """Set when to start it again: at once, then after pauses that double from 0.1 to 5 s with deaths in a row."""
+        now = time.monotonic()
+        self._deaths = 1 if now - self._started > _LONG_LIFE else self._deaths + 1
+        self._due = now + (min(5.0, 0.1 * 2 ** (self._deaths - 2)) if self._deaths > 1 else 0.0)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _is_over(self) -> bool:
+        """Whether no process is attached to the folder, or it does not exist any more."""
+        try:
+            fcntl.flock(self._attached, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._alone = True
+        except BlockingIOError:
+            return not self._is_in_place()
+        return True
+
+    def _is_in_place(self) -> bool:
+        try:
+            there = os.stat(os.path.join(self._folder, "attached"))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return os.path.samestat(there, os.fstat(self._attached))
+
+    def _end(self) -> None:
+        """Kill the server, which has nothing to save, and remove the folder if no process is attached."""
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        if self._alone and self._is_in_place():  # and no process can attach: the lock is held
+            import shutil  # only now: it is large
+
+            away = os.path.join(os.path.dirname(self._folder), f".del-{os.getpid()}-{os.urandom(6).hex()}")
+            os.rename(self._folder, away)
+            shutil.rmtree(away, ignore_errors=True)
+
+
+def _failure(what: str, since: int = 0) -> Failure:
+    """The error with the end of the log, from byte `since` on."""
+    with open(LOG, "rb") as log:
+        size = os.fstat(log.fileno()).st_size
+        log.seek(max(min(since, size), size - 1500))
+        output = log.read().decode(errors="replace").strip()
+    kind = "port" if "ddress already in use" in output else "server"
+    return Failure(kind, f"{what}; its output: {output[-1000:]}" if output else f"{what}, without any output")
+
+
+def _start(command: Sequence[str], text: bytes) -> int:
+    """Start a program with `text` on its standard input, that is killed when this process ends; its process id."""
+    theirs, ours = os.pipe()
+    os.write(ours, text)  # less than a pipe holds
+    os.close(ours)
+    supervisor = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(theirs)
+        return pid
+    try:
+        # The signal comes when the thread that forked ends: this process has only one.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == supervisor:
+            os.dup2(theirs, 0)
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            os.execv(command[0], list(command))
+    except OSError as error:
+        os.write(2, f"{command[0]} cannot be run: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _remove(name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name)
+
+
+def _claim() -> bool:
+    """Whether this is now the supervisor of the folder, until it ends: forked children do not inherit the lock."""
+    fd = os.open(SUPERVISOR, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def main() -> None:
+    """Start the supervisor in the background; it has its lock when this returns, or another process had it."""
+    os.umask(0o077)
+    claimed, send = os.pipe()
+    if os.fork():
+        os.close(send)
+        os.read(claimed, 1)
+        os._exit(0)
+    os.close(claimed)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # the starter may have ignored them
+    signal.pthread_sigmask(signal.SIG_SETMASK, _SIGNALS)  # they are waited for
+    if _claim():
+        supervisor = Supervisor(sys.argv[1], sys.argv[2])
+        os.close(send)
+        supervisor.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Executors: the training process, threads and worker processes, which all make batches."""

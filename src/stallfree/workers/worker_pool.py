@@ -1,0 +1,248 @@
+"""What builds the batches of a loader: its executors, and the ring that they fill."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from stallfree.batches.batch_builder import BatchBuilder
+from stallfree.batches.collate import Collate
+from stallfree.batches.messages import NO_SLOT, Result, Task
+from stallfree.batches.reader import Pending, Reader
+from stallfree.batches.ring import Ring
+from stallfree.platform import cpu_count, shares_memory
+from stallfree.stats import LoaderStats
+from stallfree.workers.event_log import EventLog
+from stallfree.workers.executors import Executor, GatherThreads, TrainingProcess
+from stallfree.workers.status import Status
+from stallfree.workers.worker import WorkerSetup
+from stallfree.workers.worker_processes import WorkerProcesses, wait
+
+KEPT = 3
+"""Slots beyond those under way: batches that the training loop may keep before it gets copies."""
+
+GATHERERS = 2
+"""Threads that gather, at most, when there are as many workers: they do the workers' part, and two fill the memory."""
+
+Counts = dict[str, Any]
+
+
+def new_counts() -> Counts:
+    """All counts of `LoaderStats`, zero."""
+    return {f.name: 0.0 if f.type in ("float", float) else 0 for f in fields(LoaderStats)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a pool is made from.
+
+    Attributes:
+        reader: gives samples.
+        dataset: as the user gave it.
+        collate: the user's function, or None for torch's default.
+        single: samples one by one, converted and not collated.
+        seed: of the randomness.
+        skip: leave samples out that cannot be had.
+        workers: number of worker processes.
+        ahead: batches under way.
+        context: starts the workers.
+        worker_init: called in each worker with its number, or None.
+        seconds: longest wait for a batch.
+        staging: bytes of the ring, or None.
+        log: of events, or None.
+        begun: when the loader was made, in seconds of `time.monotonic`.
+    """
+
+    reader: Reader
+    dataset: Any
+    collate: Collate | None
+    single: bool
+    seed: int
+    skip: bool
+    workers: int
+    ahead: int
+    context: BaseContext
+    worker_init: Callable[[int], None] | None
+    seconds: float
+    staging: int | None
+    log: EventLog | None
+    begun: float
+
+
+class WorkerPool:
+    """The executors of a loader and their ring. Ends when it is closed or freed.
+
+    It lives for one epoch or, with persistent workers, for many.
+
+    Args:
+        options: what to do and how.
+        base_seed: of the workers' own generators.
+        counts: is added to.
+        slots: of the ring; those under way, and three that may be kept, if None.
+
+    Attributes:
+        ring: the slots. Made when it is first used: batches of the training process itself need none.
+        ahead: batches that are under way at the same time.
+        counts_waits: whether the training loop waits when a batch is not there; else something waits in its place.
+    """
+
+    def __init__(self, options: Options, base_seed: int, counts: Counts, slots: int | None = None) -> None:
+        self.seconds = options.seconds
+        self.counts = counts
+        self.warned_of_size = False
+        self.counts_waits = True
+        self.token = 0
+        # A copy, whose threads are this pool's own: closing them must not disturb another loader of the same data set.
+        reader = copy.copy(options.reader)
+        self.ring = Ring(slots or options.ahead + KEPT, options.staging)
+        self.log = options.log
+        self._shown = options.dataset, options.begun, options.workers > 0
+        self.status = self._new_status()
+        self.builder = BatchBuilder(
+            reader, self.ring.slots, options.collate, options.single, options.seed, options.skip
+        )
+        self._threads: GatherThreads | None = None
+        self._most_threads = max(1, min(options.workers, cpu_count(), GATHERERS))
+        self._workers: WorkerProcesses | None = None
+        self._executors: list[Executor] = []
+        if options.workers and not shares_memory():
+            _warn_of_workers(options.workers)
+        elif options.workers:
+            setup = WorkerSetup(0, options.workers, self.builder, options.dataset, base_seed, options.worker_init)
+            self._workers = WorkerProcesses(setup, options.context)
+        self._main: Executor = self._workers or TrainingProcess(self.builder)
+        self._executors.append(self._main)
+        self.ahead = options.ahead
+        self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, self.status, counts)
+        if reader.cache is not None:
+            reader.cache.populate()
+
+    def _new_status(self) -> Status:
+        slots = self.ring.slots  # no reference to this pool, which ends when it is freed
+        dataset, begun, at_once = self._shown
+        return Status(lambda: slots.folder, dataset, begun, at_once=at_once)
+
+    def rest(self) -> None:
+        """The iteration is over and nothing is under way: nothing is shown, and the ring is empty."""
+        self.counts["staging_bytes"] = self.ring.bytes
+        self.status.close()
+        self.ring.close()
+        self.status = self._new_status()
+
+    def begin(self) -> int:
+        """A new iteration; older ones are over. Its token."""
+        self.token += 1
+        for executor in self._executors:
+            executor.forget(self.token)
+        return self.token
+
+    @property
+    def direct(self) -> bool:
+        """Whether the training process builds each batch when it is asked for it: nothing can be started before."""
+        return self._workers is None and self.builder.reader.direct and self.ring.slots.pin is None
+
+    def build(self, task: Task) -> Result:
+        """Build a batch now, in this process."""
+        return self.builder.finish(task, Pending(task.ids), here=True)
+
+    @property
+    def room(self) -> bool:
+        """Whether there is a slot for one more batch."""
+        return self.ring.free > sum([executor.slots_to_take for executor in self._executors])
+
+    def submit(self, task: Task, *, gather: bool) -> None:
+        """Have a task done: with `gather` in one go out of the cache."""
+        executor = self._main
+        if gather:
+            if self._threads is None:
+                self._threads = GatherThreads(self.builder, self.ring, self._most_threads)
+                self._executors.append(self._threads)
+            executor = self._threads
+        elif executor.needs_slot and task.slot == NO_SLOT:
+            slot = self.ring.take()
+            task.slot = NO_SLOT if slot is None else slot
+        executor.submit(task)
+
+    def poll(self, number: int | None = None) -> list[Result]:
+        """Results that are there, but for those of older iterations, whose slots go back.
+
+        `number` is the batch that is waited for: the training process builds it now, if that is its task.
+        """
+        results = []
+        for executor in reversed(self._executors):
+            for result in executor.poll(number):
+                if result.token >= self.token:
+                    results.append(result)
+                else:
+                    self.ring.give(result.slot)
+        if self._workers is not None and self._workers.replaced:
+            self.counts["workers_replaced"] += self._workers.replaced
+            self._workers.replaced = 0
+        return results
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a result, but for a second at most: then those who should be working are looked after."""
+        if not self.prepare_wait() and not wait(self.descriptors, min(seconds, 1.0)):
+            self.check()
+
+    @property
+    def descriptors(self) -> list[tuple[int, int]]:
+        """What to wait for, as descriptors and events of `poll`."""
+        return [pair for executor in self._executors for pair in executor.descriptors]
+
+    def prepare_wait(self) -> bool:
+        """From now on, results are announced. Whether one is there already, so that there is nothing to wait for."""
+        return any(executor.prepare_wait() for executor in self._executors)
+
+    def check(self) -> None:
+        """Look after the workers."""
+        for executor in self._executors:
+            executor.check()
+
+    @property
+    def stuck(self) -> bool:
+        """Whether its workers hang at their start, and another process should start them."""
+        return self._workers is not None and self._workers.stuck
+
+    def describe(self, task: Task) -> str:
+        """What has that task, for messages."""
+        return next(filter(None, (executor.describe(task) for executor in self._executors)), "no executor")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return not self._end.alive
+
+    def close(self) -> None:
+        """End threads and workers, remove the ring. Batches that are kept stay valid. May be called twice."""
+        self._end()
+
+
+@lru_cache(maxsize=1)
+def _warn_of_workers(workers: int) -> None:
+    warnings.warn(
+        f"num_workers={workers}: worker processes need Linux, so batches are prepared by the training process. "
+        "num_workers=0 says the same without this warning",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _close(owner: int, executors: list[Executor], reader: Reader, ring: Ring, status: Status, counts: Counts) -> None:
+    if os.getpid() != owner:
+        return  # a forked child: the workers and the ring are its parent's
+    counts["staging_bytes"] = ring.bytes
+    status.close()
+    with contextlib.ExitStack() as ending:
+        ending.callback(ring.close)
+        ending.callback(reader.close)
+        for executor in executors:
+            ending.callback(executor.close)

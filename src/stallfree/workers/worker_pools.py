@@ -1,0 +1,73 @@
+"""The pools of a loader: one for each iteration, or one for all of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from stallfree.workers.worker_pool import Counts, Options, WorkerPool
+
+
+class WorkerPools:
+    """Starts pools, and keeps one from epoch to epoch if workers are persistent, or if it has nothing to start.
+
+    Args:
+        counts: of the loader; pools add to them.
+        persistent: whether workers are persistent. Then an iteration ends the one before.
+
+    Attributes:
+        persistent: as given.
+        kept: the pool that is kept; None if there is none.
+    """
+
+    def __init__(self, counts: Counts, persistent: bool) -> None:
+        self.persistent = persistent
+        self._counts = counts
+        self.kept: WorkerPool | None = None
+        self._options: Options | None = None  # of the one that is kept
+        self._known: list[weakref.ref[WorkerPool]] = []  # made anew and never changed: any thread may ask for `stats`
+
+    def has_workers(self, options: Options) -> bool:
+        """Whether there are persistent workers with these options, so that `take` starts none."""
+        return self.persistent and self._has(options)
+
+    def _has(self, options: Options) -> bool:
+        return self.kept is not None and self._options is options and not self.kept.closed
+
+    def take(self, options: Options, base_seed: int, pin: Callable[[Any], Any] | None) -> WorkerPool:
+        """The pool of the next iteration.
+
+        Args:
+            options: persistent workers with other ones are ended.
+            base_seed: of the workers' own generators.
+            pin: makes memory known to a device; given by a prefetcher, which counts the waits of the training loop.
+        """
+        pool = self.kept
+        if pool is None or not self._has(options) or not (self.persistent or (pool.direct and pin is None)):
+            if pool is not None and self.persistent:
+                pool.close()
+            pool = WorkerPool(options, base_seed, self._counts)
+            self._known = [*map(weakref.ref, self._living()), weakref.ref(pool)]
+            self.kept, self._options = pool, options
+        pool.counts_waits = pin is None
+        if pin is not None:
+            pool.ring.slots.pin = pin
+        if not (self.persistent or pool.direct):
+            self.kept = None
+        return pool
+
+    @property
+    def staging_bytes(self) -> int | None:
+        """Bytes of the rings; None if no pool lives, and the counts say what there was."""
+        bytes_of = [pool.ring.bytes for pool in self._living() if not pool.closed]
+        return sum(bytes_of) if bytes_of else None
+
+    def close(self) -> None:
+        """End them all. More may be started."""
+        for pool in self._living():
+            pool.close()
+        self.kept = None
+
+    def _living(self) -> list[WorkerPool]:
+        return [pool for known in self._known if (pool := known()) is not None]

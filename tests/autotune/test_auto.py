@@ -1,0 +1,422 @@
+"""`DataLoader(cache="auto")`: what it decides is kept, nothing is lost, and every sample is what it is without it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cached_data import Given, Numbers
+
+import stallfree as sf
+from stallfree.autotune import auto_cache as auto
+from stallfree.autotune.choice import Measured
+from stallfree.autotune.measure import Probe, measure
+from stallfree.batches.transform_split import is_prepared
+from stallfree.ipc.folders import SharedFolder, default_root
+from stallfree.testing import ThrottledSource
+
+COUNT = 40
+ROOM = "4MiB"
+
+
+@sf.mark_deterministic
+def squared(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, Any], int]:
+    numbers, label = sample
+    return np.repeat(numbers.astype(np.float64) ** 2, 4), label
+
+
+@sf.mark_random
+def shaken(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, Any], int]:
+    numbers, label = sample
+    return numbers + random.random(), label
+
+
+def rates(**changes: Any) -> Measured:
+    """Storage that is slow, prep that is not, all fit in both forms."""
+    usual: dict[str, Any] = {
+        "samples": COUNT,
+        "storage": {8: 100.0, 16: 200.0},
+        "fetching": 0.0,
+        "whole": 0.002,
+        "deterministic": 0.001,
+        "random": 0.001,
+        "reading": (0.0, 0.0),
+        "sizes": (200.0, 600.0),
+    }
+    return Measured(**(usual | changes))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measured], list[int]]:
+    """Sets what the next measurements find; the list grows by one with each of them."""
+    found: list[Measured] = []
+    calls: list[int] = []
+
+    def stand_in(source: Any, steps: Any, first: Any, *, seed: int, disk: Any) -> Probe:
+        calls.append(len(calls))
+        return Probe(found[-1], {first.id: first.record})
+
+    monkeypatch.setattr(auto, "measure", stand_in)
+
+    def set_to(new: Measured) -> list[int]:
+        found.append(new)
+        return calls
+
+    return set_to
+
+
+def epochs(loader: Any, count: int) -> list[dict[int, bytes]]:
+    """The samples of each epoch by label; each is there once."""
+    found = []
+    for _ in range(count):
+        samples: dict[int, bytes] = {}
+        for numbers, labels in loader:
+            for row, label in zip(numbers, labels, strict=True):
+                assert int(label) not in samples
+                samples[int(label)] = row.numpy().tobytes()
+        found.append(samples)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("room", [ROOM, "120kB"])
+def test_samples_are_those_without_a_cache(workers: int, room: str) -> None:
+    source = Numbers(COUNT, [squared, shaken], size=256)
+    options: dict[str, Any] = {"shuffle": True, "num_workers": workers, "seed": 3}
+    with sf.DataLoader(source, 8, **options) as without:
+        expected = epochs(without, 3)
+    with sf.DataLoader(source, 8, cache="auto", capacity=room, **options) as loader:
+        assert (loader.decision, loader.cached) == ("", None)
+        assert epochs(loader, 3) == expected
+        assert loader.decision
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 1.0])
+def test_a_share_of_the_samples_is_kept_prepared_and_all_are_what_they_are(share: float) -> None:
+    source = ThrottledSource(Numbers(COUNT, [squared, shaken]))
+    with sf.DataLoader(source, 8, shuffle=True, seed=1) as without:
+        expected = epochs(without, 2)
+    source.reset()
+    with sf.CachedDataset(source, capacity=ROOM, form=share) as data:
+        with sf.DataLoader(data, 8, shuffle=True, seed=1) as loader:
+            assert epochs(loader, 2) == expected
+        ids = np.arange(COUNT)
+        prepared = is_prepared(ids, share) if share < 1 else np.ones(COUNT, bool)
+        assert prepared.sum() == pytest.approx(share * COUNT, abs=8)
+        for id, there, kept in zip(ids.tolist(), prepared, data.cache.get_many(ids), strict=True):
+            record = (np.full(16, id, np.int64), id)
+            wanted = squared(record) if there else record
+            assert kept[1] == id
+            np.testing.assert_array_equal(kept[0], wanted[0])
+        assert source.requests == COUNT
+    source.close()
+
+
+@pytest.mark.parametrize("form", [-0.1, 1.1, "half", True, math.nan])
+def test_a_form_that_is_none_is_refused(form: Any) -> None:
+    with pytest.raises(sf.InputError, match="'fetched', 'prepared' or 'auto', or the share"):
+        sf.CachedDataset(Numbers(), capacity=ROOM, form=form)
+
+
+def test_nothing_is_fetched_twice_where_all_fits(measured: Callable[[Measured], list[int]]) -> None:
+    measured(rates())
+    source = ThrottledSource(Numbers(COUNT, [squared, shaken]))
+    with sf.DataLoader(source, 8, shuffle=True, num_workers=2, cache="auto", capacity=ROOM) as loader:
+        epochs(loader, 2)
+        assert source.requests == COUNT + 1  # the first sample is looked at twice
+        assert loader.cached is not None
+        assert loader.cached.stats().resident_items == COUNT
+    source.close()
+
+
+def test_a_real_measurement_reads_no_sample_twice_but_the_first_one() -> None:
+    source = ThrottledSource(Numbers(400, [squared, shaken]))
+    with sf.CachedDataset(source, capacity=ROOM) as data:
+        first = data.reader
+    source.reset()
+    look = auto.look(source, source.pipeline)
+    probe = measure(source, source.pipeline, look, seed=1)
+    assert source.requests == 1 + len(probe.records)
+    assert len(set(probe.records)) == len(probe.records) >= 4
+    for id, (numbers, label) in probe.records.items():
+        assert label == id
+        assert (numbers == id).all()
+    found = probe.measured
+    assert found.samples == 400
+    assert found.sizes[0] < found.sizes[1] < math.inf
+    assert min(found.whole, found.deterministic, found.random) > 0
+    assert first.share == 1.0
+    source.close()
+
+
+def test_a_measurement_leaves_no_trace_in_the_generators() -> None:
+    source = Numbers(COUNT, [squared, shaken])
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    with sf.DataLoader(source, 8, cache="auto", capacity=ROOM, generator=torch.Generator().manual_seed(1)) as loader:
+        epochs(loader, 1)
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+@pytest.mark.parametrize(
+    ("found", "form"),
+    [
+        (rates(), "prepared"),
+        (rates(sizes=(200.0, math.inf)), "fetched"),
+        (rates(sizes=(math.inf, math.inf)), None),
+    ],
+)
+def test_the_cache_is_what_was_chosen(
+    found: Measured, form: Any, measured: Callable[[Measured], list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    measured(found)
+    with sf.DataLoader(Numbers(COUNT, [squared, shaken]), 8, num_workers=1, cache="auto", capacity=ROOM) as loader:
+        epochs(loader, 1)
+        assert (loader.cached and loader.cached.form) == form
+        assert capfd.readouterr().err == f"stallfree: {loader.decision}\n"
+
+
+def test_a_disk_that_pays_is_used_and_one_that_does_not_is_not(
+    measured: Callable[[Measured], list[int]], tmp_path: Path
+) -> None:
+    for disk, used in (((9000.0, 9000.0), True), ((50.0, 50.0), False)):
+        measured(rates(disk=disk, sizes=(400_000.0, math.inf)))
+        tier = sf.DiskTier(tmp_path, capacity="64MiB")
+        source = Numbers(COUNT, [shaken], size=50_000)
+        with sf.DataLoader(source, 8, num_workers=2, cache="auto", capacity="5MiB", store=tier) as loader:
+            first = epochs(loader, 2)
+            assert all(sorted(epoch) == list(range(COUNT)) for epoch in first)
+            assert isinstance(loader.cached.stats(), sf.TierStats) == used
+            assert ("on the disk" in loader.decision) == used
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    source = Numbers(COUNT, [squared, shaken], size=1000)
+    probe = measure(source, source.pipeline, auto.look(source, source.pipeline), seed=1, disk=tmp_path)
+    assert min(probe.measured.disk) > 0
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    for unusable in (tmp_path / "file" / "below", Path("/proc/none")):
+        (tmp_path / "file").touch()
+        probe = measure(source, source.pipeline, auto.look(source, source.pipeline), seed=1, disk=unusable)
+        assert probe.measured.disk == (0.0, 0.0)
+
+
+def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(
+    measured: Callable[[Measured], list[int]],
+) -> None:
+    calls = measured(rates())
+    source = ThrottledSource(Numbers(COUNT, [squared, shaken]))
+
+    def job() -> Any:
+        return sf.DataLoader(source, 8, num_workers=0, cache="auto", capacity=ROOM)
+
+    with job() as one:
+        epochs(one, 1)
+        measured(rates(sizes=(200.0, math.inf)))
+        with job() as two:
+            epochs(two, 1)
+            assert two.decision == one.decision
+            assert two.cached.cache.name == one.cached.cache.name
+    assert len(calls) == 1
+    assert not list(default_root().glob("auto-*"))
+    source.close()
+
+
+def test_workers_are_chosen_when_the_step_is_known(measured: Callable[[Measured], list[int]]) -> None:
+    measured(rates(deterministic=0.0, whole=0.1, random=0.1))
+    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, None)
+    chosen._cpus = 8
+    chosen.begin(0)
+    assert chosen.num_workers == 8  # 80/s; the step is not known
+    reader = chosen._reader
+    chosen.end(COUNT, 8.0, 0.0)
+    chosen.begin(0)
+    assert chosen.num_workers == 8  # what the first epoch says of the step is not taken: much begins in it
+    chosen.end(COUNT, 2.0, 0.0)
+    chosen.begin(0)
+    assert chosen.num_workers == 4  # 20/s is what the step takes, twice that what is wanted
+    assert chosen._reader is reader
+    chosen.close()
+
+
+def slow_epochs(chosen: auto.AutoCache) -> None:
+    """Two in which the training waits for the loader, twice as long as was expected."""
+    for _ in range(2):
+        seconds = 2 * COUNT / chosen._expected
+        chosen.end(COUNT, seconds, 0.9 * seconds)
+        chosen.begin(0)
+
+
+def test_another_decision_when_the_rates_have_changed(measured: Callable[[Measured], list[int]]) -> None:
+    calls = measured(rates(storage={8: 1e5}, deterministic=0.0, whole=0.001))
+    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 2)
+    chosen.begin(0)
+    assert chosen.cached is None  # storage is faster than prep
+    measured(rates(storage={8: 20.0}, whole=0.001, deterministic=0.0))
+    slow_epochs(chosen)
+    assert len(calls) == 2
+    assert chosen.cached is not None
+    assert "the rates have changed" in chosen.decision
+    slow = chosen.cached.cache.name
+    chosen.end(COUNT, 2.0, 0.1)
+    chosen.begin(0)
+    assert len(calls) == 2  # as expected now
+    assert chosen.cached.cache.name == slow
+    chosen.close()
+
+
+def test_what_the_second_epoch_gave_is_what_is_expected(measured: Callable[[Measured], list[int]]) -> None:
+    calls = measured(rates(storage={8: 1e5}, deterministic=0.0, whole=0.001))
+    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 2)
+    chosen.begin(0)
+    seconds = COUNT / chosen._expected
+    for slower, wanted in ((1.0, 1), (1.4, 1), (2.0, 1), (2.2, 2)):  # of the model; 2.1 would be 1.5 times the second
+        chosen.end(COUNT, slower * seconds, 0.9 * slower * seconds)
+        chosen.begin(0)
+        assert len(calls) == wanted
+    chosen.close()
+
+
+def test_a_decision_stays_while_another_process_goes_by_it(measured: Callable[[Measured], list[int]]) -> None:
+    calls = measured(rates(storage={8: 1e5}, deterministic=0.0, whole=0.001))
+    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 2)
+    chosen.begin(0)
+    assert chosen._folder is not None
+    other = SharedFolder(chosen._folder.path.name, initialize=lambda folder: pytest.fail("it is there"))
+    measured(rates(storage={8: 20.0}, whole=0.001, deterministic=0.0))
+    slow_epochs(chosen)
+    assert len(calls) == 1
+    assert chosen.cached is None
+    chosen.close()
+    other.close()
+
+
+def test_a_data_set_that_augments_by_itself_goes_on_without_a_cache() -> None:
+    class Augmented:
+        def __len__(self) -> int:
+            return COUNT
+
+        def __getitem__(self, id: int) -> tuple[float, int]:
+            return random.random(), id
+
+    with sf.DataLoader(Augmented(), 8, num_workers=0, cache="auto", capacity=ROOM) as loader:
+        seen = Counter(int(label) for _ in range(2) for _, labels in loader for label in labels)
+        assert seen == dict.fromkeys(range(COUNT), 2)
+        assert loader.cached is None
+        assert "drew random numbers" in loader.decision
+
+
+def test_a_resume_in_mid_epoch_gives_what_was_left() -> None:
+    def make() -> Any:
+        source = Numbers(COUNT, [squared, shaken])
+        return sf.DataLoader(source, 8, shuffle=True, num_workers=0, cache="auto", capacity=ROOM, seed=5)
+
+    with make() as loader:
+        iterator = iter(loader)
+        next(iterator)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = [labels.tolist() for _, labels in iterator]
+    with make() as loader:
+        loader.load_state_dict(state)
+        assert [labels.tolist() for _, labels in loader] == rest
+
+
+def test_a_sample_that_cannot_be_had_is_heard_of_with_its_id() -> None:
+    records = [np.full(8, id) for id in range(COUNT)]
+    source = Given([*records, OSError("bad sector")])
+    with (
+        sf.DataLoader(source, 8, num_workers=0, cache="auto", capacity=ROOM) as loader,
+        pytest.raises(sf.SampleError, match=f"sample {COUNT} .*bad sector"),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache": "auto"}, "without a capacity"),
+        ({"capacity": "1GiB"}, "give cache='auto' and a capacity"),
+        ({"cache": "memory", "capacity": "1GiB"}, "give cache='auto' and a capacity"),
+        ({"cache": "auto", "capacity": "much"}, "is no size"),
+        ({"cache": "auto", "capacity": "1GiB", "store": "/mnt/ssd"}, "give a DiskTier"),
+        ({"store": sf.DiskTier("/mnt/ssd", capacity=1 << 30)}, "give cache='auto' and a capacity"),
+        ({"cache": "auto", "capacity": "1GiB", "sampler": sf.ImportanceSampler(12)}, "give it a CachedDataset"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(sf.InputError, match=message):
+        sf.DataLoader(Numbers(), 4, **options)
+
+
+def test_a_data_set_with_a_cache_of_its_own_is_refused() -> None:
+    with (
+        sf.CachedDataset(Numbers(), capacity=ROOM) as data,
+        pytest.raises(sf.InputError, match="which has a cache"),
+    ):
+        sf.DataLoader(data, 4, cache="auto", capacity=ROOM)
+
+
+def test_an_importance_sampler_wants_one_form() -> None:
+    with sf.CachedDataset(Numbers(12, [squared, shaken]), capacity=ROOM, form=0.5, policy="importance") as data:
+        sampler = sf.ImportanceSampler(12, cache=data.cache)
+        with pytest.raises(sf.InputError, match="one form"):
+            sf.DataLoader(data, 4, sampler=sampler)
+
+
+def test_a_loader_that_is_not_closed_leaves_nothing_behind() -> None:
+    loader = sf.DataLoader(Numbers(COUNT, [squared, shaken]), 8, num_workers=0, cache="auto", capacity=ROOM)
+    epochs(loader, 1)
+    assert list(default_root().glob("auto-*"))
+    del loader
+    assert not list(default_root().glob("auto-*"))
+
+
+def test_a_measurement_that_fails_later_leaves_the_cache_as_it_is(measured: Callable[[Measured], list[int]]) -> None:
+    measured(rates())
+    source = Given([np.full(8, id) for id in range(COUNT)], [shaken])
+    chosen = auto.AutoCache(source, 1 << 22, 2)
+    reader = chosen.begin(0)
+    source.records[:] = [OSError("gone")] * COUNT
+    slow_epochs(chosen)
+    assert chosen.begin(0) is reader
+    chosen.close()
+
+
+class Raw:
+    """A source of the user's own, whose fetches raise what they raise."""
+
+    pipeline = sf.Compose([])
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def fetch(self, id: int) -> int:
+        if id > 0:
+            raise OSError("bad sector")
+        return id
+
+    def __getitem__(self, id: int) -> int:
+        return self.fetch(id)
+
+    def where(self, id: int) -> str:
+        return f"sector {id}"
+
+    def fingerprint(self) -> str:
+        return "Raw"
+
+
+def test_a_source_of_the_user_that_fails_is_heard_of_with_the_sample() -> None:
+    with (
+        sf.DataLoader(Raw(), 8, cache="auto", capacity=ROOM, num_workers=0) as loader,
+        pytest.raises(sf.SampleError, match=r"sample \d+ \(sector \d+\).*bad sector"),
+    ):
+        list(loader)

@@ -1,0 +1,494 @@
+"""The ring: a kept batch is never overwritten, and every slot comes back."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from loader_data import Made, as_list, picture, pixels, same, zero_dim
+
+import stallfree as sf
+from stallfree.batches.messages import NO_SLOT
+from stallfree.batches.ring import Ring
+from stallfree.workers.worker_pool import KEPT
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    made = Ring(4, None)
+    yield made
+    made.close()
+
+
+def fill(ring: Ring, slot: int, value: int, size: int = 100) -> None:
+    memory = ring.slots.reserve(slot, size)
+    assert memory is not None
+    memory[:size] = value
+
+
+def lend(ring: Ring, slot: int, size: int = 100) -> torch.Tensor:
+    """A tensor on the memory of the slot, which it holds on lease."""
+    memory = ring.slots.view(slot, size)
+    ring.lease(slot, memory)
+    return torch.from_numpy(memory[:size])
+
+
+def test_slots_go_round(ring: Ring) -> None:
+    taken = [ring.take() for _ in range(5)]
+    assert sorted(slot for slot in taken if slot is not None) == [0, 1, 2, 3]
+    assert taken[4] is None
+    assert ring.free == 0
+    ring.give(2)
+    ring.give(NO_SLOT)
+    assert ring.free == 1
+    assert ring.take() == 2
+
+
+def test_the_slot_used_last_is_taken_first(ring: Ring) -> None:
+    a, b = ring.take(), ring.take()
+    assert a is not None
+    assert b is not None
+    ring.give(a)
+    ring.give(b)
+    assert ring.take() == b
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda tensor: tensor,
+        lambda tensor: tensor[5:],
+        lambda tensor: tensor[3],
+        lambda tensor: tensor.view(10, 10).t(),
+        lambda tensor: tensor.view(torch.int32),
+        lambda tensor: tensor.numpy(),
+        lambda tensor: tensor.numpy()[5:9].reshape(2, 2),
+        lambda tensor: tensor.detach(),
+        lambda tensor: tensor.unbind(0),
+        lambda tensor: tensor.untyped_storage(),
+        lambda tensor: [memoryview(tensor.numpy())],
+        lambda tensor: torch.utils.dlpack.to_dlpack(tensor),
+    ],
+)
+def test_a_slot_comes_back_with_the_last_view(ring: Ring, view: Any) -> None:
+    slot = ring.take()
+    assert slot is not None
+    fill(ring, slot, 7)
+    tensor = lend(ring, slot)
+    kept = view(tensor)
+    del tensor
+    assert ring.leased == 1
+    assert ring.free == 3
+    del kept
+    gc.collect()
+    assert ring.leased == 0
+    assert ring.free == 4
+
+
+def test_a_slot_grows(ring: Ring) -> None:
+    slot = ring.take()
+    assert slot is not None
+    fill(ring, slot, 1, 100)
+    small = lend(ring, slot)
+    fill(ring, slot, 2, 100_000)
+    assert len(ring.slots.view(slot, 100_000)) >= 100_000
+    assert ring.bytes >= 100_000
+    fill(ring, slot, 3, 50)  # it does not shrink
+    assert len(ring.slots.view(slot, 100_000)) >= 100_000
+    assert small[99] == 2
+
+
+def test_another_process_sees_what_was_written(ring: Ring) -> None:
+    """As a worker does, with slots that came by pickle and map what is there."""
+    import pickle
+
+    slots = pickle.loads(pickle.dumps(ring.slots))
+    memory = slots.reserve(1, 5000)
+    memory[:5000] = 9
+    assert (ring.slots.view(1, 5000)[:5000] == 9).all()
+    with pytest.raises(sf.StorageError, match=r"slot 1 .* 10000000"):
+        ring.slots.view(1, 10_000_000)
+    slots.close()
+
+
+def test_no_room() -> None:
+    ring = Ring(4, 64 << 10)  # 16 KiB for each
+    assert ring.slots.reserve(0, 16 << 10) is not None
+    assert ring.slots.reserve(0, (16 << 10) + 1) is None
+    assert ring.slots.reserve(NO_SLOT, 10) is None
+    for slot in range(4):
+        ring.slots.reserve(slot, 9000)
+        ring.slots.reserve(slot, 15000)
+    assert ring.bytes <= 64 << 10
+    ring.close()
+
+
+def test_a_full_file_system(monkeypatch: pytest.MonkeyPatch, ring: Ring) -> None:
+    fill(ring, 0, 1, 100)
+    before = ring.bytes
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert ring.slots.reserve(0, 1 << 20) is None
+    assert ring.slots.reserve(1, 1 << 20) is None
+    assert ring.bytes == before
+    assert ring.slots.reserve(0, 100) is not None
+
+
+def test_memory_outlives_the_ring() -> None:
+    ring = Ring(2, None)
+    fill(ring, 0, 7)
+    kept = lend(ring, 0)
+    ring.close()
+    ring.close()
+    assert (kept == 7).all()
+    assert ring.bytes == 0
+    del ring
+    gc.collect()
+    assert (kept == 7).all()
+
+
+class RingModel(RuleBasedStateMachine):
+    """A ring against a list of what was written into each batch that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = Ring(5, None)
+        self.filling: list[tuple[int, int, int]] = []  # slot, value, size
+        self.kept: list[tuple[list[torch.Tensor], int]] = []  # views, value
+        self.counter = 0
+
+    @rule(size=st.sampled_from([1, 64, 5000, 100_000]))
+    def take_and_fill(self, size: int) -> None:
+        slot = self.ring.take()
+        if slot is None:
+            assert len(self.filling) + len(self.kept) == 5
+            return
+        self.counter = (self.counter + 1) % 251
+        fill(self.ring, slot, self.counter, size)
+        self.filling.append((slot, self.counter, size))
+
+    @precondition(lambda self: self.filling)
+    @rule(data=st.data())
+    def hand_out(self, data: st.DataObject) -> None:
+        slot, value, size = self.filling.pop(data.draw(st.integers(0, len(self.filling) - 1)))
+        tensor = lend(self.ring, slot, size)
+        self.kept.append(([tensor, tensor[size // 2 :]], value))
+
+    @precondition(lambda self: self.filling)
+    @rule()
+    def copy_out(self) -> None:
+        slot, value, size = self.filling.pop(0)
+        copy = self.ring.slots.view(slot, size)[:size].copy()
+        self.ring.give(slot)
+        assert (copy == value).all()
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data(), view=st.integers(0, 1))
+    def drop(self, data: st.DataObject, view: int) -> None:
+        at = data.draw(st.integers(0, len(self.kept) - 1))
+        views, _ = self.kept[at]
+        if len(views) == 1:
+            del self.kept[at]
+        else:
+            views.pop(view)
+
+    @invariant()
+    def what_is_kept_is_untouched(self) -> None:
+        for views, value in self.kept:
+            assert all((view == value).all() for view in views)
+
+    @invariant()
+    def no_slot_is_lost(self) -> None:
+        assert self.ring.leased == len(self.kept)
+        assert self.ring.free == 5 - len(self.kept) - len(self.filling)
+
+    def teardown(self) -> None:
+        self.kept.clear()
+        self.ring.close()
+
+
+TestRingModel = RingModel.TestCase
+TestRingModel.settings = settings(max_examples=8, stateful_step_count=40)
+
+
+@pytest.mark.slow
+class TestRingModelAtLength(RingModel.TestCase):  # type: ignore[misc,name-defined]
+    settings = settings(max_examples=40, stateful_step_count=40)
+
+
+class ResizedRing(RuleBasedStateMachine):
+    """A ring whose number of slots changes while some are in use, against a set of those in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = Ring(3, None)
+        self.count = 3
+        self.used: dict[int, int] = {}  # slot -> what is in it
+        self.gone: set[int] = set()
+        self.seen: set[int] = set()
+
+    @rule(value=st.integers(0, 250))
+    def take_and_fill(self, value: int) -> None:
+        slot = self.ring.take()
+        assert (slot is not None) == (len(self.used) < self.count)
+        if slot is not None:
+            assert slot not in self.used
+            assert slot not in self.gone, "a number is used again: others have its old file mapped"
+            fill(self.ring, slot, value)
+            self.used[slot] = value
+            self.seen.add(slot)
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def give(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.used)))
+        assert (self.ring.slots.view(slot, 100)[:100] == self.used.pop(slot)).all()
+        self.ring.give(slot)
+        self.ring.give(NO_SLOT)
+
+    @rule(count=st.integers(1, 7))
+    def resize(self, count: int) -> None:
+        self.ring.resize(count)
+        self.count = count
+
+    @invariant()
+    def as_many_as_there_are_to_be(self) -> None:
+        assert self.ring.count == self.count
+        assert self.ring.free == max(0, self.count - len(self.used))
+
+    @invariant()
+    def memory_is_given_back(self) -> None:
+        there = {int(path.name[5:]) for path in self.ring.slots.folder.glob("slot-*")}
+        self.gone |= self.seen - there
+        assert there >= self.used.keys()
+        assert not there & self.gone
+        assert len(there) <= max(self.count, len(self.used))
+
+    def teardown(self) -> None:
+        self.ring.close()
+
+
+TestResizedRing = ResizedRing.TestCase
+TestResizedRing.settings = settings(max_examples=15, stateful_step_count=40)
+
+
+def test_a_ring_that_shrinks_keeps_the_slots_used_last(ring: Ring) -> None:
+    slots = [ring.take() for _ in range(4)]
+    for slot in slots:
+        assert slot is not None
+        ring.give(slot)
+    ring.resize(2)
+    assert [ring.take(), ring.take(), ring.take()] == [slots[3], slots[2], None]
+
+
+def test_a_slot_that_is_removed_while_it_is_used(ring: Ring) -> None:
+    """Whoever has it mapped keeps the memory; the file goes, and its bytes count no more."""
+    slots = [ring.take() for _ in range(4)]
+    for slot in slots:
+        assert slot is not None
+        fill(ring, slot, 7)
+    kept = ring.slots.view(0, 100)
+    ring.resize(1)
+    assert ring.bytes > 0
+    for slot in (0, 1, 2):
+        ring.give(slot)
+    assert (kept[:100] == 7).all()
+    assert ring.free == 0
+    assert ring.bytes == os.stat(ring.slots.folder / "slot-3").st_size
+    ring.give(3)
+    assert [ring.take(), ring.take()] == [3, None]
+
+
+def test_removing_a_slot_twice(ring: Ring) -> None:
+    fill(ring, 1, 7)
+    ring.slots.remove(1)
+    ring.slots.remove(1)
+    ring.slots.remove(99)
+    assert ring.bytes == 0
+    fill(ring, 1, 8)  # a new file
+    assert (ring.slots.view(1, 100)[:100] == 8).all()
+
+
+# --- the ring of a loader ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cached", [False, True])
+def test_all_batches_may_be_kept(workers: int, cached: bool) -> None:
+    base = Made(300, picture)
+    dataset: Any = sf.CachedDataset(base, capacity="32MiB") if cached else base
+    with sf.DataLoader(dataset, 4, num_workers=workers, persistent_workers=workers > 0) as loader:
+        kept = [batch for _ in range(3) for batch in loader]
+        stats = loader.stats()
+        # As soon as three are on lease, the others are copies, and no slot waits for the loop.
+        if workers:  # without, batches are objects of the process itself, but for those that threads gather
+            assert stats.private_copies == stats.batches - KEPT
+    for number, (images, labels) in enumerate(kept):
+        ids = [4 * (number % 75) + k for k in range(4)]
+        assert labels.tolist() == ids
+        assert same(images, torch.stack([pixels(id) for id in ids]))
+    if cached:
+        dataset.close()
+
+
+def test_a_loop_that_keeps_nothing_gets_no_copies() -> None:
+    with sf.DataLoader(Made(100, picture), 4, num_workers=2) as loader:
+        previous = None
+        for batch in loader:
+            previous = batch  # noqa: F841
+        assert loader.stats().private_copies == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_kept_at_random(seed: int) -> None:
+    """Also over epochs that are broken off, with workers that persist."""
+    chance = random.Random(seed)
+    kept: list[tuple[torch.Tensor, list[int]]] = []
+    with sf.DataLoader(
+        Made(80, picture), 2, num_workers=2, persistent_workers=True, shuffle=True, with_ids=True
+    ) as loader:
+        for _ in range(6):
+            for (images, _labels), ids, _weights in loader:
+                kept.append((images[chance.randrange(2) :], ids.tolist()))
+                while kept and chance.random() < 0.5:
+                    kept.pop(chance.randrange(len(kept)))
+                if chance.random() < 0.02:
+                    break
+    for images, ids in kept:
+        assert same(images, torch.stack([pixels(id) for id in ids])[2 - len(images) :])
+
+
+def test_batches_outlive_the_loader() -> None:
+    loader = sf.DataLoader(Made(8, picture), 4, num_workers=1)
+    batches = list(loader)
+    loader.close()
+    del loader
+    gc.collect()
+    assert same(torch.cat([images for images, _ in batches]), torch.stack([pixels(id) for id in range(8)]))
+
+
+def growing(id: int) -> torch.Tensor:
+    return torch.full((1 + 200 * id,), id)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_grow(workers: int) -> None:
+    with sf.DataLoader(Made(60, growing), num_workers=workers, persistent_workers=workers > 0) as loader:
+        for _ in range(2):
+            for id, batch in enumerate(loader):
+                assert same(batch, growing(id)[None])
+        assert loader.stats().private_copies == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cached", [False, True])
+def test_staging_is_a_limit(workers: int, cached: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Batches of 768 to 16 x 768 bytes and a ring that has no room for the larger ones."""
+    sizes = [1, 4, 16, 1, 16, 4, 16, 1]
+    ids = iter(range(1000))
+    batches = [[next(ids) for _ in range(size)] for size in sizes * 4]
+    base = Made(400, picture)
+    dataset: Any = sf.CachedDataset(base, capacity="32MiB") if cached else base
+    count = 2 * max(1, workers) + KEPT
+    limit = count * 4096
+    with (
+        caplog.at_level(logging.WARNING, "stallfree"),
+        sf.DataLoader(
+            dataset, batch_sampler=batches, num_workers=workers, persistent_workers=workers > 0, staging=limit
+        ) as loader,
+    ):
+        for epoch in range(1, 3):
+            for (images, labels), expected in zip(loader, batches, strict=True):
+                assert labels.tolist() == expected
+                assert same(images, torch.stack([pixels(id) for id in expected]))
+                assert loader.stats().staging_bytes <= limit
+            if workers:
+                assert loader.stats().private_copies == epoch * sum(size == 16 for size in sizes * 4)
+    if cached:
+        dataset.close()
+    if not workers:
+        return  # batches are objects of the process itself, but for those that threads gather
+    told = [record.message for record in caplog.records if "staging" in record.message]
+    assert len(told) == 1
+    assert "no room in the staging ring (slots of 4.0 KiB)" in told[0]
+
+
+def test_staging_without_room_for_anything() -> None:
+    with sf.DataLoader(Made(10, zero_dim), 2, num_workers=1, staging=0) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+        assert loader.stats().staging_bytes == 0
+
+
+def test_large_batches_by_way_of_the_connection() -> None:
+    """Megabytes that no buffer of the kernel holds, while tasks go the other way."""
+    big = Made(12, lambda id: torch.full((1 << 18,), id, dtype=torch.float64))
+    with sf.DataLoader(big, num_workers=2, staging="64KiB", prefetch_factor=3) as loader:
+        assert [batch.unique().tolist() for batch in loader] == [[id] for id in range(12)]
+        next(iter(loader))  # and leave
+
+
+class Custom:
+    """Needs pickle to get from a worker to the loop."""
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.array = np.full(1000, id)
+
+
+def test_batches_that_need_pickle() -> None:
+    for workers in (0, 1):
+        batches = list(sf.DataLoader(Made(8, Custom), 2, collate_fn=as_list, num_workers=workers))
+        found = [(thing.id, int(thing.array.sum())) for batch in batches for thing in batch]
+        assert found == [(id, 1000 * id) for id in range(8)]
+
+
+def test_a_forked_child_that_frees_a_batch_does_not_free_it_here() -> None:
+    loader = sf.DataLoader(Made(100, picture), 4)
+    iterator = iter(loader)
+    images, _labels = next(iterator)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            del images, _labels
+            gc.collect()
+            del iterator, loader
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert len(list(iterator)) == 24
+    assert same(images, torch.stack([pixels(id) for id in range(4)]))
+
+
+def test_a_forked_child_that_drops_a_loader_does_not_end_the_workers() -> None:
+    with sf.DataLoader(Made(100, picture), 4, num_workers=2, persistent_workers=True) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                loader.close()
+                del iterator, loader
+                gc.collect()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert len(list(iterator)) == 24
+        assert loader.stats().workers_replaced == 0

@@ -1,0 +1,201 @@
+"""A cache stays within what it was given, and within what there is: clear errors, one warning, never SIGBUS."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cache_tools import PAGE, make
+
+from cases import half
+from children import Child
+from stallfree.cache import MISS, POLICIES, SampleCache
+from stallfree.cache.memory import limits
+from stallfree.errors import CapacityError
+from stallfree.units import format_size
+
+MIB = 1 << 20
+SAMPLE = np.arange(250 * 1000, dtype=np.uint8)
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file system of 64 MiB in memory, as in a container, in which the caches of this test lie."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "tmpfs", str(folder)]
+    if not mount or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a tmpfs here: that takes root")
+    monkeypatch.setenv("STALLFREE_ROOT", str(folder))
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def occupied(folder: Path) -> int:
+    """Bytes that a folder takes."""
+    return sum(path.stat().st_blocks * 512 for path in [folder, *folder.rglob("*")])
+
+
+def fill(cache: SampleCache, ids: range) -> int:
+    """Put `SAMPLE` for `ids`; how many are stored. Every one that is must be right."""
+    for start in range(ids.start, ids.stop, 10):
+        batch = range(start, min(start + 10, ids.stop))
+        cache.put_many(batch, [SAMPLE] * len(batch))
+    resident = [id for id in ids if cache.resident([id])[0]]
+    for value in cache.get_many(resident):
+        assert value is not MISS
+        assert (value == SAMPLE).all()
+    return len(resident)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "message"),
+    [
+        (-1, "is negative"),
+        ("-4GiB", "is negative"),
+        ("much", "is no size"),
+        (None, "is no size"),
+        (1.5, "is no size"),
+        (True, "is no size"),
+        (0, r"capacity=0 B holds no record: the index of 10 samples takes .* Give .* or more"),
+        ("20KB", "holds no record"),
+    ],
+)
+def test_capacities_that_are_none(capacity: Any, message: str, store_root: Path) -> None:
+    with pytest.raises(CapacityError, match=message):
+        SampleCache(10, capacity=capacity, fingerprint="x", name="none")
+    assert not (store_root / "none").exists()
+
+
+def test_the_capacity_that_the_message_names_is_enough() -> None:
+    with pytest.raises(CapacityError) as caught:
+        SampleCache(1000, capacity=0, fingerprint="x", example=SAMPLE)
+    words = str(caught.value).split("Give ")[1].split()
+    with SampleCache(1000, capacity=f"{words[0]}{words[1]}", fingerprint="x", example=SAMPLE) as cache:
+        assert cache.put(0, SAMPLE)
+
+
+def test_more_than_there_is_says_how_much_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "free_memory", lambda: 5 * MIB)
+    with pytest.raises(
+        CapacityError, match=r"capacity=6.0 MiB for the cache .* is more than the 5.0 MiB of memory that"
+    ):
+        SampleCache(10, capacity="6MiB", fingerprint="x")
+    monkeypatch.undo()
+    with pytest.raises(CapacityError, match="GiB of memory that are free"):
+        SampleCache(10, capacity="900TiB", fingerprint="x")
+    assert 0 < limits.free_memory() < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("policy", "place", "sizes"), half(sorted(POLICIES), ("memory", "disk"), ("uniform", "varied"))
+)
+def test_it_never_takes_more_than_its_capacity(policy: str, place: str, sizes: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    example = np.zeros(5000, np.uint8)
+    for capacity in (200_000, 1_000_000, 1_234_567):
+        with SampleCache(
+            500,
+            capacity=capacity,
+            fingerprint="x",
+            policy=policy,
+            store="memory" if place == "memory" else str(tmp_path),
+            example=example if sizes == "uniform" else b"x" * 1000,
+        ) as cache:
+            for _ in range(60):
+                ids = rng.integers(0, 500, 20)
+                size = 5000 if sizes == "uniform" else int(rng.integers(0, 9000))
+                cache.put_many(ids, [np.zeros(size, np.uint8)] * 20)
+            assert occupied(cache.path) <= capacity
+            assert capacity * 0.7 < cache.stats().used_bytes <= cache.stats().capacity_bytes <= capacity
+
+
+def test_an_item_larger_than_the_cache_passes_through_and_costs_nobody_else() -> None:
+    for policy in sorted(POLICIES):
+        with make(10, 20, policy=policy, example=b"x" * 300, name=f"large-{policy}") as cache:
+            for id in range(3):
+                cache.put(id, b"small")
+            assert cache.put_many([3, 4], [bytes(MIB), b"small"]).tolist() == [False, True]
+            assert cache.resident(range(5)).tolist() == [True, True, True, False, True]
+            assert (cache.stats().rejected, cache.stats().evictions) == (1, 0)
+            assert cache.check() == []
+
+
+# --- small and full file systems -------------------------------------------------------------------------------------
+
+
+def test_a_small_shared_memory_means_a_smaller_cache_with_one_warning(tmpfs: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with SampleCache(1000, capacity="1GiB", fingerprint="x", example=SAMPLE) as cache:
+            stored = fill(cache, range(1000))
+            assert 230 < stored < 260
+            stats = cache.stats()
+            assert stats.used_bytes <= stats.capacity_bytes < 64 * MIB
+            assert stats.rejected == 1000 - stored
+    assert len(caught) == 1
+    assert f"takes {format_size(stats.capacity_bytes)} in place of the 1.0 GiB asked for" in str(caught[0].message)
+    assert "--shm-size" in str(caught[0].message)
+    assert list(tmpfs.iterdir()) == []
+
+
+@pytest.mark.parametrize("policy", ["minio", "lru"])
+@pytest.mark.parametrize("left", [0, 5 * MIB, 20 * MIB])
+def test_a_file_system_that_fills_up_meanwhile(tmpfs: Path, policy: str, left: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        with SampleCache(1000, capacity="40MiB", fingerprint="x", policy=policy, example=SAMPLE) as cache:
+            assert not cache.gather(range(10), [np.zeros((10, len(SAMPLE)), np.uint8)]).any()
+            with open(tmpfs / "other", "wb") as file:
+                space = os.statvfs(tmpfs).f_bavail * PAGE
+                os.posix_fallocate(file.fileno(), 0, space - left)
+
+            def use() -> None:
+                stored = fill(cache, range(300))
+                assert stored == cache.stats().resident_items
+                assert 0.8 * left <= stored * len(SAMPLE) <= left
+                outs = [np.zeros((300, len(SAMPLE)), np.uint8)]
+                assert cache.gather(range(300), outs).sum() == stored
+
+            use()
+            assert Child(fill, cache, range(300, 600)).wait() == 0
+            assert cache.check() == []
+            assert cache.stats().used_bytes <= 40 * MIB
+            os.unlink(tmpfs / "other")
+    full = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    assert len(full) == 1
+    assert "is full: the cache stays at" in full[0]
+
+
+def test_no_room_even_for_the_index(tmpfs: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CapacityError, match=r"holds no record: the index of 100,000,000 samples"):
+            SampleCache(100_000_000, capacity="2GiB", fingerprint="x")
+    assert list(tmpfs.iterdir()) == []
+
+
+def test_a_disk_that_is_small(tmpfs: Path) -> None:
+    with (
+        pytest.warns(RuntimeWarning, match=r"in place of the 1.0 GiB asked for. Another store helps") as caught,
+        SampleCache(1000, capacity="1GiB", fingerprint="x", example=SAMPLE, store=str(tmpfs)) as cache,
+    ):
+        assert 230 < fill(cache, range(1000)) < 260
+    assert len(caught) == 1
+
+
+def test_a_cache_that_is_there_with_another_capacity_warns() -> None:
+    arguments = {"fingerprint": "f", "name": "sized", "example": SAMPLE}
+    with SampleCache(10, capacity="4MiB", **arguments) as first:
+        with pytest.warns(RuntimeWarning, match=r"'sized' is there already, with a capacity of 4\.0 MiB: the 8\.0 MiB"):
+            second = SampleCache(10, capacity="8MiB", **arguments)
+        assert second.meta.capacity == first.meta.capacity
+        second.close()

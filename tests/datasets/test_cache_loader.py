@@ -1,0 +1,227 @@
+"""`CacheLoader`: any value by a key."""
+
+from __future__ import annotations
+
+import enum
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stallfree as sf
+from stallfree.datasets import cache_loader
+from warm import Interpreter
+
+
+@pytest.fixture
+def cache() -> Iterator[sf.CacheLoader]:
+    with sf.CacheLoader(capacity="1MiB", name="values") as cache:
+        yield cache
+
+
+class Load:
+    """Loads `values[key]` and notes the keys."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+        self.keys: list[Any] = []
+
+    def __call__(self, key: Any) -> Any:
+        self.keys.append(key)
+        return self.values.get(key, f"value of {key!r}")
+
+
+def unwanted(key: Any) -> Any:
+    raise AssertionError(f"{key!r} was loaded")
+
+
+def test_a_value_is_loaded_once(cache: sf.CacheLoader) -> None:
+    load = Load()
+    assert [cache.get("a", load) for _ in range(3)] == ["value of 'a'"] * 3
+    assert load.keys == ["a"]
+    stats = cache.stats()
+    assert (stats.hits, stats.misses, stats.storage_reads, stats.resident_items) == (2, 1, 1, 1)
+    assert "a" in cache
+    assert "b" not in cache
+
+
+@pytest.mark.parametrize("value", [None, 0, False, "", b"", [], {}, (1, None), 1 << 200, {1, 2}])
+def test_any_value_is_kept(cache: sf.CacheLoader, value: Any) -> None:
+    for _ in range(3):
+        found = cache.get("key", Load(key=value))
+        assert (type(found), found) == (type(value), value)
+    assert cache.stats().storage_reads == 1
+
+
+def test_who_changes_a_value_changes_nobody_elses(cache: sf.CacheLoader) -> None:
+    value = {"tensor": torch.arange(4), "array": np.arange(4)}
+    for _ in range(3):
+        found = cache.get("key", Load(key=value))
+        assert found["tensor"].tolist() == found["array"].tolist() == [0, 1, 2, 3]
+        if found is not value:
+            found["tensor"].zero_()
+            found["array"][...] = 0
+    value["tensor"].zero_()
+    assert cache.get("key", unwanted)["tensor"].tolist() == [0, 1, 2, 3]
+
+
+class Colour(str, enum.Enum):
+    RED = "red"
+
+
+def test_texts_and_numbers_are_keys_apart(cache: sf.CacheLoader) -> None:
+    keys = ["1", 1, -1, "-1", "", "ü", "\udc80", 1 << 70, 10**5000, "int:1", 0]
+    for key in keys:
+        cache.get(key, lambda key: [key])
+    assert [cache.get(key, unwanted) for key in keys] == [[key] for key in keys]
+
+
+def test_keys_that_are_equal_are_one(cache: sf.CacheLoader) -> None:
+    cache.get(7, Load())
+    cache.get("red", Load())
+    for key in (np.int64(7), np.uint8(7), torch.tensor(7), Colour.RED, np.str_("red")):
+        assert cache.get(key, unwanted) in ("value of 7", "value of 'red'")
+
+
+@pytest.mark.parametrize("key", [None, 1.5, True, b"a", ("a",), torch.zeros(2)])
+def test_other_keys_are_refused(cache: sf.CacheLoader, key: Any) -> None:
+    with pytest.raises(sf.InputError, match="a key is a str or an int"):
+        cache.get(key, unwanted)
+
+
+def test_what_load_raises_is_passed_on_and_nothing_is_kept(cache: sf.CacheLoader) -> None:
+    class Odd(Exception):
+        pass
+
+    def fail(key: Any) -> Any:
+        raise Odd(key)
+
+    for _ in range(2):
+        with pytest.raises(Odd, match="a"):
+            cache.get("a", fail)
+    assert cache.get("a", Load()) == "value of 'a'"
+    assert cache.stats().storage_reads == 1
+
+
+def test_a_value_that_cannot_be_stored_is_an_error_with_its_key(cache: sf.CacheLoader) -> None:
+    with pytest.raises(sf.CodecError, match="the value of the key 'a' cannot be stored"):
+        cache.get("a", lambda key: lambda: None)
+
+
+def test_a_value_larger_than_the_cache_is_loaded_each_time(cache: sf.CacheLoader) -> None:
+    load = Load(big=b"x" * (2 << 20))
+    for _ in range(3):
+        assert cache.get("big", load) == load.values["big"]
+    assert len(load.keys) == 3
+    assert cache.stats().rejected == 3
+
+
+def test_more_values_than_fit_are_never_mixed_up() -> None:
+    for policy in ("minio", "lru", "random"):
+        with sf.CacheLoader(capacity="256KiB", name="values", policy=policy) as cache:
+            for _ in range(2):
+                for key in range(600):
+                    assert cache.get(key, lambda key: key * np.ones(64, np.int64)).tolist() == [key] * 64
+            stats = cache.stats()
+            assert 100 < stats.resident_items < 600
+            assert stats.used_bytes <= stats.capacity_bytes
+
+
+@pytest.mark.parametrize("policy", ["minio", "lru"])
+def test_keys_that_collide_are_never_mixed_up(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_loader, "_hash", lambda data: 5)
+    load = Load()
+    with sf.CacheLoader(capacity="1MiB", name="values", policy=policy) as cache:
+        for _ in range(2):
+            for key in range(8):
+                assert cache.get(key, load) == f"value of {key}"
+        assert load.keys == list(range(8))
+        for _ in range(2):
+            assert cache.get("ninth", load) == "value of 'ninth'"
+        assert load.keys[8:] == (["ninth", "ninth"] if policy == "minio" else ["ninth"])
+        for key in range(8):
+            assert cache.get(key, load) == f"value of {key}"
+        assert cache.stats().resident_items == 8
+
+
+def test_clearing_forgets_all(cache: sf.CacheLoader) -> None:
+    cache.get("a", Load())
+    cache.clear()
+    assert "a" not in cache
+    assert cache.get("a", Load(a=2)) == 2
+
+
+def test_closing_is_final_and_may_be_done_twice(store_root: Path) -> None:
+    cache = sf.CacheLoader(capacity="1MiB", name="values")
+    cache.get("a", Load())
+    cache.close()
+    cache.close()
+    assert cache.stats().storage_reads == 1
+    for use in (lambda: cache.get("a", Load()), lambda: "a" in cache, cache.clear):
+        with pytest.raises(sf.InputError, match="the cache 'values' is closed"):
+            use()
+    assert not list(store_root.iterdir())
+
+
+def test_a_cache_that_was_forgotten_is_removed(store_root: Path) -> None:
+    cache = sf.CacheLoader(capacity="1MiB", name="values")
+    del cache
+    assert not list(store_root.iterdir())
+
+
+def test_one_name_is_one_cache(cache: sf.CacheLoader) -> None:
+    cache.get("a", Load())
+    with sf.CacheLoader(capacity="1MiB", name="values") as other:
+        assert other.get("a", unwanted) == "value of 'a'"
+    for options in ({"capacity": "2MiB"}, {"capacity": "1MiB", "policy": "lru"}):
+        with pytest.raises(sf.FingerprintError, match="Give another name"):
+            sf.CacheLoader(name="values", **options)
+    with pytest.raises(sf.InputError, match="cannot name a cache"):
+        sf.CacheLoader(capacity="1MiB", name="")
+
+
+def test_it_can_be_sent(cache: sf.CacheLoader) -> None:
+    cache.get("a", Load())
+    with pickle.loads(pickle.dumps(cache)) as there:
+        assert there.get("a", unwanted) == "value of 'a'"
+        there.get("b", Load())
+    assert cache.get("b", unwanted) == "value of 'b'"
+
+
+def work(cache: sf.CacheLoader, number: int) -> None:
+    for key in range(number, number + 200):
+        value = cache.get(key % 250, lambda key: np.full(50, key))
+        assert (value == key % 250).all()
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["minio", "lru"])
+def test_several_processes_at_once(context: str, policy: str) -> None:
+    chosen = multiprocessing.get_context(context)
+    with sf.CacheLoader(capacity="200KiB", name="values", policy=policy) as cache:
+        workers = [chosen.Process(target=work, args=(cache, 20 * number)) for number in range(3)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert [worker.exitcode for worker in workers] == [0, 0, 0]
+        work(cache, 7)
+        assert cache.stats().hits > 0
+
+
+KEEP = """
+import sys, torch, stallfree as sf
+with sf.CacheLoader(capacity="1MiB", name="values", store=sys.argv[1], persist=True) as cache:
+    cache.get("a", lambda key: torch.arange(3))
+"""
+
+
+def test_values_on_a_disk_outlive_the_process(tmp_path: Path, interpreter: Interpreter) -> None:
+    assert interpreter.run(KEEP, str(tmp_path)).code == 0
+    with sf.CacheLoader(capacity="1MiB", name="values", store=tmp_path, persist=True) as cache:
+        assert cache.get("a", unwanted).tolist() == [0, 1, 2]

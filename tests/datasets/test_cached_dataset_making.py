@@ -1,0 +1,400 @@
+"""Making a `CachedDataset`: the first look at the data, the form, the fingerprint, bad arguments."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cached_data import Given, Numbers, Plain, doubled, shifted_in_place, tripled, widened, with_draws
+from PIL import Image
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+import stallfree as sf
+from stallfree.pipeline.classify.probe import same
+from stallfree.testing import ThrottledSource
+
+# -- the form ---------------------------------------------------------------------------------------------------------
+
+
+def test_auto_prepares_when_all_fit() -> None:
+    with sf.CachedDataset(Numbers(64, [widened], size=32), capacity="1MiB") as data:
+        assert data.form == "prepared"
+        list(data)
+        stats = data.stats()
+        assert (stats.resident_items, stats.rejected) == (64, 0)
+
+
+def test_auto_keeps_the_fetched_form_when_prepared_not_all_fit(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, "stallfree"),
+        sf.CachedDataset(Numbers(64, [widened], size=32), capacity="256KiB") as data,
+    ):
+        assert data.form == "fetched"
+        for said in ("as fetched", "prepared they take about 260", "(not all fit)", "(all fit)", "there are 256"):
+            assert said in data.decision
+        assert data.decision in caplog.messages
+        list(data)
+        assert data.stats().resident_items == 64
+
+
+def test_auto_prepares_exactly_from_the_capacity_on_where_all_fit() -> None:
+    forms = []
+    for capacity in range(290_000, 400_000, 10_000):
+        with sf.CachedDataset(Numbers(64, [widened], size=32), capacity=capacity) as data:
+            list(data)
+            assert data.stats().rejected == 0
+            forms.append(data.form)
+        with sf.CachedDataset(Numbers(64, [widened], size=32), capacity=capacity, form="prepared") as data:
+            list(data)
+            assert (data.stats().rejected == 0) == (forms[-1] == "prepared")
+    assert {"fetched", "prepared"} == set(forms)
+
+
+def test_auto_prepares_what_becomes_smaller_even_if_not_all_fit() -> None:
+    with sf.CachedDataset(Numbers(64, [thinned], size=4096), capacity="160KiB") as data:
+        assert data.form == "prepared"
+
+
+def thinned(sample: Any) -> Any:
+    return sample[0][::2].copy(), sample[1]
+
+
+def test_auto_of_a_plain_data_set_is_fetched() -> None:
+    with sf.CachedDataset(Plain(), capacity="1MiB") as data:
+        assert (data.form, data.decision) == (
+            "fetched",
+            "caching samples as fetched: no deterministic step comes first",
+        )
+
+
+def test_auto_does_not_choose_a_form_that_cannot_be_stored() -> None:
+    with sf.CachedDataset(Numbers(4, [sf.mark_deterministic(lazily)]), capacity="1MiB") as data:
+        assert data.form == "fetched"
+        assert "prepared they cannot be stored" in data.decision
+        assert [sample()[1] for sample in data] == [0, 1, 2, 3]
+
+
+def lazily(sample: Any) -> Any:
+    return lambda: sample
+
+
+def test_auto_stops_before_the_first_random_step() -> None:
+    with sf.CachedDataset(Numbers(4, [doubled, shifted_in_place, tripled]), capacity="1MiB") as data:
+        assert (len(data.reader.deterministic), len(data.reader.rest)) == (1, 2)
+
+
+@pytest.mark.parametrize("spread", [1, 7])
+def test_samples_of_varied_size_use_all_of_the_capacity(spread: int) -> None:
+    source = Numbers(32, size=64, spread=spread)
+    source.records[3] = np.zeros(4096, np.int64)
+    source.records[-1] = np.zeros(300, np.int64)
+    with sf.CachedDataset(source, capacity="256KiB") as data:
+        list(data)
+        assert data.stats().resident_items == 32
+
+
+# -- the first look ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_look_is_one_read_that_is_not_repeated() -> None:
+    source = ThrottledSource(Given([b"a", b"b", b"c"], [sf.mark_deterministic(bytes.upper)]))
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        assert (data.stats().storage_reads, data.stats().storage_bytes, source.requests) == (1, 1, 1)
+        assert list(data) == list(data) == [b"A", b"B", b"C"]
+        assert (data.stats().storage_reads, data.stats().storage_bytes, source.requests) == (3, 3, 3)
+    source.close()
+
+
+def test_arrays_are_looked_at_twice_and_each_is_still_fetched_once() -> None:
+    source = ThrottledSource(Plain(9))
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        assert data.stats().storage_reads == source.requests == 2
+        list(data), list(data)
+        assert data.stats().storage_reads == source.requests == 9
+    source.close()
+
+
+def test_the_steps_do_not_touch_the_record_of_the_first_look() -> None:
+    for form in ("fetched", "prepared"):
+        with sf.CachedDataset(Numbers(3, [sf.mark_deterministic(zeroed)]), capacity="1MiB", form=form) as data:
+            held = [data.cache.get(id)[0].tolist() for id in (0, 2)]
+            assert held == ([[7] * 16, [7] * 16] if form == "prepared" else [[0] * 16, [2] * 16])
+
+
+def zeroed(sample: Any) -> Any:
+    sample[0][...] = 7
+    return sample
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    for place in range(8):
+        path = tmp_path / "pictures" / "ab"[place % 2] / f"{place}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (8, 12, 3), np.uint8)).save(path)
+    return tmp_path / "pictures"
+
+
+@pytest.mark.parametrize("form", ["fetched", "prepared", "auto"])
+def test_pictures_through_the_cache(pictures: Path, form: str) -> None:
+    source = sf.ImageFolder(pictures, transform=halved)
+    wanted = [(source[id][0].tolist(), source[id][1]) for id in range(8)]
+    files = sf.FileDataset([path for path, _ in source.samples])
+    with (
+        sf.CachedDataset(source, capacity="1MiB", form=form) as data,
+        sf.CachedDataset(files, capacity="1MiB", form=form) as contents,
+    ):
+        for _ in range(2):
+            assert [(picture.tolist(), label) for picture, label in data] == wanted
+            assert list(contents) == [Path(path).read_bytes() for path, _ in source.samples]
+        assert data.stats().storage_reads == contents.stats().storage_reads == 8
+
+
+def halved(picture: Any) -> Any:
+    return picture[::2]
+
+
+@pytest.mark.parametrize("form", ["fetched", "prepared", "auto"])
+def test_first_files_that_are_no_pictures(pictures: Path, form: str) -> None:
+    files = sorted((pictures / "a").iterdir())
+    for path in files[:3]:
+        path.write_bytes(b"no picture")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = sf.CachedDataset(sf.ImageFolder(pictures), capacity="1MiB", form=form)
+    with data:
+        assert data[3][0].shape == (8, 12, 3)
+        with pytest.raises(sf.SampleError, match="preparing sample 1 ") as caught:
+            data[1]
+    assert (caught.value.id, caught.value.where) == (1, str(files[1]))
+    files[3].write_bytes(b"no picture either")
+    with pytest.raises(sf.SampleError, match="preparing sample 0 ") as caught:
+        sf.CachedDataset(sf.ImageFolder(pictures), capacity="1MiB", form=form)
+    assert (caught.value.id, caught.value.where) == (0, str(files[0]))
+
+
+@pytest.mark.parametrize("step", [np.sqrt, lambda value: value + 1])
+def test_first_records_that_no_step_takes(step: Any) -> None:
+    with sf.CachedDataset(Given([OSError("bad"), "text", 1, 2], [step]), capacity="1MiB") as data:
+        assert data[3] == step(2)
+        with pytest.raises(sf.SampleError, match=r"fetching sample 0 \(given/0\) failed: OSError: bad"):
+            data[0]
+    with pytest.raises(sf.SampleError, match=r"preparing sample 0 \(given/0\) failed: TypeError"):
+        sf.CachedDataset(Given(["text"] * 5, [step]), capacity="1MiB")
+    with pytest.raises(sf.SampleError, match=r"fetching sample 0 \(given/0\) failed: KeyError"):
+        sf.CachedDataset(Given([KeyError("x"), *["text"] * 3, 1], [step]), capacity="1MiB")
+
+
+def test_a_step_that_cannot_be_judged_warns_once_at_the_callers_line() -> None:
+    with pytest.warns(sf.StallfreeWarning, match="cannot tell whether the transform .*Handle") as caught:
+        data = sf.CachedDataset(Numbers(3, [Handle]), capacity="1MiB")
+    data.close()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+class Opaque:
+    """What cannot be compared."""
+
+    __slots__ = ()
+
+    def __init__(self, sample: Any) -> None:
+        pass
+
+
+# -- plain data sets with random samples ------------------------------------------------------------------------------
+
+
+class Own(Dataset[Any]):
+    """Gives what `sample(id)` gives."""
+
+    def __init__(self, sample: Any) -> None:
+        self.sample = sample
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, id: int) -> Any:
+        return self.sample(id)
+
+
+class Counting:
+    """Another value at each call, without any generator."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, id: int) -> int:
+        self.calls += 1
+        return self.calls
+
+
+RANDOM = {
+    "global": lambda id: (id, random.random()),
+    "torch": lambda id: torch.rand(3),
+    "entropy": lambda id: np.random.default_rng().random(),
+    "coin": lambda id: np.random.default_rng().integers(4),
+    "system": lambda id: os.urandom(8),
+    "counter": Counting(),
+    "unused draw": lambda id: [id, random.random()][0],
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+@pytest.mark.parametrize("wrap", [lambda data: data, ThrottledSource, lambda data: Subset(data, [1, 2])])
+def test_a_plain_data_set_with_random_samples_is_refused(kind: str, wrap: Any) -> None:
+    before = random.getstate()
+    with pytest.raises(sf.InputError, match=r"(gives|may give) random samples: .*transform=\.\.\."):
+        sf.CachedDataset(wrap(Own(RANDOM[kind])), capacity="1MiB")
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda id: np.random.default_rng(id).random(3),
+        lambda id: torch.rand(3, generator=torch.Generator().manual_seed(id)),
+        lambda id: random.Random(id).random(),
+        lambda id: None,
+        lambda id: float("nan"),
+        lambda id: {"set": {id}, "image": Image.new("L", (2, 2), id)},
+    ],
+)
+def test_a_plain_data_set_with_steady_samples_is_taken(sample: Any) -> None:
+    with sf.CachedDataset(Own(sample), capacity="1MiB") as data:
+        for _ in range(2):
+            for id in range(4):
+                assert same(data[id], sample(id))
+
+
+def test_a_mark_has_the_last_word_on_a_plain_data_set() -> None:
+    with sf.CachedDataset(sf.mark_deterministic(Own(RANDOM["global"])), capacity="1MiB") as data:
+        assert data[1] == data[1]
+    with pytest.raises(sf.InputError, match="Own is marked as random"):
+        sf.CachedDataset(sf.mark_random(Own(str)), capacity="1MiB")
+
+
+def test_samples_that_cannot_be_compared_are_refused_with_advice() -> None:
+    with pytest.raises(
+        sf.InputError, match=r"Own may give random samples: .*sample 0 .*Handle.*mark_deterministic\(dataset"
+    ):
+        sf.CachedDataset(Own(Handle), capacity="1MiB")
+
+
+class Handle(Opaque):
+    """Neither comparable nor picklable."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not this one")
+
+
+def test_random_steps_of_a_source_within_a_plain_wrapper_are_found() -> None:
+    for steps in ([shifted_in_place], [doubled, with_draws]):
+        with pytest.raises(sf.InputError, match="ConcatDataset gives random samples: when sample 0 was read"):
+            sf.CachedDataset(ConcatDataset([Numbers(4, steps)]), capacity="1MiB")
+    with pytest.raises(sf.InputError, match="ConcatDataset gives random samples: when sample 8 was read"):
+        sf.CachedDataset(ConcatDataset([Numbers(4), Plain(4), Numbers(4, [with_draws])]), capacity="1MiB")
+
+
+def test_a_large_plain_data_set_is_not_copied() -> None:
+    class Once(TensorDataset):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("copied")
+
+    with sf.CachedDataset(sf.mark_deterministic(Once(torch.zeros(4, 2))), capacity="1MiB") as data:
+        assert data[1][0].tolist() == [0, 0]
+    with sf.CachedDataset(Once(torch.zeros(4, 2)), capacity="1MiB") as data:
+        assert data[1][0].tolist() == [0, 0]
+
+
+# -- the fingerprint and the name -------------------------------------------------------------------------------------
+
+
+def key_of(dataset: Any, **options: Any) -> str:
+    with sf.CachedDataset(dataset, capacity="1MiB", **options) as data:
+        return data.cache.meta.fingerprint
+
+
+class Scaled:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, sample: Any) -> Any:
+        return sample[0] * self.factor, sample[1]
+
+
+def test_whatever_changes_a_cached_sample_changes_the_key() -> None:
+    keys = [
+        key_of(Numbers(8)),
+        key_of(Numbers(9)),
+        key_of(Numbers(8, [doubled])),
+        key_of(Numbers(8, [tripled])),
+        key_of(Numbers(8, [Scaled(1.5)])),
+        key_of(Numbers(8, [Scaled(2.5)])),
+        key_of(Numbers(8), transform=Scaled(3.5)),
+        key_of(ConcatDataset([Numbers(8, [doubled])])),
+        key_of(ConcatDataset([Numbers(8, [tripled])])),
+        key_of(Plain(8)),
+        key_of(Plain(8, halved)),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_what_is_not_cached_does_not_change_the_key() -> None:
+    assert key_of(Numbers(8, [doubled, with_draws])) == key_of(Numbers(8, [doubled]))
+    assert key_of(Numbers(8, [doubled]), form="fetched") == key_of(Numbers(8, [tripled]), form="fetched")
+    assert key_of(Numbers(8), transform=doubled) == key_of(Numbers(8, [doubled]))
+    assert key_of(Numbers(8, [with_draws]), seed=1) == key_of(Numbers(8, [with_draws]), seed=2)
+
+
+def test_a_name_belongs_to_one_kind_of_data(store_root: Path) -> None:
+    with sf.CachedDataset(Numbers(8, [doubled]), capacity="1MiB", name="mine") as data:
+        for other, options in (
+            (Numbers(8, [tripled]), {}),
+            (Numbers(9), {}),
+            (Numbers(8, [doubled]), {"policy": "lru"}),
+        ):
+            with pytest.raises(sf.FingerprintError, match=r"'mine'.*Give another name.*stallfree cache rm mine"):
+                sf.CachedDataset(other, capacity="1MiB", name="mine", **options)
+        with sf.CachedDataset(Numbers(8, [doubled, with_draws]), capacity="1MiB", name="mine") as same:
+            assert same.cache.path == data.cache.path
+    assert not list(store_root.iterdir())
+
+
+# -- bad arguments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"capacity": -1}, sf.CapacityError, "-1"),
+        ({"capacity": "much"}, sf.CapacityError, "much"),
+        ({"capacity": "900TiB"}, sf.CapacityError, "are free"),
+        ({"capacity": 100}, sf.CapacityError, "holds no record"),
+        ({"form": "baked"}, sf.InputError, "'baked'"),
+        ({"policy": "best"}, sf.InputError, "'best'"),
+        ({"name": "../up"}, sf.InputError, "'../up'"),
+        ({"name": ""}, sf.InputError, "name=''"),
+        ({"transform": 3}, sf.InputError, "cannot be called"),
+    ],
+)
+def test_arguments_that_cannot_be_used(
+    options: dict[str, Any], error: type[Exception], said: str, store_root: Path
+) -> None:
+    with pytest.raises(error, match=said.replace(".", r"\.")):
+        sf.CachedDataset(Numbers(4), **{"capacity": "1MiB"} | options)
+    assert not list(store_root.iterdir())
+
+
+def test_data_sets_that_cannot_be_used() -> None:
+    with pytest.raises(sf.InputError, match="length 0"):
+        sf.CachedDataset([], capacity="1MiB")
+    with pytest.raises(sf.InputError, match="map-style"):
+        sf.CachedDataset(iter([1]), capacity="1MiB")

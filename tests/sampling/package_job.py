@@ -1,0 +1,107 @@
+"""What the tests of the packager share: a job that has a data set, a cache and flags."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from smart_data import Rows
+
+from children import PATIENCE
+from stallfree import Compose
+from stallfree.batches.reader import Reader
+from stallfree.cache import Packages, SampleCache
+from stallfree.sampling.package_work import WorkSetup
+from stallfree.sampling.packager import Packager
+from stallfree.sampling.shared_flags import LOW, PENDING, SharedFlags
+
+WANTED = LOW | PENDING
+RECORD = 104
+"""Bytes of a record of `Rows`."""
+
+TEN = 10 * RECORD
+"""`package_bytes` of packages of ten samples."""
+
+
+def file_bytes(samples: int) -> int:
+    """Of a package, counted by hand: header, the fingerprint "rows", ids and lengths, records at multiples of 64."""
+    return -(-(48 + 16 * samples) // 64) * 64 + 128 * (samples - 1) + RECORD
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for something that another process is about to do."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)
+
+
+class Job:
+    """What a training process has: a data set, a cache, flags."""
+
+    def __init__(
+        self, folder: Path, samples: int = 200, *, capacity: int = 1 << 20, step: Any = None, **rows: Any
+    ) -> None:
+        self.folder, self.log = folder / "packages", folder / "log"
+        self.source = Rows(samples, log=self.log, **rows)
+        self.cache = SampleCache(
+            samples,
+            capacity=capacity,
+            fingerprint="rows",
+            policy="importance",
+            example=(np.zeros(8, np.int32), 0),
+        )
+        self.reader = Reader(self.source, self.cache, Compose([step] if step else []), Compose([]))
+        self.shared = SharedFlags(samples)
+        self.packager: Packager | None = None
+
+    def flag(self, ids: Any, flags: int = WANTED) -> None:
+        self.shared.flags[ids] = flags
+
+    def start(self, *, budget: int | str = "1MiB", method: str = "fork", package_bytes: int = TEN) -> Packager:
+        self.packager = Packager(
+            self.reader,
+            self.folder,
+            write_budget=budget,
+            context=multiprocessing.get_context(method),
+            package_bytes=package_bytes,
+        )
+        given, self.shared = self.shared, self.packager.shared
+        self.shared.flags[:], self.shared.fields[:] = given.flags, given.fields
+        given.close()
+        return self.packager
+
+    def setup(self, *, budget: int = 1 << 20) -> WorkSetup:
+        self.folder.mkdir(exist_ok=True)
+        return WorkSetup(self.reader, self.shared, self.folder, budget, TEN)
+
+    def fetched(self) -> list[int]:
+        """The ids that were fetched, in order."""
+        return list(map(int, self.log.read_text().split())) if self.log.exists() else []
+
+    def packed(self) -> dict[int, int]:
+        """Which package each sample is in; all of them hold what they should."""
+        found: dict[int, int] = {}
+        some = Packages(self.folder, "rows", len(self.source), allow_pickle=False, write_budget=0)
+        for number in range(len(some.sizes)):
+            content = some.read(number)
+            assert content is not None
+            for id, (numbers, label) in zip(content[0].tolist(), content[1], strict=True):
+                assert (numbers == id).all()
+                assert label == id
+                assert id not in found
+                found[id] = number
+        return found
+
+    def resident(self) -> set[int]:
+        return set(np.flatnonzero(self.cache.resident(range(len(self.source)))).tolist())
+
+    def close(self) -> None:
+        if self.packager is not None:
+            self.packager.close()
+        self.shared.close()
+        self.cache.close()

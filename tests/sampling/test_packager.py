@@ -1,0 +1,273 @@
+"""The packager's processes: exact counts, and whatever dies or hangs, training goes on and nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from package_job import WANTED, Job, file_bytes, until
+
+from children import Child
+from stallfree import Compose, mark_deterministic
+from stallfree.batches.reader import Reader
+from stallfree.cache import MISS, Packages, SampleCache
+from stallfree.errors import InputError, StorageError
+from stallfree.ipc.folders import default_root, sweep
+from stallfree.sampling import packager as packager_module
+from stallfree.sampling.shared_flags import LOW, MISSED, Field
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    made.close()
+
+
+def helpers() -> dict[str, Any]:
+    return {child.name: child for child in multiprocessing.active_children() if child.name.startswith("stallfree-")}
+
+
+def end_to_end(job: Job, method: str) -> None:
+    """95 samples: nine packages are written, and read as there is room for them. The counts are exact."""
+    packager = job.start(method=method)
+    job.flag(range(95))
+    job.flag(range(5), WANTED | MISSED)
+    job.shared.fields[Field.REGION] = 1
+    packager.wake()
+    until(lambda: packager.stats().packages_written == 9)
+    packed = job.packed()
+    assert set(range(5)) <= packed.keys()
+    assert sorted(job.fetched()) == sorted(packed)
+    packager.wake()
+    until(lambda: len(job.resident()) == 10)
+    for region in (11, 30, 90):
+        job.shared.fields[Field.REGION] = region
+        until(lambda region=region: (packager.wake(), len(job.resident()) >= region)[1])
+    packager.wake(last=True)
+    job.flag(range(100, 200))  # as soon as these are packed, whatever was said before has been heard
+    until(lambda: (packager.wake(), packager.stats().packages_written == 19)[1])
+    packager.close()
+    stats = packager.stats()
+    assert (stats.packages_read, stats.package_bytes_read) == (9, 9 * file_bytes(10))
+    assert stats.package_bytes_written == 19 * file_bytes(10)
+    assert stats.packages_dropped == 0
+    assert job.resident() == packed.keys()
+    assert len(job.fetched()) == len(set(job.fetched())) == 190 == job.cache.stats().storage_reads
+    values = job.cache.get_many(sorted(packed))
+    assert all((value[0] == id).all() for id, value in zip(sorted(packed), values, strict=True))
+    assert helpers() == {}
+    packager.wake()  # of no use any more, and no harm
+    assert helpers() == {}
+
+
+def test_everything_together(job: Job) -> None:
+    end_to_end(job, "fork")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_everything_together_by(job: Job, method: str) -> None:
+    end_to_end(job, method)
+
+
+def test_packages_of_an_earlier_run_are_used(job: Job, tmp_path: Path) -> None:
+    packager = job.start()
+    job.flag(range(100))
+    packager.wake()
+    until(lambda: packager.stats().packages_written == 10)
+    job.close()
+    again = Job(tmp_path)
+    again.flag(range(100))
+    again.shared.fields[Field.REGION] = 100
+    packager = again.start()
+    until(lambda: (packager.wake(), len(again.resident()) == 100)[1])
+    again.close()
+    assert len(again.fetched()) == 100  # all by the first run
+    assert packager.stats().packages_written == 0
+    assert packager.stats().packages_read == 10
+
+
+def test_a_damaged_package_is_packed_again(job: Job) -> None:
+    packager = job.start()
+    job.flag(range(20))
+    packager.wake()
+    until(lambda: packager.stats().packages_written == 2)
+    victim = sorted(job.folder.iterdir())[0]
+    data = bytearray(victim.read_bytes())
+    data[-5] ^= 1
+    victim.write_bytes(data)
+    job.shared.fields[Field.REGION] = 20
+    until(lambda: (packager.wake(), len(job.resident()) == 20)[1])
+    packager.close()
+    stats = packager.stats()
+    assert (stats.packages_dropped, stats.packages_written) == (1, 3)
+    assert not victim.exists()
+    assert len(job.fetched()) == 30
+    values = job.cache.get_many(range(20))
+    assert all((value[0] == id).all() for id, value in enumerate(values))
+
+
+@pytest.mark.parametrize("name", ["stallfree-pack", "stallfree-read"])
+def test_a_killed_process_is_started_again_three_times(
+    job: Job, name: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    budget = 4 * file_bytes(10)
+    packager = job.start(budget=budget)
+    job.shared.fields[Field.REGION] = 200
+    for life in range(4):
+        job.flag(range(10 * life, 10 * life + 10))
+        until(lambda life=life: (packager.wake(), len(job.resident()) == 10 * life + 10)[1])
+        assert caplog.records == []
+        helpers()[name].kill()
+        until(lambda: name not in helpers())
+    job.flag(range(40, 60))
+    for _ in range(3):
+        packager.wake()
+    assert caplog.text.count("packaging is off: its process died 4 times, the last time it was ended by SIGKILL") == 1
+    assert len(caplog.records) == 1
+    until(lambda: helpers() == {})
+    packager.close()
+    stats = packager.stats()  # over all lives
+    assert (stats.packages_written, stats.packages_read, stats.samples_packed) == (4, 4, 40)
+    assert stats.package_bytes_written == budget  # exactly, though there were four budgets' worth of lives
+    assert len(job.fetched()) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_processes_killed_at_random_instants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """No sample is wrong, the budget is kept, and nothing is left but packages."""
+    monkeypatch.setattr(packager_module, "LIVES", 1000)
+    job = Job(tmp_path, 3000, capacity=200_000)
+    packager = job.start(budget=200 * file_bytes(10))
+    job.shared.fields[Field.REGION] = 500
+    job.flag(slice(None))
+    rng = np.random.default_rng(seed)
+    for _ in range(150):
+        packager.wake()
+        time.sleep(rng.random() * 0.03)
+        alive = helpers()
+        if alive:
+            name = rng.choice(sorted(alive))
+            alive[name].kill()
+            until(lambda name=name: name not in helpers())
+        there = sorted(job.resident())
+        for id, value in zip(there, job.cache.get_many(there), strict=True):
+            assert value is MISS or (value[0] == id).all()
+        served = rng.permutation(np.array(there, np.int64))[:100]
+        job.flag(served, LOW)
+        job.cache.set_scores(served, np.zeros(len(served)))
+    packager.close()
+    assert job.cache.check() == []
+    stats = packager.stats()
+    assert stats.packages_dropped == 0
+    assert stats.packages_read > 20
+    Packages(job.folder, "rows", 3000, allow_pickle=False, write_budget=0)  # sweeps
+    written = sum(file.stat().st_size for file in job.folder.iterdir())
+    assert 20 * file_bytes(10) < written <= stats.package_bytes_written <= 200 * file_bytes(10)
+    assert all(file.suffix == ".package" for file in job.folder.iterdir())
+    job.close()
+
+
+def train_for_ever(folder: Path, report: int, method: str) -> None:
+    job = Job(folder)
+    packager = job.start(method=method)
+    job.flag(range(100))
+    packager.wake()
+    until(lambda: packager.stats().packages_written == 10)
+    heir = os.fork()  # lives on, and holds all that was open
+    if heir == 0:
+        signal.pause()
+    os.write(report, b" ".join(str(pid).encode() for pid in [heir, *[child.pid for child in helpers().values()]]))
+    signal.pause()
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_die_with_the_trainer(tmp_path: Path, method: str) -> None:
+    read, write = os.pipe()
+    child = Child(train_for_ever, tmp_path, write, method)
+    heir, *pids = list(map(int, os.read(read, 1000).split()))
+    child.kill()
+    os.close(read)
+    os.close(write)
+    try:
+        assert len(pids) == 2
+        until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids))
+    finally:
+        os.kill(heir, signal.SIGKILL)
+    swept: list[str] = []
+    until(lambda: (swept.extend(sweep(default_root())), len(swept) == 2)[1])  # a cache and flags
+
+
+def test_a_process_that_hangs_is_killed_and_delays_no_wake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that packs waits for storage for ever; the other one is stopped."""
+    monkeypatch.setattr(packager_module, "_STOP_SECONDS", 0.2)
+    job = Job(tmp_path, gate=tmp_path / "never")
+    packager = job.start()
+    job.flag(range(100))
+    packager.wake()
+    os.kill(helpers()["stallfree-read"].pid, signal.SIGSTOP)
+    for _ in range(20_000):  # more than a pipe holds
+        packager.wake()
+    assert sum(len(part) for process in packager._processes for part in process._child._channel._out) < 100  # type: ignore[union-attr]
+    job.close()
+    assert helpers() == {}
+
+
+def test_a_forked_child_leaves_the_processes_alone(job: Job) -> None:
+    packager = job.start()
+    packager.wake()
+
+    def work() -> None:
+        packager.wake()
+        packager.close()
+
+    assert Child(work).wait() == 0
+    assert len(helpers()) == 2
+    job.flag(range(10))
+    until(lambda: (packager.wake(), packager.stats().packages_written == 1)[1])
+
+
+def test_it_ends_when_nobody_has_it(job: Job) -> None:
+    job.start().wake()
+    assert len(helpers()) == 2
+    job.packager = None
+    until(lambda: helpers() == {})
+
+
+def test_what_cannot_be_sent_turns_packaging_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path, step=mark_deterministic(lambda sample: sample))
+    packager = job.start(method="spawn")
+    until(lambda: (packager.wake(), caplog.records)[1])
+    packager.wake()
+    assert caplog.text.count("packaging is off: its process cannot be started") == len(caplog.records) == 1
+    assert "lambda" in caplog.text
+    job.close()
+
+
+def test_arguments(job: Job, tmp_path: Path) -> None:
+    plain = SampleCache(200, capacity=1 << 20, fingerprint="rows", policy="minio")
+    for reader in (Reader(job.source, None, Compose([]), Compose([])),
+                   Reader(job.source, plain, Compose([]), Compose([]))):  # fmt: skip
+        job.reader = reader
+        with pytest.raises(InputError, match="policy='importance'"):
+            job.start()
+    plain.close()
+    job.reader = Reader(job.source, job.cache, Compose([]), Compose([]))
+    with pytest.raises(InputError, match="package_bytes=0"):
+        job.start(package_bytes=0)
+    with pytest.raises(InputError, match="write_budget='much'"):
+        job.start(budget="much")
+    (tmp_path / "file").touch()
+    job.folder = tmp_path / "file"
+    with pytest.raises(StorageError, match="Give another folder"):
+        job.start()

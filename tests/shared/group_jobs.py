@@ -1,0 +1,453 @@
+"""Jobs of one group, in processes of their own, for the tests of `SharedLoader`.
+
+A `Job` does what it is told, batch by batch, so a test decides who is where when something happens. What comes of a job
+carries a mark by which it is found even when its parents are dead: a mapping that forks inherit, and an environment
+variable for what is started anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import torch
+from loader_data import checksum, pixels
+
+import stallfree as sf
+from children import Child
+from stallfree.ipc.folders import default_root, sweep
+from stallfree.pipeline.randomness import Randomness
+
+PATIENCE = 60.0  # seconds until a job that does not answer is taken for hung
+SAMPLES = 160
+BATCH = 4
+BATCHES = SAMPLES // BATCH
+SEED = 3
+GROUP = "team"
+_MARK = "STALLFREE_TEST_TEAM"
+_DECODE = struct.Struct("<II")
+
+
+# --- data, and what they must be --------------------------------------------------------------------------------------
+
+
+def noisy_pixels(id: int) -> torch.Tensor:
+    """A picture with noise from torch's and Python's generator."""
+    return pixels(id).float() + torch.rand(()) + random.random()
+
+
+class Pictures:
+    """A data set that books each of its decodes (process, id) in a file, and has no sample `bad`."""
+
+    def __init__(self, book: Path, count: int = SAMPLES, bad: int = -1, seconds: float = 0.0) -> None:
+        self.book = book
+        self.count = count
+        self.bad = bad
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, id: int) -> tuple[torch.Tensor, int]:
+        if id == self.bad:
+            raise ValueError(f"no picture {id}")
+        book = os.open(self.book, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.write(book, _DECODE.pack(os.getpid(), id))
+        os.close(book)
+        time.sleep(self.seconds)
+        return noisy_pixels(id), id
+
+    def decodes(self) -> list[tuple[int, int]]:
+        """(process, id) of each decode so far."""
+        return list(_DECODE.iter_unpack(self.book.read_bytes())) if self.book.exists() else []
+
+
+@lru_cache(maxsize=100_000)
+def expected(epoch: int, id: int, seed: int = SEED) -> int:
+    """The checksum that picture `id` must have in `epoch`, found without any loader."""
+    with Randomness(noisy_pixels) as randomness:
+        randomness.seed(seed, epoch, id)
+        return checksum(noisy_pixels(id))
+
+
+class Taken(NamedTuple):
+    """A batch that a job was handed: the group's epoch, the samples and their checksums."""
+
+    epoch: int
+    ids: list[int]
+    sums: list[int]
+
+
+def taken(loader: sf.SharedLoader, batch: sf.Batch) -> Taken:
+    """What a job says about the batch that it has just been handed."""
+    images, labels = batch.data
+    ids = batch.ids.tolist()
+    assert labels.tolist() == ids
+    return Taken(loader.epoch, ids, [checksum(image) for image in images])
+
+
+def right(batches: Iterable[Taken], ids: Iterable[int] = range(SAMPLES)) -> int:
+    """Asserts that the batches are one epoch with each of `ids` once, all of them right. Returns the group's epoch."""
+    batches = list(batches)
+    (epoch,) = {batch.epoch for batch in batches}
+    assert sorted(id for batch in batches for id in batch.ids) == sorted(ids)
+    for batch in batches:
+        assert batch.sums == [expected(epoch, id) for id in batch.ids]
+    return epoch
+
+
+# --- jobs that do what they are told ----------------------------------------------------------------------------------
+
+
+class Served:
+    """What a job does when it is told: each method answers with what it returns."""
+
+    def __init__(self, arguments: dict[str, Any], progress: mmap.mmap) -> None:
+        self.loader = sf.SharedLoader(**arguments)
+        self.iterator: Iterator[Any] | None = None
+        self.batch: Any = None
+        """The last batch. Held until the next one comes, as training loops do."""
+        self._arguments = arguments
+        self._progress = progress
+
+    def begin(self) -> None:
+        """A new iteration, without taking a batch."""
+        self.iterator = None
+        self.iterator = iter(self.loader)
+
+    def take(self, count: int) -> list[Taken]:
+        """The next batches; fewer at the end of the iteration."""
+        if self.iterator is None:
+            self.begin()
+        batches = []
+        while len(batches) < count:
+            assert self.iterator is not None
+            try:
+                self.batch = next(self.iterator)
+            except StopIteration:
+                self.iterator = None
+                break
+            batches.append(taken(self.loader, self.batch))
+            (done,) = struct.unpack_from("<Q", self._progress)
+            struct.pack_into("<Q", self._progress, 0, done + 1)
+        return batches
+
+    def rest(self) -> list[Taken]:
+        """The rest of the iteration."""
+        return self.take(sys.maxsize)
+
+    def epoch(self) -> list[Taken]:
+        """A whole iteration, begun now."""
+        self.begin()
+        return self.rest()
+
+    def stats(self) -> sf.SharedStats:
+        """The loader's statistics."""
+        return self.loader.stats()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.iterator = self.batch = None
+        self.loader.close()
+
+    def again(self) -> None:
+        """Come again, with a new loader."""
+        self.loader = sf.SharedLoader(**self._arguments)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function of a test module does with this."""
+        return function(self, *arguments)
+
+
+class Job:
+    """A forked job. `ask` tells it what to do, `answer` waits for what comes of it."""
+
+    def __init__(self, team: Team, environment: dict[str, str], arguments: dict[str, Any]) -> None:
+        self._team = team
+        self._progress = mmap.mmap(-1, mmap.PAGESIZE)
+        self._connection, theirs = multiprocessing.Pipe()
+        self._asked = 0
+        self._child = Child(self._serve, theirs, environment, arguments)
+        self.pid = self._child.pid
+        self.alive = True
+        theirs.close()
+
+    def _serve(self, connection: Any, environment: dict[str, str], arguments: dict[str, Any]) -> None:
+        self._connection.close()
+        os.environ.update(environment)
+        parent = os.getppid()
+        served = Served(arguments, self._progress)
+        while os.getppid() == parent:
+            if not connection.poll(1.0):
+                continue
+            name, given = connection.recv()
+            if name == "end":
+                break
+            try:
+                answer = getattr(served, name)(*given)
+            except Exception as error:
+                answer = error
+            connection.send(answer)
+        served.close()
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.pid)
+
+    @property
+    def progress(self) -> int:
+        """Batches taken so far, as of this instant."""
+        return int(struct.unpack_from("<Q", self._progress)[0])
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has not answered yet."""
+        return self._asked > 0 and not self._connection.poll(0)
+
+    def ask(self, name: str, *arguments: Any) -> None:
+        """Tell it to do something, without waiting."""
+        self._connection.send((name, arguments))
+        self._asked += 1
+
+    def answer(self) -> Any:
+        """What it said to the first `ask` that is still open; an exception in it is raised here."""
+        deadline = time.monotonic() + PATIENCE
+        while not self._connection.poll(0.02):
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) and not self._connection.poll(0):
+                pytest.fail(f"job {self.pid} ended without an answer")
+            if time.monotonic() > deadline:
+                pytest.fail(f"job {self.pid} has not answered for {PATIENCE:.0f} s\n{self._team.stacks()}")
+        self._asked -= 1
+        answer = self._connection.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def do(self, name: str, *arguments: Any) -> Any:
+        """`ask` and `answer` in one."""
+        self.ask(name, *arguments)
+        return self.answer()
+
+    def begin(self) -> None:
+        self.do("begin")
+
+    def take(self, count: int) -> list[Taken]:
+        batches: list[Taken] = self.do("take", count)
+        assert len(batches) == count
+        return batches
+
+    def rest(self) -> list[Taken]:
+        batches: list[Taken] = self.do("rest")
+        return batches
+
+    def epoch(self) -> list[Taken]:
+        batches: list[Taken] = self.do("epoch")
+        return batches
+
+    def stats(self) -> sf.SharedStats:
+        stats: sf.SharedStats = self.do("stats")
+        return stats
+
+    def signal(self, number: int) -> None:
+        self._child.signal(number)
+
+    def end(self) -> None:
+        """Let it close its loader and end."""
+        self._connection.send(("end", ()))
+        code = self._child.wait()
+        self._over()
+        assert code == 0
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._child.kill()
+        self._over()
+
+    def _over(self) -> None:
+        self.alive = False
+        self._connection.close()
+
+
+class Team:
+    """The jobs of a group and all that comes of them. A context manager, at whose end none of that may be left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.dataset = Pictures(folder / "decodes")
+        self.members: list[Job] = []
+
+    def __enter__(self) -> Team:
+        path = self.folder / "marker"
+        path.write_bytes(bytes(mmap.PAGESIZE))
+        with path.open("r+b") as file:
+            self._mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+        self._mark = str(path)
+        os.environ[_MARK] = self._mark
+        self._stacks = (self.folder / "stacks").open("ab+", buffering=0)
+        faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
+        return self
+
+    def arguments(self, **changes: Any) -> dict[str, Any]:
+        """The arguments of a loader of this group."""
+        return {
+            "dataset": self.dataset, "group": GROUP, "batch_size": BATCH, "shuffle": True, "num_workers": 1,
+            "seed": SEED, "with_ids": True, "multiprocessing_context": "fork", **changes,
+        }  # fmt: skip
+
+    def job(self, *, environment: dict[str, str] | None = None, **changes: Any) -> Job:
+        """One more job, which has not begun yet."""
+        job = Job(self, environment or {}, self.arguments(**changes))
+        self.members.append(job)
+        return job
+
+    def jobs(self, count: int, **changes: Any) -> list[Job]:
+        """Jobs that have all joined and have not taken a batch. The first one has started the coordinator."""
+        jobs = [self.job(**changes) for _ in range(count)]
+        begun(jobs[:1])
+        return [*jobs[:1], *begun(jobs[1:])]
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes that come of this team, whoever their parents are by now."""
+        mark = self._mark.encode()
+        found = []
+        for pid in psutil.pids():
+            if pid == os.getpid():
+                continue
+            with contextlib.suppress(OSError, psutil.Error):
+                here = Path(f"/proc/{pid}")
+                if mark in (here / "environ").read_bytes() or mark in (here / "maps").read_bytes():
+                    found.append(psutil.Process(pid))
+        return found
+
+    def stacks(self) -> str:
+        """Where all threads of all processes are, for the message of a test that hangs."""
+        texts = []
+        spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                cpu = sum(process.cpu_times()[:2])
+                texts.append(f"--- {process.pid}, child of {process.ppid()}, {process.status()}, {cpu:.2f} s of CPU")
+                if spy:
+                    command = [spy, "dump", "--pid", str(process.pid)]
+                    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+                    texts.append(done.stdout.partition("    Child.__init__")[0] or done.stderr)
+                elif self._mark in Path(f"/proc/{process.pid}/maps").read_text():  # forked, so it has the handler
+                    before = os.fstat(self._stacks.fileno()).st_size
+                    process.send_signal(signal.SIGUSR2)
+                    time.sleep(0.3)
+                    texts.append(os.pread(self._stacks.fileno(), 1 << 20, before).decode(errors="replace"))
+        return "\n".join(texts)
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        try:
+            if kind is None:
+                self.end()
+        finally:
+            for job in self.members:
+                if job.alive:
+                    job.kill()
+            for process in self.processes():
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            faulthandler.unregister(signal.SIGUSR2)
+            self._stacks.close()
+            self._mapping.close()
+            del os.environ[_MARK]
+
+    def end(self) -> None:
+        """Ends the jobs in order, and asserts that nothing is left of them. Jobs that hang are killed."""
+        for job in self.members:
+            if job.alive and job.busy:
+                job.kill()
+            elif job.alive:
+                job.end()
+        self.all_gone()
+
+    def bury(self) -> None:
+        """`end`, and remove what killed processes had no time to remove."""
+        self.end()
+        sweep(default_root())
+
+    def all_gone(self, but: Iterable[Job] = ()) -> None:
+        """Asserts that no process is left but these jobs, once each has had time to end."""
+        stay = {job.pid for job in but}
+        deadline = time.monotonic() + PATIENCE / 2
+        while left := [process for process in self.processes() if process.pid not in stay]:
+            if time.monotonic() > deadline:
+                pytest.fail(f"processes are left: {left}\n{self.stacks()}")
+            time.sleep(0.005)
+
+
+def children_of(process: psutil.Process) -> list[psutil.Process]:
+    """Its living children."""
+    return [child for child in process.children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def coordinator_of(*jobs: Job) -> psutil.Process:
+    """The process that runs the workers, a child of one of the jobs."""
+    (coordinator,) = [child for job in jobs for child in children_of(job.process)]
+    return coordinator
+
+
+def together(jobs: list[Job], name: str) -> list[list[Taken]]:
+    """All jobs do it at once: what each answers."""
+    for job in jobs:
+        job.ask(name)
+    return [job.answer() for job in jobs]
+
+
+def let_in(newcomer: Job, member: Job) -> tuple[list[Taken], sf.SharedStats]:
+    """An epoch of the newcomer, which then leaves, while the member goes through as many epochs as that takes."""
+    for name in ("epoch", "stats", "close"):
+        newcomer.ask(name)
+    while newcomer.busy:
+        member.epoch()
+    batches, stats, _ = (newcomer.answer() for _ in range(3))
+    return batches, stats
+
+
+def ids_of(batches: list[Taken]) -> list[list[int]]:
+    return [batch.ids for batch in batches]
+
+
+def begun(jobs: list[Job]) -> list[Job]:
+    """The jobs, once all have begun an epoch and none has taken a batch of it."""
+    for job in jobs:
+        job.ask("begin")  # ranks wait for one another
+    for job in jobs:
+        job.answer()
+    return jobs
+
+
+def afresh(jobs: list[Job]) -> list[list[Taken]]:
+    """An epoch that all jobs have begun before any of them goes on."""
+    return together(begun(jobs), "rest")
+
+
+def in_turn(jobs: list[Job], batches: int) -> list[list[Taken]]:
+    """An epoch of so many batches, which the jobs take in turn: none of them lags, however busy the machine is."""
+    taken: list[list[Taken]] = [[] for _ in begun(jobs)]
+    for count in (*[1] * batches, None):
+        for job, mine in zip(jobs, taken, strict=True):
+            mine += job.rest() if count is None else job.take(count)
+    return taken
+
+
+def flat(batches: list[Taken]) -> list[int]:
+    return [id for batch in batches for id in batch.ids]

@@ -1,0 +1,368 @@
+"""Jobs of a group come and go while jobs, workers and the coordinator are killed or stopped at random instants.
+
+Each job keeps a ledger: a line (turn, the group's epoch, place, id, checksum, seconds) for each sample that reached its
+loop, written batch by batch, so that the lines of a killed job stand. What the lines must be is computed without a
+loader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from group_jobs import PATIENCE, Pictures, Team, children_of, expected, taken
+
+import stallfree as sf
+from children import Child
+from stallfree.ipc.folders import sweep
+from stallfree.shared import member
+from stallfree.workers import worker_processes
+
+COUNT = 100  # no multiple of the chunk
+CHUNK = 8
+BATCH_SIZES = (2, 4, 8, 8, 16, 24)
+STILL_SECONDS = 5.0  # no job may stand still for longer
+EVERYDAY_SECONDS = 30.0  # the same where other tests may have the machine
+MOST_JOBS = 4
+
+
+# --- a job ------------------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, number: int, arguments: dict[str, Any]) -> None:
+    """Iterates until the file `stop` is there. Breaks out of an epoch, or leaves for good, now and then."""
+    chance = random.Random(number)
+    ledger = os.open(folder / f"ledger-{number}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    turn, parent = 0, os.getppid()
+    with sf.SharedLoader(**arguments) as loader:
+        while not (folder / "stop").exists() and os.getppid() == parent:
+            last = chance.randrange(20) if chance.random() < 0.15 else -1
+            for place, batch in enumerate(loader):
+                now, seen = time.monotonic(), taken(loader, batch)
+                lines = [
+                    f"{turn} {seen.epoch} {place} {id} {total} {now}\n"
+                    for id, total in zip(seen.ids, seen.sums, strict=True)
+                ]
+                os.write(ledger, "".join(lines).encode())
+                time.sleep(chance.random() * 0.002)  # the training step
+                if place == last:
+                    break
+            else:
+                os.write(ledger, f"{turn} whole\n".encode())
+            turn += 1
+            if last >= 0 and chance.random() < 0.3:
+                break
+
+
+def run_and_tell(folder: Path, number: int, arguments: dict[str, Any]) -> None:
+    """`run`; what it raises is put into a file."""
+    try:
+        run(folder, number, arguments)
+    except BaseException:
+        (folder / f"error-{number}").write_text(traceback.format_exc())
+        raise
+
+
+# --- the ledgers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Turn:
+    """One iteration of a job, as its ledger has it."""
+
+    epochs: set[int] = field(default_factory=set)
+    ids: list[int] = field(default_factory=list)
+    whole: bool = False
+
+
+def turns_of(text: str) -> dict[int, Turn]:
+    """What a ledger says, each checksum compared. The last line of a job that was killed may be half a line."""
+    turns: dict[int, Turn] = {}
+    for line in text[: text.rfind("\n") + 1].splitlines():
+        fields = line.split()
+        turn = turns.setdefault(int(fields[0]), Turn())
+        if fields[1] == "whole":
+            turn.whole = True
+            continue
+        epoch, id, total = int(fields[1]), int(fields[3]), int(fields[4])
+        assert total == expected(epoch, id), f"a wrong sample: {line}"
+        turn.epochs.add(epoch)
+        turn.ids.append(id)
+    return turns
+
+
+def check(text: str) -> Counter[str]:
+    """Asserts that a ledger is right: whole epochs have each id once, others none twice, no epoch comes again."""
+    counts: Counter[str] = Counter()
+    latest = -1
+    for number, turn in turns_of(text).items():
+        (epoch,) = turn.epochs
+        assert epoch > latest, f"turn {number} is epoch {epoch} after {latest}"
+        latest = epoch
+        if turn.whole:
+            assert sorted(turn.ids) == list(range(COUNT)), f"turn {number}, epoch {epoch}"
+        else:
+            assert len(set(turn.ids)) == len(turn.ids), f"turn {number}, epoch {epoch}"
+        counts["whole" if turn.whole else "broken"] += 1
+        counts["samples"] += len(turn.ids)
+    return counts
+
+
+def test_the_check_finds_what_is_wrong() -> None:
+    def ledger(ids: list[int], epoch: int = 2) -> str:
+        return "".join(f"0 {epoch} 0 {id} {expected(epoch, id)} 0.0\n" for id in ids)
+
+    everything = list(range(COUNT))
+    assert check(ledger(everything) + "0 whole\n") == {"whole": 1, "samples": COUNT}
+    assert check(ledger(everything[:5]) + "0 2 0 99 12") == {"broken": 1, "samples": 5}
+    for wrong in (
+        ledger(everything[1:]) + "0 whole\n",  # lost
+        ledger([*everything, 4]) + "0 whole\n",  # repeated
+        ledger([1, 2, 1]),  # repeated in an epoch that was not finished
+        ledger([1]).replace(str(expected(2, 1)), "17"),  # other bytes
+        ledger([1]).replace("0 2 0", "0 3 0"),  # the noise of another epoch
+        ledger([1]) + ledger([2], epoch=3),  # a batch of another epoch
+        ledger([1]) + ledger([1]).replace("0 2 0", "1 2 0"),  # an epoch that comes again
+    ):
+        with pytest.raises((AssertionError, ValueError)):
+            check(wrong)
+
+
+# --- chaos ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Running:
+    """A job as the watch sees it."""
+
+    number: int
+    child: Child
+    ledger: Path
+    moved: float
+    size: int = 0
+    ended: bool = False
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.child.pid)
+
+
+class Chaos:
+    """Starts jobs, kills and stops processes, and sees to it that no job stands still.
+
+    Args:
+        team: finds the processes.
+        chance: decides everything.
+        on_lag: of the group.
+        still: seconds that a job may stand still.
+    """
+
+    def __init__(self, team: Team, chance: random.Random, on_lag: str, still: float) -> None:
+        self.team = team
+        self.chance = chance
+        self.on_lag = on_lag
+        self.still = still
+        self.dataset = Pictures(team.folder / "decodes", COUNT, seconds=0.0005)
+        self.jobs: list[Running] = []
+        self.done: Counter[str] = Counter()
+        self.longest = 0.0
+
+    @property
+    def living(self) -> list[Running]:
+        return [job for job in self.jobs if not job.ended]
+
+    def join(self) -> None:
+        """One more job."""
+        number = len(self.jobs)
+        arguments = self.team.arguments(
+            dataset=self.dataset, batch_size=self.chance.choice(BATCH_SIZES), chunk_size=CHUNK,
+            num_workers=self.chance.choice((1, 2, 3)), join=self.chance.choice(("next", "catchup")),
+            on_lag=self.on_lag,
+        )  # fmt: skip
+        child = Child(run_and_tell, self.team.folder, number, arguments)
+        self.jobs.append(Running(number, child, self.team.folder / f"ledger-{number}", time.monotonic()))
+        self.done["join"] += 1
+
+    def watch(self) -> None:
+        """Fails if a job has ended in an error or stands still."""
+        for job in self.living:
+            gone, status = os.waitpid(job.child.pid, os.WNOHANG)
+            if gone:
+                job.ended = True
+                error = self.team.folder / f"error-{job.number}"
+                text = error.read_text() if error.exists() else ""
+                assert os.waitstatus_to_exitcode(status) == 0, f"job {job.number} ended\n{text}"
+                self.done["left"] += 1
+                continue
+            size, now = job.ledger.stat().st_size if job.ledger.exists() else 0, time.monotonic()
+            if size != job.size:
+                job.size, job.moved = size, now
+            self.longest = max(self.longest, now - job.moved)
+            if now - job.moved > self.still:
+                whom = f"job {job.number} ({job.child.pid}) has stood still for {self.still:.0f} s"
+                pytest.fail(f"{whom} after {dict(self.done)}\n{self.team.stacks()}")
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.watch()
+            time.sleep(min(left, 0.003))
+
+    def kill(self, role: str) -> None:
+        """SIGKILL a process of that role, as soon as there is one."""
+        self.signal(role, signal.SIGKILL)
+        self.done[role] += 1
+
+    def signal(self, role: str, number: int) -> psutil.Process:
+        end = time.monotonic() + PATIENCE
+        while True:
+            if time.monotonic() > end:
+                pytest.fail(f"there has been no {role} for {PATIENCE:.0f} s\n{self.team.stacks()}")
+            self.watch()
+            self.fill(2)
+            job = self.chance.choice(self.living)
+            with contextlib.suppress(psutil.Error):
+                process = self.one_of(role, job)
+                if process is not None:
+                    process.send_signal(number)
+                    if role == "job" and number == signal.SIGKILL:
+                        os.waitpid(job.child.pid, 0)
+                        job.ended = True
+                    return process
+            time.sleep(0.001)
+
+    def one_of(self, role: str, job: Running) -> psutil.Process | None:
+        """A process of that role that `job` is, or has for a child or grandchild."""
+        if role == "job":
+            return job.process
+        found = children_of(job.process)
+        if role == "worker":
+            found = [worker for coordinator in found for worker in children_of(coordinator)]
+        return self.chance.choice(found) if found else None
+
+    def fill(self, least: int) -> None:
+        """Start jobs until there are at least so many."""
+        while len(self.living) < least:
+            self.join()
+
+    def halt(self) -> None:
+        """Stop a process for a short while."""
+        process = self.signal(self.chance.choice(("job", "coordinator", "worker")), signal.SIGSTOP)
+        self.wait(self.chance.random() * 0.3)
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGCONT)
+        self.done["halt"] += 1
+
+    def rage(self, kills: int) -> None:
+        """Kill so many processes, of each role as often, at random instants. Others come."""
+        roles = ["job", "coordinator", "worker"] * -(-kills // 3)
+        self.chance.shuffle(roles)
+        for role in roles[:kills]:
+            self.fill(self.chance.randint(1, MOST_JOBS))
+            if self.chance.random() < 0.8:  # else right after what was before
+                self.wait(self.chance.expovariate(1 / 0.06))
+            if self.chance.random() < 0.15:
+                self.halt()
+            self.kill(role)
+
+    def calm(self) -> None:
+        """Let all jobs finish."""
+        self.fill(1)
+        self.wait(0.1)
+        (self.team.folder / "stop").touch()
+        while self.living:
+            self.watch()
+            time.sleep(0.003)
+
+    def end(self) -> None:
+        """Ends jobs that a failure has left."""
+        for job in self.living:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                job.child.signal(signal.SIGCONT)
+                job.child.kill()
+
+
+def sleeper() -> None:
+    while True:
+        signal.pause()
+
+
+def test_the_watch_sees_a_job_that_stands_still(tmp_path: Path) -> None:
+    with Team(tmp_path) as team:
+        chaos = Chaos(team, random.Random(0), "wait", still=0.1)
+        chaos.jobs.append(Running(0, Child(sleeper), tmp_path / "ledger-0", time.monotonic()))
+        with pytest.raises(pytest.fail.Exception, match=r"(?s)job 0 .* stood still.*child of.*sleeper"):
+            chaos.wait(60)
+        chaos.end()
+
+
+def test_processes_are_found_whose_parents_are_dead(tmp_path: Path) -> None:
+    with Team(tmp_path) as team:
+        parent = Child(Child, sleeper)  # ends when it has forked
+        assert parent.wait() == 0
+        (orphan,) = team.processes()
+        assert orphan.ppid() != parent.pid
+        orphan.kill()
+        team.all_gone()
+
+
+def slowness() -> float:
+    """How many times as long as its processor time a busy process takes here: 1 on an idle machine."""
+
+    def burn() -> None:  # the clock of a forked process begins at 0
+        while time.process_time() < 0.1:
+            pass
+
+    started = time.monotonic()
+    children = [Child(burn) for _ in range(os.cpu_count() or 1)]
+    for child in children:
+        assert child.wait() == 0
+    return max(1.0, (time.monotonic() - started) / 0.1)
+
+
+def bring_chaos(
+    folder: Path, store_root: Path, kills: int, seed: int, on_lag: str, still: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_processes, "LIVES", 1000)  # chance may hit one batch again and again
+    monkeypatch.setattr(member, "LIVES", 1000)  # or one coordinator after the other
+    with Team(folder) as team:
+        chaos = Chaos(team, random.Random(seed), on_lag, still)
+        try:
+            chaos.rage(kills)
+            chaos.calm()
+        finally:
+            print(f"seed {seed}, {on_lag}: {dict(chaos.done)}, longest standstill {chaos.longest:.2f} s")
+            chaos.end()
+        team.all_gone()
+    total: Counter[str] = Counter()
+    for job in chaos.jobs:
+        if job.ledger.exists():
+            total += check(job.ledger.read_text())
+    print(f"ledgers: {dict(total)}")
+    assert total["whole"] >= kills / 4  # there was something to be checked
+    assert min(chaos.done[role] for role in ("job", "coordinator", "worker")) >= kills // 3
+    sweep(store_root)  # killed coordinators leave their rings
+    assert not list(store_root.iterdir())
+
+
+@pytest.mark.parametrize("on_lag", ["wait", "detach"])
+def test_a_little_chaos(on_lag: str, tmp_path: Path, store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bring_chaos(tmp_path, store_root, 9, 5, on_lag, EVERYDAY_SECONDS, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("on_lag", ["wait", "detach"])
+def test_chaos(seed: int, on_lag: str, tmp_path: Path, store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bring_chaos(tmp_path, store_root, 200, seed, on_lag, STILL_SECONDS * slowness(), monkeypatch)
