@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-sys.path.append(str(Path(__file__).parent.parent / "report"))  # report_examples
 
 WIDTHS = {"desktop": 1280, "phone": 375}
 PATIENCE = 120_000  # milliseconds that playwright waits for what must come, however busy the machine is

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from children import Child
 from tier_tools import (
     COUNT,
     Samples,
@@ -30,7 +31,6 @@ from tier_tools import (
 )
 
 import stallfree as sf
-from children import Child
 from stallfree.cache import MISS, SampleCache
 from stallfree.cache.memory.arena import DiskArena
 from stallfree.cache.tiers import write_behind
