@@ -127,7 +127,7 @@ def program(end: str) -> str:
         data = sf.CachedDataset(Numbers(8, [with_draws]), capacity="1MiB")
         list(data)
         {end}
-    """).format(here=str(Path(__file__).parent), end=end)
+    """).format(here=str(Path(__file__).parents[1] / "support"), end=end)
 
 
 @pytest.mark.parametrize("end", ENDS)
