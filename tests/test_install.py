@@ -50,7 +50,7 @@ def run(program: str, *arguments: str, prefix: tuple[str, ...] = (), **environme
     others = {name: value for name, value in os.environ.items() if name != "STALLFREE_ROOT"}
     done = subprocess.run(
         [*prefix, sys.executable, "-c", program, *arguments],
-        capture_output=True, text=True, cwd=Path(__file__).parent, env=others | environment,
+        capture_output=True, text=True, cwd=Path(__file__).parent / "support", env=others | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

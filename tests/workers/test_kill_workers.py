@@ -241,7 +241,7 @@ def forked_job() -> Iterator[Child]:
 @contextlib.contextmanager
 def job(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A running job of another interpreter, which has said "ready"."""
-    script = Path(__file__).with_name("train_job.py")
+    script = Path(__file__).parents[1] / "support" / "train_job.py"
     process = subprocess.Popen(
         [sys.executable, str(script), *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -320,7 +320,7 @@ def test_control_c(store_root: Path) -> None:
 
 
 def test_leaving_in_the_midst_of_an_epoch(store_root: Path, interpreter: Interpreter) -> None:
-    done = interpreter.run(Path(__file__).with_name("train_job.py"), "fork", "1000", "exit")
+    done = interpreter.run(Path(__file__).parents[1] / "support" / "train_job.py", "fork", "1000", "exit")
     assert (done.code, done.out, done.err) == (0, "ready\n", "")
     assert [path.name for path in store_root.iterdir() if path.name.startswith("ring-")] == []
     sweep(store_root)
