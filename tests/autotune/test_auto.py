@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cached_data import Given, Numbers
 
 import stallfree as sf
+from cached_data import Given, Numbers
 from stallfree.autotune import auto_cache as auto
 from stallfree.autotune.choice import Measured
 from stallfree.autotune.measure import Probe, measure

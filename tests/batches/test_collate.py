@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_data import Point, same
 from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
+from loader_data import Point, same
 from names import named
 from stallfree.batches.collate import Bytes, batch_structure, collate_default, stack, write_batch
 from stallfree.pipeline.codec import encode, read_record

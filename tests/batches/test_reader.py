@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cached_data import Given, Meeting, Numbers, doubled_in_place, with_draws
 
 import stallfree as sf
+from cached_data import Given, Meeting, Numbers, doubled_in_place, with_draws
 from stallfree.batches.reader import IO_THREADS, Reader
 from stallfree.cache import SampleCache
 from stallfree.pipeline.compose import Compose

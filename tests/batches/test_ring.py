@@ -15,9 +15,9 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from loader_data import Made, as_list, picture, pixels, same, zero_dim
 
 import stallfree as sf
+from loader_data import Made, as_list, picture, pixels, same, zero_dim
 from stallfree.batches.messages import NO_SLOT
 from stallfree.batches.ring import Ring
 from stallfree.workers.worker_pool import KEPT

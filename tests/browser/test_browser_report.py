@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
-from report_examples import NAME, report
 
+from report_examples import NAME, report
 from stallfree.report import report_page
 
 if TYPE_CHECKING:

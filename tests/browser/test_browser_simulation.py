@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from report_examples import recording, simulation, worked_out
 
+from report_examples import recording, simulation, worked_out
 from stallfree.events import Event
 from stallfree.report import run_data, simulation_page
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_tools import make
 
+from cache_tools import make
 from children import Child, Holder
 from stallfree.cache import SampleCache
 from stallfree.cache.counters import Count, Counters

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_tools import is_signed, signed
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from cache_tools import is_signed, signed
 from children import Child
 from stallfree.cache import MISS, SampleCache
 from stallfree.cache.memory.index import Field, Index

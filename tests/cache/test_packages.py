@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache_tools import crc, is_signed, signed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from package_values import values
 
+from cache_tools import crc, is_signed, signed
 from children import Child
 from stallfree.cache import Packages, packages
 from stallfree.errors import CodecError, InputError, StorageError

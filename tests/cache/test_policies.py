@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cache_tools import PAGE, make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cache_tools import PAGE, make
 from stallfree.cache import POLICIES, SampleCache
 from stallfree.cache.memory.bookkeeper import Bookkeeper
 from stallfree.cache.policies import Victims, make_policy, next_uses

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loader_data import pixels
 
 import stallfree as sf
+from loader_data import pixels
 from stallfree.sources.base import BaseSource
 
 COUNT = 12

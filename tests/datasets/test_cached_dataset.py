@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+
+import stallfree as sf
 from cached_data import (
     Given,
     Numbers,
@@ -20,8 +22,6 @@ from cached_data import (
     tripled,
     with_draws,
 )
-
-import stallfree as sf
 from stallfree.cache import POLICIES
 
 STORES = ("memory", "disk")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cached_data import Numbers, doubled, tripled, with_draws
 
 import stallfree as sf
+from cached_data import Numbers, doubled, tripled, with_draws
 from children import Child, Holder
 from stallfree.cache import collect_garbage
 from stallfree.testing import ThrottledSource

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cached_data import Numbers, Plain, doubled, jittered, with_draws
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import stallfree as sf
+from cached_data import Numbers, Plain, doubled, jittered, with_draws
 from cases import half
 from stallfree.testing import ThrottledSource
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cached_data import Given, Numbers, Plain, doubled, shifted_in_place, tripled, widened, with_draws
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import stallfree as sf
+from cached_data import Given, Numbers, Plain, doubled, shifted_in_place, tripled, widened, with_draws
 from stallfree.pipeline.classify.probe import same
 from stallfree.testing import ThrottledSource
 

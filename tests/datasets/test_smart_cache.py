@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from smart_data import Rows, ids_of, noisy, until
 
 import stallfree as sf
+from smart_data import Rows, ids_of, noisy, until
 
 NOISY = sf.mark_random(noisy)
 LOADERS = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}

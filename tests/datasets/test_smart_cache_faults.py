@@ -14,12 +14,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from smart_data import Rows, ids_of, until
 from torch.utils.data import DistributedSampler
 
 import stallfree as sf
 from cases import half
 from children import Child
+from smart_data import Rows, ids_of, until
 
 LOADERS = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}
 

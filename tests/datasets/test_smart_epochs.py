@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from smart_data import Rows, ids_of, noisy
 from torch.utils.data import DataLoader
 
 import stallfree as sf
 from cases import half
+from smart_data import Rows, ids_of, noisy
 from stallfree.sampling.plans.window import WindowPlan
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cached_data import Numbers
 
 import stallfree as sf
+from cached_data import Numbers
 from stallfree.errors import InputError
 from stallfree.loader.benefit import measure_benefit
 from stallfree.sampling.plans.benefit import benefit

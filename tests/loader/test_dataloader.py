@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+import stallfree as sf
 from loader_data import (
     Bag,
     Made,
@@ -29,9 +32,6 @@ from loader_data import (
     words,
     zero_dim,
 )
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
-
-import stallfree as sf
 from names import named
 
 SAMPLES = [floats, zero_dim, arrays, scalars, numbers, words, octets, record, nested, pair, halves, empty, picture]

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import stallfree as sf
 from loader_data import (
     Gate,
     Made,
@@ -23,8 +25,6 @@ from loader_data import (
     picture,
     same,
 )
-
-import stallfree as sf
 from stallfree.sources import BaseSource
 from stallfree.workers import worker_pool as pool
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from loader_data import Gate, Made, Noisy, as_list, picture, same, zero_dim
 
 import stallfree as sf
+from loader_data import Gate, Made, Noisy, as_list, picture, same, zero_dim
 from stallfree.workers import worker_pool as pool
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from loader_data import Made
 from torch._utils import ExceptionWrapper
 
 import stallfree as sf
+from loader_data import Made
 from stallfree.error_types import also_of_type
 from stallfree.pipeline.protocol import sample_error
 

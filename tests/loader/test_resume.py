@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from loader_data import Made, jittered, noisy_collate, picture, same
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 import stallfree as sf
+from loader_data import Made, jittered, noisy_collate, picture, same
 
 SAMPLES = 23
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from cached_data import Numbers, with_draws
-from loader_data import Made, jittered, picture
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import stallfree as sf
+from cached_data import Numbers, with_draws
 from cases import half
 from children import Child
+from loader_data import Made, jittered, picture
 
 COUNT = 20
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from loader_data import Made, zero_dim
 from torch.utils.data import default_collate, default_convert
 
 import stallfree as sf
+from loader_data import Made, zero_dim
 
 LOADERS = pytest.mark.parametrize("kind", [sf.DataLoader, torch.utils.data.DataLoader], ids=["ours", "torch's"])
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loader_data import Made
 
 import stallfree as sf
+from loader_data import Made
 from warm import Interpreter
 
 MOST_LINES = 24

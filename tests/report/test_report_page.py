@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from report_examples import NAME, Page, measured, report
 
+from report_examples import NAME, Page, measured, report
 from stallfree.errors import InputError, MissingExtraError
 from stallfree.report import report_page
 from stallfree.report.document import embedded

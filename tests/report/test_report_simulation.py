@@ -7,8 +7,8 @@ import random
 from typing import Any
 
 import pytest
-from report_examples import Page, recording, simulation, worked_out
 
+from report_examples import Page, recording, simulation, worked_out
 from stallfree.errors import InputError
 from stallfree.events import Event
 from stallfree.report import run_data, simulation_page

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 import pytest
-from report_examples import NAME, measured, report
 
+from report_examples import NAME, measured, report
 from stallfree.errors import InputError
 from stallfree.report import render_report
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from smart_data import Rows
 
 from children import PATIENCE
+from smart_data import Rows
 from stallfree import Compose
 from stallfree.batches.reader import Reader
 from stallfree.cache import Packages, SampleCache

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cached_data import Numbers
-from loader_data import Made
 
 import stallfree as sf
+from cached_data import Numbers
 from importance_tools import Drifting, Residents, z_score
+from loader_data import Made
 from stallfree.testing import ThrottledSource
 
 COUNT = 240

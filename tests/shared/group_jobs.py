@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
-from loader_data import checksum, pixels
 
 import stallfree as sf
 from children import Child
+from loader_data import checksum, pixels
 from stallfree.ipc.folders import default_root, sweep
 from stallfree.pipeline.randomness import Randomness
 

@@ -32,10 +32,10 @@ from group_jobs import (
     taken,
     together,
 )
-from loader_data import Made, as_list, brighter, checksum, picture, same
-from smart_data import until
 
 import stallfree as sf
+from loader_data import Made, as_list, brighter, checksum, picture, same
+from smart_data import until
 from warm import Ended, Interpreter
 
 

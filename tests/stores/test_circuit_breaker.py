@@ -11,9 +11,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from redis_servers import FakeServer, until
 
 from children import Child
+from redis_servers import FakeServer, until
 from stallfree.stores import circuit_breaker as module
 from stallfree.stores.circuit_breaker import Breaker, shared_cells
 from stallfree.stores.shard import Fixed, Shard

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from redis_servers import Server, needs_server, until
-from redis_tools import COUNT, attach, client, emptied, keys_of, load, name_of, node, samples, shown
 
 from children import Child
+from redis_servers import Server, needs_server, until
+from redis_tools import COUNT, attach, client, emptied, keys_of, load, name_of, node, samples, shown
 from stallfree.cache import MISS
 from stallfree.cache.tiers import write_behind
 from stallfree.errors import CodecError, InputError

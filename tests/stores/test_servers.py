@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from redis.crc import key_slot
-from redis_servers import Cluster, Server, free_port, needs_server, until
-from redis_tools import COUNT, ENOUGH, attach, load, name_of, node, samples, shown
 
 import stallfree as sf
 from children import Child
+from redis_servers import Cluster, Server, free_port, needs_server, until
+from redis_tools import COUNT, ENOUGH, attach, load, name_of, node, samples, shown
 from stallfree.errors import InputError, StorageError
 from stallfree.stores import servers as module
 from stallfree.stores.addresses import Address

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import redis
-from redis_servers import FakeServer, Server, free_port, needs_server, until
 
 from children import Child
+from redis_servers import FakeServer, Server, free_port, needs_server, until
 from stallfree.stores import shard as module
 from stallfree.stores.addresses import Address
 from stallfree.stores.shard import Fixed, Shard

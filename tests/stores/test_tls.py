@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import redis
 import torch
-from redis_servers import Cluster, Server, needs_server
-from redis_tools import COUNT, ENOUGH, load, name_of
 
 import stallfree as sf
+from redis_servers import Cluster, Server, needs_server
+from redis_tools import COUNT, ENOUGH, load, name_of
 from stallfree.errors import InputError, StorageError
 from stallfree.stores.addresses import Address
 from stallfree.stores.redis_cache import RedisCache

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import redis
-from redis_servers import Server
 
+from redis_servers import Server
 from stallfree.cache import MISS
 from stallfree.stores.redis_cache import RedisCache
 from stallfree.stores.servers import Standalone, find_servers

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from children import PATIENCE
 
+from children import PATIENCE
 from stallfree import Compose
 from stallfree.sources import BaseSource
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from loader_data import Made, Noisy, checksum, picture, pixels
-
 import stallfree as sf
+from loader_data import Made, Noisy, checksum, picture, pixels
 
 SAMPLES = 96
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from cached_data import Numbers
-from loader_data import Made, floats, same
 
 import stallfree as sf
+from cached_data import Numbers
 from children import Child
+from loader_data import Made, floats, same
 from stallfree.errors import InputError
 from stallfree.events import Event, read_events
 

@@ -21,14 +21,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import train_job
-from loader_data import Made, checksum, picture, pixels
-from train_job import SAMPLES, KeepAsIs, cached
 
 import stallfree as sf
+import train_job
 from children import Child, Holder
+from loader_data import Made, checksum, picture, pixels
 from stallfree.ipc.folders import sweep
 from stallfree.workers import worker_processes
+from train_job import SAMPLES, KeepAsIs, cached
 from warm import Interpreter
 
 PATIENCE = 60.0  # seconds until a process that does not end is taken for hung

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loader_data import Gate, Made, floats
 
 import stallfree as sf
 from children import PATIENCE, Child, Holder
+from loader_data import Gate, Made, floats
 from stallfree.ipc.folders import default_root, sweep
 from stallfree.workers import status
 from stallfree.workers.status import LoaderStatus, Status, running_loaders

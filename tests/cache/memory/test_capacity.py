@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_tools import PAGE, make
 
+from cache_tools import PAGE, make
 from cases import half
 from children import Child
 from stallfree.cache import MISS, POLICIES, SampleCache

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_tools import is_signed, make, signed
 
+from cache_tools import is_signed, make, signed
 from children import Child
 from stallfree.cache import MISS, SampleCache, policies
 from stallfree.cache.memory import recovery, space, writer

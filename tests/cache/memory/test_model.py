@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache_tools import PAGE, capacity_for
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from cache_tools import PAGE, capacity_for
 from cases import half
 from stallfree.cache import MISS, POLICIES, SampleCache
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_tools import is_signed, make, signed
 
+from cache_tools import is_signed, make, signed
 from cases import half
 from children import Child
 from stallfree.cache import MISS, SampleCache

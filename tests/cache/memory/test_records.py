@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from cache_tools import make
 
+from cache_tools import make
 from stallfree.cache import MISS
 from stallfree.errors import CodecError
 from stallfree.pipeline.codec import encode

@@ -9,8 +9,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from children import Child
 
+from children import Child
 from stallfree.cache.tiers.buffers import SMALLEST, Buffers
 
 MIB = 1 << 20

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tier_tools import COUNT, Samples, all_of, disk_of, held, is_right, put, room, room_of, sample
 
 import stallfree as sf
 from stallfree.cache import MISS, SampleCache
@@ -20,6 +19,7 @@ from stallfree.errors import CodecError
 from stallfree.stats import CacheStats
 from stallfree.stores import DiskTier, TieredCache
 from stallfree.testing import ThrottledSource
+from tier_tools import COUNT, Samples, all_of, disk_of, held, is_right, put, room, room_of, sample
 
 
 class Remote:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from redis_servers import Server, needs_server
 from redis_tools import attach, emptied
-
 from stallfree.cache import Cache, SampleCache
 from stallfree.stores import RedisCache, TieredCache
 from stallfree.stores.disk_tier import DiskCache

@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+import stallfree as sf
 from children import Child
+from stallfree.cache import MISS, SampleCache
+from stallfree.cache.memory.arena import DiskArena
+from stallfree.cache.tiers import write_behind
+from stallfree.stores import disk_tier
+from stallfree.stores.disk_tier import FAILURES, PAUSE, Health
+from stallfree.testing import ThrottledSource
 from tier_tools import (
     COUNT,
     Samples,
@@ -29,14 +37,6 @@ from tier_tools import (
     sample,
     sound,
 )
-
-import stallfree as sf
-from stallfree.cache import MISS, SampleCache
-from stallfree.cache.memory.arena import DiskArena
-from stallfree.cache.tiers import write_behind
-from stallfree.stores import disk_tier
-from stallfree.stores.disk_tier import FAILURES, PAUSE, Health
-from stallfree.testing import ThrottledSource
 
 
 @pytest.fixture

@@ -19,6 +19,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
+import stallfree as sf
+from stallfree.cache import MISS
+from stallfree.errors import CapacityError, FingerprintError, InputError, StorageError
+from stallfree.observe.jobs import Jobs
+from stallfree.stores import DiskTier, TieredCache
+from stallfree.testing import ThrottledSource
 from tier_tools import (
     COUNT,
     SIZE,
@@ -35,13 +42,6 @@ from tier_tools import (
     sample,
     sound,
 )
-
-import stallfree as sf
-from stallfree.cache import MISS
-from stallfree.errors import CapacityError, FingerprintError, InputError, StorageError
-from stallfree.observe.jobs import Jobs
-from stallfree.stores import DiskTier, TieredCache
-from stallfree.testing import ThrottledSource
 
 # --- who is read from where, against a model --------------------------------------------------------------------------
 
