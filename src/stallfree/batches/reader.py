@@ -146,8 +146,10 @@ class Reader:
     @property
     def in_place(self) -> bool:
         """Whether samples are made by steps that write into the buffer of a batch: see `finish`."""
+        if not len(self.rest):
+            return False
         steps = [*self.rest, *self.split.whole]
-        return len(self.rest) > 0 and (self.share == 1 or len(self.split.whole) > 0) and all(map(works_in_place, steps))
+        return (self.share == 1 or len(self.split.whole) > 0) and all(map(works_in_place, steps))
 
     @property
     def direct(self) -> bool:
