@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import stallfree as sf
 from loader_data import Made, as_list, picture, pixels, same, zero_dim
+from stallfree.batches import ring as module
 from stallfree.batches.messages import NO_SLOT
 from stallfree.batches.ring import Ring
 from stallfree.workers.worker_pool import KEPT
@@ -453,6 +454,19 @@ def test_batches_that_need_pickle() -> None:
         batches = list(sf.DataLoader(Made(8, Custom), 2, collate_fn=as_list, num_workers=workers))
         found = [(thing.id, int(thing.array.sum())) for batch in batches for thing in batch]
         assert found == [(id, 1000 * id) for id in range(8)]
+
+
+def test_a_ring_that_is_closed_while_a_thread_gathers_makes_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may close it in that very thread, between any two lines."""
+    ring = Ring(2, None)
+    ring.close()
+    assert ring.take() is None
+    with pytest.raises(sf.StorageError, match="ring is closed"):
+        ring.slots.reserve(0, 100)
+    ring = Ring(2, None)
+    monkeypatch.setattr(module, "sweep", lambda _: ring.close())  # while the folder is made
+    with pytest.raises(sf.StorageError, match="ring is closed"):
+        ring.take()
 
 
 def test_a_forked_child_that_frees_a_batch_does_not_free_it_here() -> None:

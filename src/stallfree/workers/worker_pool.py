@@ -137,7 +137,7 @@ class WorkerPool:
             self.status.close()
             self.status = self._new_status()
         self.status.postpone()
-        self.ring.close()
+        self.ring.clear()
 
     def begin(self) -> int:
         """A new iteration; older ones are over. Its token."""
