@@ -208,7 +208,8 @@ class Naive:
         self.size[id] = size
 
     def put_many(self, ids: list[int]) -> None:
-        for id in sorted(dict.fromkeys(ids), key=lambda one: -self.given.get(one, 0)):
+        absent = [id for id in dict.fromkeys(ids) if id not in self.score]
+        for id in sorted(absent, key=lambda one: -self.given.get(one, 0)):
             self.put(id, 1)
 
     def give(self, id: int, score: float) -> None:

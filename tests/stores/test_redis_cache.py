@@ -90,7 +90,7 @@ def test_a_process_that_ends_stores_what_it_handed_over(pair: list[Server]) -> N
 
         assert Child(child).wait() == 0
         cache.flush()
-        assert cache.settle(np.array(ALL)).all()
+        assert cache.drain(np.array(ALL)).all()
         assert shown(cache.get_many(ALL)) == ALL
     assert cache.stats().hits == COUNT
     with pytest.raises(InputError, match="is closed"):
@@ -99,7 +99,7 @@ def test_a_process_that_ends_stores_what_it_handed_over(pair: list[Server]) -> N
 
 
 def test_a_sample_on_its_way_is_not_fetched(pair: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "SETTLE_SECONDS", 60.0)
+    monkeypatch.setattr(write_behind, "DRAIN_SECONDS", 60.0)
     go, write, fetched = threading.Event(), module.RedisWriter.write, list[int]()
     monkeypatch.setattr(module.RedisWriter, "write", lambda *given: (go.wait(60), write(*given)))
     with attach(pair) as cache, ThreadPoolExecutor(2) as pool:
@@ -128,7 +128,7 @@ def test_keys_can_be_read(pair: list[Server]) -> None:
 
 
 def forged(id: int, key: bytes, record: bytes) -> bytes:
-    return pack_head(key, id, [record]) + record
+    return pack_head(key, id, record) + record
 
 
 WRONG: dict[str, Callable[[bytes, bytes], bytes]] = {
@@ -305,6 +305,6 @@ def test_a_writer_that_is_killed_costs_what_it_handed_over(pair: list[Server]) -
             os.kill(os.getpid(), signal.SIGKILL)
 
         assert Child(child).wait() == -signal.SIGKILL
-        assert cache.settle(np.array(ALL)).all()
+        assert cache.drain(np.array(ALL)).all()
         load(cache, ALL)
         assert load(cache, ALL) == []

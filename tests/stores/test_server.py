@@ -22,7 +22,7 @@ from redis_servers import PATIENCE, needs_server, until
 from stallfree.errors import InputError, MissingServerError, StorageError
 from stallfree.ipc.folders import default_root
 from stallfree.stores.launch import server as module
-from stallfree.stores.launch.server import find_address, find_server, read_address
+from stallfree.stores.launch.server import find_address, find_server, read_running
 from stallfree.stores.launch.supervisor import read_json
 
 pytestmark = needs_server
@@ -176,7 +176,7 @@ def test_the_starter_may_be_killed_while_it_starts(die: Callable[[], None], wait
     if other is not None:
         before = record(folder())
         os.kill(before["supervisor"], signal.SIGKILL)
-        until(lambda: read_address(folder()) is None, "the server is dead")
+        until(lambda: read_running(folder()) is None, "the server is dead")
     assert Child(start).wait() == -signal.SIGKILL
     with make_server() as server:
         assert server_at(server.address())

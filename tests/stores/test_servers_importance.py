@@ -130,7 +130,7 @@ def train(here: Here, number: int) -> Epoch:
         steps -= 1
     assert steps == 0
     cache.flush()
-    cache.settle(np.arange(COUNT))
+    cache.drain(np.arange(COUNT))
     distributed.barrier()
     epoch.reads.extend(here.storage(here.kept["name"]).ids()[reads:])
     epoch.rejected.append(cache.stats().rejected)

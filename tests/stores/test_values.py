@@ -16,7 +16,7 @@ IDS = st.integers(0, 2**64 - 1)
 
 
 def value_of(record: bytes, id: int = 7, key: bytes = KEY) -> Bytes:
-    return np.frombuffer(bytearray(pack_head(key, id, [record]) + record), np.uint8)
+    return np.frombuffer(bytearray(pack_head(key, id, record) + record), np.uint8)
 
 
 def record_in(value: Bytes, id: int = 7, key: bytes = KEY) -> bytes | None:
@@ -34,7 +34,7 @@ def test_a_record_comes_back(record: bytes, id: int) -> None:
 def test_the_format_stays_what_it_is() -> None:
     record = bytes(range(100))
     fields = b"SFV1" + struct.pack("<I", 0) + KEY + struct.pack("<QQ", 3, 100) + bytes(16)
-    assert pack_head(KEY, 3, [record]) == struct.pack("<Q", xxhash.xxh3_64_intdigest(record, seed=3)) + fields
+    assert pack_head(KEY, 3, record) == struct.pack("<Q", xxhash.xxh3_64_intdigest(record, seed=3)) + fields
     assert data_key("a", "b") == xxhash.xxh3_128_digest(b"a\0b")
 
 

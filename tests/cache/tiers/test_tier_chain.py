@@ -57,10 +57,10 @@ class Remote:
         for id in ids.tolist():
             self.values.pop(id, None)
 
-    def settle(self, ids: np.ndarray) -> None:
+    def drain(self, ids: np.ndarray) -> None:
         pass
 
-    moved_up = settle
+    moved_up = drain
 
     def stats(self) -> CacheStats:
         return CacheStats(self.hits, self.misses, 0, 0, 0, 0, 0, len(self.values), 0, 0, 0)

@@ -100,7 +100,7 @@ def test_a_forked_child_has_a_thread_of_its_own(tmp_path: Path, held_up: Any, mo
 def test_a_sample_on_its_way_is_waited_for_by_others(
     tmp_path: Path, held_up: Any, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
-    monkeypatch.setattr(write_behind, "SETTLE_SECONDS", 60.0)
+    monkeypatch.setattr(write_behind, "DRAIN_SECONDS", 60.0)
     fetched: list[int] = []
     with open_tiers(tmp_path, 2, COUNT) as cache, ThreadPoolExecutor(1) as pool:
         put(cache, range(4))

@@ -212,7 +212,7 @@ def test_epochs_read_from_the_source_what_neither_tier_holds(
         sf.DataLoader(dataset, 8, **options) as loader,
     ):
         all_of(loader)
-        dataset.cache.stack.settle(np.arange(COUNT))  # what workers that live on have on its way
+        dataset.cache.stack.drain(np.arange(COUNT))  # what workers that live on have on its way
         stats = dataset.stats()
         absent = COUNT - stats.resident_items - stats.lower.resident_items
         assert 15 < stats.resident_items < 25
