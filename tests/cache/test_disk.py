@@ -189,7 +189,7 @@ ARRAYS = ["header", "first", "length", "generation", "checksum", "next", "free",
 numbers = st.sampled_from([0, 1, 2, 100, 255, 1 << 31, (1 << 32) - 1]) | st.integers(0, (1 << 32) - 1)
 garbage = st.lists(st.tuples(st.integers(0, 1 << 20), numbers), min_size=1, max_size=200)
 quickly, at_length = (
-    settings(max_examples=examples, suppress_health_check=list(HealthCheck)) for examples in (50, 1500)
+    settings(max_examples=examples, suppress_health_check=list(HealthCheck)) for examples in (30, 1500)
 )
 
 

@@ -313,26 +313,16 @@ def test_pickles(tmp_path: Path) -> None:
 # -- budget and full disks ---------------------------------------------------------------------------------------------
 
 
-@quick
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(0, 12), st.integers(-1, 1))
-def test_the_budget_is_exact(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], count: int, more: int
-) -> None:
-    """Whatever is written: as many bytes as were allowed, and whatever still fits is written."""
-    folder = tmp_path_factory.mktemp("packages")
-    free = opened(folder)
-    sizes = []
-    for id, length in enumerate(lengths):
-        assert free.add([id], [bytes(length)])
-        sizes.append(files(folder)[-1].stat().st_size)
-        assert free.stats().package_bytes_written == sum(sizes)
-    budget = max(0, sum(sizes[:count]) + more)
-    ours = opened(folder / "ours", write_budget=budget)
-    left = budget
-    for id, length in enumerate(lengths):
-        assert ours.add([id], [bytes(length)]) == (sizes[id] <= left)
-        left -= sizes[id] if sizes[id] <= left else 0
-    assert ours.left == left == budget - sum(file.stat().st_size for file in files(folder / "ours"))
+def test_the_budget_is_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As many bytes as were allowed, and whatever still fits is written."""
+    (tmp_path / "one").mkdir()
+    size = written(tmp_path / "one", [1], 1000).stat().st_size
+    for more, stored in ((-1, 1), (0, 2), (1, 2)):
+        some = opened(tmp_path / f"{more}", write_budget=2 * size + more)
+        taken = [some.add([id], [signed(id, 7, length)]) for id, length in ((1, 1000), (2, 1000), (3, 1000), (4, 9))]
+        assert taken == [True, stored == 2, False, stored == 1]
+        assert some.left == 2 * size + more - sum(file.stat().st_size for file in files(tmp_path / f"{more}"))
+    assert caplog.text.count("is spent") == len(caplog.records) == 3, "once each"
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

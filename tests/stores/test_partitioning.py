@@ -13,7 +13,7 @@ from stallfree.stores.partitioning import owners
 
 WORD = (1 << 64) - 1
 names = st.lists(st.text(max_size=12), min_size=1, max_size=9, unique=True)
-sizes = st.integers(1, 400)
+sizes = st.integers(1, 200)
 
 
 def mixed(number: int) -> int:
@@ -51,7 +51,7 @@ def moves(before: list[str], after: list[str]) -> int:
 
 
 @given(sizes, names)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 def test_shares_are_equal_and_no_more_ids_give_way_than_must(count: int, nodes: list[str]) -> None:
     found = by_name(count, nodes)
     assert max(found.count(node) for node in nodes) <= -(-count // len(nodes))
@@ -59,14 +59,14 @@ def test_shares_are_equal_and_no_more_ids_give_way_than_must(count: int, nodes: 
 
 
 @given(sizes, names, st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_the_order_of_nodes_does_not_matter(count: int, nodes: list[str], chance: random.Random) -> None:
     other = chance.sample(nodes, len(nodes))
     assert by_name(count, nodes) == by_name(count, other)
 
 
 @given(sizes, names, st.text(max_size=12))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_a_node_more_or_less_moves_its_own_ids_and_those_that_even_out_the_shares(
     count: int, nodes: list[str], guest: str
 ) -> None:

@@ -142,17 +142,6 @@ def test_a_killed_supervisor_takes_the_server_along_and_the_next_process_starts_
         until(lambda: server.address(), "another server runs")
 
 
-def test_settings_that_a_killed_job_and_its_supervisor_left_do_not_count() -> None:
-    def job() -> None:
-        make_server(interface="127.0.0.1", memory="32MiB")
-        os.kill(record(folder())["supervisor"], signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert Child(job).wait() == -signal.SIGKILL
-    with make_server(interface="127.0.0.2", memory="64MiB") as server:
-        assert server.host == server.address().host == "127.0.0.2"
-
-
 def die_while_looking_for_a_program() -> None:
     module.find_server = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
 

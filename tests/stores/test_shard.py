@@ -130,28 +130,6 @@ def test_what_fails_in_the_middle_leaves_no_replies_for_others(shard: Shard) -> 
 
 
 @needs_server
-def test_connections_are_used_again_by_one_thread_at_a_time(shard: Shard) -> None:
-    together, numbers = threading.Barrier(6), list[int]()
-
-    def work() -> None:
-        def call(connection: Any) -> Any:
-            together.wait()
-            connection.send_command("CLIENT", "ID")
-            return connection.read_response()
-
-        numbers.append(shard.run(call))
-
-    for _ in range(2):
-        threads = [threading.Thread(target=work) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(set(numbers[:6])) == 6
-    assert set(numbers[6:]) == set(numbers[:6])
-
-
-@needs_server
 def test_a_forked_child_has_connections_of_its_own(shard: Shard) -> None:
     before = number(shard)
 

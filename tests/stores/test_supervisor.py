@@ -134,16 +134,6 @@ def test_a_given_port_is_kept_and_taken_up_again_when_it_is_free(make: Callable[
     assert first["password"] != second["password"]
 
 
-@needs_server
-def test_the_log_stays_small(make: Callable[..., Folder], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make()
-    folder.start()
-    record(folder.path)
-    with open(folder.path / "log", "ab") as log:
-        log.write(bytes(2 << 20))
-    until(lambda: (folder.path / "log").stat().st_size < 1 << 20, "the log has been cut")
-
-
 def test_a_program_that_is_not_there(make: Callable[..., Folder], tmp_path: Path) -> None:
     folder = make()
     folder.start(str(tmp_path / "nothing"))

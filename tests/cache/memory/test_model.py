@@ -172,5 +172,5 @@ def test_like_a_dict(policy: str, place: str, sizes: str) -> None:
     example = SIZES[sizes]
     run_state_machine_as_test(
         lambda: Machine(policy, place == "disk", example),
-        settings=settings(max_examples=8, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
+        settings=settings(max_examples=6, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 
 import numpy as np
 import pytest
@@ -76,29 +75,6 @@ def test_memory_that_is_freed_while_the_lock_is_held() -> None:
         gc.collect()
     assert buffers.idle_bytes == 0
     assert where(buffers.take(SMALLEST)) == place
-
-
-def test_threads() -> None:
-    buffers, faults = Buffers(), []
-    start = threading.Barrier(4)
-
-    def work(number: int) -> None:
-        start.wait()
-        kept = []
-        for turn in range(300):
-            memory = buffers.take(SMALLEST << turn % 3)
-            memory[:] = number
-            kept.append(memory)
-            if len(kept) > 5 and (kept.pop(turn % 5) != number).any():
-                faults.append(turn)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults
-    assert buffers._used == 0
 
 
 def test_a_forked_child_has_memory_of_its_own() -> None:

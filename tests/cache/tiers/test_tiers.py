@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 import stallfree as sf
 from stallfree.cache import MISS
 from stallfree.errors import CapacityError, InputError, StorageError
-from stallfree.observe.jobs import Jobs
 from stallfree.stores import DiskTier, TieredCache
 from stallfree.testing import ThrottledSource
 from tier_tools import (
@@ -355,11 +354,3 @@ def test_values_by_key(tmp_path: Path) -> None:
         stats = cache.stats()
         assert stats.storage_reads == 100
         assert stats.lower_hits > 50
-
-
-def test_top_shows_the_hits_of_both_tiers(tmp_path: Path, source: ThrottledSource) -> None:
-    with dataset_of(source, tmp_path, 20, COUNT, name="shown") as dataset:
-        for _ in range(2):
-            all_of(sf.DataLoader(dataset, 8))
-        (row,) = [row for row in Jobs().look().caches if row.name == "shown"]
-        assert (row.hits, row.misses) == (dataset.stats().hits, dataset.stats().misses)
