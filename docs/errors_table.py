@@ -161,7 +161,7 @@ WHEN = {
     "stores/addresses.py": "A `RedisStore` is made",
     "stores/launch/place.py": "A `RedisStore` is made in a job of several nodes",
     "stores/launch/rendezvous.py": "A `RedisStore` is made in a job of several nodes",
-    "stores/redis_cache.py": "A cache in servers is made or used",
+    "stores/redis_tier.py": "A cache in servers is made or used",
     "stores/servers.py": "A `RedisStore` is made with `hosts`",
     "stores/launch/server.py": "A `RedisStore` is made",
     "stores/store.py": "A `RedisStore` is made, or a cache in it",
