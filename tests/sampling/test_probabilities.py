@@ -65,13 +65,13 @@ def test_a_draw_has_the_chances_that_it_was_given() -> None:
     rng = np.random.default_rng(3)
     chances = np.clip(rng.random(80) * 1.3, 0.05, 1)
     places = ranks(rng.random(80))
-    drawn = np.zeros((4000, 80))
-    for number in range(4000):
+    drawn = np.zeros((2000, 80))
+    for number in range(2000):
         drawn[number, draw(chances, places, rng)] = 1
     sure = chances == 1
     assert drawn[:, sure].all()
     assert z_score(drawn[:, ~sure], chances[~sure]) < 4.5
-    assert z_score(drawn[:, ~sure], chances[~sure] ** 1.2) > 9  # the test tells these apart
+    assert z_score(drawn[:, ~sure], chances[~sure] ** 1.2) > 6  # the test tells these apart
 
 
 def test_all_ranges_of_ranks_take_part_in_proportion() -> None:
