@@ -270,33 +270,6 @@ TestResizedRing = ResizedRing.TestCase
 TestResizedRing.settings = settings(max_examples=8, stateful_step_count=30)
 
 
-def test_a_ring_that_shrinks_keeps_the_slots_used_last(ring: Ring) -> None:
-    slots = [ring.take() for _ in range(4)]
-    for slot in slots:
-        assert slot is not None
-        ring.give(slot)
-    ring.resize(2)
-    assert [ring.take(), ring.take(), ring.take()] == [slots[3], slots[2], None]
-
-
-def test_a_slot_that_is_removed_while_it_is_used(ring: Ring) -> None:
-    """Whoever has it mapped keeps the memory; the file goes, and its bytes count no more."""
-    slots = [ring.take() for _ in range(4)]
-    for slot in slots:
-        assert slot is not None
-        fill(ring, slot, 7)
-    kept = ring.slots.view(0, 100)
-    ring.resize(1)
-    assert ring.bytes > 0
-    for slot in (0, 1, 2):
-        ring.give(slot)
-    assert (kept[:100] == 7).all()
-    assert ring.free == 0
-    assert ring.bytes == os.stat(ring.slots.folder / "slot-3").st_size
-    ring.give(3)
-    assert [ring.take(), ring.take()] == [3, None]
-
-
 # --- the ring of a loader ---------------------------------------------------------------------------------------------
 
 
@@ -316,14 +289,6 @@ def test_all_batches_may_be_kept(workers: int, cached: bool) -> None:
         assert same(images, torch.stack([pixels(id) for id in ids]))
     if cached:
         dataset.close()
-
-
-def test_a_loop_that_keeps_nothing_gets_no_copies() -> None:
-    with sf.DataLoader(Made(100, picture), 4, num_workers=2) as loader:
-        previous = None
-        for batch in loader:
-            previous = batch  # noqa: F841
-        assert loader.stats().private_copies == 0
 
 
 def growing(id: int) -> torch.Tensor:

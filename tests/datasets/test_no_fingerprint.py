@@ -169,11 +169,6 @@ def test_nodes_need_a_name() -> None:
             assert len(list(data)) == 8
 
 
-def test_an_automatic_cache() -> None:
-    with sf.DataLoader(Holder(threading.Lock()), cache="auto", capacity="1MiB", num_workers=0) as loader:
-        assert len(list(loader)) == 8
-
-
 def test_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     data = Holder(threading.Lock())
     with sf.SmartCacheDataset(data, cache_num=4, replace_rate=0) as window:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -285,15 +284,6 @@ def test_states_that_are_refused() -> None:
             plain = {key: value for key, value in loader.state_dict().items() if key != "window"}
             with pytest.raises(sf.InputError, match="has no window"):
                 loader.load_state_dict(plain)
-
-
-def test_it_travels() -> None:
-    with sf.SmartCacheDataset(Rows(15), cache_num=6, on_late="wait") as data:
-        copy = pickle.loads(pickle.dumps(data))
-        assert [sample[1] for sample in copy.__getitems__(range(6))] == data.window.plan.window(0).tolist()
-        assert data.stats().epoch == 0
-        assert not copy.is_started()
-        copy.close()
 
 
 def test_hosts_have_parts_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,12 +67,6 @@ def check(job: Jobs, expected: Any, live: int) -> None:
     np.testing.assert_array_equal(worth, np.asarray(expected, float))
 
 
-def test_nobody(job: Jobs, tmp_path: Path) -> None:
-    assert os.listdir(tmp_path) == []
-    check(job, np.zeros(N), 0)
-    assert files(tmp_path) == []
-
-
 def test_one_job_and_what_it_told_last_counts(job: Jobs, tmp_path: Path) -> None:
     job.publish(np.array(ONE), 2)
     check(job, 2 * np.array(ONE), 1)
@@ -240,19 +234,6 @@ def test_a_lock_that_is_not_free(job: Jobs, tmp_path: Path, monkeypatch: pytest.
     assert files(tmp_path) == ["job-1"]
 
 
-def test_what_is_no_whole_file_is_left_out(job: Jobs, tmp_path: Path) -> None:
-    job.publish(ONE, 2.0)
-    other = another(tmp_path, TWO, 2.0)
-    file = tmp_path / "importance" / "job-2"
-    whole = file.read_bytes()
-    for wrong in (b"", whole[:10], whole[:-1], whole + b"x", b"X" + whole[1:]):
-        file.write_bytes(wrong)
-        check(job, 2 * np.array(ONE), 1)
-    file.write_bytes(whole)
-    check(job, 2 * np.array(ONE) + 2 * np.array(TWO), 2)
-    other.end()
-
-
 @pytest.mark.parametrize(
     ("importance", "benefit", "match"),
     [
@@ -273,10 +254,3 @@ def test_values_that_cannot_be_used(job: Jobs, importance: Any, benefit: Any, ma
     with pytest.raises(InputError, match=match):
         job.publish(importance, benefit)
     assert os.listdir(tmp_path) == []
-
-
-def test_after_close(job: Jobs) -> None:
-    job.close()
-    for use in (job.combined, lambda: job.publish(ONE, 2.0)):
-        with pytest.raises(InputError, match="has left"):
-            use()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,31 +139,6 @@ def test_samples_that_are_skipped() -> None:
         last[ledger] = epoch
         assert epoch - last[list(good)].min() < 2
     assert np.isinf(sampler.losses.last[[id for id in range(70) if id not in good]]).all()
-
-
-class Deadly(Made):
-    """The worker that prepares sample 17 dies, the first two times."""
-
-    def __init__(self, count: int, folder: Path) -> None:
-        super().__init__(count, sample)
-        self.folder, self.pid = folder, os.getpid()
-
-    def __getitem__(self, id: int) -> Any:
-        if id == 17 and os.getpid() != self.pid and len(list(self.folder.iterdir())) < 2:
-            (self.folder / str(os.getpid())).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(id)
-
-
-def test_workers_that_die(tmp_path: Path) -> None:
-    sampler = sf.ImportanceSampler(60, plan="unbiased", cache=Drifting(60, 3), on_miss="swap", target_io=0.6)
-    with sf.DataLoader(Deadly(60, tmp_path), 5, sampler=sampler, num_workers=2, persistent_workers=True) as loader:
-        for epoch in range(3):
-            expected = weights_by_id(sampler, epoch)
-            ledger = [id for batch in loader for id in check(batch, expected)]
-            assert sorted(ledger) == sorted(expected)
-            sampler.update(ledger, loss_of(torch.tensor(ledger), epoch))
-        assert loader.stats().workers_replaced == 2
 
 
 def resumable(

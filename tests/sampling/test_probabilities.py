@@ -150,12 +150,6 @@ def test_leaning(count: int, mean: float, lowest: float, lean: float, seed: int)
         assert np.ptp(chances) < 1e-9
 
 
-def test_leaning_in_proportion_to_the_rank() -> None:
-    places = ranks(np.arange(1000))
-    chances = leaning(places, np.ones(1000, bool), 0.2, 1e-9, 1.0)
-    assert chances / places == pytest.approx(np.full(1000, 0.4), rel=2e-3)
-
-
 @pytest.mark.parametrize("period", [2, 5])
 def test_leaning_where_the_loss_goes_by_the_id(period: int) -> None:
     """Classes that lie interleaved, more samples than are looked at one by one."""

@@ -80,16 +80,6 @@ def test_persistent_workers_and_close() -> None:
     assert running_loaders(default_root()) == []
 
 
-def test_two_loaders_in_the_order_of_their_making() -> None:
-    loaders = [sf.DataLoader(Made(SAMPLES, floats), size, num_workers=1) for size in (2, 3)]
-    iterators = [iter(loader) for loader in reversed(loaders)]
-    keys = [found.key for found in running_loaders(default_root())]
-    begins = [found.begun for found in running_loaders(default_root())]
-    assert len(set(keys)) == 2
-    assert begins == sorted(begins)
-    del iterators
-
-
 @pytest.mark.usefixtures("always")
 def test_a_wait_that_goes_on_is_counted() -> None:
     gate = Gate()
