@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.autotune.choice import Choice, Measured, choose, expect, explain
+from stallfree.autotune.choice import Measured, choose, expect, explain
 
 SLOW_STORAGE = Measured(
     samples=1000,
@@ -156,7 +156,3 @@ def test_nothing_is_better_than_what_was_chosen_and_doing_nothing_never_is(
     assert there == pytest.approx(chosen.rate)
     assert there * 1.0201 >= best * (1 - 1e-9)
     assert there * 1.0201 >= min(enough, ways[0]) * (1 - 1e-9)
-
-
-def test_a_choice_has_the_lower_of_its_rates() -> None:
-    assert Choice(None, 0.0, 1, 8, fetch=3.0, prep=2.0).rate == 2.0

@@ -66,7 +66,7 @@ def outcome(call: Any) -> Any:
         return type(error)
 
 
-@settings(max_examples=150)
+@settings(max_examples=25)
 @given(
     st.one_of(
         st.lists(values, min_size=1, max_size=4), st.integers(1, 4).flatmap(lambda n: values.map(lambda v: [v] * n))

@@ -113,7 +113,7 @@ def test_a_message_that_comes_in_pieces(ends: tuple[Channel, Connection]) -> Non
     assert got == [b"hello", b"yo"]
 
 
-@pytest.mark.parametrize("cut", [0, 3, 8, 10])
+@pytest.mark.parametrize("cut", [3, 10])
 def test_an_end_in_the_middle_of_a_message(ends: tuple[Channel, Connection], cut: int) -> None:
     channel, worker = ends
     send_message(worker.fileno(), [b"whole"])

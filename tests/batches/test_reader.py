@@ -130,8 +130,7 @@ def odd(value: int) -> int:
     return value
 
 
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("where", ["deterministic", "rest"])
+@pytest.mark.parametrize(("cached", "where"), [(True, "deterministic"), (False, "rest")])
 def test_skipped_samples_are_left_out_and_told(cached: bool, where: str) -> None:
     source = Given([1, 2, OSError("gone"), 3, 5], [odd] if where == "deterministic" else [])
     with reading(source, cached=cached, rest=[odd] if where == "rest" else []) as reader:
@@ -183,14 +182,6 @@ def test_a_batch_outlives_the_closing_of_the_threads() -> None:
         pending = reader.start(np.arange(40))
         reader.close()
         assert [label for _, label in reader.finish(pending, 0, 0, skip=False).values] == list(range(40))
-
-
-def test_no_thread_is_left_behind() -> None:
-    before = set(threading.enumerate())
-    with reading(Numbers(40)) as reader:
-        reader.finish(reader.start(np.arange(40)), 0, 0, skip=False)
-        assert set(threading.enumerate()) > before
-    assert set(threading.enumerate()) == before
 
 
 def test_after_the_end_there_is_nothing_to_be_had() -> None:

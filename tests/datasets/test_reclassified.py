@@ -82,8 +82,7 @@ def fresh_step() -> Any:
     return CropOrPad()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("form", ["prepared", 0.5])
+@pytest.mark.parametrize(("workers", "form"), [(2, "prepared"), (0, 0.5)])
 def test_a_transform(workers: int, form: str | float) -> None:
     step = fresh_step()
     plain = Signals()
@@ -128,11 +127,10 @@ def epoch_loader(data: Any, transform: Any, epoch: int) -> Any:
     return loader
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_set_that_crops(workers: int) -> None:
+def test_a_data_set_that_crops() -> None:
     data = Signals(fresh_step())
     with sf.CachedDataset(data, capacity="1MiB") as cached:
-        with one_warning("Signals"), sf.DataLoader(cached, batch_size=4, num_workers=workers) as loader:
+        with one_warning("Signals"), sf.DataLoader(cached, batch_size=4, num_workers=2) as loader:
             epochs = [batches(loader) for _ in range(3)]
         assert cached.stats().resident_items == 0
     assert differing(epochs) == [6, 6]
@@ -143,8 +141,8 @@ def test_a_data_set_that_crops(workers: int) -> None:
 def test_under_the_loader_of_torch() -> None:
     with sf.CachedDataset(Signals(), capacity="1MiB", transform=fresh_step()) as cached:
         loader = TorchLoader(cached, batch_size=4, num_workers=2)
-        epochs = [batches(loader) for _ in range(3)]
-        assert differing(epochs) == [6, 6]
+        epochs = [batches(loader) for _ in range(2)]
+        assert differing(epochs) == [6]
         with one_warning("CropOrPad"):
             cached[1]
 
@@ -169,12 +167,12 @@ def test_auto_decides_again(capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StallfreeWarning)
         with sf.DataLoader(Piped([doubled, step]), batch_size=4, cache="auto", capacity="1MiB") as loader:
-            epochs = [batches(loader) for _ in range(4)]
+            epochs = [batches(loader) for _ in range(3)]
             assert loader.cached is None or step not in loader.cached.reader.deterministic
         with sf.DataLoader(Signals(fresh_step()), batch_size=4, cache="auto", capacity="1MiB") as loader:
-            plain = [batches(loader) for _ in range(4)]
+            plain = [batches(loader) for _ in range(3)]
             assert loader.decision.startswith("no cache")
-    assert differing(epochs) == differing(plain) == [6, 6, 6]
+    assert differing(epochs) == differing(plain) == [6, 6]
     capsys.readouterr()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,11 @@ def windows(dataset: sf.SmartCacheDataset, epochs: int) -> list[set[int]]:
 # -- every loader ------------------------------------------------------------------------------------------------------
 
 SETTINGS = [
-    *((kind, None, 0, False) for kind in LOADERS),
-    *((kind, method, 2, True) for kind in LOADERS for method in ("fork", "forkserver")),
+    ("stallfree", None, 0, False),
+    ("stallfree", "fork", 2, True),
+    ("torch", "fork", 2, False),
+    ("torch", "forkserver", 2, True),
     *(pytest.param(kind, "spawn", 2, True, marks=pytest.mark.slow) for kind in LOADERS),
-    *((kind, "fork", 2, False) for kind in LOADERS),
 ]
 
 
@@ -68,15 +68,14 @@ def test_the_window_moves_under_every_loader(kind: str, method: str | None, work
 
 def test_augmentation_is_a_function_of_seed_epoch_and_sample() -> None:
     seen = []
-    for kind, workers in (("stallfree", 0), ("torch", 2), ("stallfree", 2)):
+    for kind, workers in (("torch", 0), ("stallfree", 2)):
         with sf.SmartCacheDataset(Rows(12), NOISY, cache_num=6, replace_rate=0.5, seed=7, on_late="wait") as data:
             loader = LOADERS[kind](data, batch_size=2, num_workers=workers)
             seen.append([dict(zip(b[1].tolist(), b[2].tolist(), strict=True)) for _ in range(4) for b in loader])
             del loader
-    assert sorted(map(sorted, (map(str, d.items()) for d in seen[0]))) == sorted(
-        map(sorted, (map(str, d.items()) for d in seen[1]))
+    assert sorted(item for batch in seen[0] for item in batch.items()) == sorted(
+        item for batch in seen[1] for item in batch.items()
     )
-    assert seen[0] == seen[2]
 
 
 def test_each_sample_is_fetched_once_per_stay(tmp_path: Path) -> None:
@@ -190,7 +189,7 @@ def test_a_window_larger_than_the_memory() -> None:
 # -- a whole epoch -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("stallfree", 0), ("torch", 2), ("stallfree", 2)])
+@pytest.mark.parametrize(("kind", "workers"), [("stallfree", 2), ("torch", 0)])
 def test_a_full_epoch_begins_with_the_window(kind: str, workers: int) -> None:
     with sf.SmartCacheDataset(Rows(20), cache_num=8, replace_rate=0.25, full_epoch=True, on_late="wait") as data:
         assert len(data) == 20
@@ -232,16 +231,15 @@ def test_start_update_and_shutdown_may_be_called_twice() -> None:
         del loader
 
 
-@pytest.mark.parametrize("reshuffle", [False, True])
-def test_resume_at_every_epoch(reshuffle: bool) -> None:
+def test_resume_at_every_epoch() -> None:
     def make() -> sf.SmartCacheDataset:
         return sf.SmartCacheDataset(
-            Rows(15), NOISY, cache_num=6, replace_rate=0.3, seed=2, reshuffle=reshuffle, on_late="wait"
+            Rows(15), NOISY, cache_num=6, replace_rate=0.3, seed=2, reshuffle=True, on_late="wait"
         )
 
     with make() as data, sf.DataLoader(data, batch_size=4, shuffle=True, with_ids=True, num_workers=1) as loader:
         states, steps = [], []
-        for _ in range(6):
+        for _ in range(4):
             iterator = iter(loader)
             states.append(json.dumps(loader.state_dict()))
             for batch in iterator:
@@ -263,7 +261,7 @@ def test_resume_of_the_data_set_alone(kind: str) -> None:
     with sf.SmartCacheDataset(Rows(15), cache_num=6, replace_rate=0.3, on_late="wait") as data:
         loader = LOADERS[kind](data, batch_size=3)
         states, seen = [], []
-        for _ in range(6):
+        for _ in range(4):
             states.append(json.dumps(data.state_dict()))
             seen.append(ids_of(loader))
         del loader
@@ -271,7 +269,7 @@ def test_resume_of_the_data_set_alone(kind: str) -> None:
         with sf.SmartCacheDataset(Rows(15), cache_num=6, replace_rate=0.3, on_late="wait") as data:
             data.load_state_dict(json.loads(state))
             loader = LOADERS[kind](data, batch_size=3)
-            assert [ids_of(loader) for _ in range(6 - epoch)] == seen[epoch:]
+            assert [ids_of(loader) for _ in range(4 - epoch)] == seen[epoch:]
             del loader
 
 
@@ -286,15 +284,6 @@ def test_states_that_are_refused() -> None:
             plain = {key: value for key, value in loader.state_dict().items() if key != "window"}
             with pytest.raises(sf.InputError, match="has no window"):
                 loader.load_state_dict(plain)
-
-
-def test_it_travels() -> None:
-    with sf.SmartCacheDataset(Rows(15), cache_num=6, on_late="wait") as data:
-        copy = pickle.loads(pickle.dumps(data))
-        assert [sample[1] for sample in copy.__getitems__(range(6))] == data.window.plan.window(0).tolist()
-        assert data.stats().epoch == 0
-        assert not copy.is_started()
-        copy.close()
 
 
 def test_hosts_have_parts_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,12 +320,6 @@ BAD = [
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(sf.InputError, match=message):
         sf.SmartCacheDataset(Rows(10), **arguments)
-
-
-def test_one_name_for_two_windows() -> None:
-    first = sf.SmartCacheDataset(Rows(10), cache_num=5, name="twice")
-    with first, pytest.raises(sf.FingerprintError, match="twice"):
-        sf.SmartCacheDataset(Rows(10), cache_num=6, name="twice")
 
 
 def test_after_close() -> None:

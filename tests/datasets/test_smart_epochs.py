@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader
 
 import stallfree as sf
-from cases import half
 from smart_data import Rows, ids_of, noisy
 from stallfree.sampling.plans.window import WindowPlan
 
@@ -44,22 +43,13 @@ def windows(epochs: Iterable[int], seed: int = 1) -> list[list[int]]:
 MIXED = [torch_loader, torch_loader, own_loader, own_loader, torch_loader]
 
 
-@pytest.mark.parametrize(("workers", "kinds"), half([0, 2], [MIXED, [own_loader] * 5, [torch_loader] * 5]))
-def test_a_new_loader_per_epoch_goes_on(workers: int, kinds: list[Any]) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_new_loader_per_epoch_goes_on(workers: int) -> None:
     with window() as data:
-        epochs = [samples_of(make(data, num_workers=workers)) for make in kinds]
+        epochs = [samples_of(make(data, num_workers=workers)) for make in MIXED]
     assert [sorted(epoch) for epoch in epochs] == windows(range(5))
     drawn = [value for epoch in epochs for value in epoch.values()]
     assert len(set(drawn)) == len(drawn)
-
-
-def test_it_is_what_one_loader_gives() -> None:
-    def epochs(per_epoch: bool) -> list[Any]:
-        with window() as data:
-            loader = own_loader(data)
-            return [list(samples_of(own_loader(data) if per_epoch else loader).items()) for _ in range(4)]
-
-    assert epochs(True) == epochs(False)
 
 
 def test_an_epoch_that_is_set_decides() -> None:
@@ -106,9 +96,9 @@ def test_torchs_generator_decides_and_is_not_moved() -> None:
             assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state())
             return data.window.plan.sequence(0, 20).tolist()
 
-    orders = [order(seed) for seed in range(5)]
-    assert len(set(map(tuple, orders))) == 5
-    assert [order(seed) for seed in range(5)] == orders
+    orders = [order(seed) for seed in range(2)]
+    assert len(set(map(tuple, orders))) == 2
+    assert [order(seed) for seed in range(2)] == orders
 
 
 def test_ranks_on_a_host_have_one_window_and_count_alike() -> None:

@@ -116,17 +116,6 @@ def test_measured_with_steps_included(resident: list[int]) -> None:
         assert after.misses == before.misses
 
 
-def test_a_step_that_takes_long_leaves_no_gain() -> None:
-    time = Time()
-    with closing(cached(Slow(time), [0, 1])) as dataset:
-        seconds = iter([1000.0] * 8)
-        found = measure_benefit(
-            dataset, lambda _: time.sleep(next(seconds)), batch_size=1, workers=0, batches=3, clock=time
-        )
-        assert found == 3006 / 3000
-        assert list(seconds) == []
-
-
 def test_measured_with_workers_and_real_time() -> None:
     source = ThrottledSource(Numbers(64), latency=0.01)
     with closing(cached(source, list(range(0, 64, 2)))) as dataset:

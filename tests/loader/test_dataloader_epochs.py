@@ -40,8 +40,7 @@ def order(loader: sf.DataLoader) -> list[int]:
     return labels_of(list(loader))
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("workers", "cached"), [(0, True), (2, False), (2, True)])
 def test_each_sample_once_per_epoch(workers: int, cached: bool) -> None:
     dataset: Any = sf.CachedDataset(Made(50, picture), capacity="32MiB") if cached else Made(50, picture)
     loader = sf.DataLoader(
@@ -104,13 +103,9 @@ def noisy(workers: int, method: str | None, dataset: Any, epochs: int = 2) -> li
 @pytest.mark.parametrize(
     ("workers", "method", "form"),
     [
-        (0, None, "prepared"),
         (0, None, "auto"),
-        (1, "fork", "fetched"),
         (1, "fork", "prepared"),
         (2, "fork", "fetched"),
-        (2, "fork", "prepared"),
-        (2, "forkserver", "fetched"),
         (2, "forkserver", "prepared"),
         pytest.param(2, "spawn", "prepared", marks=pytest.mark.slow),
     ],
@@ -135,15 +130,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_id(workers: int, method: s
         assert same(noisy(workers, method, dataset), expected)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_augmentation_within_a_plain_data_set(workers: int) -> None:
-    expected = noisy(0, None, Made(12, jittered))
-    assert not same(expected[0], expected[1])
-    assert same(noisy(workers, "fork", Made(12, jittered)), expected)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_what_collate_fn_draws(workers: int) -> None:
+def test_what_collate_fn_draws() -> None:
     """A mix-up in `collate_fn` is fresh for each batch and epoch, and does not depend on the workers."""
 
     def epochs(workers: int) -> list[Any]:
@@ -153,7 +140,7 @@ def test_what_collate_fn_draws(workers: int) -> None:
     expected = epochs(0)
     factors = {float(images.flatten().max()) for epoch in expected for images, _ in epoch}
     assert len(factors) == 6
-    assert same(epochs(workers), expected)
+    assert same(epochs(2), expected)
 
 
 def test_the_loops_own_random_numbers_are_left_alone() -> None:
@@ -170,7 +157,7 @@ def test_break_and_begin_again(persistent: bool) -> None:
     with sf.DataLoader(
         Made(60, picture), batch_size=4, num_workers=2, persistent_workers=persistent, shuffle=True
     ) as loader:
-        for taken in (0, 1, 2, 5, 14):
+        for taken in (0, 1, 14):
             seen = []
             iterator = iter(loader)
             for _ in range(taken):
@@ -195,8 +182,7 @@ def test_persistent_workers_persist() -> None:
     assert not pids(loader) & pids(loader)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("workers", "cached"), [(0, True), (2, False)])
 def test_two_loaders_at_once(workers: int, cached: bool) -> None:
     base = Made(40, picture)
     dataset: Any = sf.CachedDataset(base, capacity="32MiB") if cached else base
@@ -320,8 +306,7 @@ def test_closing_ends_an_iteration() -> None:
     assert len(list(loader)) == 10
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("taken", [0, 1])
+@pytest.mark.parametrize(("persistent", "taken"), [(False, 1), (True, 0)])
 def test_an_iteration_that_is_dropped_leaves_nothing(persistent: bool, taken: int) -> None:
     """The fixture `no_leaks` looks for processes, descriptors, threads, mappings and files."""
     iterator = iter(sf.DataLoader(Made(40, picture), batch_size=4, num_workers=2, persistent_workers=persistent))
@@ -340,7 +325,7 @@ def descriptors() -> list[str]:
     return sorted(target for target in found if "/slot-" not in target and "/ring-" not in target)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize("arguments", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}])
 def test_no_descriptor_is_lost_from_epoch_to_epoch(arguments: dict[str, Any]) -> None:
     with (
         sf.CachedDataset(Made(20, picture), capacity="32MiB", transform=sf.mark_random(Noisy())) as cached,
@@ -348,7 +333,7 @@ def test_no_descriptor_is_lost_from_epoch_to_epoch(arguments: dict[str, Any]) ->
     ):
         list(loader)
         before = descriptors()
-        for _ in range(5):
+        for _ in range(2):
             list(loader)
             next(iter(loader))
         assert descriptors() == before
@@ -366,19 +351,6 @@ def test_no_worker_is_started_when_all_can_be_gathered() -> None:
 
 def test_more_batches_ahead_than_there_are() -> None:
     assert order(sf.DataLoader(Made(3, picture), batch_size=2, num_workers=2, prefetch_factor=50)) == [0, 1, 2]
-
-
-def test_very_long_tasks() -> None:
-    """Ids of a batch, and a batch by way of the connection, that are larger than any buffer of the kernel."""
-    count = 60_000
-    loader = sf.DataLoader(
-        Made(count, abs), batch_size=count // 2, num_workers=1, prefetch_factor=2, staging="1MiB", with_ids=True
-    )
-    seen = []
-    for data, ids, _ in loader:
-        assert torch.equal(data, ids)
-        seen.append(ids)
-    assert torch.equal(torch.cat(seen), torch.arange(count))
 
 
 def test_statistics_add_up() -> None:
@@ -401,13 +373,3 @@ def test_statistics_add_up() -> None:
         assert loader.stats() == stats
         next(iter(loader))
         assert loader.stats().batches == 25
-
-
-def test_statistics_without_a_cache() -> None:
-    loader = sf.DataLoader(Made(10, picture), batch_size=4)
-    for epoch in (1, 2):
-        list(loader)
-        stats = loader.stats()
-        assert (stats.batches, stats.samples, stats.hits, stats.misses) == (3 * epoch, 10 * epoch, 0, 10 * epoch)
-        assert isinstance(stats.hits, int)
-        assert isinstance(stats.wait_seconds, float)

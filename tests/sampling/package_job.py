@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from children import PATIENCE
 from smart_data import Rows
 from stallfree import Compose
 from stallfree.batches.reader import Reader
@@ -30,14 +27,6 @@ TEN = 10 * RECORD
 def file_bytes(samples: int) -> int:
     """Of a package, counted by hand: header, the fingerprint "rows", ids and lengths, records at multiples of 64."""
     return -(-(48 + 16 * samples) // 64) * 64 + 128 * (samples - 1) + RECORD
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for something that another process is about to do."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
 
 
 class Job:

@@ -140,17 +140,6 @@ def test_the_end_is_met_though_the_first_guess_was_wrong(epochs: list[list[int]]
     assert values(optimizer) == expected[-1]
 
 
-def test_lengths_told_at_each_epoch_change_nothing_where_they_were_known() -> None:
-    expected, optimizer = course(RETURNING["one cycle"]), sgd()
-    scheduler = wrapped(RETURNING["one cycle"], optimizer, 5 * STEPS)
-    for step in range(STEPS):
-        if step % 6 == 0:
-            scheduler.expect(5 * (STEPS - step))
-        assert values(optimizer) == expected[step]
-        optimizer.step()
-        scheduler.step(5)
-
-
 @pytest.mark.parametrize("name", ["one cycle", "cosine", "warm-up and cosine"])
 def test_resume_after_every_batch(name: str) -> None:
     batches = [3, 17, 4, 9, 30, 1, 12]

@@ -36,8 +36,6 @@ STATIC: dict[str, dict[str, Any]] = {
     "infobatch": {"plan": "infobatch"},
     "infobatch, most left out": {"plan": "infobatch", "prune": 0.8},
 }
-EVERYDAY = ("no cache", "low floor", "infobatch")
-LONGER = [pytest.param(name, marks=pytest.mark.slow) for name in STATIC if name not in EVERYDAY]
 
 
 def epoch_of(rule: Any, task: Task, resident: Array, seed: int) -> Draw:
@@ -53,8 +51,16 @@ def estimates(draws: list[Draw], task: Task, *, power: float = 1.0) -> tuple[lis
     return sums, [each @ task.gradients[draw.plan.ids] for each, draw in zip(weights, draws, strict=True)]
 
 
-@pytest.mark.parametrize("some", ["nobody", "any", "the unimportant"])
-@pytest.mark.parametrize("name", [*EVERYDAY, *LONGER])
+@pytest.mark.parametrize(
+    ("name", "some"),
+    [
+        ("no cache", "nobody"),
+        ("low floor", "the unimportant"),
+        ("infobatch", "any"),
+        pytest.param("half of the operations", "any", marks=pytest.mark.slow),
+        pytest.param("infobatch, most left out", "the unimportant", marks=pytest.mark.slow),
+    ],
+)
 def test_the_expected_gradient_is_the_full_one(name: str, some: str) -> None:
     """Whoever is resident; and the test notices weights that are tempered."""
     task = Task(150)
@@ -118,7 +124,7 @@ def test_the_expected_gradient_where_residents_rotate_in_many_runs(tmp_path: Pat
 share = st.floats(0.01, 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.integers(1, 80), share, share, st.floats(0, 1), st.booleans(), st.integers(0, 2**32))
 def test_probabilities_are_what_the_weights_say_and_above_the_floor(
     count: int, target: float, floor: float, held: float, rotating: bool, seed: int
@@ -155,14 +161,14 @@ def test_who_is_sure_to_be_drawn_is_no_l_sample(rotating: bool) -> None:
 
 
 @pytest.mark.parametrize("policy", REAL_CACHES)
-@pytest.mark.parametrize(("target", "held"), [(0.25, 0.2), (0.25, 0.8), (0.5, 0.4), (0.8, 0.6)])
+@pytest.mark.parametrize(("target", "held"), [(0.25, 0.8), (0.5, 0.4)])
 def test_storage_operations_are_those_asked_for(tmp_path: Path, policy: str, target: float, held: float) -> None:
     """And never more than MinIO costs under the full plan."""
-    count, rng = 2000, np.random.default_rng(1)
+    count, rng = 1000, np.random.default_rng(1)
     cache = Kept(tmp_path / "cache", count, int(held * count), policy)
     sampler = sf.ImportanceSampler(count, cache=cache, target_io=target)
     served, missing = Served(sampler, 100), round((1 - held) * count)
-    for epoch in range(12):
+    for epoch in range(6):
         before = cache.fetched
         for ids, _ in served.epoch(epoch):
             cache.use(ids)
@@ -172,10 +178,14 @@ def test_storage_operations_are_those_asked_for(tmp_path: Path, policy: str, tar
             assert cache.fetched - before <= missing
 
 
-@pytest.mark.parametrize("policy", REAL_CACHES)
 @pytest.mark.parametrize(
-    "arguments",
-    [{"plan": "icache", "full_every": 3}, {"plan": "infobatch", "num_epochs": 8}, {"plan": "full"}, {"target_io": 1}],
+    ("policy", "arguments"),
+    [
+        ("importance", {"plan": "icache", "full_every": 3}),
+        ("minio", {"plan": "infobatch", "num_epochs": 8}),
+        ("importance", {"plan": "full"}),
+        ("minio", {"target_io": 1}),
+    ],
     ids=str,
 )
 def test_never_more_operations_than_minio_on_the_full_plan(
@@ -208,7 +218,7 @@ arguments = st.fixed_dictionaries(
         "target_io": st.sampled_from([0.1, 0.5]),
     }
 )
-quiet = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+quiet = settings(max_examples=20, suppress_health_check=list(HealthCheck))
 
 
 def check_that_nobody_waits_for_long(
@@ -336,22 +346,9 @@ def test_a_plan_is_a_function_of_seed_epoch_and_what_is_known(interpreter: Inter
     assert len(set(here)) == 15
 
 
-def test_plans_of_a_run_that_is_done_again() -> None:
-    def run() -> list[tuple[list[int], Any]]:
-        sampler, plans = sf.ImportanceSampler(300, cache=Residents(300, range(0, 300, 3)), seed=3), []
-        for epoch in range(6):
-            plan = sampler.plan(epoch)
-            sampler.update(plan.ids, np.cos(plan.ids + epoch) + 1)
-            assert sampler.plan(epoch) is plan  # it is kept
-            plans.append((plan.ids.tolist(), plan.weights.tolist()))
-        return plans
-
-    assert run() == run()
-    assert len({tuple(ids) for ids, _ in run()}) == 6
-
-
-@pytest.mark.parametrize("normalize", ["epoch", "batch", None])
-@pytest.mark.parametrize("plan", ["unbiased", "infobatch", "cis", "icache"])
+@pytest.mark.parametrize(
+    ("plan", "normalize"), [("unbiased", "epoch"), ("unbiased", None), ("infobatch", "batch"), ("cis", "epoch")]
+)
 def test_weights_of_batches(plan: str, normalize: str | None) -> None:
     sampler = knowing(sf.ImportanceSampler(330, plan=plan, normalize=normalize), 1.1 ** np.arange(330))
     served = Served(sampler, 20)
@@ -371,17 +368,9 @@ def test_weights_of_batches(plan: str, normalize: str | None) -> None:
         assert set(of.values()) == {0.0, 1.0}
 
 
-def test_cis_trains_on_whom_icache_would_draw() -> None:
-    by_plan = {}
-    for plan in ("icache", "cis"):
-        sampler = knowing(sf.ImportanceSampler(400, plan=plan, seed=6), np.arange(400) % 50)
-        by_plan[plan] = sorted(trained(sampler.plan(1)).tolist())
-    assert by_plan["cis"] == by_plan["icache"]
-    assert 150 < len(by_plan["icache"]) < 250
-
-
-@pytest.mark.parametrize("plan", ["unbiased", "icache", "cis", "infobatch", "full"])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("plan", "count"), [("unbiased", 1), ("unbiased", 2), ("icache", 3), ("cis", 2), ("infobatch", 1)]
+)
 def test_few_samples(plan: str, count: int) -> None:
     sampler = sf.ImportanceSampler(count, plan=plan, warm_up=0, max_age=3)
     served, seen = Served(sampler, 2), []

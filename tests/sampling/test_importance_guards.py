@@ -75,15 +75,6 @@ def test_the_sampler_and_the_data_set_have_one_cache() -> None:
             sf.DataLoader(data, 20, sampler=sf.ImportanceSampler(COUNT))
 
 
-def test_so_have_they_where_the_cache_has_tiers(tmp_path: Path) -> None:
-    tier = sf.DiskTier(tmp_path, capacity="64KiB")
-    one, two = (sf.CachedDataset(Numbers(), capacity="64KiB", store=tier, name=name) for name in ("one", "two"))
-    with one, two:
-        with pytest.raises(sf.InputError, match="the sampler has the cache 'two', the data set 'one'"):
-            sf.DataLoader(one, 20, sampler=sf.ImportanceSampler(COUNT, cache=two.cache))
-        sf.DataLoader(one, 20, sampler=sf.ImportanceSampler(COUNT, cache=one.cache)).close()
-
-
 def test_rotating_residents_are_for_one_job() -> None:
     with cached() as data, cached() as again:
         assert data.cache.name == again.cache.name

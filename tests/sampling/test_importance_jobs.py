@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import resource
@@ -66,12 +65,6 @@ def check(job: Jobs, expected: Any, live: int) -> None:
     worth, count = job.combined()
     assert (worth.dtype, worth.shape, count) == (np.float64, (N,), live)
     np.testing.assert_array_equal(worth, np.asarray(expected, float))
-
-
-def test_nobody(job: Jobs, tmp_path: Path) -> None:
-    assert os.listdir(tmp_path) == []
-    check(job, np.zeros(N), 0)
-    assert files(tmp_path) == []
 
 
 def test_one_job_and_what_it_told_last_counts(job: Jobs, tmp_path: Path) -> None:
@@ -173,19 +166,6 @@ def test_a_forked_child_is_not_the_job(job: Jobs, tmp_path: Path) -> None:
     assert files(tmp_path) == ["job-1"]
 
 
-def test_two_jobs_of_one_process(job: Jobs, tmp_path: Path) -> None:
-    other = Jobs(tmp_path, N)
-    job.publish(ONE, 2.0)
-    other.publish(TWO, 2.0)
-    both = 2 * np.array(ONE) + 2 * np.array(TWO)
-    check(job, both, 2)
-    check(other, both, 2)
-    del other
-    gc.collect()  # a job that is freed has left
-    check(job, 2 * np.array(ONE), 1)
-    assert files(tmp_path) == ["job-1"]
-
-
 def test_nobody_reads_half_of_what_is_written(tmp_path: Path) -> None:
     count = 100_000
 
@@ -254,27 +234,6 @@ def test_a_lock_that_is_not_free(job: Jobs, tmp_path: Path, monkeypatch: pytest.
     assert files(tmp_path) == ["job-1"]
 
 
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
-    job = Jobs(tmp_path / "none", N)
-    with one_warning("No such file"):
-        job.publish(ONE, 2.0)
-        check(job, 2 * np.array(ONE), 1)
-    job.close()
-
-
-def test_what_is_no_whole_file_is_left_out(job: Jobs, tmp_path: Path) -> None:
-    job.publish(ONE, 2.0)
-    other = another(tmp_path, TWO, 2.0)
-    file = tmp_path / "importance" / "job-2"
-    whole = file.read_bytes()
-    for wrong in (b"", whole[:10], whole[:-1], whole + b"x", b"X" + whole[1:]):
-        file.write_bytes(wrong)
-        check(job, 2 * np.array(ONE), 1)
-    file.write_bytes(whole)
-    check(job, 2 * np.array(ONE) + 2 * np.array(TWO), 2)
-    other.end()
-
-
 @pytest.mark.parametrize(
     ("importance", "benefit", "match"),
     [
@@ -295,17 +254,3 @@ def test_values_that_cannot_be_used(job: Jobs, importance: Any, benefit: Any, ma
     with pytest.raises(InputError, match=match):
         job.publish(importance, benefit)
     assert os.listdir(tmp_path) == []
-
-
-def test_after_close(job: Jobs) -> None:
-    job.close()
-    for use in (job.combined, lambda: job.publish(ONE, 2.0)):
-        with pytest.raises(InputError, match="has left"):
-            use()
-
-
-def test_no_warning_when_all_is_well(job: Jobs) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        job.publish(ONE, 2.0)
-        job.combined()

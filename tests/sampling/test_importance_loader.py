@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,7 +67,6 @@ def check(batch: sf.Batch, expected: dict[int, float]) -> list[int]:
     [
         ("unbiased", "minio", None, 0),
         ("unbiased", "importance", "swap", 2),
-        ("icache", "importance", None, 2),
         ("icache", "minio", "swap", 0),
         ("icache", "importance", "substitute", 0),
         pytest.param("icache", "lru", "substitute", 2, marks=pytest.mark.slow),
@@ -84,7 +80,7 @@ def test_ids_labels_weights_and_losses_belong_together(plan: str, policy: str, o
         told = np.full(COUNT, np.inf)
         substituted = 0
         with sf.DataLoader(dataset, 13, sampler=sampler, num_workers=workers, persistent_workers=workers > 0) as loader:
-            for epoch in range(5):
+            for epoch in range(4):
                 ledger: list[int] = []
                 planned, steps = set(sampler.plan(epoch).ids.tolist()), len(loader)
                 expected, missing = weights_by_id(sampler, epoch), COUNT - int(dataset.cache.stats().resident_items)
@@ -126,12 +122,11 @@ class Bad(Made):
         return super().__getitem__(id)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_that_are_skipped(workers: int) -> None:
+def test_samples_that_are_skipped() -> None:
     cache = Drifting(70, 1)
     sampler = sf.ImportanceSampler(70, plan="icache", cache=cache, on_miss="substitute", max_age=2)
     good = {id for id in range(70) if id % 7 != 3}
-    loader = sf.DataLoader(Bad(70, sample), 6, sampler=sampler, num_workers=workers, on_error="skip")
+    loader = sf.DataLoader(Bad(70, sample), 6, sampler=sampler, num_workers=2, on_error="skip")
     last = np.full(70, -1)
     for epoch in range(4):
         expected = weights_by_id(sampler, epoch)
@@ -144,31 +139,6 @@ def test_samples_that_are_skipped(workers: int) -> None:
         last[ledger] = epoch
         assert epoch - last[list(good)].min() < 2
     assert np.isinf(sampler.losses.last[[id for id in range(70) if id not in good]]).all()
-
-
-class Deadly(Made):
-    """The worker that prepares sample 17 dies, the first two times."""
-
-    def __init__(self, count: int, folder: Path) -> None:
-        super().__init__(count, sample)
-        self.folder, self.pid = folder, os.getpid()
-
-    def __getitem__(self, id: int) -> Any:
-        if id == 17 and os.getpid() != self.pid and len(list(self.folder.iterdir())) < 2:
-            (self.folder / str(os.getpid())).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(id)
-
-
-def test_workers_that_die(tmp_path: Path) -> None:
-    sampler = sf.ImportanceSampler(60, plan="unbiased", cache=Drifting(60, 3), on_miss="swap", target_io=0.6)
-    with sf.DataLoader(Deadly(60, tmp_path), 5, sampler=sampler, num_workers=2, persistent_workers=True) as loader:
-        for epoch in range(3):
-            expected = weights_by_id(sampler, epoch)
-            ledger = [id for batch in loader for id in check(batch, expected)]
-            assert sorted(ledger) == sorted(expected)
-            sampler.update(ledger, loss_of(torch.tensor(ledger), epoch))
-        assert loader.stats().workers_replaced == 2
 
 
 def resumable(
@@ -198,8 +168,7 @@ def train(loader: sf.DataLoader, epoch: int, told: list[Told], states: list[Any]
     [
         ("unbiased", None, 0, False),
         pytest.param("unbiased", "swap", 0, True, marks=pytest.mark.slow),
-        ("icache", "swap", 2, False),
-        ("icache", "swap", 0, True),
+        ("icache", "swap", 2, True),
         ("icache", "substitute", 0, False),
         pytest.param("icache", "substitute", 2, True, marks=pytest.mark.slow),
         pytest.param("infobatch", "fetch", 0, False, marks=pytest.mark.slow),
@@ -280,20 +249,6 @@ def test_an_epoch_that_ends_early(on_miss: str) -> None:
     assert following | seen == set(range(90))
 
 
-def test_two_iterations_at_once() -> None:
-    sampler, loader = resumable("unbiased", "fetch", 0)
-    train(loader, 0, [])
-    first = iter(loader)
-    one = weights_by_id(sampler, 1)
-    begun = next(first)
-    second = iter(loader)
-    two = weights_by_id(sampler, 2)
-    ids_of_second = [id for batch in second for id in check(batch, two)]
-    ids_of_first = check(begun, one) + [id for batch in first for id in check(batch, one)]
-    assert sorted(ids_of_first) == sorted(one)
-    assert sorted(ids_of_second) == sorted(two)
-
-
 def test_what_a_loader_cannot_serve() -> None:
     data = Made(90, sample)
     sampler = sf.ImportanceSampler(90)
@@ -340,5 +295,5 @@ def test_training_as_the_manual_says_follows_the_full_gradient() -> None:
         assert model.grad is not None
         return model.grad
 
-    assert z_score(torch.stack([gradient(seed, weighted=True) for seed in range(30)]), full) < 4
+    assert z_score(torch.stack([gradient(seed, weighted=True) for seed in range(20)]), full) < 4
     assert z_score(torch.stack([gradient(seed, weighted=False) for seed in range(12)]), full) > 8

@@ -101,8 +101,7 @@ def check(ranks: list[Any], on_miss: str) -> None:
 
 
 CASES = [
-    (2, "unbiased", "swap"),
-    (3, "icache", "swap"),
+    (3, "unbiased", "swap"),
     (2, "icache", "substitute"),
     pytest.param(3, "infobatch", "fetch", marks=pytest.mark.slow),
     pytest.param(2, "cis", "fetch", marks=pytest.mark.slow),
@@ -112,17 +111,16 @@ CASES = [
 @pytest.mark.parametrize(("count", "plan", "on_miss"), CASES)
 def test_all_ranks_have_one_plan_and_serve_it_exactly_once(count: int, plan: str, on_miss: str, tmp_path: Path) -> None:
     """With other losses and other residents at each rank."""
-    ranks = in_ranks(count, tmp_path, lambda rank: train(make(rank, plan, on_miss), range(6), rank))
+    ranks = in_ranks(count, tmp_path, lambda rank: train(make(rank, plan, on_miss), range(4), rank))
     check(ranks, on_miss)
     if plan != "cis":
         assert len(ranks[0][1][0]) < COUNT
     assert len({tuple(sorted(epoch[0])) for epoch in ranks[0][1:]}) > 1 or plan == "cis"
 
 
-@pytest.mark.parametrize("on_miss", ["swap", "substitute"])
-def test_all_ranks_resume_in_mid_epoch(on_miss: str, tmp_path: Path) -> None:
+def test_all_ranks_resume_in_mid_epoch(tmp_path: Path) -> None:
     """Losses that were told to one rank only when the state was taken reach the others."""
-    check(in_ranks(2, tmp_path, lambda rank: train(make(rank, "icache", on_miss), range(5), rank, save=True)), on_miss)
+    check(in_ranks(2, tmp_path, lambda rank: train(make(rank, "icache", "swap"), range(4), rank, save=True)), "swap")
 
 
 def test_losses_are_brought_together(tmp_path: Path) -> None:
@@ -166,12 +164,11 @@ def test_a_group_that_is_made_anew(tmp_path: Path) -> None:
     check(in_ranks(2, tmp_path, run), "fetch")
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "drop_last"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])
 def test_as_many_steps_for_all_whatever_the_number_of_samples(ranks: int, drop_last: bool, tmp_path: Path) -> None:
     def run(rank: int) -> Any:
         found = []
-        for count in (1, 2, 3, 5, 7, 13, 30):
+        for count in (1, 2, 3, 7, 30):
             for size in (1, 3):
                 sampler = sf.ImportanceSampler(count, seed=1)
                 loader = sf.DataLoader(list(range(count)), size, sampler=sampler, drop_last=drop_last)

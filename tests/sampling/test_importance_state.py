@@ -100,7 +100,7 @@ def test_asking_for_other_plans_does_not_change_an_epoch_under_way() -> None:
     assert found == pytest.approx(expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 8), st.booleans())
 def test_parts_of_ranks(count: int, ranks: int, batch_size: int, drop_last: bool) -> None:
     """All ranks have as many batches, of about the same size, and together each sample once."""
@@ -125,8 +125,9 @@ def test_parts_of_ranks(count: int, ranks: int, batch_size: int, drop_last: bool
         assert sorted(ledger) == (list(range(count)) if count >= ranks else [])
 
 
-@pytest.mark.parametrize("plan", ["unbiased", "icache", "cis", "infobatch", "full"])
-@pytest.mark.parametrize("score", ["loss", "shade"])
+@pytest.mark.parametrize(
+    ("plan", "score"), [("unbiased", "loss"), ("icache", "shade"), ("cis", "loss"), ("infobatch", "shade")]
+)
 def test_a_run_that_is_resumed_again_and_again_is_the_same(plan: str, score: str) -> None:
     """A state after each few updates, into a fresh sampler by way of JSON."""
 
@@ -137,7 +138,7 @@ def test_a_run_that_is_resumed_again_and_again_is_the_same(plan: str, score: str
 
         sampler, told = make(), []
         rng = np.random.default_rng(1)
-        for epoch in range(7):
+        for epoch in range(5):
             drawn = sampler.plan(epoch)
             told.append((drawn.epoch, drawn.ids.tolist(), None if drawn.weights is None else drawn.weights.tolist()))
             for ids in np.array_split(drawn.ids, 5):

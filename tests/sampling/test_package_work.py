@@ -86,15 +86,7 @@ def test_missed_samples_come_first(job: Job) -> None:
     work.close()
 
 
-def test_samples_are_not_packed_in_the_order_of_the_data(job: Job) -> None:
-    job.flag(range(200))
-    work = PackWork(job.setup(budget=file_bytes(10)))
-    pack(work)
-    assert max(job.fetched()) - min(job.fetched()) > 50
-    work.close()
-
-
-@pytest.mark.parametrize("more", [-1, 0, file_bytes(10) - 1])
+@pytest.mark.parametrize("more", [-1, 0])
 def test_nothing_is_fetched_that_cannot_be_written(job: Job, more: int, caplog: pytest.LogCaptureFixture) -> None:
     job.flag(range(200))
     work = PackWork(job.setup(budget=3 * file_bytes(10) + more))
@@ -222,7 +214,7 @@ def model(packages: list[list[int]], flags: np.ndarray, resident: set[int], regi
     return read
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_packages_that_bring_most_are_read(job: Job, seed: int) -> None:
     rng = np.random.default_rng(seed)
     some = Packages(job.folder, "rows", 200, allow_pickle=False, write_budget=1 << 20)

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from package_job import WANTED, Job, file_bytes, until
+from package_job import WANTED, Job, file_bytes
 
 from children import Child
+from smart_data import until
 from stallfree import Compose, mark_deterministic
 from stallfree.batches.reader import Reader
 from stallfree.cache import MISS, Packages, SampleCache

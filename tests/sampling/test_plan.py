@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,14 +38,13 @@ def test_another_order_for_another_seed_and_for_another_epoch() -> None:
 
 
 def test_every_position_is_as_likely() -> None:
-    firsts = np.array([make_plan(10, shuffle=True, seed=3, epoch=epoch).ids for epoch in range(5000)])
+    firsts = np.array([make_plan(10, shuffle=True, seed=3, epoch=epoch).ids for epoch in range(2000)])
     for position in range(10):
         counts = np.bincount(firsts[:, position], minlength=10)
-        assert ((counts - 500) ** 2 / 500).sum() < 33.7  # chi-squared, 9 degrees of freedom, one in 10,000
+        assert ((counts - 200) ** 2 / 200).sum() < 33.7  # chi-squared, 9 degrees of freedom, one in 10,000
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_another_process_makes_the_same_plan(shuffle: bool, interpreter: Interpreter) -> None:
-    made = f"make_plan(20, shuffle={shuffle}, seed=7, epoch=3)"
+def test_another_process_makes_the_same_plan(interpreter: Interpreter) -> None:
+    made = "make_plan(20, shuffle=True, seed=7, epoch=3)"
     code = f"from stallfree.sampling.plans import make_plan; print({made}.ids.tolist())"
-    assert interpreter.run(code).out.strip() == str(make_plan(20, shuffle=shuffle, seed=7, epoch=3).ids.tolist())
+    assert interpreter.run(code).out.strip() == str(make_plan(20, shuffle=True, seed=7, epoch=3).ids.tolist())

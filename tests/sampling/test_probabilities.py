@@ -65,13 +65,13 @@ def test_a_draw_has_the_chances_that_it_was_given() -> None:
     rng = np.random.default_rng(3)
     chances = np.clip(rng.random(80) * 1.3, 0.05, 1)
     places = ranks(rng.random(80))
-    drawn = np.zeros((4000, 80))
-    for number in range(4000):
+    drawn = np.zeros((2000, 80))
+    for number in range(2000):
         drawn[number, draw(chances, places, rng)] = 1
     sure = chances == 1
     assert drawn[:, sure].all()
     assert z_score(drawn[:, ~sure], chances[~sure]) < 4.5
-    assert z_score(drawn[:, ~sure], chances[~sure] ** 1.2) > 9  # the test tells these apart
+    assert z_score(drawn[:, ~sure], chances[~sure] ** 1.2) > 6  # the test tells these apart
 
 
 def test_all_ranges_of_ranks_take_part_in_proportion() -> None:
@@ -148,12 +148,6 @@ def test_leaning(count: int, mean: float, lowest: float, lean: float, seed: int)
         assert chances[some].mean() == pytest.approx(np.clip(mean, lowest, 1), rel=2e-3)
     if lean == 0:
         assert np.ptp(chances) < 1e-9
-
-
-def test_leaning_in_proportion_to_the_rank() -> None:
-    places = ranks(np.arange(1000))
-    chances = leaning(places, np.ones(1000, bool), 0.2, 1e-9, 1.0)
-    assert chances / places == pytest.approx(np.full(1000, 0.4), rel=2e-3)
 
 
 @pytest.mark.parametrize("period", [2, 5])

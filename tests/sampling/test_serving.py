@@ -15,7 +15,7 @@ from stallfree.sampling.plans.serving import Serving
 
 COUNT = 60
 
-quick = settings(max_examples=80, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 class Asked(Drifting):
@@ -233,4 +233,4 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=40, stateful_step_count=25)
+TestWalk.settings = settings(max_examples=20, stateful_step_count=25)

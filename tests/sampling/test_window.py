@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections import Counter, deque
 
 import numpy as np
@@ -133,12 +132,6 @@ def test_window_and_others_are_all(numbers: tuple[int, int, float], start: int) 
     shuffled = plan.shuffled(plan.window(start), 3)
     assert sorted(shuffled.tolist()) == sorted(plan.window(start).tolist())
     assert (shuffled == plan.shuffled(plan.window(start), 3)).all()
-
-
-def test_a_plan_travels() -> None:
-    plan = WindowPlan(50, 10, 3, seed=5, reshuffle=True)
-    plan.window(170)
-    assert (pickle.loads(pickle.dumps(plan)).window(333) == plan.window(333)).all()
 
 
 def test_what_makes_no_window() -> None:

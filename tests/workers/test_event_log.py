@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import logging
 import time
 from collections import Counter
@@ -58,10 +57,11 @@ def check_order(events: list[Event], begun: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "method"), [(0, None), (2, "fork"), (2, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)]
+    ("workers", "method"), [(0, None), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)]
 )
 def test_every_batch_of_every_epoch(workers: int, method: str | None, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
+    path.write_text("of an earlier run")
     begun = time.monotonic()
     with sf.DataLoader(
         Slow(SAMPLES), BATCH, num_workers=workers, multiprocessing_context=method, event_log=path
@@ -95,12 +95,9 @@ def test_batches_out_of_the_cache(tmp_path: Path) -> None:
     check_order(events, begun)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_an_epoch_that_is_broken_off(persistent: bool, tmp_path: Path) -> None:
+def test_an_epoch_that_is_broken_off(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    with sf.DataLoader(
-        Made(SAMPLES, floats), BATCH, num_workers=1, persistent_workers=persistent, event_log=path
-    ) as loader:
+    with sf.DataLoader(Made(SAMPLES, floats), BATCH, num_workers=1, persistent_workers=True, event_log=path) as loader:
         for number, _ in enumerate(loader):
             if number == 1:
                 break
@@ -155,15 +152,6 @@ def test_the_log_changes_nothing(tmp_path: Path) -> None:
     assert same(batches(None), batches(tmp_path / "run.jsonl"))
 
 
-def test_a_log_is_made_anew(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text("old")
-    loader = sf.DataLoader(Made(SAMPLES, floats), BATCH, event_log=str(path))
-    assert path.read_text() == ""
-    list(loader)
-    assert json.loads(path.read_text().splitlines()[0])["what"] == "prep"
-
-
 def test_bad_arguments_leave_the_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("old")
@@ -172,10 +160,10 @@ def test_bad_arguments_leave_the_file_alone(tmp_path: Path) -> None:
     assert path.read_text() == "old"
 
 
-@pytest.mark.parametrize("path", ["no/such/folder/run.jsonl", "/", 7, "a\0b"])
-def test_a_path_that_cannot_be_written(path: Any) -> None:
-    with pytest.raises(InputError, match=r"event_log=.* cannot be written"):
-        sf.DataLoader(Made(SAMPLES, floats), BATCH, event_log=path)
+def test_a_path_that_cannot_be_written() -> None:
+    for path in ("no/such/folder/run.jsonl", "/", 7, "a\0b"):
+        with pytest.raises(InputError, match=r"event_log=.* cannot be written"):
+            sf.DataLoader(Made(SAMPLES, floats), BATCH, event_log=path)  # type: ignore[arg-type]
 
 
 def test_a_full_disk_ends_the_log_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:

@@ -104,9 +104,8 @@ def train_among_kills(kills: int, method: str, seed: int, monkeypatch: pytest.Mo
     assert sorted(ledger) == expected(epoch)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_workers_killed_at_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_among_kills(12, "fork", seed, monkeypatch)
+def test_workers_killed_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    train_among_kills(12, "fork", 0, monkeypatch)
 
 
 @pytest.mark.slow
@@ -121,9 +120,8 @@ def deadly(id: int) -> torch.Tensor:
     return torch.tensor(id)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_sample_that_kills_its_worker(persistent: bool) -> None:
-    with sf.DataLoader(Made(20, deadly), 2, num_workers=2, persistent_workers=persistent) as loader:
+def test_a_sample_that_kills_its_worker() -> None:
+    with sf.DataLoader(Made(20, deadly), 2, num_workers=2, persistent_workers=True) as loader:
         iterator = iter(loader)
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1], [2, 3]]
         with pytest.raises(
@@ -158,18 +156,6 @@ def test_a_sample_that_kills_two_workers_and_spares_the_third(tmp_path: Path) ->
         assert loader.stats().workers_replaced == 2
 
 
-def exiting(id: int) -> torch.Tensor:
-    if id == 3:
-        sys.exit(7)
-    return torch.tensor(id)
-
-
-def test_a_sample_that_leaves_the_process() -> None:
-    with pytest.raises(sf.WorkerError, match="exited with code 7") as caught:
-        list(sf.DataLoader(Made(4, exiting), num_workers=1))
-    assert caught.value.ids == [3]
-
-
 def test_workers_that_cannot_even_start() -> None:
     """What a worker cannot unpickle kills it before it has done anything: an error, not an endless row of workers."""
     with sf.DataLoader(Made(4, Unloadable()), num_workers=1, multiprocessing_context="forkserver") as loader:
@@ -200,7 +186,7 @@ def test_idle_workers_that_die() -> None:
 
 def test_a_worker_that_is_stopped_does_not_hold_up_the_loops_sends() -> None:
     """The trainer gives it tasks and gives up on it in time, though nobody reads them."""
-    count = 400_000
+    count = 200_000
     with sf.DataLoader(
         Made(count, torch.tensor), batch_sampler=[[0], *([range(count)] * 3)], num_workers=1, timeout=0.5,
         persistent_workers=True,
@@ -305,6 +291,7 @@ def test_a_loader_sweeps_what_killed_ones_left(store_root: Path) -> None:
     assert not list(store_root.iterdir())
 
 
+@pytest.mark.slow
 def test_control_c(store_root: Path) -> None:
     """The signal reaches the whole group; only the trainer says so, and nothing is left."""
     with job("fork", "1000") as process:
