@@ -28,7 +28,7 @@ PEERS = {
     "torchvision_folder": ("torchvision",),
 }
 """What an example for another library needs."""
-LONG = {*SEARCHES, *PEERS, "analyze", "ddp"}
+LONG = {*SEARCHES, *PEERS, "analyze", "ddp", "importance", "process_prefetcher"}
 """Examples that take a while."""
 
 
