@@ -13,7 +13,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,10 +77,8 @@ WHEN = {
     "clara/pipelines.py": "The configuration is read, or a sample is prepared",
     "clara/registry.py": "The configuration is read",
     "clara/transforms.py": "A transform is made or runs",
-    "cli/_demo_rates.py": "`stallfree demo` runs",
     "cli/_output.py": "A command writes a file",
     "cli/cache.py": "`stallfree cache` runs",
-    "cli/demo.py": "`stallfree demo` starts",
     "cli/replay.py": "`stallfree replay` runs",
     "cli/run.py": "`stallfree run` starts",
     "cli/simulate.py": "`stallfree simulate` runs",
@@ -177,7 +175,6 @@ WHEN = {
 INSIDE = (
     "cache/packages.py",
     "cache/memory/records.py",
-    "cli/_demo_loaders.py",
     "batches/ring.py",
     "pipeline/codec.py",
     "pipeline/structure.py",
@@ -209,6 +206,7 @@ class Message(NamedTuple):
     when: str
 
 
+@cache
 def messages() -> list[Message]:
     """All of them, by topic, place and line, each once."""
     found = {}
