@@ -426,7 +426,6 @@ ADVICE = {
         "or give sizes"
     ),
     "load, and transfer or compute, must be above 0 seconds": "give times above 0",
-    "--trace <path> must hold ids, integers of 0 or more; it holds <epoch>": "correct the file",
     "<place>: the argument <name> is unknown: <advice>": "use one of those that the message names",
     "<place>: label=<label>, and <name> wants the path of a volume; for numbers use a "
     "ClassificationImagePipeline": "give a path, or use that pipeline",
@@ -440,7 +439,7 @@ ADVICE = {
     "<place> is no transform: its instances cannot be called with a sample": "name a class with __call__",
     "<place>: <name> is no transform of stallfree, and MONAI, whose names work too, is not installed (pip"
     " install monai): <ours>": "install MONAI, or use one of those named",
-    "<place>: <name> is a transform neither of stallfree nor of MONAI <names>: <ours>; for one of your "
+    "<place>: <name> is a transform neither of stallfree nor of MONAI <version>: <ours>; for one of your "
     'own give {"path": "module.Class"}': "use one of those named",
     "<place>: <error>: its arguments are <names>": "give these",
 }

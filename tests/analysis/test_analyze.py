@@ -85,11 +85,11 @@ def test_a_source_behind_slow_storage() -> None:
         assert torch.equal(pictures[:, 0].long(), labels)
         seen.append(tuple(pictures.shape))
 
-    with_limit = sf.testing.ThrottledSource(Records(), bandwidth="500KB/s")  # 50 samples/s
+    with_limit = sf.testing.ThrottledSource(Records(), bandwidth="200KB/s")  # 20 samples/s
     report = quick(with_limit, step, seconds=0.2, batch_size=2)
     rates = {name: found["value"] for name, found in report.data["rates"].items()}
     assert set(seen) == {(2, 100)}
-    assert rates["S"] < 1.5 * 50 < min(rates["P"], rates["G"], rates["C"])
+    assert rates["S"] < 1.5 * 20 < min(rates["P"], rates["G"], rates["C"])
     assert rates["F"] == pytest.approx(rates["S"])
     assert report.data["job"]["sample_bytes"] == 10_000
     assert report.data["job"]["prepared_bytes"] == 408
@@ -242,7 +242,7 @@ def test_the_commands_end_to_end(tmp_path: Path, command: Callable[..., tuple[An
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("predict", "old.json"), "old.json is a report of version 0"),
+        (("predict", "old.json"), "old.json is a stallfree-report of version 0"),
         (("analyze", "my_job.py:raises"), "my_job.py:raises raised KeyError: 'which'"),
         (("analyze", "my_job.py:wrong"), "return (dataset, loader_arguments, step)"),
         (("analyze", "my_job.py:failing"), "step(batch) raised ValueError: no such layer"),
@@ -307,7 +307,7 @@ def test_a_job_bound_by_prep_is_advised_the_automatic_cache_first(parted: bool) 
     assert first["gain"] > 3
     assert first["memory_bytes"] > 64 * 400
     (line,) = [note for note in report.data["notes"] if "cache='auto', capacity=" in note]
-    assert "samples cached as prepared, 100% of them fit" in line
+    assert "100% of them fit" in line
     others = [item["do"] for item in report.data["advice"][1:]]
     assert others[-1].startswith("Take twice as many CPUs")
 

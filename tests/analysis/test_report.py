@@ -168,9 +168,9 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "cannot be read as a report"),
-        ("[]", "is no report"),
-        ('{"format": "stallfree-report", "version": 99}', "version 99, this release reads version 1"),
-        ('{"format": "stallfree-report", "version": 1}', "lacks job, rates"),
+        ("[]", "is no stallfree-report"),
+        ('{"format": "stallfree-report", "version": 99}', "version 99, and version 1 can be read"),
+        ('{"format": "stallfree-report", "version": 1}', "lacks made, versions"),
     ],
 )
 def test_files_that_are_no_reports(tmp_path: Path, content: str, message: str) -> None:

@@ -18,11 +18,11 @@ ARTICLE = {"loaders": 3, "transfer": 0.015, "compute": 0.030}
 
 def test_the_article() -> None:
     """80 ms of loading: 20 against 29 batches in the first second; 160 ms: 16 against 17."""
-    fast = compare(Pipeline(load=0.080, **ARTICLE), seeds=30)
+    fast = compare(Pipeline(load=0.080, **ARTICLE), seeds=8)
     assert [figure.mean for figure in fast.first] == [pytest.approx(20.1, abs=0.4), pytest.approx(29.9, abs=0.4)]
     assert [figure.mean for figure in fast.steady] == [pytest.approx(law, rel=0.01) for law in fast.law]
     assert fast.advice == "prefetch gains 50%: copy and step overlap"
-    slow = compare(Pipeline(load=0.160, **ARTICLE), seeds=15)
+    slow = compare(Pipeline(load=0.160, **ARTICLE), seeds=8)
     assert [figure.mean for figure in slow.first] == [pytest.approx(16.0, abs=0.3), pytest.approx(16.15, abs=0.3)]
     assert slow.law == (18.75, 18.75)
     assert slow.advice.startswith("prefetch gains nothing here: add loaders (6 would")

@@ -57,8 +57,9 @@ def test_rm_leaves_a_cache_in_use_alone() -> None:
 
 
 def make_and_die() -> None:
-    make_cache("orphan")
+    cache = make_cache("orphan")
     os.kill(os.getpid(), signal.SIGKILL)
+    cache.close()
 
 
 def test_gc_removes_what_killed_processes_left(store_root: Path) -> None:

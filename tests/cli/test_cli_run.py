@@ -113,7 +113,7 @@ if __name__ == "__main__":
     random.seed(3)
     show(DataLoader(Data(), batch_size=4, shuffle=True))
     show(DataLoader(Data(), batch_size=5, shuffle=True, num_workers=2))
-    show(DataLoader(Data(), batch_size=6, num_workers=1, multiprocessing_context="spawn", drop_last=True))
+    show(DataLoader(Data(), batch_size=6, num_workers=1, multiprocessing_context="METHOD", drop_last=True))
     show(DataLoader(Stream(), batch_size=2))
     kept = DataLoader(Data(), batch_size=7, shuffle=True, num_workers=1, persistent_workers=True)
     show(kept)
@@ -140,11 +140,14 @@ if __name__ == "__main__":
 """
 
 
-def test_the_script_sees_what_it_sees_under_python(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_the_script_sees_what_it_sees_under_python(method: str, tmp_path: Path) -> None:
     for name in ("loops", "start"):  # the names of stallfree's own files
         (tmp_path / f"{name}.py").write_text(f"MINE = 'the {name} beside the script'\n")
     command = watching("--json", "out.json", "train.py")
-    watched, found = both(SAME, tmp_path, command, "--lr", "0.1", "--", "-m", "--json", "x", "--help")
+    watched, found = both(
+        SAME.replace("METHOD", method), tmp_path, command, "--lr", "0.1", "--", "-m", "--json", "x", "--help"
+    )
     assert watched.returncode == 0
     assert [path.read_text() for path in tmp_path.glob("unflushed-*")] == ["flushed at the end"] * 2
     assert counts(found) == [
