@@ -416,4 +416,4 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> No
         assert where.stdout.startswith(str(place))
         for command in ([str(place / "bin/stallfree")], [python, "-m", "stallfree"]):
             shown = subprocess.run([*command, "--help"], check=True, capture_output=True, text=True, cwd=tmp_path)
-            assert "demo" in shown.stdout
+            assert "analyze" in shown.stdout
