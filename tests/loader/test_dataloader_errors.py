@@ -182,7 +182,7 @@ def test_what_cannot_be_sent_to_a_worker(make: Any, culprit: str) -> None:
     method = "forkserver"
     loader = sf.DataLoader(**make(), num_workers=2, multiprocessing_context=method)
     for _ in range(2):
-        with pytest.raises(sf.InputError, match=f"{culprit}.* cannot be sent to a worker .*'{method}'"):
+        with pytest.raises(sf.InputError, match=f"{culprit}.* cannot be sent to a process .*'{method}'"):
             list(loader)
 
 

@@ -22,10 +22,8 @@ GATHERER = -1
 NO_SLOT = -1
 """The slot of a task that gets one only when it is its turn, or none at all."""
 
-WORK, STOP, FORGET = 1, 2, 3
+WORK, FORGET = 1, 2
 READY, PRIVATE, WHOLE, FAILED, EMPTY, UNDONE = 1, 2, 3, 4, 5, 6
-STARTED = 7
-"""Status of what a worker sends first: it has started, and belongs to no task."""
 
 NOTHING: Ids = np.empty(0, np.int64)
 
@@ -57,9 +55,6 @@ def unpack_task(data: bytes | bytearray) -> tuple[int, Task]:
     """Kind and task of a message."""
     kind, slot, token, number, epoch = _TASK.unpack_from(data)
     return kind, Task(token, number, slot, epoch, np.frombuffer(data, np.int64, offset=_TASK.size))
-
-
-STOP_MESSAGE = Task(0, 0, 0, 0, NOTHING).pack(STOP)
 
 
 def forget_message(token: int) -> bytes:
