@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,9 +191,7 @@ def _import(place: str) -> dict[str, Any]:
                     f"there is no file {place}: give a file or a module and a function, such as my_job.py:build"
                 )
             sys.path.insert(0, str(path.resolve().parent))
-            if path.stem.isidentifier():  # as a module, so that worker processes find what is in it
-                return vars(importlib.import_module(path.stem))
-            return runpy.run_path(place)
+            return vars(importlib.import_module(path.stem))  # so that worker processes find what is in it
         sys.path.insert(0, os.getcwd())
         return vars(importlib.import_module(place))
     except StallfreeError:

@@ -119,12 +119,11 @@ def _rates(rates: Mapping[str, Any]) -> str:
 
 
 def _curves(curves: Mapping[str, Any]) -> str:
-    rates = {"throughput": "throughput", "F": "F", "P": "P", "G": "G"}
-    only = {"throughput": "throughput"}
+    lines = ["throughput", "F", "P", "G"]
     parts = [
-        _curve("cache", "Throughput against cache size", "share cached", curves["cache"], rates, percent, "best"),
-        _curve("cpus", "Throughput against CPUs", "CPUs", curves["cpus"], only, str, "now"),
-        _curve("storage", "Throughput against storage speed", "storage", curves["storage"], only, speed, "now"),
+        _curve("cache", "Throughput against cache size", "share cached", curves["cache"], lines, percent, "best"),
+        _curve("cpus", "Throughput against CPUs", "CPUs", curves["cpus"], lines[:1], str, "now"),
+        _curve("storage", "Throughput against storage speed", "storage", curves["storage"], lines[:1], speed, "now"),
     ]
     return (
         '<section aria-labelledby="curves">\n<h2 id="curves">What would change it</h2>\n'
@@ -138,7 +137,7 @@ def _curve(
     title: str,
     axis: str,
     curve: Mapping[str, Any] | None,
-    lines: Mapping[str, str],
+    lines: Sequence[str],
     position: Callable[[Any], str],
     mark: str,
 ) -> str:
@@ -149,7 +148,8 @@ def _curve(
     marked = curve[mark]
     label = "" if marked is None else f"{mark}: {position(marked)}"
     rows = [
-        [escape(position(x)), *(_number(curve[line][index]) for line in lines)] for index, x in enumerate(curve["x"])
+        [escape(position(x)), *(MISSING if y is None else number(y) for y in values)]
+        for x, *values in zip(curve["x"], *(curve[line] for line in lines), strict=True)
     ]
     ends = [f"{number(y)} samples/s at {position(x)}" for x, y in known[:: max(len(known) - 1, 1)]]
     described = "; ".join([*ends, *([label] if label else [])]) + "."
@@ -157,13 +157,9 @@ def _curve(
         f'<div class="curve" id="curve-{name}">{heading}'
         + _figure(f"chart-{name}", f"{title}: {described}", described, label)
         + "<details><summary>The numbers</summary>"
-        + table(f"{title}, in samples/s", [axis, *lines.values()], rows, classes="numbers")
+        + table(f"{title}, in samples/s", [axis, *lines], rows, classes="numbers")
         + "</details></div>\n"
     )
-
-
-def _number(value: float | None) -> str:
-    return MISSING if value is None else number(value)
 
 
 def _figure(name: str, described: str, caption: str, mark: str = "") -> str:
