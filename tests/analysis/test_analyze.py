@@ -83,7 +83,7 @@ def test_a_source_behind_slow_storage() -> None:
         assert torch.equal(pictures[:, 0].long(), labels)
         seen.append(tuple(pictures.shape))
 
-    with_limit = sf.testing.ThrottledSource(Records(), bandwidth="200KB/s")  # 20 samples/s
+    with_limit = sf.testing.ThrottledSource(Records(24), bandwidth="200KB/s")  # 20 samples/s
     report = quick(with_limit, step, seconds=0.2, batch_size=2)
     rates = {name: found["value"] for name, found in report.data["rates"].items()}
     assert set(seen) == {(2, 100)}

@@ -266,10 +266,8 @@ def test_placeholders(data: Path, tmp_path: Path) -> None:
 # -- transforms of others ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["SegmentationImagePipelineWithCache", pytest.param("SegmentationImagePipeline", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SegmentationImagePipeline", "SegmentationImagePipelineWithCache"])
 def test_transforms_of_monai(kind: str, data: Path, tmp_path: Path) -> None:
     pytest.importorskip("monai")
     transforms = [
