@@ -54,7 +54,7 @@ $(VENV)/.check: $(VENV)/.made $(DECLARED) | native
 	@touch $@
 
 $(VENV)/.browser: $(VENV)/.made $(DECLARED) | native
-	$(INSTALL) -e '.[all,test,browser,docs]'
+	$(INSTALL) -e '.[all,test,browser]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.made $(DECLARED) | native

@@ -28,7 +28,8 @@ import stallfree as sf
 
 CLASSES = ("discs", "rings", "squares", "stripes")
 SIZE = (500, 375)
-ROW = "{:<9} {:>5} {:>8} {:>10} {:>8} {:>15} {:>6} {:>6}"
+HEADINGS = "loader    epoch  seconds  samples/s  read from storage  waits for data   hits  right"
+ROW = "{:<9} {:>5} {:>8.2f} {:>10,.0f} {:>15,.0f} MB {:>15.0%} {:>6.0%} {:>6.0%}"
 
 
 def make_pictures(folder: Path, count: int) -> None:
@@ -93,7 +94,7 @@ def train(
     seconds = []
     for epoch in range(1, epochs + 1):
         samples, right, waited = 0, 0, 0.0
-        read_before, hits_before = counts()
+        counts_before = counts()
         start = asked = time.perf_counter()
         for pictures, labels in loader:
             waited += time.perf_counter() - asked
@@ -105,23 +106,11 @@ def train(
             samples += len(labels)
             right += int((scores.argmax(1) == labels).sum())
             asked = time.perf_counter()
-        end = time.perf_counter()
-        seconds.append(end - start)
-        waited += end - asked
-        read, hits = counts()
-        print(
-            ROW.format(
-                name,
-                epoch,
-                f"{seconds[-1]:.2f}",
-                f"{samples / seconds[-1]:,.0f}",
-                f"{(read - read_before) / 1e6:,.0f} MB",
-                f"{waited / seconds[-1]:.0%}",
-                f"{(hits - hits_before) / samples:.0%}",
-                f"{right / samples:.0%}",
-            ),
-            flush=True,
-        )
+        waited += time.perf_counter() - asked
+        seconds.append(time.perf_counter() - start)
+        read, hits = (now - before for now, before in zip(counts(), counts_before, strict=True))
+        shares = waited / seconds[-1], hits / samples, right / samples
+        print(ROW.format(name, epoch, seconds[-1], samples / seconds[-1], read / 1e6, *shares), flush=True)
     return seconds
 
 
@@ -133,7 +122,7 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
     print(f"{len(files):,} pictures in {classes} classes behind storage of {options.bandwidth}, {workers} workers")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # the other cores are for the workers
     arguments = {"batch_size": options.batch_size, "shuffle": True, "num_workers": workers, "persistent_workers": True}
-    print(ROW.format("loader", "epoch", "seconds", "samples/s", "read", "waits for data", "hits", "right"))
+    print(HEADINGS)
 
     with contextlib.closing(sf.testing.ThrottledSource(files, options.bandwidth)) as source:
         loader = torch.utils.data.DataLoader(source, **arguments)
@@ -160,13 +149,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each loader")
     parser.add_argument("--batch-size", type=int, default=64)
     options = parser.parse_args()
-    if options.data is not None:
-        compare(options.data, options)
-        return
-    with tempfile.TemporaryDirectory(prefix="stallfree-demo-") as folder:
-        print(f"making {options.pictures:,} pictures", flush=True)
-        make_pictures(Path(folder), options.pictures)
-        compare(Path(folder), options)
+    with tempfile.TemporaryDirectory(prefix="stallfree-demo-") as made:
+        if options.data is None:
+            print(f"making {options.pictures:,} pictures", flush=True)
+            make_pictures(Path(made), options.pictures)
+        try:
+            compare(options.data or Path(made), options)
+        except (sf.InputError, sf.CapacityError) as error:
+            parser.error(str(error))
 
 
 if __name__ == "__main__":

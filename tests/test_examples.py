@@ -43,6 +43,13 @@ def environment() -> Iterator[dict[str, str]]:
         yield os.environ | {"PYTHONWARNINGS": "error::ResourceWarning"} | ray | hub
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder with a short path: torch's workers make sockets in it, whose paths have 107 bytes at most."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem not in LONG], ids=lambda path: path.stem)
 def test_example(path: Path, store_root: Path, interpreter: Interpreter) -> None:
     check(path.stem, interpreter.run(path, *ARGUMENTS.get(path.stem, ())), store_root)
@@ -50,22 +57,22 @@ def test_example(path: Path, store_root: Path, interpreter: Interpreter) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_as_users_start_it(path: Path, tmp_path: Path, store_root: Path, environment: dict[str, str]) -> None:
+def test_example_as_users_start_it(path: Path, temporary: Path, store_root: Path, environment: dict[str, str]) -> None:
     package = SEARCHES.get(path.stem)
     if package and find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install 'stallfree[{package}]'")
     require(*PEERS.get(path.stem, ()))
     done = subprocess.run(
         [sys.executable, str(path), *ARGUMENTS.get(path.stem, ())],
-        cwd=tmp_path,
-        env=environment | {"TMPDIR": str(tmp_path)},
+        cwd=temporary,
+        env=environment | {"TMPDIR": str(temporary)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
-    check(path.stem, Ended(done.returncode, done.stdout, done.stderr, os.listdir(tmp_path)), store_root)
+    check(path.stem, Ended(done.returncode, done.stdout, done.stderr, os.listdir(temporary)), store_root)
     if package:
         check_search(done.stdout)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import stallfree as sf
 from stallfree import InputError
 from stallfree.analysis.analyzer import Analysis, rounds_in
 from stallfree.analysis.job import make_job
-from stallfree.analysis.progress import Bar
 from stallfree.analysis.stopwatch import Rate
 from stallfree.cli import main
 from stallfree.sources.base import BaseSource
@@ -85,7 +83,7 @@ def test_a_source_behind_slow_storage() -> None:
         assert torch.equal(pictures[:, 0].long(), labels)
         seen.append(tuple(pictures.shape))
 
-    with_limit = sf.testing.ThrottledSource(Records(), bandwidth="200KB/s")  # 20 samples/s
+    with_limit = sf.testing.ThrottledSource(Records(24), bandwidth="200KB/s")  # 20 samples/s
     report = quick(with_limit, step, seconds=0.4, batch_size=2, num_workers=0)  # a busy machine delays workers
     rates = {name: found["value"] for name, found in report.data["rates"].items()}
     assert set(seen) == {(2, 100)}
@@ -320,25 +318,6 @@ class Whole(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, id: int) -> Any:
         return slow((b"", id))
-
-
-class Terminal(io.StringIO):
-    """A standard error that is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(("stderr", "wanted"), [(Terminal(), True), (Terminal(), False), (io.StringIO(), True)])
-def test_progress_is_shown_on_a_terminal_alone(
-    stderr: io.StringIO, wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
-    with Bar(wanted, 2) as show:
-        show(0, "G", 0.5)
-        show(1, "warm", 1.0)
-    assert bool(stderr.getvalue()) == (wanted and stderr.isatty())
 
 
 def test_rounds_are_as_many_as_the_time_allows() -> None:

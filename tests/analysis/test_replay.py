@@ -110,24 +110,6 @@ def test_it_decides_as_the_live_cache_with_sizes(policy: str, seed: int, batch_s
     check_live_with_sizes(policy, seed, batch_size)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=50)
-@given(**jobs)
-def test_it_decides_as_the_live_cache_in_many_jobs(
-    policy: str, room: int, batch_size: int, trace: list[list[int]]
-) -> None:
-    check_live(policy, room, batch_size, trace)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=40)
-@given(**jobs_with_sizes)
-def test_it_decides_as_the_live_cache_with_sizes_in_many_jobs(policy: str, seed: int, batch_size: int) -> None:
-    check_live_with_sizes(policy, seed, batch_size)
-
-
 def check_live(policy: str, room: int, batch_size: int, trace: list[list[int]]) -> None:
     epochs = [np.array(ids) for ids in trace]
     num_ids = max(int(ids.max()) for ids in epochs) + 1

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,54 +53,6 @@ def test_at_the_knee_a_short_look_ahead_loses_and_a_long_one_does_not() -> None:
     short, long = (sustained(one, 0.5, Loading(4, 1, ahead, True)) for ahead in (1, 64))
     assert short < 0.95 * 1000
     assert 0.97 * 1000 < long <= 1000
-
-
-def by_events(missed: list[int], one: Rates, loading: Loading) -> float:
-    """Samples/s of the same loader, as a simulation by events with one heap."""
-    size, step = loading.batch_size, loading.batch_size / one.compute
-    heap: list[tuple[float, int, str, int]] = []
-    line, worker_free = 0.0, [0.0] * loading.workers
-    ready: dict[int, float] = {}
-    next_out, device_free, asked = 0, 0.0, 0
-    outs: list[float] = []
-
-    def ask(now: float) -> None:
-        nonlocal asked, line
-        if asked == len(missed):
-            return
-        line = max(line, now) + missed[asked] / one.storage
-        heapq.heappush(heap, (line, asked, "fetched", asked))
-        asked += 1
-
-    for _ in range(loading.ahead):
-        ask(0.0)
-    while next_out < len(missed):
-        now, _, what, number = heapq.heappop(heap)
-        if what == "fetched":
-            worker = worker_free.index(min(worker_free))
-            busy = missed[number] / one.prep + (size - missed[number]) / one.prep_hit
-            worker_free[worker] = max(worker_free[worker], now) + loading.workers * busy
-            heapq.heappush(heap, (worker_free[worker], number, "prepared", number))
-        elif what == "prepared":
-            ready[number] = now
-        while next_out in ready and max(ready[next_out], device_free) <= now:
-            outs.append(now)
-            device_free = now + step
-            heapq.heappush(heap, (device_free, -1, "stepped", -1))
-            del ready[next_out]
-            next_out += 1
-            ask(now)
-    warm = len(missed) // 4
-    return size * (len(outs) - 1 - warm) / (outs[-1] - outs[warm])
-
-
-@pytest.mark.parametrize(("hits", "workers", "ahead"), [(0.3, 2, 4), (0.5, 1, 2), (0.55, 4, 8), (0.8, 2, 4)])
-def test_queues_follow_a_simulation_by_events(hits: float, workers: int, ahead: int) -> None:
-    one, loading = Rates(1000, 1100, 1200, 500, 50_000), Loading(16, workers, ahead, True)
-    missed = np.random.default_rng(5).binomial(16, 1 - hits, 3000).tolist()
-    assert sustained(one, hits, loading) == pytest.approx(
-        min(law(one, hits)[0], by_events(missed, one, loading)), rel=0.01
-    )
 
 
 def test_no_workers_means_one_after_the_other() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,22 +81,6 @@ def test_long_words_fit_a_phone(open_page: Open) -> None:
     assert overflow(open_page(report_page(data), 375)) <= 0
 
 
-@pytest.mark.parametrize("highest", [1300.0, 40_000.0])
-def test_no_line_is_cut_off(open_page: Open, highest: float) -> None:
-    data = report()
-    curve = data["curves"]["cache"]
-    curve["G"] = [highest] * len(curve["x"])
-    curve["F"] = [min(rate, highest) for rate in curve["F"]]
-    opened = open_page(report_page(data))
-    axis = opened.page.evaluate(
-        "(({type, range}) => ({type, range}))(document.getElementById('chart-cache').layout.yaxis)"
-    )
-    low, high = (10**end if axis["type"] == "log" else end for end in axis["range"])
-    for trace in traces(opened, "chart-cache").values():
-        assert low < min(trace["y"])
-        assert max(trace["y"]) < high
-
-
 def test_the_charts_are_the_json(page: Opened) -> None:
     opened, data = page, report()
     epoch = traces(opened, "chart-epoch")
@@ -127,33 +110,11 @@ def test_the_charts_are_the_json(page: Opened) -> None:
     assert "best: 62%" in opened.text("#chart-cache")
 
 
-def test_storage_is_on_a_logarithmic_axis_and_marked_where_it_is(page: Opened) -> None:
-    line, first, last, label = page.page.evaluate(
-        """() => {
-            const chart = document.getElementById("chart-storage");
-            const mark = chart.querySelector(".shapelayer path").getBoundingClientRect();
-            const curve = chart.querySelector(".scatterlayer path.js-line").getBoundingClientRect();
-            return [mark.x + mark.width / 2, curve.left, curve.right, chart.layout.annotations[0].x];
-        }"""
-    )
-    assert (line - first) / (last - first) == pytest.approx(math.log(19.0625 / 10) / math.log(2560 / 10), abs=0.02)
-    assert label == pytest.approx(math.log10(19_062_500.0))
-
-
 def test_a_name_that_ends_a_script_is_a_name(page: Opened) -> None:
     assert NAME in page.text(".job")
     assert page.page.locator(".job b").count() == 0
     assert NAME in page.page.title()
     assert json.loads(page.page.locator("#data").text_content() or "") == report()
-
-
-def test_the_scheme_of_colours_may_change(page: Opened) -> None:
-    ink = "document.getElementById('chart-cache').layout.font.color"
-    before = page.page.evaluate(ink)
-    page.page.emulate_media(color_scheme="dark")
-    page.until(f"{ink} !== '{before}'")
-    page.page.emulate_media(color_scheme="light")
-    page.until(f"{ink} === '{before}'")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

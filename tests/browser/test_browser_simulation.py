@@ -117,19 +117,6 @@ def test_play_and_pause(page: Opened) -> None:
     page.until(f"Number(document.getElementById('time').dataset.seconds) > {stopped}")
 
 
-def test_it_plays_to_the_end_and_again(page: Opened) -> None:
-    page.page.locator("#speed").select_option("5")
-    seek(page, 900)
-    page.page.locator("#play").click()
-    page.until("document.getElementById('pause').disabled")
-    assert now(page) == 0.3
-    assert trained(page) == [4, 4]
-    page.page.locator("#speed").select_option("60")
-    page.page.locator("#play").click()
-    page.until("Number(document.getElementById('time').dataset.seconds) < 0.1")
-    page.page.locator("#pause").click()
-
-
 def test_step_goes_from_event_to_event(page: Opened) -> None:
     events = worked_out(prefetch=True)
     instants = sorted({0.0, 0.3} | {at for event in events for at in (event.start, event.end) if at <= 0.3})
@@ -273,19 +260,6 @@ def test_a_recorded_run(recorded_page: Opened, open_page: Open) -> None:
     assert trained(opened) == [2]
     seek(opened, 1000)
     assert trained(opened) == [5]
-
-
-def test_bars_of_one_actor_do_not_cover_each_other(recorded_page: Opened) -> None:
-    bars = recorded_page.page.evaluate(
-        """document.getElementById("gantt").data.flatMap((trace) => trace.x.map((length, bar) =>
-            [trace.base[bar], trace.base[bar] + length,
-             trace.y[bar] - trace.width[bar] / 2, trace.y[bar] + trace.width[bar] / 2]))"""
-    )
-    assert len(bars) == len(recording())
-    for index, (left, right, top, bottom) in enumerate(bars):
-        for other_left, other_right, other_top, other_bottom in bars[:index]:
-            together = min(right, other_right) - max(left, other_left) > 1e-9
-            assert not (together and min(bottom, other_bottom) - max(top, other_top) > 1e-9)
 
 
 def test_a_long_run_is_shown_page_by_page(open_page: Open) -> None:

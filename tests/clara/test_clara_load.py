@@ -6,7 +6,6 @@ import itertools
 import json
 import pickle
 import re
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -110,18 +109,6 @@ def test_a_missing_section_is_none(data: Path, tmp_path: Path) -> None:
         with pipelines.validate as again:
             assert len(again) == 4
     pipelines.close()  # twice does no harm
-
-
-def test_order_can_be_asked_for(data: Path, tmp_path: Path) -> None:
-    parts = {
-        "train": section("SegmentationImagePipeline", LOAD, shuffle=False),
-        "validate": section("SegmentationImagePipelineWithCache", LOAD, shuffle=True, num_cache_objects=8),
-    }
-    with open_(tmp_path, data, **parts) as pipelines:
-        assert pipelines.train is not None
-        assert pipelines.validate is not None
-        assert numbers(pipelines.train) == list(range(8))
-        assert numbers(pipelines.validate) != list(range(8))
 
 
 def test_labels_that_are_lists(data: Path, tmp_path: Path) -> None:
@@ -279,10 +266,8 @@ def test_placeholders(data: Path, tmp_path: Path) -> None:
 # -- transforms of others ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["SegmentationImagePipelineWithCache", pytest.param("SegmentationImagePipeline", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SegmentationImagePipeline", "SegmentationImagePipelineWithCache"])
 def test_transforms_of_monai(kind: str, data: Path, tmp_path: Path) -> None:
     pytest.importorskip("monai")
     transforms = [
@@ -336,16 +321,6 @@ def test_warnings_of_the_manual(name: str, changes: dict[str, Any], message: str
     assert ours[0].filename == __file__
 
 
-def test_no_warning_when_all_is_well(data: Path, tmp_path: Path) -> None:
-    parts = {
-        "train": section("SegmentationImagePipelineWithCache", [*LOAD, NOISE], prefetch_size=None),
-        "validate": section("SegmentationImagePipeline", LOAD, prefetch_size=7),
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        open_(tmp_path, data, **parts).close()
-
-
 # -- files that cannot be read -----------------------------------------------------------------------------------------
 
 
@@ -385,14 +360,6 @@ def test_a_sample_of_another_size_is_named(tmp_path: Path) -> None:
         with pytest.raises(sf.SampleError, match=r"5\.nii\.gz.*\[1, 4, 5, 7\].*\[channels, 4, 5, 6\]") as caught:
             numbers(pipelines.train)
         assert caught.value.id == 5
-
-
-def test_channels_are_checked_if_asked_for(data: Path, tmp_path: Path) -> None:
-    part = section("SegmentationImagePipeline", LOAD, output_image_channels=4)
-    with open_(tmp_path, data, train=part) as pipelines:
-        assert pipelines.train is not None
-        with pytest.raises(sf.SampleError, match=r"asks for \[4, 4, 5, 6\]"):
-            numbers(pipelines.train)
 
 
 # -- lightness ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -202,27 +201,6 @@ def test_a_scrape_reads_the_present(dataset: sf.CachedDataset, loader: sf.DataLo
     assert (before[name, "train"], after[name, "train"], after[name, "test"]) == (0, 10, 0)
     assert after["stallfree_cache_capacity_bytes", "cache"] == dataset.stats().capacity_bytes
     server.close()
-
-
-def test_scrapes_while_it_trains(loader: sf.DataLoader) -> None:
-    over, seen = threading.Event(), []
-    with PrometheusServer(Metrics(train=loader), port=0) as server:
-
-        def scrape_on() -> None:
-            while not over.is_set():
-                seen.append(scrape(server.port)["stallfree_loader_batches_total", "train"])
-
-        scraper = threading.Thread(target=scrape_on)
-        scraper.start()
-        try:
-            while len(seen) < 20:
-                list(loader)
-                assert scraper.is_alive()
-        finally:
-            over.set()
-            scraper.join()
-    assert seen == sorted(seen)
-    assert seen[-1] > 0
 
 
 def test_a_port_that_is_taken(loader: sf.DataLoader) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -40,13 +39,6 @@ def test_a_narrow_interval_shows_its_ends() -> None:
     assert (rate(narrow), spread(narrow)) == ("22.21", "22.18 to 22.23")
     point = {"value": 22.207, "low": 22.207, "high": 22.207, "repeats": 1, "note": ""}
     assert (rate(point), spread(point)) == ("22.2", "22.2 to 22.2")
-
-
-@given(st.floats(1, 1e6), st.floats(0.0001, 1))
-def test_decimals_are_at_most_two_more(value: float, width: float) -> None:
-    plain, fine = number(value), number(value, width)
-    extra = len(fine.partition(".")[2]) - len(plain.partition(".")[2])
-    assert extra == max(0, min(2, -math.floor(math.log10(width)) - len(plain.partition(".")[2])))
 
 
 def test_what_was_not_measured() -> None:

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -22,7 +22,7 @@ import torch
 
 from stallfree.analysis.job import Bare, Cold, Endless, Held, Job, Records, make_job, read_some
 from stallfree.analysis.progress import RUNS, Bar
-from stallfree.analysis.report import Remedy, Report, Sizes, check_cache, make_report, parse_share
+from stallfree.analysis.report import Remedy, Report, Sizes, make_report, parse_cache
 from stallfree.analysis.residency import read_file, resident_share
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, ChildTime, Limits, Rate, combined, steady_rate
 from stallfree.autotune.choice import choose, explain
@@ -38,7 +38,6 @@ from stallfree.loader import DataLoader
 from stallfree.pipeline.compose import Compose
 from stallfree.platform import cpu_count
 from stallfree.sources.mapped import as_source
-from stallfree.units import parse_size
 
 _MOST_CACHE = 4 << 30
 """Bytes of the cache that the samples are put into; only what they need is taken."""
@@ -73,7 +72,7 @@ def analyze(
     `posix_fadvise` and what is there is checked with `mincore`; the report says where that was not possible.
 
     A data set of stallfree (`CachedDataset`, `ImageFolder`, any `Source`) runs under `stallfree.DataLoader`, any other
-    under `torch.utils.data.DataLoader`, as it is used today. There fetch and prep cannot be told apart within a sample;
+    under `torch.utils.data.DataLoader`, as it is used today. There fetch and prep cannot be separated within a sample;
     P is then measured with the files in memory, and S by reading the files that were seen to be opened. Each step is
     waited for before the next batch is asked for, also where the device works asynchronously.
 
@@ -96,12 +95,12 @@ def analyze(
             raise InputError(f"cache={cache!r}: the CachedDataset that was given has a cache; leave `cache` out")
         cache = dataset.cache.capacity
     elif cache is not None:
-        check_cache(cache)
+        parse_cache(cache)
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not number or not seconds > 0:
         raise InputError(f"seconds={seconds!r}: give the longest time for one run, above 0")
     rounds = rounds_in(seconds)
-    with Bar(progress, rounds) as tell, Analysis(job, seconds, rounds, tell) as analysis:
+    with Bar(progress, rounds) as show, Analysis(job, seconds, rounds, show) as analysis:
         while analysis.wants_round():
             analysis.round()
         return analysis.report(cache)
@@ -122,7 +121,7 @@ class Analysis:
         job: what is analysed.
         seconds: the longest time for one kind of run, in all rounds together.
         rounds: the most there are.
-        tell: is called with the number of the round, the name of a run and how much of it is over.
+        show: is called with the number of the round, the name of a run and how much of it is over.
     """
 
     def __init__(
@@ -130,9 +129,9 @@ class Analysis:
         job: Job,
         seconds: float,
         rounds: int,
-        tell: Callable[[int, str, float], None] = lambda round_, name, share: None,
+        show: Callable[[int, str, float], None] = lambda round_, name, share: None,
     ) -> None:
-        self._job, self._tell, self._most = job, tell, rounds
+        self._job, self._show, self._most = job, show, rounds
         self._limits = Limits(min(1.0, seconds / 2) / rounds, seconds / rounds, seconds / 2)
         self._budget = len(RUNS) * seconds
         self._rounds: list[dict[str, Rate]] = []
@@ -247,7 +246,11 @@ class Analysis:
         if full is not None:
             cold = self._cold(some)
             with ChildTime() as slow:
-                self._time("S", self._batches(Bare(job.source), slow.count(cold), collate_fn=_count), self._warm_up)
+                self._time(
+                    "S",
+                    self._batches(Bare(job.source, Compose([])), slow.count(cold), collate_fn=_count),
+                    self._warm_up,
+                )
             self._check_out(cold)
             self._fetch_seconds.append(self._fetch_cost(some, slow))
             self._time("C", _cache_reads(full, self._there, job.batch_size), 2)
@@ -258,7 +261,7 @@ class Analysis:
             self._bring_in(some)
             self._time("C", _file_reads(Endless(some.ids), some, job), 1)
         else:
-            why = "no file was seen to be opened, so storage cannot be told from prep; a Source keeps them apart"
+            why = "no file was seen to be opened, so storage cannot be separated from prep; a Source keeps them apart"
             rates["S"] = rates["C"] = Rate(None, note=why)
 
     def _fetch_cost(self, some: Records, slow: ChildTime) -> float:
@@ -280,7 +283,9 @@ class Analysis:
     def _real(self) -> None:
         job, some, full = self._job, self._some, self._full
         cold = self._cold(some)
-        self._time("cold", self._steps(job.dataset if full is None else _Uncached(job), cold), self._warm_up)
+        self._time(
+            "cold", self._steps(job.dataset if full is None else Bare(job.source, job.steps), cold), self._warm_up
+        )
         if full is not None:
             self._time("warm", self._steps(full, Endless(self._there)), self._warm_up)
             return
@@ -291,14 +296,11 @@ class Analysis:
     def _remedy(self, rates: dict[str, Rate], cache: int | str | None, record_bytes: float) -> Remedy | None:
         """What `DataLoader(cache="auto")` would choose, with the S and the G that were measured here.
 
-        None for a data set whose samples are random and cannot be told from their prep: nothing of it can be cached.
+        None for a data set whose samples are random and whose fetch and prep are one: nothing of it can be cached.
         """
         job = self._job
-        room = free_memory() // 2
-        if isinstance(cache, str) and cache.strip().endswith("%"):
-            room = int(parse_share(cache, "cache") * len(job.source) * record_bytes)
-        elif cache is not None:
-            room = parse_size(cache, "cache")
+        given = free_memory() // 2 if cache is None else parse_cache(cache)
+        room = int(given * len(job.source) * record_bytes) if isinstance(given, float) else given
         source = job.source if job.parted else as_source(job.dataset)
         steps = job.steps if job.parted else source.pipeline
         try:
@@ -324,18 +326,18 @@ class Analysis:
     def _time(self, name: str, batches: Iterator[int], warm_up: int) -> None:
         with closing(batches):  # type: ignore[type-var]
             round_ = len(self._rounds) - 1
-            show = partial(self._tell, round_, name)
+            show = partial(self._show, round_, name)
             self._rounds[-1][name] = steady_rate(batches, warm_up, self._limits, show)
 
     def _batches(self, dataset: Any, ids: Any, **changed: Any) -> Iterator[int]:
         """The job's loader, without a device."""
-        with _closing(self._job.load(dataset, ids, **changed)) as batches:
+        with _iterated(self._job.load(dataset, ids, **changed)) as batches:
             for _ in batches:
                 yield self._job.batch_size
 
     def _steps(self, dataset: Any, ids: Any) -> Iterator[int]:
         """The job."""
-        with _closing(self._job.load(dataset, ids)) as batches:
+        with _iterated(self._job.load(dataset, ids)) as batches:
             for batch in batches:
                 self._job.train(batch)
                 yield self._job.batch_size
@@ -369,31 +371,17 @@ class Analysis:
             self._notes.append(text)
 
 
-class _Uncached(Bare):
-    """The source of a job with all of its prep, and no cache."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job.source)
-        self.pipeline = job.steps
-
-
-class _closing:
-    """An iterator over a loader, and its end with all its workers."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __enter__(self) -> Iterator[Any]:
-        self._batches: Iterator[Any] = iter(self._loader)
-        return self._batches
-
-    def __exit__(self, *_: object) -> None:
-        if isinstance(self._loader, DataLoader):
-            self._loader.close()
-            return
-        shutdown = getattr(self._batches, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+@contextmanager
+def _iterated(loader: Any) -> Iterator[Iterator[Any]]:
+    """An iterator over a loader, whose workers end with the block."""
+    batches: Any = iter(loader)
+    try:
+        yield batches
+    finally:
+        if isinstance(loader, DataLoader):
+            loader.close()
+        elif hasattr(batches, "_shutdown_workers"):
+            batches._shutdown_workers()
 
 
 def _narrow(rate: Rate) -> bool:
@@ -438,8 +426,8 @@ def _record_bytes(full: CachedDataset | None) -> float | None:
 def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
     """Some batches as the loader gives them."""
     ids = (some.ids * count)[: count * job.batch_size]
-    dataset = _Uncached(job) if job.parted else job.dataset
-    with _closing(job.load(dataset, ids)) as batches:
+    dataset = Bare(job.source, job.steps) if job.parted else job.dataset
+    with _iterated(job.load(dataset, ids)) as batches:
         try:
             return [_each(batch, torch.clone) for batch in batches]
         except Exception as error:

@@ -1,10 +1,9 @@
-"""The job that is analysed: its data set, loader and step, and what can be told of them before anything is timed."""
+"""The job that is analysed: its data set, loader and step, and what is known of them before anything is timed."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +60,7 @@ class Job:
 
     @property
     def parted(self) -> bool:
-        """Whether fetch and prep can be told apart."""
+        """Whether fetch and prep can be separated."""
         return not isinstance(self.source, MapSource)
 
     @property
@@ -192,9 +191,7 @@ def _import(place: str) -> dict[str, Any]:
                     f"there is no file {place}: give a file or a module and a function, such as my_job.py:build"
                 )
             sys.path.insert(0, str(path.resolve().parent))
-            if path.stem.isidentifier():  # as a module, so that worker processes find what is in it
-                return vars(importlib.import_module(path.stem))
-            return runpy.run_path(place)
+            return vars(importlib.import_module(path.stem))  # so that worker processes find what is in it
         sys.path.insert(0, os.getcwd())
         return vars(importlib.import_module(place))
     except StallfreeError:
@@ -241,15 +238,16 @@ class Held(BaseSource):
 
 
 class Bare(BaseSource):
-    """Fetches of another source, and no prep.
+    """Fetches of another source, without its cache.
 
     Args:
         source: is fetched from.
+        steps: the prep.
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, steps: Compose) -> None:
         self.source = source
-        self.pipeline = Compose([])
+        self.pipeline = steps
         self.threads = getattr(source, "threads", True)
 
     def __len__(self) -> int:
@@ -308,34 +306,34 @@ class Cold:
 
 
 class Opened:
-    """Hears which files are opened for reading while samples are read. One at a time."""
+    """Records which files are opened for reading while samples are read. One at a time."""
 
-    _heard: list[str] | None = None
+    _recorded: list[str] | None = None
     _hooked = False
 
     def __init__(self) -> None:
-        Opened._heard = []
+        Opened._recorded = []
         if not Opened._hooked:  # an audit hook cannot be taken away, so there is one for all
             Opened._hooked = True
-            sys.addaudithook(_hear)
+            sys.addaudithook(_record_open)
 
     def take(self) -> list[str]:
         """Regular files opened since the last call, none of them a part of Python."""
         inside = (sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/shm/stallfree-")
-        paths, Opened._heard = Opened._heard or [], []
+        paths, Opened._recorded = Opened._recorded or [], []
         return [path for path in dict.fromkeys(paths) if not path.startswith(inside) and os.path.isfile(path)]
 
     def stop(self) -> None:
-        """Listen no more."""
-        Opened._heard = None
+        """Stop recording."""
+        Opened._recorded = None
 
 
-def _hear(event: str, arguments: tuple[Any, ...]) -> None:
-    heard = Opened._heard
-    if heard is not None and event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
+def _record_open(event: str, arguments: tuple[Any, ...]) -> None:
+    recorded = Opened._recorded
+    if recorded is not None and event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
         flags = arguments[2] if len(arguments) > 2 and isinstance(arguments[2], int) else 0
         if flags & os.O_ACCMODE == os.O_RDONLY:
-            heard.append(os.path.abspath(os.fsdecode(arguments[0])))
+            recorded.append(os.path.abspath(os.fsdecode(arguments[0])))
 
 
 @dataclass
@@ -344,8 +342,8 @@ class Records:
 
     Attributes:
         ids: which.
-        values: their records, if fetch and prep can be told apart; else none are kept.
-        paths: the files that each was read from, if they cannot be told apart.
+        values: their records, if fetch and prep can be separated; else none are kept.
+        paths: the files that each was read from, if they cannot be separated.
         sample_bytes: mean bytes of a fetch; None if not known.
     """
 

@@ -85,8 +85,8 @@ def explain(
             f"that is {1 - throughput / after.limit:.1%} less than the limit of {_rate(after.limit)}: the parts are "
             "nearly equal, and how many samples of a batch miss varies"
         )
-    told = (tuple(reasoning), _answers(after))
-    return Prediction(throughput, binds, fetch, prep, rates.compute, hits, now, *told, low, high)
+    texts = (tuple(reasoning), _answers(after))
+    return Prediction(throughput, binds, fetch, prep, rates.compute, hits, now, *texts, low, high)
 
 
 def _bound(setting: Setting) -> str:

@@ -115,28 +115,30 @@ def replay(
     uses = next_uses(epochs, num_ids) if isinstance(policy, Oracle) else [None] * len(epochs)
     done = []
     with tempfile.TemporaryDirectory(prefix="stallfree-replay-") as folder:
-        keeper = Bookkeeper(Path(folder), num_ids, policy, room, bytes_of)
+        bookkeeper = Bookkeeper(Path(folder), num_ids, policy, room, bytes_of)
         for number, ids in enumerate(epochs):
             if importance is not None:
-                keeper.set_scores(np.arange(num_ids), importance[number])
-            done.append(_run(keeper, ids, uses[number], bytes_of, batch_size))
+                bookkeeper.set_scores(np.arange(num_ids), importance[number])
+            done.append(_run(bookkeeper, ids, uses[number], bytes_of, batch_size))
             if on_epoch is not None:
                 on_epoch(done[-1])
-        return Replay(policy.name, room if bytes_of is None else 0, tuple(done), keeper.resident())
+        return Replay(policy.name, room if bytes_of is None else 0, tuple(done), bookkeeper.resident())
 
 
-def _run(keeper: Bookkeeper, ids: Ids, uses: Scores | None, sizes: Ids | None, batch_size: int) -> EpochReplay:
+def _run(bookkeeper: Bookkeeper, ids: Ids, uses: Scores | None, sizes: Ids | None, batch_size: int) -> EpochReplay:
     hits, size = 0, 0
-    evictions, rejected = keeper.evictions, keeper.rejected
+    evictions, rejected = bookkeeper.evictions, bookkeeper.rejected
     for start in range(0, len(ids), batch_size):
         batch = ids[start : start + batch_size]
         if uses is not None:
-            keeper.set_scores(batch, -uses[start : start + batch_size])
-        missed = keeper.use(batch)
+            bookkeeper.set_scores(batch, -uses[start : start + batch_size])
+        missed = bookkeeper.use(batch)
         hits += len(batch) - len(missed)
         if sizes is not None:
             size += int(sizes[missed].sum())
-    return EpochReplay(len(ids), hits, len(ids) - hits, size, keeper.evictions - evictions, keeper.rejected - rejected)
+    return EpochReplay(
+        len(ids), hits, len(ids) - hits, size, bookkeeper.evictions - evictions, bookkeeper.rejected - rejected
+    )
 
 
 def _epochs(given: Any) -> list[Ids]:

@@ -122,14 +122,13 @@ class Report:
 
     def hits_of(self, cache: int | str) -> float:
         """The share of hits that a cache of this size gives: that of the samples it holds. Raises `InputError`."""
+        given = parse_cache(cache)
+        if isinstance(given, float):
+            return given
         job = self.data["job"]
-        if isinstance(cache, str) and cache.strip().endswith("%"):
-            return parse_share(cache, "cache")
-        size = parse_size(cache, "cache")
-        record = job["record_bytes"]
-        if not record:
+        if not job["record_bytes"]:
             raise InputError(f"cache={cache!r}: the size of a sample is not known; give a share such as '50%'")
-        return min(1.0, size / (float(record) * int(job["samples"])))
+        return min(1.0, given / (float(job["record_bytes"]) * int(job["samples"])))
 
     def setting(self, number: int | None = None) -> Setting:
         """The job as it was measured, in all rounds or in that of this number."""
@@ -162,22 +161,16 @@ class Report:
         return replace(setting, sharing=_sharing(setting, fastest, own_cpu=machine["device"] == "cpu"))
 
 
-def check_cache(cache: int | str) -> None:
-    """Raise `InputError` for what is neither a size nor a share."""
-    if isinstance(cache, str) and cache.strip().endswith("%"):
-        parse_share(cache, "cache")
-    else:
-        parse_size(cache, "cache")
-
-
-def parse_share(given: str, name: str) -> float:
-    """A share such as "50%", as 0 to 1. Raises `InputError`."""
+def parse_cache(given: int | str) -> float | int:
+    """A size of a cache: a share such as "50%" as a float of 0 to 1, else bytes as an int. Raises `InputError`."""
+    if not isinstance(given, str) or not given.strip().endswith("%"):
+        return parse_size(given, "cache")
     try:
         share = float(given.strip().removesuffix("%")) / 100
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise InputError(f"{name}={given!r}: a share is 0% to 100%")
+        raise InputError(f"cache={given!r}: a share is 0% to 100%")
     return share
 
 

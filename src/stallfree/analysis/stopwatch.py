@@ -120,10 +120,10 @@ def _over(ends: Sequence[float], sizes: Sequence[int], warmed: float, limits: Li
     return rate.value is not None and rate.high is not None and rate.high - rate.value <= _ENOUGH * rate.value
 
 
-def rate_of(ends: Sequence[float], sizes: Sequence[int], note: str = "") -> Rate:
+def rate_of(ends: Sequence[float], sizes: Sequence[int]) -> Rate:
     """The rate of batches that ended `ends` seconds after the beginning."""
     if not ends or ends[-1] <= 0:
-        return Rate(None, note=note or "no batch could be timed")
+        return Rate(None, note="no batch could be timed")
     value = sum(sizes) / ends[-1]
     blocks = _BLOCKS if len(ends) >= 2 * _BLOCKS else _FEW_BLOCKS
     if len(ends) < blocks:
@@ -133,7 +133,7 @@ def rate_of(ends: Sequence[float], sizes: Sequence[int], note: str = "") -> Rate
     counts = np.diff(np.cumsum(sizes)[cuts], prepend=0)
     if times.min() <= 0:
         return _too_few(value, len(ends), 2 * _BLOCKS)
-    return _with_interval(value, half_width(counts / times), len(ends), note)
+    return _with_interval(value, half_width(counts / times), len(ends))
 
 
 def half_width(figures: Sequence[float] | npt.NDArray[Any]) -> float:
@@ -157,21 +157,21 @@ def combined(rounds: Sequence[Rate]) -> Rate:
     if len(known) < 2:
         return known[0] if known else rounds[0]
     values = tuple(float(rate) for rate in known)
-    value, repeats, note = math.fsum(values) / len(values), sum(rate.repeats for rate in known), ""
+    value, repeats = math.fsum(values) / len(values), sum(rate.repeats for rate in known)
     if len(known) >= ROUNDS_FOR_INTERVAL:
-        found = _with_interval(value, half_width(values), repeats, note)
+        found = _with_interval(value, half_width(values), repeats)
     elif any(rate.low is None or rate.high is None for rate in known):
         found = _too_few(value, repeats, max(1, 2 * _BLOCKS - repeats))
     else:
         ends = [end for rate in known for end in (rate.low, rate.high) if end is not None]
-        found = _with_interval(value, max(abs(end - value) for end in ends), repeats, note)
+        found = _with_interval(value, max(abs(end - value) for end in ends), repeats)
     return replace(found, rounds=values)
 
 
-def _with_interval(value: float, half: float, repeats: int, note: str) -> Rate:
+def _with_interval(value: float, half: float, repeats: int) -> Rate:
     if half > _WIDE * value:
         return _too_few(value, repeats, math.ceil(repeats * (half / value / _USEFUL) ** 2) - repeats)
-    return Rate(value, value - half, value + half, repeats, note)
+    return Rate(value, value - half, value + half, repeats)
 
 
 def _too_few(value: float, repeats: int, more: int) -> Rate:

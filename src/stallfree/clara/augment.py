@@ -89,7 +89,7 @@ class AddGaussianNoise(FieldTransform):
             return dict(sample)
         return super().__call__(sample)
 
-    def _apply(self, array: Array, field: str) -> Array:
+    def _apply(self, array: Array) -> Array:
         noise: Array = torch.randn(array.shape).numpy()
         noise *= math.sqrt(self.variance)
         noise += array

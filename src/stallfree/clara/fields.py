@@ -36,9 +36,13 @@ class FieldTransform:
         self.fields = tuple(names)
 
     def __call__(self, sample: Sample) -> Sample:
-        return {**sample, **{field: self._apply(self._volume(sample, field), field) for field in self.fields}}
+        return {**sample, **{field: self._apply(self._array(sample, field)) for field in self.fields}}
 
-    def _apply(self, array: Array, field: str) -> Array:
+    def _array(self, sample: Sample, field: str) -> Array:
+        """The array that `_apply` gets."""
+        return self._volume(sample, field)
+
+    def _apply(self, array: Array) -> Array:
         """What becomes of the array in one field."""
         raise NotImplementedError
 
@@ -87,8 +91,11 @@ class Sized(FieldTransform):
         super().__init__(fields)
         self.size = voxels_per_axis(size, "size")
 
+    def _array(self, sample: Sample, field: str) -> Array:
+        return self._spatial(sample, field, len(self.size))
+
     def _large_enough(self, sample: Sample, field: str) -> Array:
-        array = self._spatial(sample, field, len(self.size))
+        array = Sized._array(self, sample, field)
         if any(have < want for have, want in zip(array.shape[1:], self.size, strict=True)):
             raise InputError(
                 f"{self!r}: field {field!r} has {list(array.shape[1:])} voxels, fewer than the crop of "

@@ -74,7 +74,7 @@ class ScaleIntensityRange(FieldTransform):
             )
         self.a_min, self.a_max, self.b_min, self.b_max, self.clip = a_min, a_max, b_min, b_max, bool(clip)
 
-    def _apply(self, array: Array, field: str) -> Array:
+    def _apply(self, array: Array) -> Array:
         scaled: Array = np.subtract(array, self.a_min, dtype=np.float32)
         scaled *= (self.b_max - self.b_min) / (self.a_max - self.a_min)
         scaled += self.b_min
@@ -87,10 +87,10 @@ class ScaleIntensityRange(FieldTransform):
 class NormalizeNonzeroIntensities(FieldTransform):
     """Makes mean 0 and standard deviation 1 of the voxels other than 0, in each channel; the others stay 0. float32."""
 
-    def __call__(self, sample: Sample) -> Sample:
-        return {**sample, **{field: self._apply(self._spatial(sample, field), field) for field in self.fields}}
+    def _array(self, sample: Sample, field: str) -> Array:
+        return self._spatial(sample, field)
 
-    def _apply(self, array: Array, field: str) -> Array:
+    def _apply(self, array: Array) -> Array:
         scaled = array.astype(np.float32)
         for channel in scaled:
             inside = channel != 0
@@ -119,7 +119,7 @@ class CenterData(FieldTransform):
                 raise InputError(f"{name}={number!r}: give a number{' other than 0' if name == 'divisor' else ''}")
         self.subtrahend, self.divisor = subtrahend, divisor
 
-    def _apply(self, array: Array, field: str) -> Array:
+    def _apply(self, array: Array) -> Array:
         centred = array.astype(np.float32)
         divisor = float(centred.std()) or 1.0 if self.divisor is None else self.divisor
         centred -= centred.mean() if self.subtrahend is None else self.subtrahend
@@ -190,15 +190,9 @@ class SymmetricPadder(Sized):
         size: least voxels per axis.
     """
 
-    def __call__(self, sample: Sample) -> Sample:
-        changed = dict(sample)
-        for field in self.fields:
-            array = self._spatial(sample, field, len(self.size))
-            missing = np.maximum(np.subtract(self.size, array.shape[1:]), 0)
-            if missing.any():
-                widths = [(0, 0), *((int(gap) // 2, int(gap) - int(gap) // 2) for gap in missing)]
-                changed[field] = np.pad(array, widths)
-        return changed
+    def _apply(self, array: Array) -> Array:
+        missing = np.maximum(np.subtract(self.size, array.shape[1:]), 0).tolist()
+        return np.pad(array, [(0, 0), *((gap // 2, gap - gap // 2) for gap in missing)]) if any(missing) else array
 
 
 @mark_deterministic
@@ -210,12 +204,11 @@ class CropFixedSizeCenter(Sized):
         size: voxels per axis.
     """
 
-    def __call__(self, sample: Sample) -> Sample:
-        changed = dict(sample)
-        for field in self.fields:
-            array = self._large_enough(sample, field)
-            changed[field] = crop(array, np.subtract(array.shape[1:], self.size) // 2, self.size)
-        return changed
+    def _array(self, sample: Sample, field: str) -> Array:
+        return self._large_enough(sample, field)
+
+    def _apply(self, array: Array) -> Array:
+        return crop(array, np.subtract(array.shape[1:], self.size) // 2, self.size)
 
 
 def _resize(array: Array, size: Sequence[int], nearest: bool) -> Array:

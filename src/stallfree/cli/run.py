@@ -24,7 +24,7 @@ def run(
         Path | None, typer.Option("--json", help="Write the summary to this file too.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Run a training script unchanged, and tell how long it waited for its data loaders.
+    """Run a training script unchanged, and show how long it waited for its data loaders.
 
     Every torch.utils.data.DataLoader and stallfree.DataLoader that the script iterates in its own process is timed
     from outside: the time in `next`, and the time between two calls. The summary goes to the standard error. Options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stallfree.cache.counters import Count, Counters
@@ -117,31 +117,25 @@ class Jobs:
     def _cache(
         self, info: CacheInfo, before: list[int] | None, owners: dict[tuple[int, int], set[int]] | None
     ) -> CacheRow:
-        row = {
-            "name": info.name,
-            "policy": info.policy,
-            "samples": info.samples,
-            "resident_items": info.resident_items,
-            "used_bytes": info.used_bytes,
-            "capacity_bytes": info.capacity_bytes,
-            "processes": _processes(info.path, owners),
-        }
+        row = CacheRow(
+            info.name,
+            info.policy,
+            info.samples,
+            info.resident_items,
+            info.used_bytes,
+            info.capacity_bytes,
+            _processes(info.path, owners),
+        )
         counts = _counts(info.path)
         if counts is None:
-            return CacheRow(**row)  # type: ignore[arg-type]
+            return row
         self._counts[info.path] = counts
+        hits, misses, evictions = counts[Count.HITS], counts[Count.MISSES], counts[Count.EVICTIONS]
+        row = replace(row, hits=hits, misses=misses, evictions=evictions, hit_ratio=_ratio(counts))
         recent = None if before is None else [now - then for now, then in zip(counts, before, strict=True)]
-        if recent is not None and min(recent) < 0:
-            recent = None  # another cache of that name
-        return CacheRow(
-            **row,  # type: ignore[arg-type]
-            hits=counts[Count.HITS],
-            misses=counts[Count.MISSES],
-            evictions=counts[Count.EVICTIONS],
-            hit_ratio=_ratio(counts),
-            recent_hit_ratio=None if recent is None else _ratio(recent),
-            recent_evictions=None if recent is None else recent[Count.EVICTIONS],
-        )
+        if recent is None or min(recent) < 0:  # the first look at this cache, or at another one of that name
+            return row
+        return replace(row, recent_hit_ratio=_ratio(recent), recent_evictions=recent[Count.EVICTIONS])
 
     def _loader(self, now: LoaderStatus) -> LoaderRow:
         before, last = self._seen.get(now.key, (None, None))

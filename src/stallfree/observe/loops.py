@@ -1,7 +1,7 @@
 """How long a script waits for its data loaders, seen from outside.
 
 The methods of a loader that a loop calls are replaced by ones that look at the clock and call the original. Nothing is
-drawn, kept or changed; iterators are told apart by their addresses. This file is loaded without the rest of stallfree,
+drawn, kept or changed; iterators are known by their addresses. This file is loaded without the rest of stallfree,
 before the script begins, so it imports only what an interpreter has loaded anyway (see start.py).
 """
 
@@ -157,7 +157,7 @@ class Thread:
 
 
 class Watch:
-    """Times every loader that the script makes, and tells at the end.
+    """Times every loader that the script makes, and prints a summary at the end.
 
     Args:
         target: name of the script.
@@ -174,7 +174,7 @@ class Watch:
         self._target = target
         self._out = out
         self._pid = os.getpid()
-        self._begun = clock()
+        self._started = clock()
         self._passes: dict[int, Pass] = {}
         self._threads: dict[int, Thread] = {}
         self._undo: list[tuple[Any, str, Any]] = []
@@ -227,11 +227,11 @@ class Watch:
 
     def _timed_iter(self, original: Any) -> Any:
         def __iter__(loader: Any) -> Any:
-            begun = clock()
+            started = clock()
             here = self._here()
             outermost = here.depth == 0
             if outermost:
-                here.enter(begun, None)
+                here.enter(started, None)
             here.depth += 1
             try:
                 iterator = original(loader)
@@ -239,9 +239,9 @@ class Watch:
                 here.depth -= 1
                 now = clock()
                 if outermost:
-                    here.leave(now, now - begun, first=True)
+                    here.leave(now, now - started, first=True)
             row = self._row(loader, sys._getframe(1))
-            row.first += now - begun
+            row.first += now - started
             self._add(iterator, row, row.begin(loader))
             return iterator
 
@@ -254,38 +254,38 @@ class Watch:
             one = passes.get(id(iterator))
             if one is None:  # the script has taken it from elsewhere
                 return original(iterator)
-            begun = clock()
+            started = clock()
             here = self._here()
             outermost = here.depth == 0
             if outermost:
-                here.enter(begun, one)
+                here.enter(started, one)
             if one.last is not None:
-                one.row.between += begun - one.last
+                one.row.between += started - one.last
             here.depth += 1
             try:
                 batch = original(iterator)
             except BaseException as error:
-                end(one, here, begun, outermost)
+                end(one, here, started, outermost)
                 if isinstance(error, StopIteration):
                     one.last = None
                 raise
             one.batches += 1
             one.row.batches += 1
-            end(one, here, begun, outermost)
+            end(one, here, started, outermost)
             return batch
 
         return __next__
 
-    def _end(self, one: Pass, here: Thread, begun: float, outermost: bool) -> None:
+    def _end(self, one: Pass, here: Thread, started: float, outermost: bool) -> None:
         """A wait is over."""
         now = one.last = clock()
         here.depth -= 1
         if one.fresh:
-            one.row.first += now - begun
+            one.row.first += now - started
         else:
-            one.row.waited += now - begun
+            one.row.waited += now - started
         if outermost:
-            here.leave(now, now - begun, one.fresh)
+            here.leave(now, now - started, one.fresh)
             one.mark = here.waits
         one.thread = here if outermost else None
         one.fresh = False
@@ -304,7 +304,7 @@ class Watch:
         return self.rows[-1]
 
     def _add(self, iterator: Any, row: Row, at_most: int | None) -> None:
-        """A pass has begun. The one that the same iterator made before, with persistent workers, is over."""
+        """A pass has started. The one that the same iterator made before, with persistent workers, is over."""
         key = id(iterator)
         passes = self._passes
 
@@ -316,7 +316,7 @@ class Watch:
             _close(passes[key])
         passes[key] = Pass(iterator, row, at_most, gone)
 
-    # -- telling --------------------------------------------------------------------------------------------------
+    # -- the summary ---------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Write the summary to the standard error, and as JSON if that was asked for."""
@@ -347,7 +347,7 @@ class Watch:
             "format": FORMAT,
             "version": VERSION,
             "target": self._target,
-            "seconds": clock() - self._begun,
+            "seconds": clock() - self._started,
             "loaders": [
                 {
                     "dataset": row.data,
@@ -443,19 +443,19 @@ def _advice(found: dict[str, Any]) -> str:
     """One or two sentences: what to do next."""
     total = found["total"]
     if total["stall_share"] < SMALL_SHARE:
-        return "Next: nothing, data arrive in time; `stallfree analyze` tells how much faster the device may get."
+        return "Next: nothing, data arrive in time; `stallfree analyze` shows how much faster the device may get."
     whole = total["first_seconds"] + total["waited_seconds"] + total["between_seconds"]
     starting = [row for row in found["loaders"] if _starting(row) > SMALL_SHARE * whole]
     seconds = sum(map(_starting, starting))
-    told = "`stallfree analyze` tells whether fetching or preparing is too slow, and what would end these waits."
+    advice = "`stallfree analyze` shows whether fetching or preparing is too slow, and what would end these waits."
     if not starting:
-        return f"Next: {told}"
+        return f"Next: {advice}"
     places = ", ".join(row["where"] for row in starting)
     cure = (
         f"the workers of {places} are started again in each pass, which took {seconds:.1f} s in all: give the loader "
         "persistent_workers=True."
     )
-    return f"Next: {cure}" + (f" Then {told}" if total["waited_seconds"] >= SMALL_SHARE * whole else "")
+    return f"Next: {cure}" + (f" Then {advice}" if total["waited_seconds"] >= SMALL_SHARE * whole else "")
 
 
 def _starting(row: dict[str, Any]) -> float:

@@ -55,12 +55,12 @@ def report_page(data: Mapping[str, Any]) -> str:
 
 
 def _runs(data: Mapping[str, Any]) -> str:
-    cards, told = [], []
+    cards, described = [], []
     for run, meaning in RUNS.items():
         measured, shares = data["runs"][run], data["shares"][run]
         cards.append(f'<div class="card"><h3>{escape(meaning.capitalize())}</h3>{_figure_of(measured)}</div>\n')
         parts = ", ".join(f"{name} {percent(shares[part])}" for part, name in SHARES.items()) if shares else MISSING
-        told.append(f"{run}: {parts}")
+        described.append(f"{run}: {parts}")
     rows = [
         [name, *(percent(data["shares"][run][part]) if data["shares"][run] else MISSING for run in RUNS)]
         for part, name in SHARES.items()
@@ -69,7 +69,7 @@ def _runs(data: Mapping[str, Any]) -> str:
     return (
         '<section aria-labelledby="epoch">\n<h2 id="epoch">An epoch</h2>\n'
         f'<div class="cards">{"".join(cards)}</div>\n'
-        + _figure("chart-epoch", "Shares of an epoch's time. " + "; ".join(told), meaning)
+        + _figure("chart-epoch", "Shares of an epoch's time. " + "; ".join(described), meaning)
         + table("Shares of an epoch's time", ["", *RUNS], rows, classes="numbers shares")
         + "</section>\n"
     )
@@ -119,12 +119,11 @@ def _rates(rates: Mapping[str, Any]) -> str:
 
 
 def _curves(curves: Mapping[str, Any]) -> str:
-    rates = {"throughput": "throughput", "F": "F", "P": "P", "G": "G"}
-    only = {"throughput": "throughput"}
+    lines = ["throughput", "F", "P", "G"]
     parts = [
-        _curve("cache", "Throughput against cache size", "share cached", curves["cache"], rates, percent, "best"),
-        _curve("cpus", "Throughput against CPUs", "CPUs", curves["cpus"], only, str, "now"),
-        _curve("storage", "Throughput against storage speed", "storage", curves["storage"], only, speed, "now"),
+        _curve("cache", "Throughput against cache size", "share cached", curves["cache"], lines, percent, "best"),
+        _curve("cpus", "Throughput against CPUs", "CPUs", curves["cpus"], lines[:1], str, "now"),
+        _curve("storage", "Throughput against storage speed", "storage", curves["storage"], lines[:1], speed, "now"),
     ]
     return (
         '<section aria-labelledby="curves">\n<h2 id="curves">What would change it</h2>\n'
@@ -138,7 +137,7 @@ def _curve(
     title: str,
     axis: str,
     curve: Mapping[str, Any] | None,
-    lines: Mapping[str, str],
+    lines: Sequence[str],
     position: Callable[[Any], str],
     mark: str,
 ) -> str:
@@ -149,25 +148,22 @@ def _curve(
     marked = curve[mark]
     label = "" if marked is None else f"{mark}: {position(marked)}"
     rows = [
-        [escape(position(x)), *(_number(curve[line][index]) for line in lines)] for index, x in enumerate(curve["x"])
+        [escape(position(x)), *(MISSING if y is None else number(y) for y in values)]
+        for x, *values in zip(curve["x"], *(curve[line] for line in lines), strict=True)
     ]
     ends = [f"{number(y)} samples/s at {position(x)}" for x, y in known[:: max(len(known) - 1, 1)]]
-    told = "; ".join([*ends, *([label] if label else [])]) + "."
+    described = "; ".join([*ends, *([label] if label else [])]) + "."
     return (
         f'<div class="curve" id="curve-{name}">{heading}'
-        + _figure(f"chart-{name}", f"{title}: {told}", told, label)
+        + _figure(f"chart-{name}", f"{title}: {described}", described, label)
         + "<details><summary>The numbers</summary>"
-        + table(f"{title}, in samples/s", [axis, *lines.values()], rows, classes="numbers")
+        + table(f"{title}, in samples/s", [axis, *lines], rows, classes="numbers")
         + "</details></div>\n"
     )
 
 
-def _number(value: float | None) -> str:
-    return MISSING if value is None else number(value)
-
-
-def _figure(name: str, told: str, caption: str, mark: str = "") -> str:
-    attributes = f'id="{name}" role="img" aria-label="{escape(told)}" data-mark="{escape(mark)}"'
+def _figure(name: str, described: str, caption: str, mark: str = "") -> str:
+    attributes = f'id="{name}" role="img" aria-label="{escape(described)}" data-mark="{escape(mark)}"'
     return f'<figure><div class="chart" {attributes}></div><figcaption>{escape(caption)}</figcaption></figure>\n'
 
 
