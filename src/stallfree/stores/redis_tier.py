@@ -144,11 +144,11 @@ class RedisTier:
         With given servers, of all. Waits for what processes of this node are about to store.
         """
         self.drain(ids)
-        there = np.zeros(len(ids), bool)
-        mine = np.arange(len(ids)) if self.me is None else np.flatnonzero(self._node.owner[ids] == self.me)
-        for shard, at, names in self._values.split(self._node.owner, ids[mine]):
-            chosen = mine[at]
-            there[chosen] = self._values.exist(shard, names, self._node.known[ids[chosen]] != 0)
+        shards, mine = self._servers.shards, np.ones(len(ids), bool)
+        if self.me is not None:
+            shards, mine = [shards[self.me]], self._node.owner[ids] == self.me
+        found = [self._values.stored(shard) for shard in shards]
+        there: Array = mine & np.isin(ids, np.concatenate([np.empty(0, np.int64), *found]))
         self._node.known[ids[mine]] = there[mine]
         return there
 
@@ -179,7 +179,7 @@ class RedisTier:
 
     def num_keys(self) -> int:
         """Samples of this data set on all servers that can be reached. Looks through all of their keys."""
-        return sum(len({key for keys in self._values.scan(shard) for key in keys}) for shard in self._servers.shards)
+        return sum(len(self._values.stored(shard)) for shard in self._servers.shards)
 
     @property
     def uncached_steps(self) -> int:
