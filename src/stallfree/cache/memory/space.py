@@ -27,6 +27,8 @@ from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
 
+_LARGEST = (1 << 32) - 1  # bytes of a record that the index can say
+
 
 class Space:
     """Gives blocks to records, and takes them back.
@@ -37,6 +39,7 @@ class Space:
         policy: which record goes when there is no room.
         back: gets memory for some blocks (`Arena.back`).
         path: the folder of the cache, for messages.
+        victims: the queue of the next to be evicted; that of the index if None.
     """
 
     def __init__(
@@ -47,12 +50,13 @@ class Space:
         policy: Policy,
         back: Callable[[int, int], int],
         path: Path,
+        victims: Victims | None = None,
     ) -> None:
         self._index, self._counters, self._policy, self._back = index, counters, policy, back
         self._header = index.header
         self._block, self._capacity, self._path = meta.block, meta.capacity, path
         self._beside = meta.index_bytes
-        self._victims = Victims(index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
+        self._victims = victims or Victims(index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
         self._warned = False
 
     @contextmanager
@@ -103,6 +107,64 @@ class Space:
             if self._policy.given:
                 break  # the others are below all that are there now
         return len(ids) - done
+
+    def enter_chained(self, ids: Array, sizes: Array, copy: Callable[[int, Array], None]) -> int:
+        """Store records over as many blocks each as they need; how many were not stored.
+
+        Args:
+            ids: in the order of `turns`.
+            sizes: bytes of their records.
+            copy: writes the record at a position in `ids` into blocks. May raise `OSError`.
+        """
+        counts = blocks_of(sizes, self._block)
+        left = np.flatnonzero((counts <= self.limit) & (sizes <= _LARGEST))
+        if len(left) == 0:
+            return len(ids)
+        lowest = -np.inf
+        if self._policy.given:
+            together = self.admit(ids[left], counts[left])
+        else:
+            there = self.make_room(int(counts[left].sum()))
+            if not self._policy.evicts:
+                left = left[counts[left] <= there]
+            together = int(np.searchsorted(np.cumsum(counts[left]), there, "right"))
+        first, left = left[:together], left[together:]
+        stored = self._store(first, ids[first], sizes[first], counts[first], copy)
+        if len(left) and self._policy.given:
+            left, lowest = left[1:], self._lowest_score()  # the first one was not admitted
+        for at in left.tolist():
+            one = slice(at, at + 1)
+            if self._has_place(ids[one], counts[one], lowest):
+                stored += self._store(np.array([at]), ids[one], sizes[one], counts[one], copy)
+        return len(ids) - stored
+
+    def _has_place(self, id: Array, count: Array, lowest: float) -> bool:
+        """Make room for a newcomer, if the policy admits it. `lowest` is the score of the resident that goes first."""
+        if not self._policy.given:
+            return self.make_room(int(count[0])) == int(count[0])
+        score = self._index.score
+        assert score is not None
+        if score[id[0]] <= lowest and self.available(int(count[0])) < count[0]:  # most need no look at the residents
+            return False
+        return self.admit(id, count) == 1
+
+    def _store(self, at: Array, ids: Array, sizes: Array, counts: Array, copy: Callable[[int, Array], None]) -> int:
+        """Store the records at the positions `at`, for which there are free blocks; how many were stored."""
+        if len(at) == 0:
+            return 0
+        blocks, ends = self.take(int(counts.sum())), np.cumsum(counts)
+        try:
+            for position, start, end in zip(at.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
+                copy(position, blocks[start:end])
+        except OSError:
+            self.give_back(blocks)
+            return 0
+        inner = np.ones(len(blocks), bool)
+        inner[ends - 1] = False
+        links = np.flatnonzero(inner)
+        self._index.next[blocks[links]] = blocks[links + 1]
+        self.publish(ids, blocks[ends - counts], sizes, int(sizes.sum()))
+        return len(at)
 
     def publish(self, ids: Array, heads: Array, length: Any, size: int) -> None:
         """Make records visible whose data and chains are written; `size` is the sum of their bytes."""
@@ -156,7 +218,7 @@ class Space:
         index.score[ids] = scores
         self._victims.entered(index.score, ids[index.first[ids] != 0])
 
-    def lowest_score(self) -> float:
+    def _lowest_score(self) -> float:
         """The score of the resident that would go first; infinity if there is none."""
         score = self._index.score
         assert score is not None
@@ -170,12 +232,6 @@ class Space:
             return slice(None)
         assert self._index.score is not None
         return np.argsort(-self._index.score[ids], kind="stable")
-
-    def has_place(self, id: int, count: int) -> bool:
-        """Make room for a newcomer of `count` blocks, if the policy admits it. Returns whether there is."""
-        if self._policy.given:
-            return self.admit(np.array([id]), np.array([count])) == 1
-        return self.make_room(count) == count
 
     def admit(self, ids: Array, counts: Array) -> int:
         """Make room for newcomers of given scores, falling, and so many blocks each; how many, the first ones.

@@ -33,8 +33,6 @@ LOCK_SECONDS = 2.0
 _BACK_OFF = 50
 """Batches that are not stored after the lock was not free in time."""
 
-_LARGEST = (1 << 32) - 1  # bytes of a record that the index can say
-
 
 def checksum(record: Array, id: int) -> int:
     """The checksum of a record as the index keeps it: it says whose record it is, too."""
@@ -136,7 +134,7 @@ class Writer:
             if plain:
                 rejected += self._write_plain(ids[plain], [records[at][1] for at in plain])
             if chained:
-                rejected += self._write_chained(ids[chained].tolist(), [records[at] for at in chained])
+                rejected += self._write_chained(ids[chained], [records[at] for at in chained])
         if rejected:
             self._counters.add((Count.REJECTED, rejected))
 
@@ -161,32 +159,18 @@ class Writer:
         if not isinstance(arena, MemoryArena):
             arena.write(blocks, data)
 
-    def _write_chained(self, ids: list[int], records: list[Record]) -> int:
+    def _write_chained(self, ids: Array, records: list[Record]) -> int:
         """Write records that describe themselves, over as many blocks as they need; how many were not stored."""
-        space = self.space
-        sizes = [record_size(structure, arrays) for structure, arrays in records]
-        counts = [-(-size // self._block) for size in sizes]
-        rejected = 0
-        if self._policy.evicts and not self._policy.given:  # once for all newcomers that can be stored at all
-            space.make_room(sum(count for count in counts if count <= space.limit))
-        for id, (structure, arrays), size, count in zip(ids, records, sizes, counts, strict=True):
-            if count > space.limit or size > _LARGEST or not space.has_place(id, count):
-                rejected += 1
-                continue
-            blocks = space.take(count)
-            record = self._scratch(count * self._block)
-            write_record(structure, arrays, record)
+        sizes = np.array([record_size(structure, arrays) for structure, arrays in records], np.int64)
+
+        def copy(at: int, blocks: Array) -> None:
+            record = self._scratch(len(blocks) * self._block)
+            write_record(*records[at], record)
             if self._index.checksum is not None:
-                self._index.checksum[id] = checksum(record[:size], id)
-            try:
-                self._arena.write(blocks, record.reshape(count, self._block))
-            except OSError:
-                space.give_back(blocks)
-                rejected += 1
-                continue
-            self._index.next[blocks[:-1]] = blocks[1:]
-            space.publish(np.array([id]), blocks[:1], size, size)
-        return rejected
+                self._index.checksum[ids[at]] = checksum(record[: sizes[at]], int(ids[at]))
+            self._arena.write(blocks, record.reshape(len(blocks), self._block))
+
+        return self.space.enter_chained(ids, sizes, copy)
 
     def _scratch(self, size: int) -> Array:
         """Memory that is used again and again; the lock of writers is also between threads."""
