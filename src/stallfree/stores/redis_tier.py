@@ -34,9 +34,6 @@ from stallfree.stores.values import HEAD_SIZE, data_key
 
 Array = npt.NDArray[Any]
 
-_PATIENCE = 0.25
-"""Seconds that one batch waits for room among the writes under way, while they make progress."""
-
 
 @dataclass(frozen=True)
 class ServerStatus:
@@ -112,9 +109,7 @@ class RedisTier:
         if servers.names:
             self._node.share([shard.breaker for shard in servers.shards])
         self._storing = RedisWriter(self._values, servers, self._node, self.policy, limit)
-        self._writer = WriteBehind(
-            self._storing.write, self._node.moving, target=f"servers of {name!r}", patience=_PATIENCE
-        )
+        self._writer = WriteBehind(self._storing.write, self._node.moving, target=f"servers of {name!r}")
         self._last: CacheStats | None = None
         self._leave = weakref.finalize(self, _leave, servers, self._node)
 
