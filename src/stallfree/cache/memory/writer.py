@@ -16,7 +16,6 @@ from stallfree.cache.counters import Count, Counters
 from stallfree.cache.memory.arena import Arena, MemoryArena
 from stallfree.cache.memory.index import Field, Index, fence
 from stallfree.cache.memory.layout import Meta
-from stallfree.cache.memory.recovery import find_problems
 from stallfree.cache.memory.space import Space
 from stallfree.cache.policies import Policy
 from stallfree.errors import InputError, WaitError
@@ -225,10 +224,3 @@ class Writer:
                 self.space.drop(np.flatnonzero(self._index.first))
             fence()
             self._header[Field.UNCACHED] -= 1
-
-    def check(self) -> list[str]:
-        """What is wrong with the bookkeeping, as sentences; what a killed writer left is put in order before."""
-        with self._locked("checking"):
-            with self.space.changing():
-                pass
-            return find_problems(self._index, self._block)
