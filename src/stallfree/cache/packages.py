@@ -8,9 +8,9 @@ One file is one package. Its numbers are in the byte order of the host (another 
     from the next multiple of 8: i64 id of each record, i64 length of each record
     from the next multiple of 64: the records as `pipeline.codec` writes them, each from a multiple of 64
 
-A package is written under another name, and renamed when it is whole. It is never changed, only deleted; no name is used
-twice. So processes and jobs share a folder without messages. What is read is checked: a damaged package is deleted and
-counted, and is never an error. Files of other names, of other users or of other data are left alone.
+A package is written under another name, and renamed when it is whole. It is never changed, only deleted; no name is
+used twice. So processes and jobs share a folder without messages. What is read is checked: a damaged package is deleted
+and counted, and is never an error. Files of other names, of other users or of other data are left alone.
 """
 
 from __future__ import annotations
