@@ -174,7 +174,11 @@ class Supervisor:
         with self._bind() as bound:
             port = int(bound.getsockname()[1])
             self._password = os.urandom(32).hex()
-            self._process = _start(self._program, self._config(port).encode())
+            try:
+                self._process = _start(self._program, self._config(port).encode())
+            except OSError as error:
+                self._postpone()
+                raise Failure("server", f"{self._program} cannot be run: {error.strerror}") from error
             pid = self._process.pid
             if self._wait_for_answer(pid):
                 self._answered = True
@@ -312,7 +316,7 @@ def _failure(what: str, since: int = 0) -> Failure:
 
 
 def _start(program: str, text: bytes) -> subprocess.Popen[bytes]:
-    """Start a server with `text` on its standard input. It is killed when this process ends."""
+    """Start a server with `text` on its standard input. It is killed when this process ends. May raise `OSError`."""
     supervisor = os.getpid()
 
     def end_with_supervisor() -> None:
@@ -321,10 +325,7 @@ def _start(program: str, text: bytes) -> subprocess.Popen[bytes]:
         if os.getppid() != supervisor:
             os._exit(1)
 
-    try:
-        process = subprocess.Popen([program, "-"], stdin=subprocess.PIPE, preexec_fn=end_with_supervisor)
-    except OSError as error:
-        raise Failure("server", f"{program} cannot be run: {error.strerror}") from error
+    process = subprocess.Popen([program, "-"], stdin=subprocess.PIPE, preexec_fn=end_with_supervisor)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
         process.stdin.write(text)
