@@ -54,7 +54,7 @@ class Bookkeeper:
         self._index, self._policy, self._counters = index, policy, Counters(index.counters)
         self._space = Space(meta, index, self._counters, policy, lambda start, count: count, folder, victims)
         self._seen = np.zeros(num_ids, np.int64)
-        self._sizes = sizes
+        self._sizes = np.zeros(num_ids, np.int64) if sizes is None else sizes
 
     def use(self, ids: Ids) -> Ids:
         """Look `ids` up, as one batch, and store those that are missing; gives these, repeated ones each time."""
@@ -79,10 +79,7 @@ class Bookkeeper:
         rejected = len(ids)
         if self._policy.evicts or self._space.has_room():
             ids = ids[self._space.turns(ids)]
-            if self._sizes is None:
-                rejected = self._space.enter_plain(ids, lambda part, blocks: None)
-            else:
-                rejected = self._space.enter_chained(ids, self._sizes[ids], lambda at, blocks: None)
+            rejected = self._space.enter(ids, self._sizes[ids], None)
         if rejected:
             self._counters.add((Count.REJECTED, rejected))
 

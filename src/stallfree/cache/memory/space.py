@@ -80,62 +80,37 @@ class Space:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def enter_plain(self, ids: Array, copy: Callable[[slice, Array], None]) -> int:
-        """Store records of one block each; how many were not stored.
-
-        Args:
-            ids: in the order of `turns`.
-            copy: writes the records of a part of `ids` into blocks. May raise `OSError`.
-        """
-        done = 0
-        while done < len(ids):
-            if self._policy.given:
-                count = self.admit(ids[done:], np.ones(len(ids) - done, np.int64))
-            else:
-                count = self.make_room(len(ids) - done)
-            if count == 0:
-                break
-            blocks = self.take(count)
-            batch = slice(done, done + count)
-            try:
-                copy(batch, blocks)
-            except OSError:
-                self.give_back(blocks)
-                break
-            self.publish(ids[batch], blocks, 0, count * self._block)
-            done += count
-            if self._policy.given:
-                break  # the others are below all that are there now
-        return len(ids) - done
-
-    def enter_chained(self, ids: Array, sizes: Array, copy: Callable[[int, Array], None]) -> int:
+    def enter(self, ids: Array, lengths: Array, copy: Callable[[int, Array], None] | None) -> int:
         """Store records over as many blocks each as they need; how many were not stored.
 
         Args:
             ids: in the order of `turns`.
-            sizes: bytes of their records.
-            copy: writes the record at a position in `ids` into blocks. May raise `OSError`.
+            lengths: bytes of their records; 0 for those of the common structure, which take one block.
+            copy: writes the record at a position in `ids` into blocks. May raise `OSError`. None: nothing is written.
         """
-        counts = blocks_of(sizes, self._block)
-        left = np.flatnonzero((counts <= self.limit) & (sizes <= _LARGEST))
+        counts = blocks_of(lengths, self._block)
+        left = np.flatnonzero((counts <= self.limit) & (lengths <= _LARGEST))
         if len(left) == 0:
             return len(ids)
-        lowest = -np.inf
+        need, lowest = int(counts[left].sum()), -np.inf
         if self._policy.given:
             together = self.admit(ids[left], counts[left])
         else:
-            there = self.make_room(int(counts[left].sum()))
+            there = self.make_room(need)
             if not self._policy.evicts:
                 left = left[counts[left] <= there]
             together = int(np.searchsorted(np.cumsum(counts[left]), there, "right"))
         first, left = left[:together], left[together:]
-        stored = self._store(first, ids[first], sizes[first], counts[first], copy)
-        if len(left) and self._policy.given:
-            left, lowest = left[1:], self._lowest_score()  # the first one was not admitted
+        stored = self._store(first, ids[first], lengths[first], counts[first], copy)
+        if not self._policy.evicts:
+            left = left[counts[left] <= there - int(counts[first].sum())]
+        elif self._policy.given and len(left):  # the first one was not admitted
+            left = left[1:] if counts[left].min() < counts[left[0]] else left[:0]
+            lowest = self._lowest_score() if len(left) else lowest
         for at in left.tolist():
             one = slice(at, at + 1)
             if self._has_place(ids[one], counts[one], lowest):
-                stored += self._store(np.array([at]), ids[one], sizes[one], counts[one], copy)
+                stored += self._store(np.array([at]), ids[one], lengths[one], counts[one], copy)
         return len(ids) - stored
 
     def _has_place(self, id: Array, count: Array, lowest: float) -> bool:
@@ -148,32 +123,36 @@ class Space:
             return False
         return self.admit(id, count) == 1
 
-    def _store(self, at: Array, ids: Array, sizes: Array, counts: Array, copy: Callable[[int, Array], None]) -> int:
+    def _store(
+        self, at: Array, ids: Array, lengths: Array, counts: Array, copy: Callable[[int, Array], None] | None
+    ) -> int:
         """Store the records at the positions `at`, for which there are free blocks; how many were stored."""
         if len(at) == 0:
             return 0
         blocks, ends = self.take(int(counts.sum())), np.cumsum(counts)
-        try:
-            for position, start, end in zip(at.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
-                copy(position, blocks[start:end])
-        except OSError:
-            self.give_back(blocks)
-            return 0
-        inner = np.ones(len(blocks), bool)
-        inner[ends - 1] = False
-        links = np.flatnonzero(inner)
-        self._index.next[blocks[links]] = blocks[links + 1]
-        self.publish(ids, blocks[ends - counts], sizes, int(sizes.sum()))
+        if copy is not None:
+            try:
+                for position, start, end in zip(at.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
+                    copy(position, blocks[start:end])
+            except OSError:
+                self.give_back(blocks)
+                return 0
+        if len(blocks) > len(ids):
+            inner = np.ones(len(blocks), bool)
+            inner[ends - 1] = False
+            links = np.flatnonzero(inner)
+            self._index.next[blocks[links]] = blocks[links + 1]
+        self.publish(ids, blocks[ends - counts], lengths)
         return len(at)
 
-    def publish(self, ids: Array, heads: Array, length: Any, size: int) -> None:
-        """Make records visible whose data and chains are written; `size` is the sum of their bytes."""
+    def publish(self, ids: Array, heads: Array, lengths: Array) -> None:
+        """Make records visible whose data and chains are written."""
         index, header = self._index, self._header
-        index.length[ids] = length
+        index.length[ids] = lengths
         index.generation[ids] += 1
         fence()
         header[Field.RESIDENT] += len(ids)
-        header[Field.RESIDENT_BYTES] += size
+        header[Field.RESIDENT_BYTES] += int(np.where(lengths == 0, self._block, lengths).sum())
         index.first[ids] = heads + 1
         if index.score is not None:
             self._policy.entered(index.score, ids, self._tick(len(ids)), float(index.level[0]))

@@ -126,50 +126,35 @@ class Writer:
         """Store `records` as those of `ids`, which are all different. Those that are there already stay as they are."""
         with self.space.changing():
             absent = np.flatnonzero(self._index.first[ids] == 0)  # another process may have been faster
-            absent = absent[self.space.turns(ids[absent])].tolist()
-            plain = [at for at in absent if records[at][0] is self._common]
-            chained = absent if not plain else [at for at in absent if records[at][0] is not self._common]
-            rejected = 0
-            if plain:
-                rejected += self._write_plain(ids[plain], [records[at][1] for at in plain])
-            if chained:
-                rejected += self._write_chained(ids[chained], [records[at] for at in chained])
+            absent = absent[self.space.turns(ids[absent])]
+            ids, records = ids[absent], [records[at] for at in absent.tolist()]
+            sizes = [
+                0 if structure is self._common else record_size(structure, arrays) for structure, arrays in records
+            ]
+            rejected = self.space.enter(
+                ids,
+                np.array(sizes, np.int64),
+                lambda at, blocks: self._copy(int(ids[at]), records[at], sizes[at], blocks),
+            )
         if rejected:
             self._counters.add((Count.REJECTED, rejected))
 
-    def _write_plain(self, ids: Array, leaves: list[list[Array]]) -> int:
-        """Write records of the common structure, one block each; how many were not stored."""
-        return self.space.enter_plain(ids, lambda part, blocks: self._copy_plain(ids[part], blocks, leaves[part]))
-
-    def _copy_plain(self, ids: Array, blocks: Array, leaves: list[list[Array]]) -> None:
-        assert self._common is not None
-        arena, offsets = self._arena, self._common.offsets
-        if isinstance(arena, MemoryArena):
-            rows = [arena.row(block) for block in blocks.tolist()]
+    def _copy(self, id: int, record: Record, size: int, blocks: Array) -> None:
+        """Write a record of `size` bytes, 0 for one of the common structure, into blocks."""
+        (structure, arrays), arena = record, self._arena
+        if in_place := not size and isinstance(arena, MemoryArena):
+            data = arena.row(int(blocks[0]))
         else:
-            data = self._scratch(len(blocks) * self._block).reshape(len(blocks), self._block)
-            rows = list(data)
-        for row, arrays in zip(rows, leaves, strict=True):
-            for offset, array in zip(offsets, arrays, strict=True):
-                row[offset : offset + len(array)] = array
+            data = self._scratch(len(blocks) * self._block)
+        if size:
+            write_record(structure, arrays, data)
+        else:
+            for offset, array in zip(structure.offsets, arrays, strict=True):
+                data[offset : offset + len(array)] = array
         if self._index.checksum is not None:
-            sums = [checksum_of(arrays, id) for id, arrays in zip(ids.tolist(), leaves, strict=True)]
-            self._index.checksum[ids] = sums
-        if not isinstance(arena, MemoryArena):
-            arena.write(blocks, data)
-
-    def _write_chained(self, ids: Array, records: list[Record]) -> int:
-        """Write records that describe themselves, over as many blocks as they need; how many were not stored."""
-        sizes = np.array([record_size(structure, arrays) for structure, arrays in records], np.int64)
-
-        def copy(at: int, blocks: Array) -> None:
-            record = self._scratch(len(blocks) * self._block)
-            write_record(*records[at], record)
-            if self._index.checksum is not None:
-                self._index.checksum[ids[at]] = checksum(record[: sizes[at]], int(ids[at]))
-            self._arena.write(blocks, record.reshape(len(blocks), self._block))
-
-        return self.space.enter_chained(ids, sizes, copy)
+            self._index.checksum[id] = checksum(data[:size], id) if size else checksum_of(arrays, id)
+        if not in_place:
+            arena.write(blocks, data.reshape(len(blocks), self._block))
 
     def _scratch(self, size: int) -> Array:
         """Memory that is used again and again; the lock of writers is also between threads."""
