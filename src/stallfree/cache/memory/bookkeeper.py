@@ -78,7 +78,6 @@ class Bookkeeper:
     def _enter(self, ids: Ids) -> None:
         rejected = len(ids)
         if self._policy.evicts or self._space.has_room():
-            ids = ids[self._space.turns(ids)]
             rejected = self._space.enter(ids, self._sizes[ids], None)
         if rejected:
             self._counters.add((Count.REJECTED, rejected))

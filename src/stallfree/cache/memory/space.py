@@ -84,12 +84,14 @@ class Space:
         """Store records over as many blocks each as they need; how many were not stored.
 
         Args:
-            ids: in the order of `turns`.
+            ids: of newcomers, all different. Where scores are given, the highest come first.
             lengths: bytes of their records; 0 for those of the common structure, which take one block.
             copy: writes the record at a position in `ids` into blocks. May raise `OSError`. None: nothing is written.
         """
         counts = blocks_of(lengths, self._block)
         left = np.flatnonzero((counts <= self.limit) & (lengths <= _LARGEST))
+        if self._policy.given and self._index.score is not None:
+            left = left[np.argsort(-self._index.score[ids[left]], kind="stable")]
         if len(left) == 0:
             return len(ids)
         need, lowest = int(counts[left].sum()), -np.inf
@@ -204,13 +206,6 @@ class Space:
         victim = self._victims.choose(1, score)
         self._victims.give_back(score, victim)
         return float(score[victim].min(initial=np.inf))
-
-    def turns(self, ids: Array) -> Any:
-        """In which order newcomers come: where scores are given, the highest first."""
-        if not self._policy.given:
-            return slice(None)
-        assert self._index.score is not None
-        return np.argsort(-self._index.score[ids], kind="stable")
 
     def admit(self, ids: Array, counts: Array) -> int:
         """Make room for newcomers of given scores, falling, and so many blocks each; how many, the first ones.

@@ -126,7 +126,6 @@ class Writer:
         """Store `records` as those of `ids`, which are all different. Those that are there already stay as they are."""
         with self.space.changing():
             absent = np.flatnonzero(self._index.first[ids] == 0)  # another process may have been faster
-            absent = absent[self.space.turns(ids[absent])]
             ids, records = ids[absent], [records[at] for at in absent.tolist()]
             sizes = [
                 0 if structure is self._common else record_size(structure, arrays) for structure, arrays in records
