@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 import stallfree as sf
+from cache_tools import problems
 from stallfree.cache import MISS, SampleCache
 from stallfree.pipeline import StallfreeWarning
 
@@ -225,7 +226,7 @@ def test_a_process_that_dies_while_it_drops(tmp_path: Path) -> None:
         assert cache.resident([2]).all()
         assert cache.uncache_steps(2)
         assert not cache.resident([2]).any()
-        assert cache.check() == []
+        assert problems(cache) == []
     finally:
         cache.close()
 

@@ -324,13 +324,13 @@ def test_the_first_process_decides() -> None:
     with make_server(interface="127.0.0.2") as server:
         with pytest.warns(UserWarning, match=r"keeps the limit of 64.0 MiB .* not 32.0 MiB"):
             make_server(memory="32MiB").close()
-        with pytest.raises(InputError, match=r"listen on 127.0.0.2, not on 127.0.0.3"):
+        with pytest.raises(InputError, match=r"with interface='127.0.0.2', not '127.0.0.3'"):
             make_server(interface="127.0.0.3")
-        with pytest.raises(InputError, match="on a free port, not on port=6379"):
+        with pytest.raises(InputError, match="with port=0, not 6379"):
             make_server(port=6379)
         with make_server() as other:
             assert other.address() == server.address()
-    with make_server(), pytest.raises(InputError, match="listen on this host only"):
+    with make_server(), pytest.raises(InputError, match=r"with interface='127.0.0.1', not '127.0.0.2'"):
         make_server(interface="127.0.0.2")
 
 

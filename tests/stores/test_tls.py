@@ -24,7 +24,7 @@ from stallfree.stores.shard import Fixed, Shard
 
 ALL = list(range(COUNT))
 
-RIGHTS = "~stallfree:* +ping +info +get +mget +set +exists +unlink +scan +cluster|slots"
+RIGHTS = "~stallfree:* +ping +info +get +mget +set +unlink +scan +cluster|slots"
 """What `RedisStore` says that a user needs."""
 
 pytestmark = [

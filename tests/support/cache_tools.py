@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from stallfree.cache import MISS, SampleCache
+from stallfree.cache.memory.index import FREE_BLOCK, Field
 from stallfree.cache.memory.layout import plan_layout
+from stallfree.cache.memory.recovery import blocks_of, chains
 from stallfree.cache.policies import make_policy
 from stallfree.errors import CapacityError
 from stallfree.pipeline.codec import encode, record_size
@@ -74,3 +76,32 @@ def crc(value: Any) -> int:
     """A number that stands for the bytes of a value."""
     structure, arrays = encode(value, allow_pickle=True)
     return zlib.crc32(b"".join([structure.key, *(bytes(array) for array in arrays)]))
+
+
+def problems(cache: SampleCache) -> list[str]:
+    """What is wrong with the bookkeeping of a cache, as sentences; none if all is well."""
+    with cache._writer._locked("checking"), cache._writer.space.changing():
+        pass  # what a killed writer left is put in order
+    index, block = cache._index, cache.meta.block
+    header = index.header
+    high, backed, stacked = (int(header[field]) for field in (Field.HIGH, Field.BACKED, Field.STACKED))
+    counted = int(header[Field.RESIDENT])
+    residents = np.flatnonzero(index.first)
+    lengths = index.length[residents].astype(np.int64)
+    used = chains(index, index.first[residents].astype(np.int64) - 1, blocks_of(lengths, block))
+    free = np.flatnonzero(index.next[:high] == FREE_BLOCK)
+    stack = index.free[:stacked]
+    times = np.bincount(np.concatenate((used, free)), minlength=high)
+    stored = int(np.where(lengths == 0, block, lengths).sum())
+    found = {
+        f"{high} blocks were in use, {backed} have memory behind them": high > backed,
+        f"{backed} blocks have memory, {header[Field.LIMIT]} may": backed > header[Field.LIMIT],
+        "blocks are used that never were handed out": len(times) > high,
+        f"blocks {np.flatnonzero(times > 1)[:5]} are used more than once": bool((times > 1).any()),
+        f"blocks {np.flatnonzero(times == 0)[:5]} are lost": bool((times == 0).any()),
+        f"{len(free)} blocks are free, {header[Field.FREE]} counted": len(free) != header[Field.FREE],
+        "the stack of free blocks holds others or some twice": len(np.intersect1d(stack, free)) != stacked,
+        f"{len(residents)} records are there, {counted} counted": len(residents) != counted,
+        f"{stored} bytes are there, {header[Field.RESIDENT_BYTES]} counted": stored != header[Field.RESIDENT_BYTES],
+    }
+    return [problem for problem, wrong in found.items() if wrong]

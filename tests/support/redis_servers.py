@@ -111,11 +111,6 @@ class Server:
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
 
-    def restart(self) -> None:
-        """End it, and start it again, empty, with the same port and socket."""
-        self.kill()
-        self.start()
-
     def close(self) -> None:
         """End it, and remove its socket."""
         self.kill()

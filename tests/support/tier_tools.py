@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import stallfree as sf
+from cache_tools import problems
 from stallfree.cache import MISS, SampleCache
 from stallfree.stores import DiskTier, TieredCache
 from stallfree.stores.disk_tier import DiskCache
@@ -73,8 +74,8 @@ def held(cache: SampleCache) -> set[int]:
 
 def sound(cache: TieredCache) -> None:
     """The bookkeeping of both tiers is right, and each sample that is there is the right one."""
-    assert cache.upper.check() == []
-    assert disk_of(cache).check() == []
+    assert problems(cache.upper) == []
+    assert problems(disk_of(cache)) == []
     for tier in (cache.upper, disk_of(cache)):
         there = sorted(held(tier))
         for id, value in zip(there, tier.get_many(there), strict=True):

@@ -8,10 +8,9 @@ One file is one package. Its numbers are in the byte order of the host (another 
     from the next multiple of 8: i64 id of each record, i64 length of each record
     from the next multiple of 64: the records as `pipeline.codec` writes them, each from a multiple of 64
 
-A package is written under another name, under a lock that the kernel frees when its writer dies, and renamed when it is
-whole. It is never changed, only deleted; no name is used twice. So processes and jobs share a folder without a word to
-each other. What is read is checked: a damaged package is deleted and counted, and is never an error. Files of other
-names, of other users or of other data are left alone.
+A package is written under another name, and renamed when it is whole. It is never changed, only deleted; no name is
+used twice. So processes and jobs share a folder without messages. What is read is checked: a damaged package is deleted
+and counted, and is never an error. Files of other names, of other users or of other data are left alone.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from stallfree.cache.memory.limits import free_space
 from stallfree.errors import InputError, StorageError
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.pipeline.structure import Structure
-from stallfree.platform import fcntl
 from stallfree.units import format_size
 
 log = logging.getLogger("stallfree")
@@ -57,6 +55,9 @@ _CHECKED = 16
 
 _ALIGN = 64
 _DRAFT = re.compile(r"\.stallfree-[0-9a-f]{16}-[0-9a-f]{16}-[0-9a-f]{8}\.package\.new")
+_DRAFT_SECONDS = 3600.0
+"""Seconds after which a draft that is not written to is what a killed writer left."""
+
 _UNCHANGED = 2_000_000_000
 """Nanoseconds after which a folder whose time has not changed holds what it held: file systems count in seconds."""
 
@@ -276,19 +277,19 @@ class Packages:
 
     def _write(self, data: Array) -> str:
         """Write a file and give it its name when it is whole; the name."""
-        fd, name, draft = _new_draft(self._folder, self._stem)
+        name = f"{self._stem}{time.time_ns():016x}-{secrets.token_hex(4)}.package"
+        draft = self._folder / f".{name}.new"
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            rest = memoryview(data)  # type: ignore[arg-type]
-            while len(rest):
-                rest = rest[os.write(fd, rest) :]
-            os.close(os.dup(fd))  # a network file system sends what it holds back when any descriptor is closed
+            with open(fd, "wb", buffering=0) as file:
+                rest = memoryview(data)  # type: ignore[arg-type]
+                while len(rest):
+                    rest = rest[file.write(rest) :]
             os.rename(draft, self._folder / name)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(draft)
             raise
-        finally:
-            os.close(fd)
         return name
 
     def _scratch(self, size: int) -> Array:
@@ -420,17 +421,6 @@ def _finish_head(memory: Array, fingerprint: bytes, records: int) -> None:
         check = xxhash.xxh3_64_intdigest(memory[_CHECKED:].data)
 
 
-def _new_draft(folder: Path, stem: str) -> tuple[int, str, Path]:
-    """A new file under a lock that says that its writer lives: descriptor, the name it gets, where it is."""
-    while True:
-        name = f"{stem}{time.time_ns():016x}-{secrets.token_hex(4)}.package"
-        draft = folder / f".{name}.new"
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        if _locked(fd) is not False and os.fstat(fd).st_nlink:
-            return fd, name, draft
-        os.close(fd)  # another process has just taken it for a dead writer's
-
-
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[int, int] | None]:
     """Descriptor and bytes of a package; None if it is gone or is not this user's alone."""
@@ -460,27 +450,11 @@ def _layout(named: int, lengths: Array) -> tuple[int, Array, int]:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete what killed writers left: drafts of this user's that nobody has locked."""
+    """Delete what killed writers left: old drafts of this user's."""
     with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            if not _DRAFT.fullmatch(name):
-                continue
+        for name in filter(_DRAFT.fullmatch, os.listdir(folder)):
             with contextlib.suppress(OSError):
-                fd = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-                try:
-                    found = os.fstat(fd)
-                    if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and _locked(fd):
-                        os.unlink(folder / name)
-                finally:
-                    os.close(fd)
-
-
-def _locked(fd: int) -> bool | None:
-    """Lock a file for as long as it is open; False if another process has, None if this file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
+                found = os.lstat(folder / name)
+                old = time.time() - found.st_mtime > _DRAFT_SECONDS
+                if old and stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
+                    os.unlink(folder / name)

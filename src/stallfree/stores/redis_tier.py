@@ -34,9 +34,6 @@ from stallfree.stores.values import HEAD_SIZE, data_key
 
 Array = npt.NDArray[Any]
 
-_PATIENCE = 0.25
-"""Seconds that one batch waits for room among the writes under way, while they make progress."""
-
 
 @dataclass(frozen=True)
 class ServerStatus:
@@ -112,9 +109,7 @@ class RedisTier:
         if servers.names:
             self._node.share([shard.breaker for shard in servers.shards])
         self._storing = RedisWriter(self._values, servers, self._node, self.policy, limit)
-        self._writer = WriteBehind(
-            self._storing.write, self._node.moving, target=f"servers of {name!r}", patience=_PATIENCE
-        )
+        self._writer = WriteBehind(self._storing.write, self._node.moving, target=f"servers of {name!r}")
         self._last: CacheStats | None = None
         self._leave = weakref.finalize(self, _leave, servers, self._node)
 
@@ -144,11 +139,11 @@ class RedisTier:
         With given servers, of all. Waits for what processes of this node are about to store.
         """
         self.drain(ids)
-        there = np.zeros(len(ids), bool)
-        mine = np.arange(len(ids)) if self.me is None else np.flatnonzero(self._node.owner[ids] == self.me)
-        for shard, at, names in self._values.split(self._node.owner, ids[mine]):
-            chosen = mine[at]
-            there[chosen] = self._values.exist(shard, names, self._node.known[ids[chosen]] != 0)
+        shards, mine = self._servers.shards, np.ones(len(ids), bool)
+        if self.me is not None:
+            shards, mine = [shards[self.me]], self._node.owner[ids] == self.me
+        found = [self._values.stored(shard) for shard in shards]
+        there: Array = mine & np.isin(ids, np.concatenate([np.empty(0, np.int64), *found]))
         self._node.known[ids[mine]] = there[mine]
         return there
 
@@ -179,7 +174,7 @@ class RedisTier:
 
     def num_keys(self) -> int:
         """Samples of this data set on all servers that can be reached. Looks through all of their keys."""
-        return sum(len({key for keys in self._values.scan(shard) for key in keys}) for shard in self._servers.shards)
+        return sum(len(self._values.stored(shard)) for shard in self._servers.shards)
 
     @property
     def uncached_steps(self) -> int:

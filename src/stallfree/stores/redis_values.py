@@ -143,35 +143,6 @@ class RedisValues:
             return None
         return found if done else None
 
-    def exist(self, shard: Shard, names: list[bytes], believed: Array) -> Array:
-        """Which of `names` a server has: an array of bool.
-
-        The keys are requested in groups of 1,000, for which the server returns how many of them exist. Only the keys of
-        a group that is there in part are then requested one by one. So those that are `believed` to exist, an array of
-        bool, are in other groups than the rest.
-        """
-        there = np.zeros(len(names), bool)
-        if self._servers.names:
-            groups = [
-                group
-                for some in (np.flatnonzero(believed), np.flatnonzero(~believed))
-                for group in np.split(some, range(_KEYS, len(some), _KEYS))
-                if len(group)
-            ]
-        else:
-            groups = list(np.arange(len(names))[:, None])  # keys of several slots cannot be in one request
-        unsure = [np.empty(0, np.int64)]
-        counts = self.send(shard, [("EXISTS", *(names[at] for at in group.tolist())) for group in groups])
-        for group, count in zip(groups, counts, strict=False):
-            if isinstance(count, int) and count in (0, len(group)):
-                there[group] = count > 0
-            elif isinstance(count, int):
-                unsure.append(group)
-        left = np.concatenate(unsure).tolist()
-        for at, reply in zip(left, self.send(shard, [("EXISTS", names[at]) for at in left]), strict=False):
-            there[at] = reply == 1
-        return there
-
     def scan(self, shard: Shard) -> Iterator[list[bytes]]:
         """The keys of this data set on a server, in lists; one may come twice."""
         cursor: Any = b"0"
@@ -183,6 +154,13 @@ class RedisValues:
             yield keys
             if cursor == b"0":
                 return
+
+    def stored(self, shard: Shard) -> Array:
+        """The ids of the samples of this data set on a server, ascending. Looks through all of its keys."""
+        numbers = (key[len(self._prefix) :] for keys in self.scan(shard) for key in keys)
+        return np.unique(
+            np.array([int(number) for number in numbers if number.isdigit() and len(number) < 19], np.int64)
+        )
 
     def info(self, shard: Shard) -> dict[str, str]:
         """A server's figures of its memory and hits; empty if it is lost or this user may not request them."""

@@ -160,7 +160,7 @@ class RedisStore:
     Args:
         hosts: None, or the servers, each a dict such as `{"host": "node1", "port": 6379, "password": "..."}`. Further
             keys are "path" (of a Unix socket), "username", "db", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile".
-            An ACL user needs at least `~stallfree:* +ping +info +get +mget +set +exists +unlink +scan
+            An ACL user needs at least `~stallfree:* +ping +info +get +mget +set +unlink +scan
             +cluster|slots`, and `+select` for another database than 0.
         capacity_per_node: bytes of memory that the server of each node may use, as an int or such as "64GiB". With
             `hosts`: nothing more is stored on a server that uses so much; None for the servers' own `maxmemory`.

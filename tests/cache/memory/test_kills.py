@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_tools import is_signed, make, signed
+from cache_tools import is_signed, make, problems, signed
 from children import Child
 from stallfree.cache import MISS, SampleCache, policies
 from stallfree.cache.memory import recovery, space, writer
@@ -27,7 +27,7 @@ WRITING = {module.__file__ for module in (writer, space, recovery, policies)}
 
 def verify(cache: SampleCache) -> None:
     """Everything that is resident is right, and every block is either free or used once."""
-    assert cache.check() == []
+    assert problems(cache) == []
     resident = np.flatnonzero(cache.resident(np.arange(NUM_IDS)))
     for id, value in zip(resident.tolist(), cache.get_many(resident), strict=True):
         assert value is not MISS

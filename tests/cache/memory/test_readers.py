@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_tools import is_signed, make, signed
+from cache_tools import is_signed, make, problems, signed
 from children import Child
 from stallfree.cache import MISS, SampleCache
 from stallfree.cache.memory import writer as module
@@ -49,7 +49,7 @@ def test_every_hit_is_right_while_a_writer_churns(place: str, sizes: str, tmp_pa
         children = [Child(churn, cache, 60, seed, bytes_) for seed in (1, 2)]
         children += [Child(read, cache, 80, seed) for seed in (3, 4)]
         assert [child.wait() for child in children] == [0] * 4
-        assert cache.check() == []
+        assert problems(cache) == []
         assert cache.stats().damaged == 0
         assert cache.stats().evictions > 100
 
@@ -91,7 +91,7 @@ def test_threads_share_one_object() -> None:
         for thread in threads:
             thread.join()
         assert errors == []
-        assert cache.check() == []
+        assert problems(cache) == []
         stats = cache.stats()
         assert stats.hits + stats.misses == 2 * 40 * 12
 

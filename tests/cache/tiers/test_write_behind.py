@@ -43,7 +43,7 @@ def add(queue: WriteBehind, *ids: int) -> int:
     return queue.add(np.array(ids), [encode(bytes(SIZE)) for _ in ids])
 
 
-def test_without_patience_what_finds_no_room_is_not_taken(target: Target) -> None:
+def test_what_finds_no_room_is_not_taken(target: Target) -> None:
     queue = WriteBehind(target.write, target.flags, target="the target")
     assert add(queue, 1) == 1
     assert target.entered.wait(60)
@@ -51,18 +51,10 @@ def test_without_patience_what_finds_no_room_is_not_taken(target: Target) -> Non
         assert add(queue, 2, 3, 4) == 1
     assert np.flatnonzero(target.flags).tolist() == [1, 2]
     target.gate.set()
+    queue.flush()
+    assert add(queue, 5, 6, 7) == 3  # more than there is room for, as the queue is empty
     queue.close()
-    assert (target.ids, target.flags.any()) == ([1, 2], False)
-
-
-def test_with_patience_samples_wait_for_room(target: Target) -> None:
-    queue = WriteBehind(target.write, target.flags, target="the target", patience=60.0)
-    assert add(queue, 0, 1, 2) == 3  # more than there is room for, as the queue is empty
-    assert target.entered.wait(60)
-    threading.Timer(0.05, target.gate.set).start()
-    assert add(queue, *range(3, 12)) == 9
-    queue.close()
-    assert target.ids == list(range(12))
+    assert (target.ids, target.flags.any()) == ([1, 2, 5, 6, 7], False)
 
 
 def test_a_sample_may_be_changed_when_it_was_added(target: Target) -> None:
@@ -80,24 +72,6 @@ def test_a_sample_may_be_changed_when_it_was_added(target: Target) -> None:
     target.gate.set()
     queue.close()
     assert written == [b"\1" * SIZE]
-
-
-def test_nobody_waits_again_for_a_target_that_makes_no_progress(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits = []
-    wait_for = threading.Condition.wait_for
-    monkeypatch.setattr(threading.Condition, "wait_for", lambda *given: waits.append(1) or wait_for(*given))
-    queue = WriteBehind(target.write, target.flags, target="the target", patience=0.01)
-    assert add(queue, 1, 2) == 2
-    assert target.entered.wait(60)
-    with pytest.warns(RuntimeWarning, match="faster"):
-        assert [add(queue, 3), add(queue, 4), len(waits)] == [0, 0, 1]
-    target.gate.set()
-    queue.flush()
-    assert add(queue, 5) == 1
-    queue.close()
-    assert target.ids == [1, 2, 5]
 
 
 def test_flush_raises_what_writing_raised(target: Target) -> None:

@@ -11,9 +11,8 @@ import numpy.typing as npt
 from stallfree.cache.counters import Count, Counters
 from stallfree.cache.memory.index import Index
 from stallfree.cache.memory.layout import ALIGN, VERSION, Meta, plan_layout
-from stallfree.cache.memory.recovery import blocks_of
 from stallfree.cache.memory.space import Space
-from stallfree.cache.policies import Policy
+from stallfree.cache.policies import Policy, Victims
 
 Ids = npt.NDArray[np.int64]
 
@@ -49,11 +48,13 @@ class Bookkeeper:
         file = folder / "index"
         Index.create(file, num_ids, meta.num_blocks, meta.block, **meta.kinds)
         index = Index(file, num_ids, meta.num_blocks, **meta.kinds)
+        victims = None
+        if policy.evicts:  # a longer queue takes memory and saves time; it decides alike
+            victims = Victims(_Queue(index.first), np.zeros(2, np.int64))
         self._index, self._policy, self._counters = index, policy, Counters(index.counters)
-        self._space = Space(meta, index, self._counters, policy, lambda start, count: count, folder)
+        self._space = Space(meta, index, self._counters, policy, lambda start, count: count, folder, victims)
         self._seen = np.zeros(num_ids, np.int64)
-        self._sizes = sizes
-        self._blocks = None if sizes is None else blocks_of(sizes, meta.block)
+        self._sizes = np.zeros(num_ids, np.int64) if sizes is None else sizes
 
     def use(self, ids: Ids) -> Ids:
         """Look `ids` up, as one batch, and store those that are missing; gives these, repeated ones each time."""
@@ -77,57 +78,9 @@ class Bookkeeper:
     def _enter(self, ids: Ids) -> None:
         rejected = len(ids)
         if self._policy.evicts or self._space.has_room():
-            ids = ids[self._space.turns(ids)]
-            if self._blocks is None:
-                rejected = self._space.enter_plain(ids, lambda part, blocks: None)
-            else:
-                rejected -= self._enter_sized(ids, self._blocks[ids])
+            rejected = self._space.enter(ids, self._sizes[ids], None)
         if rejected:
             self._counters.add((Count.REJECTED, rejected))
-
-    def _enter_sized(self, ids: Ids, counts: Ids) -> int:
-        """Store records of `counts` blocks each; how many were stored."""
-        possible = counts <= self._space.limit
-        if self._policy.given:
-            return self._enter_given(ids[possible], counts[possible])
-        total = int(counts[possible].sum())
-        there = self._space.make_room(total)
-        if not self._policy.evicts:
-            possible &= counts <= there
-        ids, counts = ids[possible], counts[possible]
-        if there >= total:
-            return self._store(ids, counts)
-        return sum(self._enter_one(ids, counts, at) for at in range(len(ids)))
-
-    def _enter_given(self, ids: Ids, counts: Ids) -> int:
-        if len(ids) == 0:
-            return 0
-        first = self._space.admit(ids, counts)
-        stored = self._store(ids[:first], counts[:first])
-        score: Any = self._index.score
-        lowest = self._space.lowest_score()
-        for at in range(first + 1, len(ids)):  # most are not above the lowest: that spares the look at who would go
-            if score[ids[at]] > lowest or self._space.available(int(counts[at])) >= counts[at]:
-                stored += self._enter_one(ids, counts, at)
-        return stored
-
-    def _enter_one(self, ids: Ids, counts: Ids, at: int) -> int:
-        one = slice(at, at + 1)
-        return self._store(ids[one], counts[one]) if self._space.has_place(int(ids[at]), int(counts[at])) else 0
-
-    def _store(self, ids: Ids, counts: Ids) -> int:
-        """Store records of `counts` blocks each, which are free; how many."""
-        if len(ids) == 0:
-            return 0
-        assert self._sizes is not None
-        blocks, ends = self._space.take(int(counts.sum())), np.cumsum(counts)
-        inner = np.ones(len(blocks), bool)
-        inner[ends - 1] = False
-        links = np.flatnonzero(inner)
-        self._index.next[blocks[links]] = blocks[links + 1]
-        sizes = self._sizes[ids]
-        self._space.publish(ids, blocks[ends - counts], sizes, int(sizes.sum()))
-        return len(ids)
 
     @property
     def evictions(self) -> int:
@@ -148,3 +101,12 @@ class Bookkeeper:
         """The ids that are in the cache, ascending."""
         ids: Ids = np.flatnonzero(self._index.first)
         return ids
+
+
+class _Queue:
+    """The state of `Victims`, in memory of its own."""
+
+    def __init__(self, first: npt.NDArray[Any]) -> None:
+        self.first = first
+        self.victims = np.zeros(max(64, len(first) // 8), np.complex128)
+        self.victims_limit = np.zeros(1, np.complex128)

@@ -108,29 +108,3 @@ def recover(index: Index, block: int) -> int:
     header[Field.VICTIMS_AT] = header[Field.VICTIMS_END] = 0
     header[Field.RECOVERIES] += 1
     return len(bad)
-
-
-def find_problems(index: Index, block: int) -> list[str]:
-    """What is wrong with the bookkeeping of an index that no writer is at, as sentences; none if all is well."""
-    header = index.header
-    high, backed, stacked = (int(header[field]) for field in (Field.HIGH, Field.BACKED, Field.STACKED))
-    counted = int(header[Field.RESIDENT])
-    residents = np.flatnonzero(index.first)
-    lengths = index.length[residents].astype(np.int64)
-    used = chains(index, index.first[residents].astype(np.int64) - 1, blocks_of(lengths, block))
-    free = np.flatnonzero(index.next[:high] == FREE_BLOCK)
-    stack = index.free[:stacked]
-    times = np.bincount(np.concatenate((used, free)), minlength=high)
-    stored = int(np.where(lengths == 0, block, lengths).sum())
-    problems = {
-        f"{high} blocks were in use, {backed} have memory behind them": high > backed,
-        f"{backed} blocks have memory, {header[Field.LIMIT]} may": backed > header[Field.LIMIT],
-        "blocks are used that never were handed out": len(times) > high,
-        f"blocks {np.flatnonzero(times > 1)[:5]} are used more than once": bool((times > 1).any()),
-        f"blocks {np.flatnonzero(times == 0)[:5]} are lost": bool((times == 0).any()),
-        f"{len(free)} blocks are free, {header[Field.FREE]} counted": len(free) != header[Field.FREE],
-        "the stack of free blocks holds others or some twice": len(np.intersect1d(stack, free)) != stacked,
-        f"{len(residents)} records are there, {counted} counted": len(residents) != counted,
-        f"{stored} bytes are there, {header[Field.RESIDENT_BYTES]} counted": stored != header[Field.RESIDENT_BYTES],
-    }
-    return [problem for problem, found in problems.items() if found]

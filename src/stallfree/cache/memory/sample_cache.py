@@ -316,13 +316,6 @@ class SampleCache(BaseCache):
         self._counters.follow_fork()
         return self._writer.uncache_steps(count)
 
-    def check(self) -> list[str]:
-        """What is wrong with the bookkeeping, as sentences: nothing, unless something is broken.
-
-        Raises `WaitError` if the lock of writers is not free in 2 s.
-        """
-        return self._writer.check()
-
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

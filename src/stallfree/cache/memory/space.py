@@ -27,6 +27,8 @@ from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
 
+_LARGEST = (1 << 32) - 1  # bytes of a record that the index can say
+
 
 class Space:
     """Gives blocks to records, and takes them back.
@@ -37,6 +39,7 @@ class Space:
         policy: which record goes when there is no room.
         back: gets memory for some blocks (`Arena.back`).
         path: the folder of the cache, for messages.
+        victims: the queue of the next to be evicted; that of the index if None.
     """
 
     def __init__(
@@ -47,12 +50,13 @@ class Space:
         policy: Policy,
         back: Callable[[int, int], int],
         path: Path,
+        victims: Victims | None = None,
     ) -> None:
         self._index, self._counters, self._policy, self._back = index, counters, policy, back
         self._header = index.header
         self._block, self._capacity, self._path = meta.block, meta.capacity, path
         self._beside = meta.index_bytes
-        self._victims = Victims(index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
+        self._victims = victims or Victims(index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
         self._warned = False
 
     @contextmanager
@@ -76,42 +80,81 @@ class Space:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def enter_plain(self, ids: Array, copy: Callable[[slice, Array], None]) -> int:
-        """Store records of one block each; how many were not stored.
+    def enter(self, ids: Array, lengths: Array, copy: Callable[[int, Array], None] | None) -> int:
+        """Store records over as many blocks each as they need; how many were not stored.
 
         Args:
-            ids: in the order of `turns`.
-            copy: writes the records of a part of `ids` into blocks. May raise `OSError`.
+            ids: of newcomers, all different. Where scores are given, the highest come first.
+            lengths: bytes of their records; 0 for those of the common structure, which take one block.
+            copy: writes the record at a position in `ids` into blocks. May raise `OSError`. None: nothing is written.
         """
-        done = 0
-        while done < len(ids):
-            if self._policy.given:
-                count = self.admit(ids[done:], np.ones(len(ids) - done, np.int64))
-            else:
-                count = self.make_room(len(ids) - done)
-            if count == 0:
-                break
-            blocks = self.take(count)
-            batch = slice(done, done + count)
+        counts = blocks_of(lengths, self._block)
+        left = np.flatnonzero((counts <= self.limit) & (lengths <= _LARGEST))
+        if self._policy.given and self._index.score is not None:
+            left = left[np.argsort(-self._index.score[ids[left]], kind="stable")]
+        if len(left) == 0:
+            return len(ids)
+        need, lowest = int(counts[left].sum()), -np.inf
+        if self._policy.given:
+            together = self.admit(ids[left], counts[left])
+        else:
+            there = self.make_room(need)
+            if not self._policy.evicts:
+                left = left[counts[left] <= there]
+            together = int(np.searchsorted(np.cumsum(counts[left]), there, "right"))
+        first, left = left[:together], left[together:]
+        stored = self._store(first, ids[first], lengths[first], counts[first], copy)
+        if not self._policy.evicts:
+            left = left[counts[left] <= there - int(counts[first].sum())]
+        elif self._policy.given and len(left):  # the first one was not admitted
+            left = left[1:] if counts[left].min() < counts[left[0]] else left[:0]
+            lowest = self._lowest_score() if len(left) else lowest
+        for at in left.tolist():
+            one = slice(at, at + 1)
+            if self._has_place(ids[one], counts[one], lowest):
+                stored += self._store(np.array([at]), ids[one], lengths[one], counts[one], copy)
+        return len(ids) - stored
+
+    def _has_place(self, id: Array, count: Array, lowest: float) -> bool:
+        """Make room for a newcomer, if the policy admits it. `lowest` is the score of the resident that goes first."""
+        if not self._policy.given:
+            return self.make_room(int(count[0])) == int(count[0])
+        score = self._index.score
+        assert score is not None
+        if score[id[0]] <= lowest and self.available(int(count[0])) < count[0]:  # most need no look at the residents
+            return False
+        return self.admit(id, count) == 1
+
+    def _store(
+        self, at: Array, ids: Array, lengths: Array, counts: Array, copy: Callable[[int, Array], None] | None
+    ) -> int:
+        """Store the records at the positions `at`, for which there are free blocks; how many were stored."""
+        if len(at) == 0:
+            return 0
+        blocks, ends = self.take(int(counts.sum())), np.cumsum(counts)
+        if copy is not None:
             try:
-                copy(batch, blocks)
+                for position, start, end in zip(at.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
+                    copy(position, blocks[start:end])
             except OSError:
                 self.give_back(blocks)
-                break
-            self.publish(ids[batch], blocks, 0, count * self._block)
-            done += count
-            if self._policy.given:
-                break  # the others are below all that are there now
-        return len(ids) - done
+                return 0
+        if len(blocks) > len(ids):
+            inner = np.ones(len(blocks), bool)
+            inner[ends - 1] = False
+            links = np.flatnonzero(inner)
+            self._index.next[blocks[links]] = blocks[links + 1]
+        self.publish(ids, blocks[ends - counts], lengths)
+        return len(at)
 
-    def publish(self, ids: Array, heads: Array, length: Any, size: int) -> None:
-        """Make records visible whose data and chains are written; `size` is the sum of their bytes."""
+    def publish(self, ids: Array, heads: Array, lengths: Array) -> None:
+        """Make records visible whose data and chains are written."""
         index, header = self._index, self._header
-        index.length[ids] = length
+        index.length[ids] = lengths
         index.generation[ids] += 1
         fence()
         header[Field.RESIDENT] += len(ids)
-        header[Field.RESIDENT_BYTES] += size
+        header[Field.RESIDENT_BYTES] += int(np.where(lengths == 0, self._block, lengths).sum())
         index.first[ids] = heads + 1
         if index.score is not None:
             self._policy.entered(index.score, ids, self._tick(len(ids)), float(index.level[0]))
@@ -156,26 +199,13 @@ class Space:
         index.score[ids] = scores
         self._victims.entered(index.score, ids[index.first[ids] != 0])
 
-    def lowest_score(self) -> float:
+    def _lowest_score(self) -> float:
         """The score of the resident that would go first; infinity if there is none."""
         score = self._index.score
         assert score is not None
         victim = self._victims.choose(1, score)
         self._victims.give_back(score, victim)
         return float(score[victim].min(initial=np.inf))
-
-    def turns(self, ids: Array) -> Any:
-        """In which order newcomers come: where scores are given, the highest first."""
-        if not self._policy.given:
-            return slice(None)
-        assert self._index.score is not None
-        return np.argsort(-self._index.score[ids], kind="stable")
-
-    def has_place(self, id: int, count: int) -> bool:
-        """Make room for a newcomer of `count` blocks, if the policy admits it. Returns whether there is."""
-        if self._policy.given:
-            return self.admit(np.array([id]), np.array([count])) == 1
-        return self.make_room(count) == count
 
     def admit(self, ids: Array, counts: Array) -> int:
         """Make room for newcomers of given scores, falling, and so many blocks each; how many, the first ones.

@@ -16,7 +16,6 @@ from stallfree.cache.counters import Count, Counters
 from stallfree.cache.memory.arena import Arena, MemoryArena
 from stallfree.cache.memory.index import Field, Index, fence
 from stallfree.cache.memory.layout import Meta
-from stallfree.cache.memory.recovery import find_problems
 from stallfree.cache.memory.space import Space
 from stallfree.cache.policies import Policy
 from stallfree.errors import InputError, WaitError
@@ -32,8 +31,6 @@ LOCK_SECONDS = 2.0
 
 _BACK_OFF = 50
 """Batches that are not stored after the lock was not free in time."""
-
-_LARGEST = (1 << 32) - 1  # bytes of a record that the index can say
 
 
 def checksum(record: Array, id: int) -> int:
@@ -129,64 +126,34 @@ class Writer:
         """Store `records` as those of `ids`, which are all different. Those that are there already stay as they are."""
         with self.space.changing():
             absent = np.flatnonzero(self._index.first[ids] == 0)  # another process may have been faster
-            absent = absent[self.space.turns(ids[absent])].tolist()
-            plain = [at for at in absent if records[at][0] is self._common]
-            chained = absent if not plain else [at for at in absent if records[at][0] is not self._common]
-            rejected = 0
-            if plain:
-                rejected += self._write_plain(ids[plain], [records[at][1] for at in plain])
-            if chained:
-                rejected += self._write_chained(ids[chained].tolist(), [records[at] for at in chained])
+            ids, records = ids[absent], [records[at] for at in absent.tolist()]
+            sizes = [
+                0 if structure is self._common else record_size(structure, arrays) for structure, arrays in records
+            ]
+            rejected = self.space.enter(
+                ids,
+                np.array(sizes, np.int64),
+                lambda at, blocks: self._copy(int(ids[at]), records[at], sizes[at], blocks),
+            )
         if rejected:
             self._counters.add((Count.REJECTED, rejected))
 
-    def _write_plain(self, ids: Array, leaves: list[list[Array]]) -> int:
-        """Write records of the common structure, one block each; how many were not stored."""
-        return self.space.enter_plain(ids, lambda part, blocks: self._copy_plain(ids[part], blocks, leaves[part]))
-
-    def _copy_plain(self, ids: Array, blocks: Array, leaves: list[list[Array]]) -> None:
-        assert self._common is not None
-        arena, offsets = self._arena, self._common.offsets
-        if isinstance(arena, MemoryArena):
-            rows = [arena.row(block) for block in blocks.tolist()]
+    def _copy(self, id: int, record: Record, size: int, blocks: Array) -> None:
+        """Write a record of `size` bytes, 0 for one of the common structure, into blocks."""
+        (structure, arrays), arena = record, self._arena
+        if in_place := not size and isinstance(arena, MemoryArena):
+            data = arena.row(int(blocks[0]))
         else:
-            data = self._scratch(len(blocks) * self._block).reshape(len(blocks), self._block)
-            rows = list(data)
-        for row, arrays in zip(rows, leaves, strict=True):
-            for offset, array in zip(offsets, arrays, strict=True):
-                row[offset : offset + len(array)] = array
+            data = self._scratch(len(blocks) * self._block)
+        if size:
+            write_record(structure, arrays, data)
+        else:
+            for offset, array in zip(structure.offsets, arrays, strict=True):
+                data[offset : offset + len(array)] = array
         if self._index.checksum is not None:
-            sums = [checksum_of(arrays, id) for id, arrays in zip(ids.tolist(), leaves, strict=True)]
-            self._index.checksum[ids] = sums
-        if not isinstance(arena, MemoryArena):
-            arena.write(blocks, data)
-
-    def _write_chained(self, ids: list[int], records: list[Record]) -> int:
-        """Write records that describe themselves, over as many blocks as they need; how many were not stored."""
-        space = self.space
-        sizes = [record_size(structure, arrays) for structure, arrays in records]
-        counts = [-(-size // self._block) for size in sizes]
-        rejected = 0
-        if self._policy.evicts and not self._policy.given:  # once for all newcomers that can be stored at all
-            space.make_room(sum(count for count in counts if count <= space.limit))
-        for id, (structure, arrays), size, count in zip(ids, records, sizes, counts, strict=True):
-            if count > space.limit or size > _LARGEST or not space.has_place(id, count):
-                rejected += 1
-                continue
-            blocks = space.take(count)
-            record = self._scratch(count * self._block)
-            write_record(structure, arrays, record)
-            if self._index.checksum is not None:
-                self._index.checksum[id] = checksum(record[:size], id)
-            try:
-                self._arena.write(blocks, record.reshape(count, self._block))
-            except OSError:
-                space.give_back(blocks)
-                rejected += 1
-                continue
-            self._index.next[blocks[:-1]] = blocks[1:]
-            space.publish(np.array([id]), blocks[:1], size, size)
-        return rejected
+            self._index.checksum[id] = checksum(data[:size], id) if size else checksum_of(arrays, id)
+        if not in_place:
+            arena.write(blocks, data.reshape(len(blocks), self._block))
 
     def _scratch(self, size: int) -> Array:
         """Memory that is used again and again; the lock of writers is also between threads."""
@@ -241,10 +208,3 @@ class Writer:
                 self.space.drop(np.flatnonzero(self._index.first))
             fence()
             self._header[Field.UNCACHED] -= 1
-
-    def check(self) -> list[str]:
-        """What is wrong with the bookkeeping, as sentences; what a killed writer left is put in order before."""
-        with self._locked("checking"):
-            with self.space.changing():
-                pass
-            return find_problems(self._index, self._block)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache import MISS, Cache
+from stallfree.cache import MISS, SampleCache
 from stallfree.cache.tiers.reading import fill, missing
 from stallfree.cache.tiers.write_behind import Record
 from stallfree.pipeline.codec import encode
@@ -25,24 +25,6 @@ Array = npt.NDArray[Any]
 
 _FULL_SECONDS = 1.0
 """Pause after the upper tier has had no room for samples of the tiers below."""
-
-
-class UpperTier(Cache, Protocol):
-    """A cache that can be above others: it takes encoded samples, and counts for all tiers."""
-
-    @property
-    def full(self) -> bool:
-        """Whether it would store nothing new."""
-
-    @property
-    def other_hits(self) -> int:
-        """The hits that `count_others` has counted, over all processes."""
-
-    def put_records(self, ids: Any, records: Sequence[Record], *, uncached: int = 0) -> Array:
-        """As `put_many`, for samples that are encoded."""
-
-    def count_others(self, hits: int, misses: int) -> None:
-        """Count samples that were requested from lower tiers."""
 
 
 class LowerTier(Protocol):
@@ -108,7 +90,7 @@ class TierStack:
         lower: the tiers below, fastest first.
     """
 
-    def __init__(self, upper: UpperTier, lower: Sequence[LowerTier]) -> None:
+    def __init__(self, upper: SampleCache, lower: Sequence[LowerTier]) -> None:
         self._upper, self._lower = upper, lower
         self._full_until = 0.0
 

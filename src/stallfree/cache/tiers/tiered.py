@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache import Aim, BaseCache, Reading
+from stallfree.cache import Aim, BaseCache, Reading, SampleCache
 from stallfree.cache.checks import EVERY_STEP, checked_ids, checked_pairs
 from stallfree.cache.protocol import Fetch, Pool
 from stallfree.cache.tiers.reading import TierReading
-from stallfree.cache.tiers.tier_stack import LowerTier, TierStack, UpperTier
+from stallfree.cache.tiers.tier_stack import LowerTier, TierStack
 from stallfree.stats import CacheStats, TierStats
 
 Array = npt.NDArray[Any]
@@ -36,9 +36,9 @@ class TieredCache(BaseCache):
         stack: moves samples between them.
     """
 
-    def __init__(self, upper: UpperTier, *lower: LowerTier) -> None:
+    def __init__(self, upper: SampleCache, *lower: LowerTier) -> None:
         self.upper, self.lower, self.stack = upper, lower, TierStack(upper, lower)
-        self._tiers: list[UpperTier | LowerTier] = [upper, *lower]
+        self._tiers: list[SampleCache | LowerTier] = [upper, *lower]
         self.num_ids, self.name, self.path = upper.num_ids, upper.name, upper.path
         self.policy, self.fingerprint, self.capacity = upper.policy, upper.fingerprint, upper.capacity
         self.allow_pickle, self.structure = upper.allow_pickle, upper.structure

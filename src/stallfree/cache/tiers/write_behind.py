@@ -43,24 +43,19 @@ class WriteBehind:
         write: called in the thread with ids and their records. What it raises, `flush` raises.
         flags: a byte per id in memory that all processes share (`shared_array`): set while the id is in a queue.
         target: where the samples go, for the warning: "the disk of /mnt/ssd".
-        patience: seconds that one call of `add` may wait for room, as long as the thread makes progress.
     """
 
-    def __init__(
-        self, write: Callable[[Array, list[Record]], None], flags: Array, *, target: str, patience: float = 0.0
-    ) -> None:
-        self._write, self._target, self._patience = write, target, patience
+    def __init__(self, write: Callable[[Array, list[Record]], None], flags: Array, *, target: str) -> None:
+        self._write, self._target = write, target
         self._flags = flags
         self._warned = False
         self._reset()
         _all.add(self)
 
     def _reset(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._bytes = 0  # in the queue, including those that are being written
-        self._written = 0  # calls of `write` that have returned
-        self._stalled = -1  # `_written` when a call of `add` had waited in vain
         self._last: Future[None] | None = None
 
     def add(self, ids: Array, records: Sequence[Record]) -> int:
@@ -68,35 +63,24 @@ class WriteBehind:
 
         An empty queue takes all of them, else as many as 32 MiB leave room for.
         """
-        sizes = [sum(-(-array.size // _ALIGN) * _ALIGN for array in arrays) for _, arrays in records]
-        until, count = time.monotonic() + self._patience, 0
-        while count < len(ids):
-            written = self._written
-            taken = self._add(ids[count:], records[count:], sizes[count:])
-            count += taken
-            if not taken and not self._wait(written, until):
-                break
-        if count < len(ids) and not self._warned:
+        ends = np.cumsum([sum(-(-array.size // _ALIGN) * _ALIGN for array in arrays) for _, arrays in records])
+        with self._lock:
+            fit = int(np.searchsorted(ends, QUEUE_BYTES - self._bytes, "right")) if self._bytes else len(ids)
+            size = int(ends[fit - 1]) if fit else 0
+            self._bytes += size
+        if fit < len(ids) and not self._warned:
             self._warned = True
             warnings.warn(
                 f"samples come faster than {self._target} takes them: some are not stored this time",
                 RuntimeWarning,
                 stacklevel=4,
             )
-        return count
-
-    def _add(self, ids: Array, records: Sequence[Record], sizes: Sequence[int]) -> int:
-        ends = np.cumsum(sizes)
-        with self._changed:
-            fit = int(np.searchsorted(ends, QUEUE_BYTES - self._bytes, "right")) if self._bytes else len(ids)
-            size = int(ends[fit - 1]) if fit else 0
-            self._bytes += size
         if not fit:
             return 0
         self._flags[ids[:fit]] = 1
         try:
             copies = _copied(records[:fit], size)
-            with self._changed:
+            with self._lock:
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(1, thread_name_prefix="stallfree-write")
                 self._last = self._pool.submit(self._run, ids[:fit], copies, size)
@@ -105,22 +89,9 @@ class WriteBehind:
             return 0
         return fit
 
-    def _wait(self, written: int, until: float) -> bool:
-        """Wait until more than `written` calls of `write` have returned. False if that does not happen in time."""
-        left = until - time.monotonic()
-        if left <= 0 or self._stalled == written:
-            return False
-        with self._changed:
-            if self._changed.wait_for(lambda: self._written != written, left):
-                return True
-        self._stalled = written
-        return False
-
     def _release(self, ids: Array, size: int) -> None:
-        with self._changed:
+        with self._lock:
             self._bytes -= size
-            self._written += 1
-            self._changed.notify_all()
         self._flags[ids] = 0
 
     def _run(self, ids: Array, records: list[Record], size: int) -> None:
@@ -141,7 +112,7 @@ class WriteBehind:
 
     def flush(self) -> None:
         """Wait until all that this process added is written. Raises what `write` raised last."""
-        with self._changed:
+        with self._lock:
             future = self._last
         if future is not None:
             future.result()

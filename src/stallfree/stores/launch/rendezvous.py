@@ -28,6 +28,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -92,19 +93,21 @@ class NodeAddresses:
                 f"the job has {place.count} nodes, and the server of the store {name!r} listens on this host only: "
                 "give interface=..."
             )
-        deadline = time.monotonic() + seconds
+        waiting = _Waiting(name, place.count, seconds)
         store = _connect(place, seconds)
         self._stop = weakref.finalize(self, _Announcer(server, store).stop)  # also at the interpreter's exit
         keys = [f"stallfree/{place.count}/{name}/{number}" for number in range(place.count)]
         try:
             store.set(keys[place.number], json.dumps(own))
-            _wait_for_all(store, keys, deadline, name)
+            while not store.check(keys):
+                waiting.check(lambda: [number for number, key in enumerate(keys) if not store.check([key])])
+                time.sleep(_QUICK_SECONDS)
             members = [_unpack(value, number) for number, value in enumerate(store.multi_get(keys))]
-            self._wait_for_addresses(store, keys, members, deadline, name)
+            self._wait_for_addresses(store, keys, members, waiting)
             self._set(members, server.id)
             for other in range(len(self.names)):
                 if other != self.me:
-                    self._wait_for_answer(other, deadline, name)
+                    self._wait_for_answer(other, waiting)
         except BaseException as error:
             self.close()
             if not isinstance(error, RuntimeError):
@@ -157,10 +160,10 @@ class NodeAddresses:
         return {**self.__dict__, "_stop": None}
 
     def _wait_for_addresses(
-        self, store: Any, keys: list[str], members: list[dict[str, Any]], deadline: float, name: str
+        self, store: Any, keys: list[str], members: list[dict[str, Any]], waiting: _Waiting
     ) -> None:
         """Wait until the address of every member is confirmed, and read again which ones are missing."""
-        reread, log_at = time.monotonic() + _REREAD_SECONDS, time.monotonic() + _LOG_SECONDS
+        reread = time.monotonic() + _REREAD_SECONDS
         while True:
             known = {*self._ids, *self._nodes.read()}
             missing = [number for number, member in enumerate(members) if member["id"] not in known]
@@ -168,20 +171,15 @@ class NodeAddresses:
                 return
             for number in missing:
                 _request(self._folder, members[number]["id"], 0)
-            now = time.monotonic()
-            if now > deadline:
-                raise _missing(len(keys), missing, name)
-            if now > log_at:
-                _log_wait(len(keys), missing, name, deadline - now)
-                log_at = deadline
-            if now > reread:  # what an earlier attempt of the job left may have been replaced
+            waiting.check(missing.copy)
+            if time.monotonic() > reread:  # what an earlier attempt of the job left may have been replaced
                 for number, value in zip(missing, store.multi_get([keys[number] for number in missing]), strict=True):
                     _withdraw(self._folder, members[number]["id"])
                     members[number] = _unpack(value, number)
-                reread = now + _REREAD_SECONDS
+                reread = time.monotonic() + _REREAD_SECONDS
             time.sleep(_QUICK_SECONDS)
 
-    def _wait_for_answer(self, place: int, deadline: float, name: str) -> None:
+    def _wait_for_answer(self, place: int, waiting: _Waiting) -> None:
         lost = 0
         while True:
             found = self.of(place)
@@ -190,11 +188,11 @@ class NodeAddresses:
             if sequence > lost and identify((address.host, address.port), address.password, 1.0):
                 return
             lost = sequence
-            if time.monotonic() > deadline:
+            if time.monotonic() > waiting.deadline:
                 raise WaitError(
-                    f"the server of node {place} of the store {name!r}, {self.names[place]} at {address.host} port "
-                    f"{address.port}, does not answer here: let the port through the firewall, or give interface=... "
-                    "on that node"
+                    f"the server of node {place} of the store {waiting.name!r}, {self.names[place]} at {address.host} "
+                    f"port {address.port}, does not answer here: let the port through the firewall, or give "
+                    "interface=... on that node"
                 )
             self.confirm(place, lost)
             time.sleep(0.05)
@@ -363,38 +361,38 @@ def _connect(place: Place, seconds: float) -> Any:
         ) from error
 
 
-def _wait_for_all(store: Any, keys: list[str], deadline: float, name: str) -> None:
-    pause, log_at = 0.002, time.monotonic() + _LOG_SECONDS
-    while not store.check(keys):
+class _Waiting:
+    """A wait for the nodes of a job that make the store `name`: logs once which ones are missing.
+
+    Attributes:
+        deadline: when it ends, on the clock of `time.monotonic`.
+    """
+
+    def __init__(self, name: str, count: int, seconds: float) -> None:
+        self.name, self._count = name, count
+        self._log_at, self.deadline = (time.monotonic() + limit for limit in (_LOG_SECONDS, seconds))
+
+    def check(self, missing: Callable[[], list[int]]) -> None:
+        """Raise `WaitError` with the `missing` numbers after the deadline."""
         now = time.monotonic()
-        if now > min(deadline, log_at):
-            missing = [number for number, key in enumerate(keys) if not store.check([key])]
-            if now > deadline:
-                raise _missing(len(keys), missing, name)
-            _log_wait(len(keys), missing, name, deadline - now)
-            log_at = deadline
-        time.sleep(pause)
-        pause = min(0.1, pause * 1.5)
-
-
-def _log_wait(count: int, numbers: list[int], name: str, seconds: float) -> None:
-    log.warning(
-        "the store %r waits for %d of the %d nodes of the job (number %s), up to %.0f s more: all nodes make a store "
-        "at about the same time, and close it when all have done with it",
-        name,
-        len(numbers),
-        count,
-        ", ".join(map(str, numbers[:20])),
-        seconds,
-    )
-
-
-def _missing(count: int, numbers: list[int], name: str) -> WaitError:
-    shown = ", ".join(map(str, numbers[:20])) + (f", {len(numbers) - 20} more" if len(numbers) > 20 else "")
-    return WaitError(
-        f"of the {count} nodes of the job, number {shown} did not make the store {name!r} in time: all nodes have to, "
-        "at about the same time"
-    )
+        if now < min(self._log_at, self.deadline):
+            return
+        numbers = missing()
+        shown = ", ".join(map(str, numbers[:20])) + (f", {len(numbers) - 20} more" if len(numbers) > 20 else "")
+        if now > self.deadline:
+            raise WaitError(
+                f"of the {self._count} nodes of the job, number {shown} did not make the store {self.name!r} in time: "
+                "all nodes have to, at about the same time"
+            )
+        self._log_at = self.deadline
+        log.warning(
+            "the store %r waits for number %s of the %d nodes of the job, up to %.0f s more: all nodes make a store at "
+            "about the same time, and close it when all have done with it",
+            self.name,
+            shown,
+            self._count,
+            self.deadline - now,
+        )
 
 
 def _unpack(value: bytes, number: int) -> dict[str, Any]:

@@ -176,18 +176,12 @@ class NodeServer:
 
     def _check(self, setup: dict[str, Any], limit: int, host: str, port: int) -> None:
         """Compare the settings of a server that another process made with those requested here."""
-        if host and setup["host"] != host:
-            where = f"on {setup['host']}" if setup["host"] != _LOCAL else "on this host only"
-            raise InputError(
-                f"the server of the store {self.name!r} was started by another process to listen {where}, not on "
-                f"{host}: give the same interface in all processes of this host, or another name"
-            )
-        if port and setup["port"] != port:
-            where = f"on port {setup['port']}" if setup["port"] else "on a free port"
-            raise InputError(
-                f"the server of the store {self.name!r} was started by another process {where}, not on "
-                f"port={port}: give the same port in all processes of this host, or another name"
-            )
+        for what, there, wanted in (("interface", setup["host"], host), ("port", setup["port"], port)):
+            if wanted and wanted != there:
+                raise InputError(
+                    f"the server of the store {self.name!r} was started by another process with {what}={there!r}, not "
+                    f"{wanted!r}: give the same {what} in all processes of this host, or another name"
+                )
         if setup["memory"] != limit:
             warnings.warn(
                 f"the server of the store {self.name!r} keeps the limit of {format_size(setup['memory'])} with which "

@@ -29,9 +29,9 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 try:
@@ -57,7 +57,6 @@ _MOST_CLIENTS = 1 << 16
 _PORT_TRIES = 10
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 4
-_SIGNALS = {getattr(signal, "SIGCHLD", 0)}  # a child has ended
 _PROCESS_ID = re.compile(rb"process_id:(\d+)\r\n")
 
 
@@ -135,7 +134,8 @@ class Supervisor:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._clients = min(most - 100, _MOST_CLIENTS) if most > 0 else _MOST_CLIENTS
-        self._pid = self._deaths = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deaths = 0
         self._started = self._due = 0.0
         self._password = ""
         self._answered = False
@@ -145,14 +145,13 @@ class Supervisor:
         try:
             _remove(SERVER)  # it died with the last supervisor
             while not self._is_over():
-                if not self._pid and time.monotonic() >= self._due:
+                if self._process is None and time.monotonic() >= self._due:
                     try:
                         self._start_server()
                     except Failure as failure:
                         if not self._may_retry(failure):
                             raise
-                signal.sigtimedwait(_SIGNALS, LOOK_SECONDS)
-                self._reap()
+                self._reap(LOOK_SECONDS)
                 if self._deaths >= self._setup["lives"]:
                     raise _failure(f"the server died {self._deaths} times in a row")
                 if os.fstat(2).st_size > _LOG_BYTES:
@@ -175,14 +174,19 @@ class Supervisor:
         with self._bind() as bound:
             port = int(bound.getsockname()[1])
             self._password = os.urandom(32).hex()
-            self._pid = _start([self._program, "-"], self._config(port).encode())
-            if self._wait_for_answer():
+            try:
+                self._process = _start(self._program, self._config(port).encode())
+            except OSError as error:
+                self._postpone()
+                raise Failure("server", f"{self._program} cannot be run: {error.strerror}") from error
+            pid = self._process.pid
+            if self._wait_for_answer(pid):
                 self._answered = True
                 _remove(FAILED)
                 address = {"host": self._setup["host"], "port": port, "password": self._password}
-                process = {"pid": self._pid, "birth": birth(self._pid), "supervisor": os.getpid()}
+                process = {"pid": pid, "birth": birth(pid), "supervisor": os.getpid()}
                 write_json(SERVER, {"start": start, **process, **address})
-            elif not self._pid:
+            elif self._process is None:
                 raise _failure("the server ended when it was started", log)
 
     def _may_retry(self, failure: Failure) -> bool:
@@ -230,7 +234,7 @@ class Supervisor:
             always-show-logo no
         """
 
-    def _wait_for_answer(self) -> bool:
+    def _wait_for_answer(self, pid: int) -> bool:
         """Whether the server answers; False if it has died, or no process is attached any more.
 
         It listens on its port before it does on the Unix socket. That is in a folder of mode 0700, so the answer comes
@@ -238,25 +242,29 @@ class Supervisor:
         """
         deadline = time.monotonic() + _START_SECONDS
         look = time.monotonic() + LOOK_SECONDS
-        while identify(_SOCKET, self._password) != self._pid:
+        while identify(_SOCKET, self._password) != pid:
             now = time.monotonic()
             if now > look:
                 if self._is_over():
                     return False
                 look = now + LOOK_SECONDS
             if now > deadline:
-                os.kill(self._pid, signal.SIGKILL)
-            if self._reap():
+                os.kill(pid, signal.SIGKILL)
+            if self._reap(0.001):
                 return False
-            signal.sigtimedwait(_SIGNALS, 0.001)
         return True
 
-    def _reap(self) -> bool:
-        """Whether the server has died since the last call."""
-        if not self._pid or not os.waitpid(self._pid, os.WNOHANG)[0]:
+    def _reap(self, seconds: float) -> bool:
+        """Wait for the server to die, so long at most. Returns whether it has died since the last call."""
+        if self._process is None:
+            time.sleep(seconds)
+            return False
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
             return False
         _remove(SERVER)
-        self._pid = 0
+        self._process = None
         self._postpone()
         return True
 
@@ -286,9 +294,9 @@ class Supervisor:
 
     def _end(self) -> None:
         """Kill the server, which has nothing to save, and remove the folder if no process is attached."""
-        if self._pid:
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
         if self._alone and self._is_in_place():  # and no process can attach: the lock is held
             import shutil  # only now: it is large
 
@@ -307,28 +315,21 @@ def _failure(what: str, since: int = 0) -> Failure:
     return Failure(kind, f"{what}; its output: {output[-1000:]}" if output else f"{what}, without any output")
 
 
-def _start(command: Sequence[str], text: bytes) -> int:
-    """Start a program with `text` on its standard input, that is killed when this process ends; its process id."""
-    theirs, ours = os.pipe()
-    os.write(ours, text)  # less than a pipe holds
-    os.close(ours)
+def _start(program: str, text: bytes) -> subprocess.Popen[bytes]:
+    """Start a server with `text` on its standard input. It is killed when this process ends. May raise `OSError`."""
     supervisor = os.getpid()
-    pid = os.fork()
-    if pid:
-        os.close(theirs)
-        return pid
-    try:
+
+    def end_with_supervisor() -> None:
         # The signal comes when the thread that forked ends: this process has only one.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == supervisor:
-            os.dup2(theirs, 0)
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            os.execv(command[0], list(command))
-    except OSError as error:
-        os.write(2, f"{command[0]} cannot be run: {error.strerror}\n".encode())
-    finally:
-        os._exit(127)
+        if os.getppid() != supervisor:
+            os._exit(1)
+
+    process = subprocess.Popen([program, "-"], stdin=subprocess.PIPE, preexec_fn=end_with_supervisor)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(text)
+    return process
 
 
 def _remove(name: str) -> None:
@@ -355,9 +356,8 @@ def main() -> None:
         os.read(claimed, 1)
         os._exit(0)
     os.close(claimed)
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_DFL)  # the starter may have ignored them
-    signal.pthread_sigmask(signal.SIG_SETMASK, _SIGNALS)  # they are waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the starter may have ignored or blocked it
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if _claim():
         supervisor = Supervisor(sys.argv[1], sys.argv[2])
         os.close(send)
