@@ -10,7 +10,7 @@ from torch.utils.data import DistributedSampler
 
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.errors import InputError
-from stallfree.sampling.plans.local import local_shares
+from stallfree.sampling.plans.plan import local_shares
 from stallfree.sampling.ranks import find_ranks
 from stallfree.stores import servers_of
 from stallfree.units import parse_whole

@@ -314,13 +314,12 @@ def _check(
 ) -> None:
     if (cache_num is None) == (capacity is None):
         raise InputError("give either cache_num (samples of the window) or capacity (bytes for them)")
-    if cache_num is not None and (isinstance(cache_num, bool) or not isinstance(cache_num, int) or cache_num < 1):
-        raise InputError(f"cache_num={cache_num!r}: give an int of 1 or more")
+    if cache_num is not None:
+        parse_whole(cache_num, "cache_num", 1)
     if isinstance(replace_rate, bool) or not isinstance(replace_rate, (int, float)) or not 0 <= replace_rate <= 1:
         raise InputError(f"replace_rate={replace_rate!r}: give a share of the window, 0 (nothing is replaced) to 1")
-    whole = isinstance(num_fill_workers, int) and not isinstance(num_fill_workers, bool)
-    if not whole or not 1 <= num_fill_workers <= FILLERS:
-        raise InputError(f"num_fill_workers={num_fill_workers!r}: give an int from 1 to {FILLERS}")
+    if parse_whole(num_fill_workers, "num_fill_workers", 1) > FILLERS:
+        raise InputError(f"num_fill_workers={num_fill_workers}: give {FILLERS} or less")
     if on_late not in ("partial", "wait"):
         raise InputError(f"on_late={on_late!r}: use 'partial' or 'wait'")
     if on_error not in ("raise", "skip"):
