@@ -62,7 +62,7 @@ $(VENV)/.docs: $(VENV)/.made $(DECLARED) | native
 	@touch $@
 
 demo: $(VENV)/.all
-	$(BIN)/stallfree demo $(ARGS)
+	$(BIN)/python examples/demo.py $(ARGS)
 
 # In parallel, with compiled modules kept: many tests start interpreters. ARGS="-n 0" runs all in one process.
 test: $(VENV)/.test server

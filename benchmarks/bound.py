@@ -14,8 +14,8 @@ import torch
 import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.harness import Check, Options, Report, Spread, run_child, scratch_folder
+from benchmarks.part_rates import fetch_rate, prep_rate
 from benchmarks.photos import CropAndFlip, make_photos
-from stallfree.cli._demo_rates import fetch_rate, prep_rate
 
 NAME = "bound"
 QUESTION = "Behind slow storage, how much of the bound min(F, P, G) is reached?"

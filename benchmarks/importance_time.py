@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.harness import Check, Json, Options, Report, Spread, run_child, say, scratch_folder, table
+from benchmarks.made_pictures import make_pictures
 from benchmarks.photos import jpeg_files
-from stallfree.cli._demo_data import make_pictures
 
 NAME = "importance_time"
 QUESTION = (

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import stallfree as sf
-from stallfree.cli._demo_data import make_pictures
+from benchmarks.made_pictures import make_pictures
 
 COUNT = 2000
 SIDE = 224

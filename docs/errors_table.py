@@ -13,7 +13,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,10 +76,8 @@ WHEN = {
     "clara/pipelines.py": "The configuration is read, or a sample is prepared",
     "clara/registry.py": "The configuration is read",
     "clara/transforms.py": "A transform is made or runs",
-    "cli/_demo_rates.py": "`stallfree demo` runs",
     "cli/_output.py": "A command writes a file",
     "cli/cache.py": "`stallfree cache` runs",
-    "cli/demo.py": "`stallfree demo` starts",
     "cli/replay.py": "`stallfree replay` runs",
     "cli/run.py": "`stallfree run` starts",
     "cli/simulate.py": "`stallfree simulate` runs",
@@ -160,7 +158,7 @@ WHEN = {
     "stores/addresses.py": "A `RedisStore` is made",
     "stores/launch/place.py": "A `RedisStore` is made in a job of several nodes",
     "stores/launch/rendezvous.py": "A `RedisStore` is made in a job of several nodes",
-    "stores/redis_cache.py": "A cache in servers is made or used",
+    "stores/redis_tier.py": "A cache in servers is made or used",
     "stores/servers.py": "A `RedisStore` is made with `hosts`",
     "stores/launch/server.py": "A `RedisStore` is made",
     "stores/store.py": "A `RedisStore` is made, or a cache in it",
@@ -176,7 +174,6 @@ WHEN = {
 INSIDE = (
     "cache/packages.py",
     "cache/memory/records.py",
-    "cli/_demo_loaders.py",
     "batches/ring.py",
     "pipeline/codec.py",
     "pipeline/structure.py",
@@ -208,6 +205,7 @@ class Message(NamedTuple):
     when: str
 
 
+@cache
 def messages() -> list[Message]:
     """All of them, by topic, place and line, each once."""
     found = {}
@@ -427,7 +425,6 @@ ADVICE = {
         "or give sizes"
     ),
     "load, and transfer or compute, must be above 0 seconds": "give times above 0",
-    "--trace <path> must hold ids, integers of 0 or more; it holds <epoch>": "correct the file",
     "<place>: the argument <name> is unknown: <advice>": "use one of those that the message names",
     "<place>: label=<label>, and <name> wants the path of a volume; for numbers use a "
     "ClassificationImagePipeline": "give a path, or use that pipeline",
@@ -441,7 +438,7 @@ ADVICE = {
     "<place> is no transform: its instances cannot be called with a sample": "name a class with __call__",
     "<place>: <name> is no transform of stallfree, and MONAI, whose names work too, is not installed (pip"
     " install monai): <ours>": "install MONAI, or use one of those named",
-    "<place>: <name> is a transform neither of stallfree nor of MONAI <names>: <ours>; for one of your "
+    "<place>: <name> is a transform neither of stallfree nor of MONAI <version>: <ours>; for one of your "
     'own give {"path": "module.Class"}': "use one of those named",
     "<place>: <error>: its arguments are <names>": "give these",
 }

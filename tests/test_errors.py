@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 
@@ -18,10 +16,6 @@ PLAIN = [kind for kind in ALL if kind not in (SampleError, WorkerError)]
 
 def sample_error() -> SampleError:
     return SampleError("sample 7 is no picture: /data/a.jpg", id=7, where="/data/a.jpg")
-
-
-def raise_sample_error() -> None:
-    raise sample_error()
 
 
 def test_every_error_is_a_stallfree_error() -> None:
@@ -79,15 +73,6 @@ def test_worker_error_survives_pickle(protocol: int) -> None:
 def test_errors_can_be_copied() -> None:
     assert copy.copy(sample_error()).id == 7
     assert copy.deepcopy(WorkerError("died", ids=[1])).ids == [1]
-
-
-def test_sample_error_crosses_processes() -> None:
-    with (
-        ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool,
-        pytest.raises(SampleError, match="no picture") as caught,
-    ):
-        pool.submit(raise_sample_error).result(timeout=60)
-    assert (caught.value.id, caught.value.where) == (7, "/data/a.jpg")
 
 
 def test_sample_error_without_a_place() -> None:

@@ -28,7 +28,9 @@ PEERS = {
     "torchvision_folder": ("torchvision",),
 }
 """What an example for another library needs."""
-LONG = {*SEARCHES, *PEERS, "analyze", "ddp"}
+ARGUMENTS = {"demo": ("--pictures", "64", "--epochs", "2", "--batch-size", "16", "--bandwidth", "1GB/s")}
+"""What makes an example small."""
+LONG = {*SEARCHES, *PEERS, "analyze", "ddp", "importance", "process_prefetcher"}
 """Examples that take a while."""
 
 
@@ -43,7 +45,7 @@ def environment() -> Iterator[dict[str, str]]:
 
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem not in LONG], ids=lambda path: path.stem)
 def test_example(path: Path, store_root: Path, interpreter: Interpreter) -> None:
-    check(path.stem, interpreter.run(path), store_root)
+    check(path.stem, interpreter.run(path, *ARGUMENTS.get(path.stem, ())), store_root)
 
 
 @pytest.mark.slow
@@ -54,7 +56,7 @@ def test_example_as_users_start_it(path: Path, tmp_path: Path, store_root: Path,
         pytest.skip(f"{package} is not installed: pip install 'stallfree[{package}]'")
     require(*PEERS.get(path.stem, ()))
     done = subprocess.run(
-        [sys.executable, str(path)],
+        [sys.executable, str(path), *ARGUMENTS.get(path.stem, ())],
         cwd=tmp_path,
         env=environment | {"TMPDIR": str(tmp_path)},
         stdin=subprocess.DEVNULL,

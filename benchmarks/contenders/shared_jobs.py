@@ -24,9 +24,9 @@ from torch.utils.data import Dataset
 
 import stallfree as sf
 from benchmarks.contender import emit
+from benchmarks.part_rates import prep_rate
 from benchmarks.photos import SIDE, Pixels
 from benchmarks.shared_team import Meet, Team, bytes_below, family, shared_pss
-from stallfree.cli._demo_rates import prep_rate
 from stallfree.ipc.folders import default_root
 
 WORKERS = 2

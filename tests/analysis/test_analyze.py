@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from stallfree.analysis.analyzer import Analysis, rounds_in
 from stallfree.analysis.job import make_job
 from stallfree.analysis.progress import Bar
 from stallfree.analysis.stopwatch import Rate
+from stallfree.cli import main
 from stallfree.sources.base import BaseSource
-from warm import Interpreter
 
 SHORT = 0.1  # seconds for each measurement
 
@@ -85,7 +86,7 @@ def test_a_source_behind_slow_storage() -> None:
         seen.append(tuple(pictures.shape))
 
     with_limit = sf.testing.ThrottledSource(Records(), bandwidth="200KB/s")  # 20 samples/s
-    report = quick(with_limit, step, seconds=0.4, batch_size=2)
+    report = quick(with_limit, step, seconds=0.2, batch_size=2)
     rates = {name: found["value"] for name, found in report.data["rates"].items()}
     assert set(seen) == {(2, 100)}
     assert rates["S"] < 1.5 * 20 < min(rates["P"], rates["G"], rates["C"])
@@ -121,15 +122,11 @@ def test_a_plain_data_set_runs_under_torchs_loader(tmp_path: Path) -> None:
 
 
 def test_a_plain_data_set_without_files_says_what_it_cannot_know() -> None:
-    report = quick([(torch.ones(3), id) for id in range(16)], num_workers=0)
+    report = quick([{"x": torch.ones(5), "n": {"y": [id, id]}} for id in range(16)], num_workers=0)
+    assert report.data["rates"]["G"]["value"] > 0
     assert report.data["rates"]["S"]["value"] is None
     assert any("no file was seen" in note for note in report.data["notes"])
     assert "not measured" in str(report)
-
-
-def test_a_data_set_of_dicts() -> None:
-    report = quick([{"x": torch.ones(5), "n": {"y": [id, id]}} for id in range(16)], num_workers=0)
-    assert report.data["rates"]["G"]["value"] > 0
 
 
 def test_a_loaders_own_arguments_are_used() -> None:
@@ -210,70 +207,62 @@ number = 3
 """
 
 
-MAIN = "from stallfree.cli import main; main()"
-
-
-def test_the_commands_end_to_end(tmp_path: Path, interpreter: Interpreter) -> None:
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[Any, str, str]]:
+    """Runs `stallfree` in a folder with `my_job.py`: its exit code, and what it printed and what of errors."""
     (tmp_path / "my_job.py").write_text(JOB)
-    given = ("analyze", "my_job.py:build", "--seconds", "0.4", "--json", "r.json", "--html", "r.html")
-    done = interpreter.run(f"import os; os.chdir({str(tmp_path)!r}); {MAIN}", *given)
-    assert done.code == 0, done.err
+    (tmp_path / "broken.py").write_text("def build(:")
+    (tmp_path / "old.json").write_text('{"format": "stallfree-report", "version": 0}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_job", raising=False)
+
+    def run(*arguments: str) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["stallfree", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            main()
+        return exit.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_commands_end_to_end(tmp_path: Path, command: Callable[..., tuple[Any, str, str]]) -> None:
+    code, out, err = command("analyze", "my_job.py:build", "--seconds", "0.4", "--json", "r.json", "--html", "r.html")
+    assert code == 0, err
     report = sf.Report.load(tmp_path / "r.json")
-    assert done.out.startswith(str(report).split("\n")[0])
-    assert "stallfree predict r.json" in done.out
+    assert out.startswith(str(report).split("\n")[0])
+    assert "stallfree predict r.json" in out
     assert (tmp_path / "r.html").read_text().lower().startswith("<!doctype html>")
-    given = ("predict", str(tmp_path / "r.json"), "--cache", "50%", "--cpus", "24", "--devices", "8", "--jobs", "8")
-    told = interpreter.run(MAIN, *given)
-    assert told.code == 0, told.err
-    assert told.out.strip() == str(report.predict(cache="50%", cpus=24, devices=8, jobs=8))
+    code, out, _ = command("predict", "r.json", "--cache", "50%", "--cpus", "24", "--devices", "8", "--jobs", "8")
+    assert (code, out.strip()) == (0, str(report.predict(cache="50%", cpus=24, devices=8, jobs=8)))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("my_job.py:raises",), "my_job.py:raises raised KeyError: 'which'"),
-        (("my_job.py:wrong",), "return (dataset, loader_arguments, step)"),
-        (("my_job.py:failing",), "step(batch) raised ValueError: no such layer"),
-        (("my_job.py:small",), "has 64 samples, less than a batch of 65"),
-        (("my_job.py:number",), "has no function 'number'"),
-        (("my_job.py",), "names no function"),
-        (("absent.py:build",), "there is no file absent.py"),
-        (("broken.py:build",), "broken.py cannot be loaded: SyntaxError"),
-        (("no_such_module:build",), "no_such_module cannot be loaded"),
-        (("my_job.py:build", "--json", "no/folder/r.json"), "there is no folder no/folder"),
-        (("my_job.py:build", "--cache", "101%"), "cache='101%'"),
+        (("predict", "old.json"), "old.json is a stallfree-report of version 0"),
+        (("analyze", "my_job.py:raises"), "my_job.py:raises raised KeyError: 'which'"),
+        (("analyze", "my_job.py:wrong"), "return (dataset, loader_arguments, step)"),
+        (("analyze", "my_job.py:failing"), "step(batch) raised ValueError: no such layer"),
+        (("analyze", "my_job.py:small"), "has 64 samples, less than a batch of 65"),
+        (("analyze", "my_job.py:number"), "has no function 'number'"),
+        (("analyze", "my_job.py"), "names no function"),
+        (("analyze", "absent.py:build"), "there is no file absent.py"),
+        (("analyze", "broken.py:build"), "broken.py cannot be loaded: SyntaxError"),
+        (("analyze", "no_such_module:build"), "no_such_module cannot be loaded"),
+        (("analyze", "my_job.py:build", "--json", "no/folder/r.json"), "there is no folder no/folder"),
+        (("analyze", "my_job.py:build", "--cache", "101%"), "cache='101%'"),
     ],
 )
 def test_the_command_refuses_in_one_line(
-    arguments: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...], message: str, command: Callable[..., tuple[Any, str, str]]
 ) -> None:
-    from stallfree.cli import main
-
-    (tmp_path / "my_job.py").write_text(JOB)
-    (tmp_path / "broken.py").write_text("def build(:")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_job", raising=False)
-    monkeypatch.setattr(sys, "argv", ["stallfree", "analyze", *arguments])
-    with pytest.raises(SystemExit) as exit:
-        main()
-    shown = capsys.readouterr()
-    assert exit.value.code == 2
-    assert message in shown.err
-    assert "Traceback" not in shown.err
-    assert shown.out == ""
-
-
-def test_predict_refuses_in_one_line(tmp_path: Path, interpreter: Interpreter) -> None:
-    (tmp_path / "old.json").write_text('{"format": "stallfree-report", "version": 0}')
-    done = interpreter.run(f"import os; os.chdir({str(tmp_path)!r}); {MAIN}", "predict", "old.json")
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: old.json is a report of version 0")
-    assert len(done.err.splitlines()) == 1
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
 
 
 def test_nothing_is_left_to_run_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +306,8 @@ def test_a_job_bound_by_prep_is_advised_the_automatic_cache_first(parted: bool) 
     assert first["do"].startswith("Use sf.DataLoader(dataset, 4, cache='auto', capacity=")
     assert first["gain"] > 3
     assert first["memory_bytes"] > 64 * 400
+    (line,) = [note for note in report.data["notes"] if "cache='auto', capacity=" in note]
+    assert "100% of them fit" in line
     others = [item["do"] for item in report.data["advice"][1:]]
     assert others[-1].startswith("Take twice as many CPUs")
 
@@ -329,12 +320,6 @@ class Whole(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, id: int) -> Any:
         return slow((b"", id))
-
-
-def test_the_report_says_what_the_loader_would_choose() -> None:
-    report = quick(sf.testing.ThrottledSource(Records(), bandwidth="2MB/s"), cache="1MiB", seconds=0.2)
-    (line,) = [note for note in report.data["notes"] if "cache='auto', capacity=1048576" in note]
-    assert "samples cached as fetched, 100% of them fit" in line
 
 
 class Terminal(io.StringIO):

@@ -156,7 +156,7 @@ def check_job(job: dict[str, Any], asked: dict[str, Any]) -> None:
     check(report_of(job), asked)
 
 
-@settings(max_examples=12, phases=PHASES)
+@settings(max_examples=6, phases=PHASES)
 @given(jobs, questions)
 def test_what_is_named_and_advised_is_what_helps(job: dict[str, Any], asked: dict[str, Any]) -> None:
     check_job(job, asked)

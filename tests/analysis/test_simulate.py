@@ -18,15 +18,12 @@ ARTICLE = {"loaders": 3, "transfer": 0.015, "compute": 0.030}
 
 def test_the_article() -> None:
     """80 ms of loading: 20 against 29 batches in the first second; 160 ms: 16 against 17."""
-    fast = compare(Pipeline(load=0.080, **ARTICLE), seeds=30)
+    fast = compare(Pipeline(load=0.080, **ARTICLE), seeds=8)
     assert [figure.mean for figure in fast.first] == [pytest.approx(20.1, abs=0.4), pytest.approx(29.9, abs=0.4)]
     assert [figure.mean for figure in fast.steady] == [pytest.approx(law, rel=0.01) for law in fast.law]
     assert fast.advice == "prefetch gains 50%: copy and step overlap"
-    slow = compare(Pipeline(load=0.160, **ARTICLE), seeds=30)
-    assert [figure.mean for figure in slow.first] == [
-        pytest.approx(16.0, abs=0.3),
-        pytest.approx(16.15, abs=0.3),
-    ]
+    slow = compare(Pipeline(load=0.160, **ARTICLE), seeds=8)
+    assert [figure.mean for figure in slow.first] == [pytest.approx(16.0, abs=0.3), pytest.approx(16.15, abs=0.3)]
     assert slow.law == (18.75, 18.75)
     assert slow.advice.startswith("prefetch gains nothing here: add loaders (6 would")
     for comparison, means in ((fast, (20, 29)), (slow, (16, 17))):
@@ -35,10 +32,9 @@ def test_the_article() -> None:
         assert "One run is one draw: in the first 1 s single seeds give" in comparison.caution
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_what_is_compared(prefetch: bool) -> None:
+def test_what_is_compared() -> None:
     """Counted here from the runs themselves."""
-    pipeline = Pipeline(load=0.160, prefetch=prefetch, **ARTICLE)
+    pipeline = Pipeline(load=0.160, **ARTICLE)
     comparison = compare(pipeline, seeds=5, seconds=0.5)
     assert (comparison.seeds, comparison.seconds) == (5, 0.5)
     for place, with_prefetch in enumerate((False, True)):
@@ -49,11 +45,11 @@ def test_what_is_compared(prefetch: bool) -> None:
         assert comparison.first[place].low <= sum(counts) / 5 <= comparison.first[place].high
 
 
-@pytest.mark.parametrize("load", [15e-6, 0.08, 30.0])
+@pytest.mark.parametrize("load", [15e-6, 30.0])
 def test_the_steady_state_at_any_scale(load: float) -> None:
     """The law holds for microseconds and for minutes, for many loaders that deliver in bursts too."""
     for pipeline in (Pipeline(4, load, load / 8, load / 3), Pipeline(48, load, load / 200, load / 100, variation=0)):
-        comparison = compare(pipeline, seeds=3, seconds=load)
+        comparison = compare(pipeline, seeds=2, seconds=load)
         assert [figure.mean for figure in comparison.steady] == [pytest.approx(law, rel=0.02) for law in comparison.law]
 
 
@@ -76,7 +72,7 @@ def test_constant_times(load: float, expected: tuple[int, int]) -> None:
 times = st.floats(0.005, 0.3)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.integers(1, 6), times, times, times, st.booleans())
 def test_the_law_of_constant_times(loaders: int, load: float, transfer: float, compute: float, prefetch: bool) -> None:
     pipeline = Pipeline(loaders, load, transfer, compute, prefetch, variation=0)
@@ -84,7 +80,7 @@ def test_the_law_of_constant_times(loaders: int, load: float, transfer: float, c
     assert run.batches(10) == pytest.approx(50 * pipeline.law, abs=loaders + 2)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(1, 5), times, times, times, st.booleans(), st.integers(1, 3), st.integers(0, 99))
 def test_what_holds_in_every_run(
     loaders: int, load: float, transfer: float, compute: float, prefetch: bool, depth: int, seed: int
@@ -114,8 +110,8 @@ def check(run: Run) -> None:
 
 
 def test_advice() -> None:
-    assert "the loaders are the limit" in compare(Pipeline(3, 0.1, 0.02, 0.03), seeds=2).advice
-    assert "takes no time beside" in compare(Pipeline(9, 0.1, 0, 0.03), seeds=2).advice
+    assert "the loaders are the limit" in compare(Pipeline(3, 0.1, 0.02, 0.03), seeds=1).advice
+    assert "takes no time beside" in compare(Pipeline(9, 0.1, 0, 0.03), seeds=1).advice
 
 
 @pytest.mark.parametrize(

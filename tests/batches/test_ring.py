@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import stallfree as sf
 from children import Child
 from loader_data import Made, picture, pixels, same, zero_dim
+from stallfree.batches import ring as module
 from stallfree.batches.messages import NO_SLOT
 from stallfree.batches.ring import Ring
 from stallfree.workers.worker_pool import KEPT
@@ -358,3 +359,16 @@ def test_a_forked_child_frees_nothing_and_ends_no_workers_here() -> None:
         assert len(list(held[0])) == 24
         assert loader.stats().workers_replaced == 0
         assert same(batch[0][0], torch.stack([pixels(id) for id in range(4)]))
+
+
+def test_a_ring_that_is_closed_while_a_thread_gathers_makes_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may close it in that very thread, between any two lines."""
+    ring = Ring(2, None)
+    ring.close()
+    assert ring.take() is None
+    with pytest.raises(sf.StorageError, match="ring is closed"):
+        ring.slots.reserve(0, 100)
+    ring = Ring(2, None)
+    monkeypatch.setattr(module, "sweep", lambda _: ring.close())  # while the folder is made
+    with pytest.raises(sf.StorageError, match="ring is closed"):
+        ring.take()

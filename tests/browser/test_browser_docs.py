@@ -110,21 +110,6 @@ def test_one_finds_the_way_by_the_navigation(visit: Callable[..., Visit]) -> Non
     assert opened.page.url.endswith("/howto/cache/#who-goes")
 
 
-def test_the_search_finds_a_name(visit: Callable[..., Visit]) -> None:
-    opened = visit()
-    opened.page.get_by_role("textbox", name="Search").fill("SmartCacheDataset")
-    opened.page.locator(".md-search-result__link", has_text="SmartCacheDataset").first.click()
-    assert "SmartCacheDataset" in opened.page.locator("article").inner_text()
-
-
-def test_colours_can_be_chosen(visit: Callable[..., Visit]) -> None:
-    opened = visit("how/")
-    opened.page.locator("label[title=Dark]").click()
-    assert opened.scheme() == "slate"
-    opened.page.reload()
-    assert opened.scheme() == "slate"
-
-
 @pytest.mark.parametrize("name", ["", "compare/", "reference/loader/", "benchmarks/"])
 def test_a_page_is_no_wider_than_a_phone(visit: Callable[..., Visit], name: str) -> None:
     """What is wide, such as tables and code, scrolls by itself."""

@@ -147,18 +147,6 @@ def test_a_name_that_ends_a_script_is_a_name(page: Opened) -> None:
     assert json.loads(page.page.locator("#data").text_content() or "") == report()
 
 
-def test_nothing_measured(open_page: Open) -> None:
-    data = report()
-    missing = {"value": None, "low": None, "high": None, "repeats": 0, "note": "too slow"}
-    data["rates"] = dict.fromkeys(data["rates"], missing)
-    data["runs"] = dict.fromkeys(data["runs"], missing)
-    data.update(advice=[], shares={"cold": None, "warm": None})
-    data["curves"] = {"cache": None, "cpus": None, "storage": None}
-    opened = open_page(report_page(data))
-    assert opened.page.locator(".card .missing").all_inner_texts() == ["not measured"] * 2
-    assert opened.page.locator(".curve .missing").all_inner_texts() == ["not measured"] * 3
-
-
 def test_the_scheme_of_colours_may_change(page: Opened) -> None:
     ink = "document.getElementById('chart-cache').layout.font.color"
     before = page.page.evaluate(ink)

@@ -151,15 +151,6 @@ def test_step_goes_from_event_to_event(page: Opened) -> None:
     )
 
 
-def test_step_stops_the_play(page: Opened) -> None:
-    page.page.locator("#speed").select_option("60")
-    page.page.locator("#play").click()
-    page.page.locator("#step").click()
-    stopped = now(page)
-    page.page.evaluate(TWO_FRAMES)
-    assert now(page) == stopped
-
-
 def test_the_slider_seeks_and_the_keyboard_moves_it(page: Opened) -> None:
     seek(page, 500)
     assert now(page) == pytest.approx(0.15)
@@ -195,42 +186,6 @@ def test_the_boxes_at_every_instant(page: Opened, prefetch: bool) -> None:
             and not any(o.what == "compute" and o.batch == e.batch and o.start <= at for o in events)
         ]
         assert page.text("#waiting") == (f"On the device, next: {', '.join(staged)}" if staged else "")
-
-
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_a_full_queue(open_page: Open, prefetch: bool) -> None:
-    """Two loaders that are too fast: they wait, each with the batch that it cannot hand over."""
-    simulated = pytest.importorskip("stallfree.analysis.simulate", reason="needs stallfree[simulate]")
-    pytest.importorskip("simpy", reason="needs simpy: pip install 'stallfree[simulate]'")
-    pipeline = simulated.Pipeline(2, 0.02, 0.01, 0.05, prefetch, queue=3)
-    ran = simulated.simulate(pipeline, seconds=1)
-    events = [*ran.events, *ran.unfinished]
-    one = run_data("full", events, seconds=0.6, queue=3, depth=int(prefetch))
-    opened = open_page(simulation_page(simulation() | {"runs": [one], "shown": 0, "comparison": None}))
-    waits = set()
-    for place in range(0, 1001, 41):
-        seek(opened, place)
-        at = 0.6 * place / 1000
-        idle = {e.actor for e in events if e.actor.startswith("loader")} - {
-            e.actor for e in events if e.start <= at < e.end
-        }
-        held = {
-            actor: max((e.end, e.batch) for e in events if e.actor == actor and e.end <= at)[1] for actor in idle
-        }  # a loader begins a batch as soon as it is rid of the one before
-        copied = {e.batch: e.start for e in events if e.actor == "copy" and e.start <= at}
-        ready = sorted((e.end, e.batch) for e in events if e.what == "load" and e.end <= at and e.batch not in copied)
-        assert queued(opened) == [str(batch) for _, batch in ready if batch not in held.values()]
-        shown = doing(opened)
-        assert {actor: shown[actor] for actor in held} == {
-            actor: f"waits with {batch}" for actor, batch in held.items()
-        }
-        used = {e.batch for e in events if e.actor == "device" and e.start <= at}
-        copying = any(e.actor == "copy" and e.start <= at < e.end for e in events)
-        unused = [batch for batch in copied if batch not in used]
-        if len(unused) == 2 and not copying:
-            assert shown["copy"] == f"waits with {unused[-1]}"
-        waits |= {len(held), shown["copy"].split()[0]}
-    assert waits >= ({0, 2, "copy", "waits"} if prefetch else {0, 2, "copy", "idle"})
 
 
 def loader_of(events: list[Event], batch: int) -> str:

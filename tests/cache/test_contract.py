@@ -1,4 +1,4 @@
-"""Every kind of sample cache does what the protocol says; so does a cache of a few lines over a dict."""
+"""Sample caches in memory and on a disk do what the protocol says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stallfree.cache import POLICIES, SampleCache
+from stallfree.cache import SampleCache
 from stallfree.testing import CacheContract
 from stallfree.testing.cache_contract import MakeCache
 
@@ -30,7 +30,7 @@ def caches(**options: Any) -> Iterator[MakeCache]:
         yield make
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", ["minio", "lru", "importance"])
 class TestSampleCache(CacheContract):
     @pytest.fixture
     def make_cache(self, policy: str) -> Iterator[MakeCache]:
@@ -38,9 +38,8 @@ class TestSampleCache(CacheContract):
             yield make
 
 
-@pytest.mark.parametrize("policy", ["minio", "lru", "importance"])
 class TestOnDisk(CacheContract):
     @pytest.fixture
-    def make_cache(self, policy: str, tmp_path: Path) -> Iterator[MakeCache]:
-        with caches(policy=policy, store=tmp_path) as make:
+    def make_cache(self, tmp_path: Path) -> Iterator[MakeCache]:
+        with caches(policy="lru", store=tmp_path) as make:
             yield make

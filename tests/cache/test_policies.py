@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_tools import PAGE, make
@@ -56,6 +55,8 @@ def test_by_hand(policy: str) -> None:
             else:
                 cache.put(id, record(id))
             assert residents(cache) == expected, f"step {step}"
+        came = {id for _, there in BY_HAND[policy] for id in there}
+        assert cache.stats().evictions >= len(came) - 3
 
 
 def test_minio_rejects_and_counts_what_does_not_fit() -> None:
@@ -63,14 +64,6 @@ def test_minio_rejects_and_counts_what_does_not_fit() -> None:
         assert cache.put_many(range(5), [record(id) for id in range(5)]).tolist() == [True] * 3 + [False] * 2
         assert not cache.put(7, record(7))
         assert (cache.stats().rejected, cache.stats().evictions) == (3, 0)
-
-
-@pytest.mark.parametrize("policy", ["fifo", "lru", "lfu", "random"])
-def test_evictions_are_counted(policy: str) -> None:
-    with small(policy, 3) as cache:
-        for id in range(10):
-            assert cache.put(id, record(id))
-        assert (cache.stats().evictions, cache.stats().rejected) == (7, 0)
 
 
 def test_importance_by_hand() -> None:
@@ -89,12 +82,6 @@ def test_importance_by_hand() -> None:
         assert cache.get_many([2, 4, 6])[2][0] == 6
         assert (cache.stats().evictions, cache.stats().rejected) == (3, 3)
         assert cache.check() == []
-
-
-def test_without_scores_importance_keeps_what_came_first() -> None:
-    with small("importance", 3) as cache:
-        assert cache.put_many(range(5), [record(id) for id in range(5)]).tolist() == [True] * 3 + [False] * 2
-        assert cache.stats().evictions == 0
 
 
 def test_a_large_newcomer_must_be_above_all_whose_place_it_takes() -> None:
@@ -170,35 +157,30 @@ def test_scores_stay_with_a_cache_on_a_disk(tmp_path: Path) -> None:
         assert residents(cache) == [1, 3]
 
 
-@pytest.mark.parametrize(
-    ("ids", "scores", "message"),
-    [
-        ([1, 2], [1.0], "2 ids and the scores"),
-        ([1], [math.nan], "no NaN"),
-        ([1], ["high"], "a number for each id"),
-        ([1], [[1.0]], "a number for each id"),
-        ([100], [1.0], "id 100 is outside"),
-        ([0.5], [1.0], "sequence of integers"),
-    ],
-)
-def test_scores_that_cannot_be_used(ids: list, scores: list, message: str) -> None:
-    with small("importance", 2) as cache, pytest.raises(InputError, match=message):
-        cache.set_scores(ids, scores)
+def test_scores_that_cannot_be_used() -> None:
+    with small("importance", 2) as cache:
+        for ids, scores, message in (
+            ([1, 2], [1.0], "2 ids and the scores"),
+            ([1], [math.nan], "no NaN"),
+            ([1], ["high"], "a number for each id"),
+            ([1], [[1.0]], "a number for each id"),
+            ([100], [1.0], "id 100 is outside"),
+            ([0.5], [1.0], "sequence of integers"),
+        ):
+            with pytest.raises(InputError, match=message):
+                cache.set_scores(ids, scores)
+    for policy in ("minio", "lru"):
+        with small(policy, 2) as cache, pytest.raises(InputError, match=f"'{policy}', which makes its own scores"):
+            cache.set_scores([1], [1.0])
 
 
-@pytest.mark.parametrize("policy", ["minio", "lru"])
-def test_policies_that_make_their_own_scores_take_none(policy: str) -> None:
-    with small(policy, 2) as cache, pytest.raises(InputError, match=f"'{policy}', which makes its own scores"):
-        cache.set_scores([1], [1.0])
-
-
-@pytest.mark.parametrize("policy", ["fifo", "lru", "lfu", "random"])
-def test_a_batch_larger_than_the_cache(policy: str) -> None:
-    with small(policy, 4) as cache:
-        assert cache.put_many(range(30), [record(id) for id in range(30)]).sum() == 4
-        assert cache.check() == []
-        values = cache.get_many(residents(cache))
-        assert [int(value[0]) for value in values] == residents(cache)
+def test_a_batch_larger_than_the_cache() -> None:
+    for policy in ("fifo", "lru", "lfu", "random"):
+        with small(policy, 4) as cache:
+            assert cache.put_many(range(30), [record(id) for id in range(30)]).sum() == 4
+            assert cache.check() == []
+            values = cache.get_many(residents(cache))
+            assert [int(value[0]) for value in values] == residents(cache)
 
 
 class Naive:
@@ -226,7 +208,8 @@ class Naive:
         self.size[id] = size
 
     def put_many(self, ids: list[int]) -> None:
-        for id in sorted(dict.fromkeys(ids), key=lambda one: -self.given.get(one, 0)):
+        absent = [id for id in dict.fromkeys(ids) if id not in self.score]
+        for id in sorted(absent, key=lambda one: -self.given.get(one, 0)):
             self.put(id, 1)
 
     def give(self, id: int, score: float) -> None:
@@ -247,130 +230,38 @@ class Naive:
                     self.score[id] += 1
 
 
-ids = st.integers(0, 99)
-steps = st.lists(
-    st.tuples(st.just("put"), ids, st.integers(1, 6))
-    | st.tuples(st.just("use"), st.lists(ids, max_size=8), st.none())
-    | st.tuples(st.just("drop"), ids, st.none()),
-    max_size=300,
-)
-many = settings(max_examples=12, suppress_health_check=list(HealthCheck))
-
-
 @pytest.mark.parametrize("varied", [False, True], ids=["uniform", "varied"])
-@pytest.mark.parametrize("policy", ["fifo", "lru", "lfu"])
-@many
-@given(steps)
-def test_decides_like_sorting_all_scores(policy: str, varied: bool, steps: list) -> None:
+@pytest.mark.parametrize("policy", ["fifo", "lru", "lfu", "importance"])
+def test_decides_like_sorting_all_scores(policy: str, varied: bool) -> None:
+    rng = np.random.default_rng(1)
+    num_ids = 200
     example = BLOCK if varied else np.zeros(PAGE, np.uint8)
-    with make(100, 40, policy=policy, example=example, name=f"naive-{policy}-{os.getpid()}") as cache:
+    with make(num_ids, 80, policy=policy, example=example) as cache:
         naive = Naive(policy, cache.meta.num_blocks)
-        for what, argument, size in steps:
-            if what == "put":
-                assert isinstance(argument, int)
-                cache.put(argument, b"x" * (size * 256 - 100) if varied else record(argument))
-                naive.put(argument, size if varied else 1)
-            elif what == "use":
-                cache.get_many(argument)
-                naive.use(argument)
-            elif argument in naive.score:
-                cache.drop([argument])
-                naive.forget(argument)
-            assert residents(cache) == sorted(naive.score)
-        assert cache.check() == []
-
-
-@pytest.mark.parametrize("varied", [False, True], ids=["uniform", "varied"])
-@many
-@given(
-    st.lists(
-        st.tuples(st.just("put"), ids, st.integers(1, 6))
-        | st.tuples(st.just("put many"), st.lists(ids, max_size=20), st.none())
-        | st.tuples(st.just("give"), st.lists(ids, max_size=30), st.integers(0, 1000))
-        | st.tuples(st.just("drop"), ids, st.none()),
-        max_size=200,
-    )
-)
-def test_importance_decides_like_sorting_all_scores(varied: bool, steps: list) -> None:
-    example = BLOCK if varied else np.zeros(PAGE, np.uint8)
-    with make(100, 30, policy="importance", example=example, name=f"given-{os.getpid()}") as cache:
-        naive = Naive("importance", cache.meta.num_blocks)
-        for what, argument, number in steps:
-            if what == "put":
-                cache.put(argument, b"x" * (number * 256 - 100) if varied else record(argument))
-                naive.put(argument, number if varied else 1)
-            elif what == "put many":
-                cache.put_many(argument, [b"x" * 100 if varied else record(id) for id in argument])
-                naive.put_many(argument)
-            elif what == "give":
-                scores = np.random.default_rng(number).integers(-8, 8, len(argument)).astype(float)
-                cache.set_scores(argument, scores)
-                for id, score in zip(argument, scores.tolist(), strict=True):
+        for step in range(800):
+            ids = rng.integers(0, num_ids, 6).tolist()
+            chance = rng.random()
+            if policy == "importance" and chance < 0.5:
+                scores = rng.random(6) if step % 2 else rng.integers(0, 4, 6) / 4
+                cache.set_scores(ids, scores)
+                for id, score in zip(ids, scores.tolist(), strict=True):
                     naive.give(id, score)
-            elif argument in naive.score:
-                cache.drop([argument])
-                naive.forget(argument)
+            elif chance < 0.6:
+                size = int(rng.integers(1, 7)) if varied else 1
+                cache.put(ids[0], b"x" * (size * 256 - 100) if varied else record(ids[0]))
+                naive.put(ids[0], size)
+            elif chance < 0.75 and policy == "importance":
+                cache.put_many(ids, [b"x" * 100 if varied else record(id) for id in ids])
+                naive.put_many(ids)
+            elif chance < 0.97:
+                cache.get_many(ids)
+                naive.use(ids)
+            elif ids[0] in naive.score:
+                cache.drop(ids[:1])
+                naive.forget(ids[0])
             assert residents(cache) == sorted(naive.score)
         assert cache.check() == []
-
-
-def test_importance_decides_like_sorting_all_scores_in_the_long_run() -> None:
-    rng = np.random.default_rng(1)
-    with small("importance", 120, num_ids=300) as cache:
-        naive = Naive("importance", cache.meta.num_blocks)
-        for step in range(1500):
-            wanted = rng.integers(0, 300, 6)
-            scores = rng.random(6) if step % 2 else rng.integers(0, 4, 6) / 4
-            cache.set_scores(wanted, scores)
-            for id, score in zip(wanted.tolist(), scores.tolist(), strict=True):
-                naive.give(id, score)
-            wanted = rng.integers(0, 300, 4).tolist()
-            cache.put_many(wanted, [record(id) for id in wanted])
-            naive.put_many(wanted)
-            assert residents(cache) == sorted(naive.score)
-        assert cache.check() == []
-        assert cache.stats().evictions > 500
-        assert cache.stats().rejected > 500
-
-
-@pytest.mark.parametrize("policy", ["fifo", "lru", "lfu"])
-def test_decides_like_sorting_all_scores_in_the_long_run(policy: str) -> None:
-    rng = np.random.default_rng(1)
-    with small(policy, 120, num_ids=300) as cache:
-        naive = Naive(policy, cache.meta.num_blocks)
-        for _ in range(4000):
-            id = int(rng.zipf(1.3)) % 300
-            if rng.random() < 0.8:
-                cache.put(id, record(id))
-                naive.put(id, 1)
-            else:
-                wanted = rng.integers(0, 300, 8).tolist()
-                cache.get_many(wanted)
-                naive.use(wanted)
-            assert residents(cache) == sorted(naive.score)
-        assert cache.check() == []
-        assert cache.stats().evictions > 500
-
-
-@pytest.mark.parametrize("share", [0.4, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.2, 0.6, 0.8))])
-def test_lru_hits_what_theory_says(share: float) -> None:
-    """Each epoch another permutation: lru hits c + (1 - c) ln(1 - c) of it, where c is the share that fits."""
-    num_ids, batch, epochs = 2048, 16, 14
-    rng = np.random.default_rng(0)
-    example = np.zeros(64, np.uint8)
-    with make(num_ids, int(share * num_ids), policy="lru", example=example) as cache:
-        room = cache.meta.num_blocks / num_ids
-        outs = [np.empty((batch, 64), np.uint8)]
-        for epoch in range(epochs):
-            if epoch == 4:
-                before = cache.stats()
-            for wanted in rng.permutation(num_ids).reshape(-1, batch):
-                missed = wanted[~cache.gather(wanted, outs)]
-                cache.put_many(missed, [example] * len(missed))
-        after = cache.stats()
-    hits, asked = after.hits - before.hits, (epochs - 4) * num_ids
-    assert after.hits + after.misses - before.hits - before.misses == asked
-    assert hits / asked == pytest.approx(room + (1 - room) * math.log(1 - room), abs=0.01)
+        assert cache.stats().evictions > 50
 
 
 def ages_of_victims(batch: int, room: int, evictions: int) -> tuple[np.ndarray, np.ndarray]:
@@ -395,10 +286,9 @@ def ages_of_victims(batch: int, room: int, evictions: int) -> tuple[np.ndarray, 
     return np.array(ranks), np.array(lives)
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_random_takes_the_oldest_as_often_as_the_youngest(batch: int) -> None:
-    room = 40
-    ranks, lives = ages_of_victims(batch, room, 12_000)
+def test_random_takes_the_oldest_as_often_as_the_youngest() -> None:
+    batch, room = 3, 40
+    ranks, lives = ages_of_victims(batch, room, 5000)
     times = np.bincount(ranks, minlength=room)
     expected = len(ranks) / room
     assert len(times) == room
@@ -406,37 +296,6 @@ def test_random_takes_the_oldest_as_often_as_the_youngest(batch: int) -> None:
     steps = lives / batch  # a life ends with each step with the same probability, so it is geometric
     assert steps.mean() == pytest.approx(room / batch, rel=0.05)
     assert (steps > 2 * room / batch).mean() == pytest.approx((1 - batch / room) ** (2 * room / batch), rel=0.1)
-
-
-@pytest.mark.parametrize("share", [pytest.param(0.35, marks=pytest.mark.slow), 0.65])
-def test_random_hits_what_a_simulation_of_random_replacement_hits(share: float) -> None:
-    num_ids, epochs = 1000, 12
-    rng = np.random.default_rng(0)
-    orders = [rng.permutation(num_ids) for _ in range(epochs)]
-    room = int(share * num_ids)
-    with tempfile.TemporaryDirectory() as folder:
-        keeper = Bookkeeper(Path(folder), num_ids, make_policy("random"), room, None)
-        hits = [sum(1 - len(keeper.use(order[at : at + 1])) for at in range(num_ids)) for order in orders]
-    dice = random.Random(0)
-    slots: list[int] = []
-    place: dict[int, int] = {}
-    simulated = []
-    for order in orders:
-        simulated.append(sum(id in place or visit(id, slots, place, room, dice) for id in order.tolist()))
-    asked = (epochs - 4) * num_ids
-    assert sum(hits[4:]) / asked == pytest.approx(sum(simulated[4:]) / asked, abs=0.01)
-
-
-def visit(id: int, slots: list[int], place: dict[int, int], room: int, dice: random.Random) -> bool:
-    """Put `id` into a free slot, or into any."""
-    at = len(slots) if len(slots) < room else dice.randrange(room)
-    if at == len(slots):
-        slots.append(id)
-    else:
-        del place[slots[at]]
-        slots[at] = id
-    place[id] = at
-    return False
 
 
 def test_unknown_policies_are_refused() -> None:

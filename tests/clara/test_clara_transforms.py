@@ -94,9 +94,10 @@ def test_all_are_tested() -> None:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["a.nii", "a.nii.gz"])
-@pytest.mark.parametrize("two", [False, True])
-@pytest.mark.parametrize("shape", [(4, 5, 6), (4, 5, 6, 2), (4, 5)])
+@pytest.mark.parametrize(
+    ("name", "two", "shape"),
+    [("a.nii", False, (4, 5, 6)), ("a.nii.gz", True, (4, 5, 6, 2)), ("a.nii", True, (4, 5))],
+)
 def test_loading(name: str, two: bool, shape: tuple[int, ...], tmp_path: Path) -> None:
     spacing = (0.5, 2.0, 3.0)[: len(shape)]
     data = write(tmp_path / name, volume(3, shape), spacing, two)

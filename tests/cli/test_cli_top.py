@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import signal
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -19,10 +18,10 @@ import typer
 from typer.testing import CliRunner, Result
 
 import stallfree as sf
+from children import Child
 from stallfree.cache import SampleCache
-from stallfree.cli.top import tables, top
+from stallfree.cli.top import top
 from stallfree.errors import InputError
-from stallfree.observe.jobs import Jobs
 
 app = typer.Typer()
 app.command()(top)
@@ -99,22 +98,14 @@ def test_without_a_terminal_there_is_nothing_live() -> None:
         run()
 
 
-def test_a_cache_that_cannot_be_read_is_shown(store_root: Path) -> None:
-    from rich.console import Console
-
-    with closing(make_cache()):
-        meta = store_root / "pictures" / "meta.json"
-        whole = meta.read_bytes()
-        meta.write_text("no json")
-        console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-        console.print(tables(Jobs().look()))
-        console.file.close()
-        meta.write_bytes(whole)
-    row = next(line for line in console.export_text().splitlines() if "pictures" in line)
-    assert row.split()[1:4] == ["?", "?", "?"]
-
-
-LIVE = "import typer; from stallfree.cli.top import top; typer.run(top)"
+def live(terminal: int) -> None:
+    """The command in a terminal, in a process of its own."""
+    for place in (0, 1, 2):
+        os.dup2(terminal, place)
+    os.environ.update(COLUMNS="140", LINES="40", TERM="xterm")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with open(1, "w", closefd=False) as sys.stdout:
+        top(interval="50ms")
 
 
 def rest(terminal: int) -> str:
@@ -129,12 +120,8 @@ def rest(terminal: int) -> str:
 def test_live_in_a_terminal() -> None:
     """It shows what changes, and ends with Ctrl-C."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "140", "LINES": "40", "TERM": "xterm"}
     with closing(make_cache()) as cache:
-        process = subprocess.Popen(
-            [sys.executable, "-c", LIVE, "--interval", "50ms"],
-            stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
-        )  # fmt: skip
+        process = Child(live, theirs)
         os.close(theirs)
         shown = ""
         put = False
@@ -144,11 +131,10 @@ def test_live_in_a_terminal() -> None:
                 if "0 / 100" in shown and not put:
                     put = True
                     cache.put_many([1, 2], [b"one", b"two"])
-            process.send_signal(signal.SIGINT)
-            shown += rest(ours)
-            assert process.wait(60) == 0
         finally:
-            process.kill()
-            process.wait()
+            process.signal(signal.SIGINT)
+            shown += rest(ours)
+            code = process.wait()
             os.close(ours)
+    assert code == 0
     assert "Traceback" not in shown

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -133,7 +133,7 @@ def holds(scene: Scene) -> None:
 
 
 @given(scenes())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_all_that_touches_the_same_memory_is_ordered_and_every_batch_is_exact(scene: Scene) -> None:
     holds(scene)
 
@@ -149,7 +149,6 @@ def test_thousands_of_scenes(scene: Scene) -> None:
 
 PLAIN = [([Order({"images": ("plain", 900), "labels": ("plain", 8)})] * 8, None)]
 LENT = [([Order([("lent", 900)])] * 8, None)]
-GROWING = [([Order([("plain", 900)], scale) for scale in (1, 2, 4, 8)], None)]
 FAILING = [([Order([("plain", 900)], trouble="transform" if number == 3 else "") for number in range(8)], None)]
 
 
@@ -207,22 +206,13 @@ DEVICE_FREED = r"^device memory .* is freed too early: nothing orders the read .
 LENT_FREED = r"^lent memory .* is freed too early: nothing orders the read .* \(a copy\)"
 GUARDS: dict[str, tuple[Scene, Callable[[pytest.MonkeyPatch, World], None], str]] = {
     "the host waits for the copies before it fills pinned memory": (
-        Scene(PLAIN), without("finish", "send"), STAGED_TWICE,
-    ),
-    "the same, with device memory that stands": (
         Scene(PLAIN, **RING), without("finish", "send"), STAGED_TWICE,
     ),
     "the copy stream waits until the batch before is used": (
         Scene(PLAIN, **RING), without("wait", "send"), COPIED_TWICE,
     ),
-    "use is marked": (
-        Scene(PLAIN, **RING), without("record", "_take_back"), COPIED_TWICE,
-    ),
     "and in the stream where it was asked for, if that is another": (
         Scene(PLAIN, habits=("leave",), **RING), without("using", "_take_back"), COPIED_TWICE,
-    ),
-    "which is waited for, not to be forgotten by the second mark": (
-        Scene(PLAIN, habits=("leave",), **RING), without("wait", "_take_back"), COPIED_TWICE,
     ),
     "memory is poisoned behind that": (
         Scene(PLAIN, habits=("leave",), debug=True, **RING), without("wait", "_take_back"), POISONED_TOO_SOON,
@@ -230,20 +220,11 @@ GUARDS: dict[str, tuple[Scene, Callable[[pytest.MonkeyPatch, World], None], str]
     "the training waits for the copies": (
         Scene(PLAIN), without("wait", "_give"), READ_TOO_SOON,
     ),
-    "the same, with device memory that stands ": (
-        Scene(PLAIN, **RING), without("wait", "_give"), READ_TOO_SOON,
-    ),
     "a batch is kept for the training": (
         Scene(PLAIN), without("keep", "_give"), DEVICE_FREED,
     ),
-    "memory that stood, and was too small, is kept for the training": (
-        Scene(GROWING, depth=1, **RING), without("keep", "_give"), DEVICE_FREED,
-    ),
     "what the loader gave stays until it is copied": (
         Scene(LENT), hold_nothing, LENT_FREED,
-    ),
-    "and at the end, too": (
-        Scene(LENT, step=0.0), without("finish", "_run"), LENT_FREED,
     ),
     "copies are marked when the rest has failed": (
         Scene(FAILING, transform=True, step=0.0), forget_copies_of_failures, STAGED_TWICE,
@@ -260,11 +241,9 @@ GUARDS: dict[str, tuple[Scene, Callable[[pytest.MonkeyPatch, World], None], str]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("guard", GUARDS)
-def test_each_guard_is_missed(guard: str, seed: int) -> None:
+def test_each_guard_is_missed(guard: str) -> None:
     scene, change, fault = GUARDS[guard]
-    scene = replace(scene, seed=seed)
     scene.play().check()
     with pytest.raises(AssertionError) as caught:
         scene.play(change).check()

@@ -74,10 +74,15 @@ def take(world: World, iterator: Iterator[torch.Tensor], count: int = COUNT) -> 
     return found
 
 
-@pytest.mark.parametrize("close", [False, True], ids=["", "closed"])
-@pytest.mark.parametrize("kind", [DevicePrefetcher, Nested])
-@pytest.mark.parametrize("keep", ["fresh", "ring"])
-@pytest.mark.parametrize("loader", [Stateful, Positioned])
+@pytest.mark.parametrize(
+    ("loader", "keep", "kind", "close"),
+    [
+        (Stateful, "fresh", DevicePrefetcher, True),
+        (Stateful, "ring", Nested, False),
+        (Positioned, "fresh", Nested, True),
+        (Positioned, "ring", DevicePrefetcher, False),
+    ],
+)
 def test_a_state_of_any_moment_leaves_exactly_what_was_not_given(
     world: World, loader: type[Stateful], keep: str, kind: type[DevicePrefetcher], close: bool
 ) -> None:

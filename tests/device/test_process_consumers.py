@@ -65,24 +65,6 @@ def test_each_gets_all(tmp_path: Path) -> None:
         assert counts[BACK : BACK + 3].tolist() == [25] * 3
 
 
-def test_epochs_begin_together(tmp_path: Path) -> None:
-    script = Script(tmp_path)
-    script.write(batches=6)
-    with shared(script, 2) as prefetcher:
-        one, other = prefetcher.consumer(0), prefetcher.consumer(1)
-        for epoch in range(4):
-            first, second = iter(one), iter(other)
-            got = []
-            for number in range(6):  # in one thread: nobody is waited for but by the ring
-                got.append((read_stamp(next(first)), read_stamp(next(second))))
-                assert got[-1] == ((epoch, number),) * 2
-            assert list(first) == []
-            assert list(second) == []
-        assert len(one) == len(prefetcher) == 6
-        one.close()
-        other.close()
-
-
 def test_the_slowest_sets_the_pace_by_the_ring(tmp_path: Path) -> None:
     """Who holds a batch stops the others after `depth` more, and is named; who breaks off stops nobody."""
     script = Script(tmp_path)

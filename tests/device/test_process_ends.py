@@ -71,13 +71,6 @@ def test_the_process_is_killed(tmp_path: Path) -> None:
     assert folders() == []
 
 
-def test_it_is_killed_before_it_can_begin(tmp_path: Path) -> None:
-    with ProcessPrefetcher(Script(tmp_path).make(), "cpu", timeout=PATIENCE) as prefetcher:
-        os.kill(prefetcher._child.pid, signal.SIGKILL)
-        with pytest.raises(sf.ProducerError):
-            next(iter(prefetcher))
-
-
 def test_a_loader_that_ends_its_process(tmp_path: Path) -> None:
     with ProcessPrefetcher(ending, "cpu", timeout=PATIENCE) as prefetcher:
         iteration = iter(prefetcher)
@@ -93,19 +86,6 @@ def ending() -> Any:
 
 
 @pytest.mark.slow
-def test_who_made_it_is_killed(tmp_path: Path) -> None:
-    script, book = Script(tmp_path), tmp_path / "book"
-    script.write(batches=50)
-    maker = Child(hold, script, book, 3)
-    wait_for(book.exists, "the first batches")
-    pid, count = map(int, book.read_text().split())
-    assert count == 3
-    assert not gone(pid)
-    maker.kill()
-    wait_for(lambda: gone(pid), "the process to end")
-    wait_for(lambda: folders() == [], "its folder to go")
-
-
 def test_who_made_it_is_killed_and_a_consumer_goes_on(tmp_path: Path) -> None:
     """The consumer hears that the process has ended, and nothing is left when it has ended, too."""
     script, book = Script(tmp_path), tmp_path / "book"
@@ -182,7 +162,7 @@ def with_workers() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_consumers_die_at_random_moments(tmp_path: Path, seed: int) -> None:
     """Five consumers, of which four are killed; this one gets all."""
     chance = random.Random(seed)
@@ -215,7 +195,7 @@ def kill_all(others: list[Child], chance: random.Random) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_process_dies_at_random_moments(tmp_path: Path, seed: int) -> None:
     """What is given is whole and in order, and the end is heard of, by all three consumers."""
     chance = random.Random(seed)
@@ -241,7 +221,7 @@ def test_the_process_dies_at_random_moments(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_who_made_it_dies_at_random_moments(tmp_path: Path, seed: int) -> None:
     """Before, while and after the process starts: it ends, and leaves nothing but what is swept."""
     chance = random.Random(seed)

@@ -114,17 +114,14 @@ class OneConsumer:
         assert unpack_length(length) == SAMPLES // BATCH
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_pictures_go_straight_out_of_pinned_slots(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool
-) -> None:
+def test_pictures_go_straight_out_of_pinned_slots(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, server = Pinning(folder), OneConsumer(epochs=2)
     monkeypatch.setattr(producer, "memory_of", lambda *_: memory)
     monkeypatch.setattr(staging, "SMALL", 1024)
     loaders: list[Any] = []
 
     def make() -> Any:
-        loaders.append(sf.DataLoader(Pictures(), BATCH, num_workers=1, persistent_workers=persistent, seed=1))
+        loaders.append(sf.DataLoader(Pictures(), BATCH, num_workers=1, seed=1))
         return loaders[0]
 
     Producer(server, Setup(make, CPU, DEPTH, 1, folder)).run()  # type: ignore[arg-type]

@@ -172,7 +172,7 @@ def split(rank: int) -> None:
 
 def test_accelerate() -> None:
     needs("accelerate")
-    in_two_processes(partial(accelerated, ["in order", "shuffled"]))
+    in_two_processes(partial(accelerated, ["shuffled"]))
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def lightning(cases: list[str], workers: bool, rank: int) -> None:
 
 def test_lightning() -> None:
     needs("lightning.pytorch")
-    in_two_processes(partial(lightning, ["in order", "shuffled"], False))
+    in_two_processes(partial(lightning, ["shuffled"], False))
 
 
 @pytest.mark.slow

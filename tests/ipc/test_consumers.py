@@ -92,7 +92,7 @@ def test_messages_are_what_was_sent(kind: int, serial: int, number: int, value: 
     assert unpack(bytearray(pack(kind, serial, number, value, body))) == (kind, serial, number, value, body)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_messages_cut_anywhere(seed: int) -> None:
     chance = random.Random(seed)
     sizes = [chance.choice([0, 0, 10, 1000, 4000, 4048, 4096, 5000, 70_000]) for _ in range(150)]

@@ -70,14 +70,6 @@ def test_what_a_killed_process_leaves_is_swept(root: Path) -> None:
     assert list(root.iterdir()) == []
 
 
-def test_what_a_killed_process_leaves_can_be_attached_to(root: Path) -> None:
-    other_process(root).kill()
-    mine = open_folder(root)
-    assert not mine.created
-    mine.close()
-    assert list(root.iterdir()) == []
-
-
 def test_persistent_folders_stay_whoever_leaves_last(root: Path) -> None:
     first = open_folder(root, persist=True)
     second = open_folder(root)
@@ -111,14 +103,14 @@ def test_nobody_sees_half_of_one(root: Path) -> None:
 
     def come_and_go() -> None:
         try:
-            for _ in range(60):
+            for _ in range(25):
                 folder = open_folder(root)
                 assert (folder.path / "data").read_text() == "whole"
                 folder.close()
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=come_and_go) for _ in range(6)]
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

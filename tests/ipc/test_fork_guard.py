@@ -33,18 +33,6 @@ def test_the_other_end_receives_the_end_though_a_child_lives(pair: tuple[socket.
     child.end()
 
 
-def test_without_it_the_other_end_does_not(pair: tuple[socket.socket, socket.socket]) -> None:
-    """So that the test above shows something."""
-    ours, theirs = pair
-    child = Holder(lambda: lambda: None)
-    ours.close()
-    theirs.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        theirs.recv(1)
-    child.end()
-    assert theirs.recv(1) == b""
-
-
 def test_a_child_has_nothing_in_its_place(pair: tuple[socket.socket, socket.socket]) -> None:
     """Objects that it inherited may close the number; that is not another file's by then."""
     ours, theirs = pair

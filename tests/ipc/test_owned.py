@@ -181,12 +181,12 @@ def swap(public: Path) -> None:
 def test_a_swap_between_any_two_system_calls(public: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run swaps before another one of the calls that look at a path."""
     calls = ("open", "mkdir", "stat", "lstat", "listdir", "rename")
+    for value in ("true", "forged"):
+        make(public / value, value)
     for number in itertools.count():
         place, count = public / str(number), itertools.count()
-        place.mkdir()
-        make(place, "true")
-        make(public / "other", "forged")
-        user_root(public / "other").rename(place / "forged")
+        shutil.copytree(user_root(public / "true"), user_root(place))
+        shutil.copytree(user_root(public / "forged"), place / "forged")
         os.chown(place / "forged", STRANGER, -1)
         place.chmod(mode)
         results: list[int] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stallfree as sf
@@ -17,6 +17,7 @@ from stallfree.ipc.remote import pack_plain_error, unpack_plain_error
 int64 = st.integers(-(2**63), 2**63 - 1)
 
 
+@settings(max_examples=30)
 @given(message=st.text(), where=st.text(), trace=st.text(), id=int64)
 def test_errors_of_samples(message: str, where: str, trace: str, id: int) -> None:
     error, told = unpack_plain_error(pack_plain_error(sf.SampleError(message, id=id, where=where), trace))

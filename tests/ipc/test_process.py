@@ -71,8 +71,9 @@ def test_messages_both_ways(method: str) -> None:
     child.send(b"lost")
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("leads", [False, True])
+@pytest.mark.parametrize(
+    ("method", "leads"), [("fork", True), ("forkserver", False), pytest.param("spawn", True, marks=pytest.mark.slow)]
+)
 def test_what_it_is(method: str, leads: bool) -> None:
     child = start(mains.identify, method=method, leads=leads)
     pid, session, interrupted, ended = ast.literal_eval(received(child).decode())

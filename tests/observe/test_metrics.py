@@ -147,7 +147,7 @@ def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in found.Scalars(name)]
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tensorboard(own: bool, loader: sf.DataLoader, tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -192,6 +192,7 @@ def scrape(port: int) -> dict[tuple[str, str], float]:
 
 def test_a_scrape_reads_the_present(dataset: sf.CachedDataset, loader: sf.DataLoader) -> None:
     with PrometheusServer(Metrics(train=loader, test=sf.DataLoader(dataset), cache=dataset), port=0) as server:
+        assert server._server.server_address[0] == "127.0.0.1"
         before = scrape(server.port)
         assert {name for name, _ in before} == {*LOADER_NAMES, *CACHE_NAMES}
         assert {label for _, label in before} == {"train", "test", "cache"}
@@ -222,11 +223,6 @@ def test_scrapes_while_it_trains(loader: sf.DataLoader) -> None:
             scraper.join()
     assert seen == sorted(seen)
     assert seen[-1] > 0
-
-
-def test_it_is_heard_on_this_host_only(loader: sf.DataLoader) -> None:
-    with PrometheusServer(Metrics(train=loader), port=0) as server:
-        assert server._server.server_address[0] == "127.0.0.1"
 
 
 def test_a_port_that_is_taken(loader: sf.DataLoader) -> None:

@@ -151,4 +151,4 @@ def trees(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-everyday = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+everyday = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -49,19 +49,13 @@ def read_or_refuse(buffer: np.ndarray) -> None:
 
 @everyday
 @given(trees(leaves), st.data())
-def test_truncated_records(value: Any, data: st.DataObject) -> None:
+def test_truncated_and_flipped(value: Any, data: st.DataObject) -> None:
     written = record(value)
     cut = written[: data.draw(st.integers(0, written.size - 1))].copy()
     with pytest.raises(CodecError):
         read_record(cut, copy=True)
     with pytest.raises(CodecError):
         split_record(cut)
-
-
-@everyday
-@given(trees(leaves), st.data())
-def test_flipped_bytes(value: Any, data: st.DataObject) -> None:
-    written = record(value)
     for _ in range(data.draw(st.integers(1, 4))):
         written[data.draw(st.integers(0, min(written.size, 400) - 1))] = data.draw(st.integers(0, 255))
     read_or_refuse(written)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -206,6 +206,7 @@ plain = st.recursive(
 
 
 @given(plain, plain)
+@settings(max_examples=30)
 def test_plain_values_agree_exactly_when_their_text_does(a: Any, b: Any) -> None:
     def text(value: Any) -> str:
         if isinstance(value, dict):

@@ -60,11 +60,10 @@ def test_positions_are_found_here() -> None:
     assert global_draws._torch_offset() is not None
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_each_draw_is_seen_once(looks: GlobalDraws, seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+def test_each_draw_is_seen_once(looks: GlobalDraws) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
     looks.mark()
     for number, draw in enumerate(DRAWS * 3):
         assert not looks.moved(), number

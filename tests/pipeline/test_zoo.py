@@ -1,7 +1,4 @@
-"""No cache freezes what is random, and what is deterministic is cached: the entries of the zoo, and the zoo's judge.
-
-`python tests/pipeline/zoo.py --runs 20` tries each entry many times and prints tables.
-"""
+"""No cache freezes what is random, and what is deterministic is cached: the entries of the zoo, and the zoo's judge."""
 
 from __future__ import annotations
 
@@ -20,15 +17,11 @@ import stallfree as sf
 KINDS = {kind: [entry for entry in ENTRIES if entry.kind == kind] for kind in ("random", "steady", "either")}
 FEW = ("auto, sf 0", "whole, sf 0", "smart, torch 0")
 SOME = (
-    *("crop_or_pad", "minority_class", "by_content", "only_the_last", "generator_made_inside", "python_random"),
-    *("rare_numpy", "rare_with_generator_made_inside", "clock_for_some", "counter_every_ten_calls"),
-    *("drawn_in_a_pool_for_some", "steady_then_hidden", "data_set_that_crops_some", "data_set_with_rare_draws"),
+    *("crop_or_pad", "minority_class", "only_the_last", "rare_with_generator_made_inside", "clock_for_some"),
+    *("counter_every_ten_calls", "drawn_in_a_pool_for_some", "steady_then_hidden", "data_set_that_crops_some"),
 )
-SOME_STEADY = (
-    *("decode_resize_normalise", "normalise", "to_tensor", "tokenise", "random_in_names_only"),
-    *("collects_statistics", "data_set_in_memory"),
-)
-QUICK = ("prepared, sf 0", "auto, sf 2", "auto, torch 0", "smart, sf 0", "whole, sf 0")
+SOME_STEADY = ("decode_resize_normalise", "tokenise", "random_in_names_only", "collects_statistics")
+QUICK = ("auto, sf 2", "smart, sf 0", "whole, sf 0")
 LEAST = 0.9
 """Share of the deterministic entries that are to be cached."""
 
@@ -76,8 +69,8 @@ class TestEntries:
         assert len(problems) <= (1 - LEAST) * len(found), problems
 
     def test_there_are_enough_of_all(self) -> None:
-        assert len(KINDS["random"]) >= 60
-        assert len(KINDS["steady"]) >= 30
+        assert len(KINDS["random"]) >= 50
+        assert len(KINDS["steady"]) >= 20
 
 
 def entry_of(step: object, kind: str, **details: object) -> Entry:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
-from zoo_entry import COUNT, first_is_short, many, random_entry, rows, steady_entry, unchanged
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset
+from zoo_entry import COUNT, many, random_entry, rows, steady_entry, unchanged
 
 
 class Stored(Dataset[Any]):
@@ -39,39 +39,6 @@ def data_set_that_crops_some() -> Any:
     return Cropped()
 
 
-@random_entry(None, draws=lambda id: id > 0, coarse=True)
-def data_set_that_crops_long_ones() -> Any:
-    class Cropped(Stored):
-        def change(self, id: int, x: Any) -> Any:
-            start = pyrandom.randrange(len(x) - 63) if len(x) > 64 else 0
-            return x[start : start + 64]
-
-    return Cropped(first_is_short())
-
-
-@random_entry(None, draws=lambda id: id % 10 == 7)
-def data_set_with_a_minority_class() -> Any:
-    class Labelled(Stored):
-        def change(self, id: int, x: Any) -> Any:
-            label = id % 10
-            return (x + torch.randn(64).numpy() if label == 7 else x), label
-
-    return Labelled()
-
-
-@random_entry(None)
-def data_set_with_transform() -> Any:
-    class Transformed(Stored):
-        def __init__(self, transform: Any) -> None:
-            super().__init__()
-            self.transform = transform
-
-        def change(self, id: int, x: Any) -> Any:
-            return self.transform(x)
-
-    return Transformed(lambda x: x + np.random.normal())
-
-
 @random_entry(None, draws=lambda id: id % 3 == 1)
 def data_set_with_transform_for_some() -> Any:
     class Transformed(Stored):
@@ -90,16 +57,6 @@ def data_set_with_rare_draws() -> Any:
     class Rare(Stored):
         def change(self, id: int, x: Any) -> Any:
             return x + np.float32(pyrandom.random()) if pyrandom.random() < 0.01 else x
-
-    return Rare(many())
-
-
-@random_entry(None, base=unchanged)
-def data_set_with_rare_hidden_draws() -> Any:
-    class Rare(Stored):
-        def change(self, id: int, x: Any) -> Any:
-            rng = np.random.default_rng()
-            return x + rng.normal(0, 1, 64).astype(np.float32) if rng.random() < 0.01 else x
 
     return Rare(many())
 
@@ -123,29 +80,9 @@ def data_set_with_the_clock() -> Any:
     return Stamped()
 
 
-@random_entry(None)
-def data_set_of_a_subset() -> Any:
-    class Noisy(Stored):
-        def change(self, id: int, x: Any) -> Any:
-            return x + np.random.normal()
-
-    return Subset(Noisy(), list(range(0, COUNT, 2)))
-
-
 @steady_entry(None)
 def data_set_in_memory() -> Any:
     return Stored()
-
-
-@steady_entry(None)
-def data_set_with_steady_transform() -> Any:
-    class Transformed(Stored):
-        transform = staticmethod(lambda x: (x - x.mean()) / x.std())
-
-        def change(self, id: int, x: Any) -> Any:
-            return self.transform(x)
-
-    return Transformed()
 
 
 @steady_entry(None)
@@ -169,8 +106,3 @@ def data_set_of_files() -> Any:
             return np.load(self.files[id])
 
     return Files()
-
-
-@steady_entry(None)
-def data_set_of_a_list() -> Any:
-    return [(row, id % 10) for id, row in enumerate(rows())]

@@ -19,46 +19,11 @@ def albumentations_resize() -> Any:
     return A.Compose([A.Resize(16, 16), A.Normalize()])
 
 
-@steady_entry(images)
-def albumentations_centre_crop() -> Any:
-    import albumentations as A
-
-    return [A.CenterCrop(16, 16), A.ToGray(p=1)]
-
-
-@random_entry(images, coarse=True)
-def albumentations_flip() -> Any:
-    import albumentations as A
-
-    return A.HorizontalFlip(p=0.5)
-
-
-@random_entry(images)
-def albumentations_noise() -> Any:
-    import albumentations as A
-
-    return A.Compose([A.GaussNoise(p=1)])
-
-
 @random_entry(images, prefix=True)
 def albumentations_resize_then_noise() -> Any:
     import albumentations as A
 
     return [A.Resize(16, 16), A.GaussNoise(p=1)]
-
-
-@random_entry(images, coarse=True)
-def albumentations_one_of() -> Any:
-    import albumentations as A
-
-    return A.Compose([A.OneOf([A.GaussNoise(p=1), A.RandomBrightnessContrast(p=1)], p=0.9)])
-
-
-@random_entry(images, coarse=True)
-def albumentations_seeded_compose() -> Any:
-    import albumentations as A
-
-    return A.Compose([A.RandomCrop(8, 8)], seed=3)
 
 
 @random_entry(images, coarse=True)
@@ -79,13 +44,6 @@ def with_keys() -> list[Any]:
     return [{"image": array, "id": id} for id, array in enumerate(channels_first())]
 
 
-@steady_entry(channels_first)
-def monai_scale() -> Any:
-    from monai import transforms
-
-    return transforms.Compose([transforms.ScaleIntensity(), transforms.Resize((8, 8))])
-
-
 @steady_entry(with_keys)
 def monai_scale_by_key() -> Any:
     from monai import transforms
@@ -93,32 +51,11 @@ def monai_scale_by_key() -> Any:
     return transforms.Compose([transforms.NormalizeIntensityd("image"), transforms.CenterSpatialCropd("image", (8, 8))])
 
 
-@random_entry(channels_first)
-def monai_noise() -> Any:
-    from monai import transforms
-
-    return transforms.RandGaussianNoise(prob=1.0)
-
-
-@random_entry(channels_first, coarse=True)
-def monai_flip_for_some() -> Any:
-    from monai import transforms
-
-    return transforms.Compose([transforms.RandFlip(prob=0.5, spatial_axis=1)])
-
-
 @random_entry(with_keys, prefix=True)
 def monai_scale_then_noise_by_key() -> Any:
     from monai import transforms
 
     return transforms.Compose([transforms.ScaleIntensityd("image"), transforms.RandGaussianNoised("image", prob=1.0)])
-
-
-@random_entry(channels_first)
-def monai_lambda() -> Any:
-    from monai import transforms
-
-    return transforms.Compose([transforms.Lambda(lambda x: x + np.random.default_rng().normal())])
 
 
 @random_entry(with_keys, draws=lambda id: id % 4 == 1)
@@ -151,16 +88,6 @@ def torchvision_normalise_then_erase() -> Any:
     return torchvision_compose(
         foreign("Normalize", V1, __call__=lambda self, x: (x - 0.5) / 0.5), foreign("RandomErasing", V1, __call__=erase)
     )
-
-
-@random_entry(tensors)
-def torchvision_lambda() -> Any:
-    def call(self: Any, x: Any) -> Any:
-        return self.lambd(x)
-
-    transform = foreign("Lambda", V1, __call__=call)
-    transform.lambd = lambda x: x + np.random.default_rng().normal()
-    return transform
 
 
 @random_entry(rows)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from report_examples import NAME, Page, measured, report
+from report_examples import Page, measured, report
 from stallfree.errors import InputError, MissingExtraError
 from stallfree.report import report_page
 from stallfree.report.document import embedded
@@ -78,12 +78,6 @@ def everywhere(word: str) -> dict[str, Any]:
         return value + word if isinstance(value, str) else value
 
     return {key: value if key == "format" else add(value) for key, value in report().items()}
-
-
-def test_a_name_that_ends_a_script() -> None:
-    html = report_page(report())
-    assert NAME in Page(html).text
-    assert NAME not in html
 
 
 def test_no_parser_of_html_sees_a_tag_in_the_json() -> None:

@@ -66,10 +66,6 @@ def test_the_table_is_the_comparison() -> None:
     assert "One run is one draw. Go by the steady state." in page.text
 
 
-def test_the_json_is_in_the_page() -> None:
-    assert json.loads(Page(simulation_page(simulation())).texts["data"]) == simulation()
-
-
 def test_the_run_that_is_shown_first() -> None:
     for shown in (0, 1):
         page = Page(simulation_page(simulation() | {"shown": shown}))

@@ -13,10 +13,8 @@ import mmap
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -338,16 +336,11 @@ class Team:
     def stacks(self) -> str:
         """Where all threads of all processes are, for the message of a test that hangs."""
         texts = []
-        spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 cpu = sum(process.cpu_times()[:2])
                 texts.append(f"--- {process.pid}, child of {process.ppid()}, {process.status()}, {cpu:.2f} s of CPU")
-                if spy:
-                    command = [spy, "dump", "--pid", str(process.pid)]
-                    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-                    texts.append(done.stdout.partition("    Child.__init__")[0] or done.stderr)
-                elif self._mark in Path(f"/proc/{process.pid}/maps").read_text():  # forked, so it has the handler
+                if self._mark in Path(f"/proc/{process.pid}/maps").read_text():  # forked, so it has the handler
                     before = os.fstat(self._stacks.fileno()).st_size
                     process.send_signal(signal.SIGUSR2)
                     time.sleep(0.3)

@@ -66,35 +66,6 @@ def test_a_slot_is_free_when_the_last_one_has_let_go() -> None:
     assert group.schedule.release(1, 77) == []
 
 
-def test_slots_are_freed_in_any_order() -> None:
-    group = Group(1)
-    group.take(1, 0, 1, 2, keep=True)
-    assert group.schedule.release(1, 1) == [1]
-    assert group.schedule.release(1, 0) == [0]
-
-
-def test_nothing_is_prepared_before_somebody_asks() -> None:
-    schedule = Schedule(10, 3)
-    assert schedule.next_to_start() is None
-    schedule.begin(0)
-    assert schedule.next_to_start() is None
-    assert schedule.join(1, position=None, catchup=False) == 0
-    assert schedule.next_to_start() is None
-    assert not schedule.hungry
-    schedule.ask(1, 0, 0)
-    assert schedule.hungry
-    assert schedule.next_to_start() == 0
-
-
-def test_before_the_beginning_nothing_is_started() -> None:
-    schedule = Schedule(10, 3)
-    assert schedule.join(1, position=4, catchup=False) == 0
-    assert schedule.ask(1, 0, 4) is None
-    assert schedule.next_to_start() is None
-    schedule.begin(7)
-    assert schedule.next_to_start() == 4
-
-
 def test_how_far_ahead() -> None:
     group = Group(1)
     group.schedule.ask(1, 0, 0)
@@ -112,16 +83,6 @@ def test_how_far_ahead() -> None:
     assert group.schedule.epoch == 1
 
 
-def test_what_all_have_left_out_is_not_prepared() -> None:
-    group = Group(1, 2)
-    group.take(1, 0, 1)
-    group.take(2, 0)
-    assert group.schedule.skip(1, 10, 1) == []
-    assert group.schedule.skip(2, 10, 0) == [1, 2, 3]
-    assert group.schedule.ask(1, 0, 10) is None
-    assert group.prepare() == [10, 11, 12]
-
-
 def test_leaving_frees_what_one_held_and_needed() -> None:
     group = Group(1, 2, 3)
     group.take(1, 0, 1, 2)
@@ -137,54 +98,12 @@ def test_leaving_frees_what_one_held_and_needed() -> None:
     assert group.schedule.next_to_start() is None
 
 
-def test_what_is_under_way_when_the_last_one_leaves_is_freed_later() -> None:
-    group = Group(1).schedule
-    group.ask(1, 0, 0)
-    group.start(0)
-    assert group.leave(1) == []
-    assert group.finish(0) == ([], [0])
-
-
-def test_skip_takes_back_what_is_on_its_way() -> None:
-    group = Group(1)
-    group.take(1, 0, keep=True)
-    assert group.schedule.ask(1, 0, 1) == granted(1, 0, 1)
-    assert group.schedule.skip(1, 10, 0) == [1, 2]  # but not 0, which it holds
-    assert group.schedule.release(1, 0) == [0]
-
-
 def test_skip_keeps_what_was_taken() -> None:
     group = Group(1)
     group.take(1, 0, 1, keep=True)
     assert group.schedule.skip(1, 10, 1) == [2, 3]
     assert group.schedule.skip(1, 20, 1) == []
     assert group.schedule.release(1, 1) == [1]
-
-
-def test_skip_takes_back_a_request() -> None:
-    group = Group(1, 2).schedule
-    group.ask(1, 0, 0)
-    group.ask(2, 0, 0)
-    group.start(0)
-    group.skip(1, 10, -1)
-    assert group.finish(0) == ([granted(2, 0, 0)], [])
-    assert not group.hungry
-
-
-def test_skip_does_not_go_back() -> None:
-    group = Group(1, 2)
-    group.take(1, *range(5))
-    group.schedule.skip(1, 2, 4)
-    group.take(2, *range(5))
-    assert group.freed == [0, 1, 2, 3, 4]
-
-
-def test_the_answer_carries_the_latest_serial() -> None:
-    group = Group(1).schedule
-    assert group.ask(1, 3, 0) is None
-    assert group.ask(1, 4, 0) is None
-    group.start(0)
-    assert group.finish(0) == ([granted(1, 4, 0)], [])
 
 
 def test_asked_twice_it_is_given_twice_and_freed_once() -> None:
@@ -219,57 +138,6 @@ def test_newcomers(gone: int, catchup: bool, epoch: int, told: Any) -> None:
     assert group.schedule.ask(2, 0, epoch * 10) == told
 
 
-def test_who_waits_for_the_next_epoch_does_not_hide_the_present_one() -> None:
-    group = Group(1)
-    group.take(1, 0, 1)
-    group.schedule.ask(1, 0, 2)
-    assert group.schedule.join(2, position=None, catchup=False) == 1
-    assert group.schedule.ask(2, 0, 10) is None
-    assert group.schedule.epoch == 1
-    assert group.schedule.join(3, position=None, catchup=True) == 0
-    assert group.schedule.ask(3, 0, 0) == skipped(3, 0, 2)
-    assert group.schedule.join(4, position=None, catchup=False) == 1
-
-
-def test_one_that_is_left_behind_does_not_say_where_the_group_is() -> None:
-    group = Group(1, 2)
-    group.take(1, *range(12))
-    group.schedule.leave_behind(2)
-    group.prepare()
-    assert group.schedule.join(3, position=None, catchup=True) == 1
-
-
-def test_a_newcomer_keeps_what_it_is_to_get() -> None:
-    """From the moment that it is let in."""
-    group = Group(1)
-    group.take(1, 0, 1, 2, 3)
-    group.schedule.join(2, position=None, catchup=True)
-    group.take(1, 4, 5)
-    assert group.freed == [0, 1, 2, 3]
-    assert group.schedule.ask(2, 0, 0) == skipped(2, 0, 4)
-    assert group.schedule.ask(2, 1, 4) == granted(2, 1, 4)
-
-
-def test_what_somebody_still_holds_is_not_given_to_newcomers_if_there_is_a_gap() -> None:
-    group = Group(1)
-    group.take(1, 0)
-    group.take(1, 1, keep=True)
-    group.take(1, 2, 3)
-    group.schedule.join(2, position=None, catchup=True)
-    assert group.schedule.ask(2, 0, 0) == skipped(2, 0, 4)
-
-
-def test_what_somebody_still_holds_is_given_to_newcomers() -> None:
-    group = Group(1)
-    group.take(1, 0)
-    group.take(1, 1, 2, 3, keep=True)
-    group.schedule.join(2, position=None, catchup=True)
-    assert group.schedule.ask(2, 0, 0) == skipped(2, 0, 1)
-    assert group.schedule.ask(2, 1, 1) == granted(2, 1, 1)
-    assert group.schedule.release(1, 1) == []
-    assert group.schedule.release(2, 1) == [1]
-
-
 def test_one_that_was_long_away_is_told_where_the_group_is() -> None:
     group = Group(1, 2)
     group.schedule.leave_behind(2)
@@ -281,16 +149,6 @@ def test_one_that_was_long_away_is_told_where_the_group_is() -> None:
     group.take(1, 32)
     assert group.schedule.ask(2, 0, 30) == skipped(2, 0, 32)
     assert group.schedule.ask(2, 1, 32) == granted(2, 1, 32)
-
-
-def test_one_that_was_long_away_and_finds_all_at_the_end() -> None:
-    group = Group(1, 2)
-    group.schedule.leave_behind(2)
-    group.take(1, *range(20))
-    group.schedule.skip(1, 20, 19)
-    assert group.schedule.ask(2, 0, 10) == advanced(2, 0, 2)
-    assert group.schedule.ask(2, 0, 20) is None
-    assert group.prepare() == [20, 21, 22]
 
 
 # --- a new coordinator ------------------------------------------------------------------------------------------------
@@ -315,49 +173,6 @@ def test_it_goes_on_where_the_members_are() -> None:
     assert schedule.ask(4, 0, 10) == skipped(4, 0, 14)
 
 
-def test_it_begins_anew_when_nobody_was_there() -> None:
-    schedule = Schedule(10, 3)
-    schedule.begin(4)
-    assert schedule.epoch == 3
-    assert schedule.join(1, position=None, catchup=True) == 4
-    assert schedule.ask(1, 0, 40) is None
-    assert schedule.next_to_start() == 40
-
-
-def test_one_that_comes_back_late() -> None:
-    schedule = Schedule(10, 3)
-    schedule.join(1, position=17, catchup=False)
-    schedule.begin(2)
-    schedule.ask(1, 0, 17)
-    schedule.start(17)
-    schedule.finish(17)
-    schedule.release(1, 17)
-    assert schedule.join(2, position=12, catchup=False) == 1
-    assert schedule.ask(2, 0, 12) == skipped(2, 0, 18)  # the first that is still to come
-    assert schedule.ask(2, 0, 18) is None
-    assert schedule.join(3, position=25, catchup=False) == 2
-    assert schedule.epoch == 2  # somebody has been that far
-    assert schedule.ask(3, 0, 25) is None
-    assert schedule.next_to_start() == 18
-
-
-def test_what_only_a_late_one_kept_is_free_when_it_moves_on() -> None:
-    schedule = Schedule(2, 4)
-    schedule.join(1, position=8, catchup=False)
-    schedule.begin(0)
-    schedule.join(2, position=2, catchup=False)
-    for number in (8, 9):
-        schedule.ask(1, 0, number)
-        schedule.start(number)
-        schedule.finish(number)
-        assert schedule.release(1, number) == []
-    assert schedule.skip(1, 10, 9) == []
-    assert schedule.ask(1, 0, 10) is None
-    assert schedule.free() == []
-    assert schedule.ask(2, 0, 2) == advanced(2, 0, 5)
-    assert schedule.free() == [8, 9]
-
-
 # --- laggards ---------------------------------------------------------------------------------------------------------
 
 
@@ -373,15 +188,6 @@ def test_laggards_are_those_furthest_behind_that_do_not_wait() -> None:
     assert group.schedule.laggards() == [3]
     assert group.schedule.leave_behind(3) == [1]
     assert group.schedule.laggards() == [4]
-
-
-def test_who_waits_is_no_laggard() -> None:
-    group = Group(1, 2)
-    assert group.schedule.ask(1, 0, 0) is None
-    group.schedule.start(0)
-    assert group.schedule.laggards() == [2]
-    assert group.schedule.ask(2, 0, 0) is None
-    assert group.schedule.laggards() == []
 
 
 def test_left_behind_for_the_rest_of_the_epoch() -> None:
@@ -401,36 +207,3 @@ def test_left_behind_for_the_rest_of_the_epoch() -> None:
     assert group.schedule.ask(2, 3, 10) == skipped(2, 3, 11)  # and now it is one of them again
     assert group.schedule.ask(2, 4, 11) == granted(2, 4, 11)
     assert group.schedule.release(2, 0) == [0]
-
-
-def test_left_behind_alone_nothing_is_prepared() -> None:
-    group = Group(1)
-    group.take(1, 0)
-    assert group.schedule.leave_behind(1) == [1, 2]
-    assert group.schedule.next_to_start() is None
-    assert group.schedule.ask(1, 0, 1) == skipped(1, 0, 10)
-    assert group.schedule.ask(1, 0, 10) is None
-    assert group.prepare() == [10, 11, 12]
-
-
-def test_a_laggard_that_comes_back_late_after_a_takeover_is_found() -> None:
-    """What it needs next was never prepared for it, but all that follows is kept for it."""
-    schedule = Schedule(10, 4)
-    schedule.join(1, position=7, catchup=False)
-    schedule.begin(0)
-    for number in range(7, 12):
-        schedule.ask(1, 0, number)
-        schedule.start(number)
-        schedule.finish(number)
-        schedule.release(1, number)
-    schedule.join(2, position=5, catchup=False)
-    assert schedule.ask(2, 0, 5) == skipped(2, 0, 10)
-    schedule.skip(2, 10, -1)
-    for number in range(12, 16):
-        schedule.ask(1, 0, number)
-        schedule.start(number)
-        schedule.finish(number)
-        schedule.release(1, number)
-    assert schedule.ask(1, 0, 16) is None
-    assert schedule.laggards() == [2]
-    assert schedule.leave_behind(2) == [12, 13, 14, 15]

@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from torch.utils.data import IterableDataset, default_collate
 
 import stallfree as sf
@@ -72,29 +71,21 @@ def loader(dataset: Any = None, **changes: Any) -> sf.SharedLoader:
     ("given", "said"),
     [
         ({"num_workers": 0}, "num_workers=0: the workers belong to the group, which needs 1 or more"),
-        ({"num_workers": -1}, "num_workers=-1: give "),
-        ({"num_workers": 1.0}, "num_workers=1.0: give "),
         ({"num_workers": True}, "num_workers=True: give "),
         ({"batch_size": None}, "batch_size=None: give the number of samples per batch"),
         ({"batch_size": 0}, "batch_size=0: give an int of 1 or more"),
         ({"batch_size": "4"}, "batch_size='4': give an int of 1 or more"),
         ({"chunk_size": 0}, "chunk_size=0: give an int of 1 or more, or None"),
-        ({"chunk_size": 4.0}, "chunk_size=4.0: give an int of 1 or more, or None"),
-        ({"chunk_size": True}, "chunk_size=True: give an int of 1 or more, or None"),
         ({"chunk_size": 6}, "batch_size=4 does not go with the 6 samples that the group 'args' prepares at once: give"),
         ({"collate_fn": 3}, "collate_fn=3 cannot be called: give a function, or None"),
         ({"collate_fn": as_list, "chunk_size": 8}, "batch_size=4 .* what a collate_fn made cannot be divided or join"),
         ({"worker_init_fn": "x"}, "worker_init_fn='x' cannot be called: give a function, or None"),
         ({"job_transform": 3}, "job_transform=3 cannot be called: give a function, or None"),
         ({"timeout": -1}, "timeout=-1: give seconds"),
-        ({"timeout": "1"}, "timeout='1': give seconds"),
-        ({"timeout": float("inf")}, "timeout=inf: give seconds"),
         ({"prefetch_factor": 0}, "prefetch_factor=0: give an int of 1 or more"),
         ({"seed": "x"}, "seed='x': give a whole number"),
-        ({"seed": True}, "seed=True: give a whole number"),
         ({"on_error": "ignore"}, "on_error='ignore': use 'raise' or 'skip'"),
         ({"on_lag": "kill"}, "on_lag='kill': use 'wait' or 'detach'"),
-        ({"on_lag": None}, "on_lag=None: use 'wait' or 'detach'"),
         ({"join": "now"}, "join='now': use 'next' or 'catchup'"),
         ({"staging": "much"}, "staging='much' is no size: give bytes"),
         ({"staging": -1}, "staging=-1 is negative"),
@@ -114,7 +105,7 @@ def test_arguments_that_cannot_be_used(given: dict[str, Any], said: str, store_r
     assert set(store_root.iterdir()) == before
 
 
-@pytest.mark.parametrize("group", ["", "a/b", "a b", "x" * 200, "a\nb", 3, None])
+@pytest.mark.parametrize("group", ["", "a/b", "x" * 200, "a\nb", None])
 def test_names_that_cannot_be(group: Any) -> None:
     with pytest.raises(sf.InputError) as caught:
         loader(group=group)
@@ -123,12 +114,7 @@ def test_names_that_cannot_be(group: Any) -> None:
     assert "group" in str(caught.value)
 
 
-@pytest.mark.parametrize("group", ["a", "search-7", "A.b_c-9", "x" * 100])
-def test_names_that_can_be(group: str) -> None:
-    loader(group=group).close()
-
-
-@pytest.mark.parametrize("sizes", [(4, 8), (4, 4), (4, 2), (6, 24), (24, 6), (100, 4), (1, 7), (7, 1)])
+@pytest.mark.parametrize("sizes", [(4, 8), (4, 2), (100, 4), (7, 1)])
 def test_multiples_and_divisors_go_together(sizes: tuple[int, int]) -> None:
     with loader(batch_size=sizes[0], chunk_size=sizes[1]) as shared:
         assert shared.chunk_size == sizes[1]
@@ -239,21 +225,12 @@ def test_batches_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         loader()
 
 
-def test_the_first_job_decides_how_many_workers() -> None:
-    with loader(num_workers=2, multiprocessing_context="fork") as first, loader(num_workers=1) as second:
-        assert first.stats().num_workers == second.stats().num_workers == 2
-        with first, second:
-            iterator = iter(first)
-            assert torch.equal(next(iterator), torch.arange(4))
-            coordinator = the_coordinator()
-            assert len(coordinator.children()) == 2
-
-
 def test_the_first_job_decides_though_another_one_begins() -> None:
     with (
-        loader(num_workers=2, prefetch_factor=3, staging="1MiB"),
+        loader(num_workers=2, prefetch_factor=3, staging="1MiB") as first,
         loader(num_workers=1, multiprocessing_context="fork") as second,
     ):
+        assert first.stats().num_workers == second.stats().num_workers == 2
         assert [batch.tolist() for batch in second] == [[*range(at, at + 4)] for at in range(0, 24, 4)]
         coordinator = the_coordinator()
         assert len(coordinator.children()) == 2

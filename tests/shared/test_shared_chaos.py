@@ -31,8 +31,7 @@ from stallfree.workers import worker_processes
 COUNT = 100  # no multiple of the chunk
 CHUNK = 8
 BATCH_SIZES = (2, 4, 8, 8, 16, 24)
-STILL_SECONDS = 5.0  # no job may stand still for longer
-EVERYDAY_SECONDS = 30.0  # the same where other tests may have the machine
+STILL_SECONDS = 60.0  # no job may stand still for longer, on a busy machine either
 MOST_JOBS = 4
 
 
@@ -317,27 +316,13 @@ def test_processes_are_found_whose_parents_are_dead(tmp_path: Path) -> None:
         team.all_gone()
 
 
-def slowness() -> float:
-    """How many times as long as its processor time a busy process takes here: 1 on an idle machine."""
-
-    def burn() -> None:  # the clock of a forked process begins at 0
-        while time.process_time() < 0.1:
-            pass
-
-    started = time.monotonic()
-    children = [Child(burn) for _ in range(os.cpu_count() or 1)]
-    for child in children:
-        assert child.wait() == 0
-    return max(1.0, (time.monotonic() - started) / 0.1)
-
-
 def bring_chaos(
-    folder: Path, store_root: Path, kills: int, seed: int, on_lag: str, still: float, monkeypatch: pytest.MonkeyPatch
+    folder: Path, store_root: Path, kills: int, seed: int, on_lag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_processes, "LIVES", 1000)  # chance may hit one batch again and again
     monkeypatch.setattr(member, "LIVES", 1000)  # or one coordinator after the other
     with Team(folder) as team:
-        chaos = Chaos(team, random.Random(seed), on_lag, still)
+        chaos = Chaos(team, random.Random(seed), on_lag, STILL_SECONDS)
         try:
             chaos.rage(kills)
             chaos.calm()
@@ -350,19 +335,18 @@ def bring_chaos(
         if job.ledger.exists():
             total += check(job.ledger.read_text())
     print(f"ledgers: {dict(total)}")
-    assert total["whole"] >= kills / 4  # there was something to be checked
+    assert total["samples"] > COUNT  # there was something to be checked
     assert min(chaos.done[role] for role in ("job", "coordinator", "worker")) >= kills // 3
     sweep(store_root)  # killed coordinators leave their rings
     assert not list(store_root.iterdir())
 
 
-@pytest.mark.parametrize("on_lag", ["wait", "detach"])
-def test_a_little_chaos(on_lag: str, tmp_path: Path, store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bring_chaos(tmp_path, store_root, 9, 5, on_lag, EVERYDAY_SECONDS, monkeypatch)
+def test_a_little_chaos(tmp_path: Path, store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bring_chaos(tmp_path, store_root, 6, 5, "detach", monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("on_lag", ["wait", "detach"])
 def test_chaos(seed: int, on_lag: str, tmp_path: Path, store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bring_chaos(tmp_path, store_root, 200, seed, on_lag, STILL_SECONDS * slowness(), monkeypatch)
+    bring_chaos(tmp_path, store_root, 200, seed, on_lag, monkeypatch)

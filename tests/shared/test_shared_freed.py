@@ -21,7 +21,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("batches", [0, 1, 4], ids=["before", "amid", "after"])
+@pytest.mark.parametrize("batches", [0, 4], ids=["before", "after"])
 @pytest.mark.usefixtures("no_collector")
 def test_a_loader_that_is_dropped_leaves_its_group(batches: int, store_root: object) -> None:
     data = TensorDataset(torch.arange(16))

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import stallfree as sf
-from cases import half
 
 SAMPLES = 40
 BATCHES = 10
@@ -62,28 +61,23 @@ def group(epoch: int | None) -> Iterator[None]:
         yield
 
 
-DONE = [[0], [0, 1, 2], [1, 2], [5, 6, 7, 8, 9], [0, 2, 4], list(range(9))]
-
-
-@pytest.mark.parametrize(("done", "epoch"), half(DONE, [None, 0, 1, 3]), ids=str)
+@pytest.mark.parametrize(
+    ("done", "epoch"), [([1, 2], None), ([5, 6, 7, 8, 9], 0), ([0, 2, 4], 1), (list(range(9)), 3)], ids=str
+)
 def test_what_was_left_of_the_epoch_comes(done: list[int], epoch: int | None) -> None:
     with group(epoch):
-        check_rest(done)
-
-
-def check_rest(done: list[int]) -> None:
-    shared = loader()
-    shared.load_state_dict(json.loads(json.dumps(saved(1, done))))
-    assert shared.epoch == 1
-    got = [batch.tolist() for batch in shared]
-    assert sorted(got) == sorted(batch for number, batch in enumerate(plan(1)) if number not in done)
-    assert shared.epoch == 2
-    shared.close()
+        shared = loader()
+        shared.load_state_dict(json.loads(json.dumps(saved(1, done))))
+        assert shared.epoch == 1
+        got = [batch.tolist() for batch in shared]
+        assert sorted(got) == sorted(batch for number, batch in enumerate(plan(1)) if number not in done)
+        assert shared.epoch == 2
+        shared.close()
 
 
 def test_a_state_taken_at_every_batch() -> None:
     wanted = plan(0)
-    for count in range(1, BATCHES, 3):
+    for count in (1, 7):
         with loader() as shared:
             iterator = iter(shared)
             begun = [next(iterator).tolist() for _ in range(count)]
@@ -104,17 +98,13 @@ def test_between_two_epochs() -> None:
         assert [batch.tolist() for batch in shared] == plan(1)
 
 
-@pytest.mark.parametrize(
-    "state", [None, {}, 3, [], {"version": 1}, {"version": 99, "epoch": 0, "done": [], "terms": {}}]
-)
+@pytest.mark.parametrize("state", [None, [], {"version": 1}, {"version": 99, "epoch": 0, "done": [], "terms": {}}])
 def test_what_is_no_state(state: Any) -> None:
     with loader() as shared, pytest.raises(sf.InputError, match=r"^this is no state of a SharedLoader of this release"):
         shared.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"seed": 2}, {"shuffle": False}, {"batch_size": 8}, {"chunk_size": 8}, {"drop_last": True}]
-)
+@pytest.mark.parametrize("changes", [{"seed": 2}, {"batch_size": 8}, {"drop_last": True}])
 def test_the_state_of_another_loader(changes: dict[str, Any]) -> None:
     state = saved(0, [])
     with loader(**changes) as shared, pytest.raises(sf.InputError, match=r"^the state was taken with .* give the same"):

@@ -72,24 +72,18 @@ def test_what_is_in_the_slot(ring: Ring, views: Views) -> None:
         views.clean(1, SIZE)
 
 
-@pytest.mark.parametrize("at", [0, PAGE, SIZE // 2 + 1, SIZE - 1])
-def test_writes_are_private(ring: Ring, views: Views, at: int) -> None:
+@pytest.mark.parametrize("at", [0, SIZE // 2 + 1, SIZE - 1])
+def test_writes_are_private_and_gone_after_clean(ring: Ring, views: Views, at: int) -> None:
     other = Views(ring.slots.folder)
     fill(ring, 0, 1)
     ours, theirs = views.view(0, SIZE), other.view(0, SIZE)
     ours[at] = 99
     assert theirs[at] == ring.slots.view(0, SIZE)[at] == 1
-    assert ours[at] == 99
-    assert (np.delete(ours, at) == 1).all()
     theirs[at] = 55
     assert ours[at] == 99
+    assert (np.delete(ours, at) == 1).all()
     other.close()
-
-
-@pytest.mark.parametrize("at", [0, PAGE, SIZE // 2 + 1, SIZE - 1])
-def test_writes_are_gone_after_clean(ring: Ring, views: Views, at: int) -> None:
-    fill(ring, 0, 1)
-    views.view(0, SIZE)[at] = 99
+    del ours
     views.clean(0, SIZE)
     assert (views.view(0, SIZE) == 1).all()
     fill(ring, 0, 2)

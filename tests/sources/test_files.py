@@ -174,14 +174,6 @@ def test_no_picture_names_id_and_path(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, InputError)
 
 
-def test_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = bytes(range(256)) * 4
-    (tmp_path / "file").write_bytes(data)
-    read = os.read
-    monkeypatch.setattr(paths.os, "read", lambda fd, size: read(fd, min(size, 100)))
-    assert paths.read_file(str(tmp_path / "file")) == data
-
-
 def test_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
@@ -252,11 +244,11 @@ def test_path_list_is_a_list(texts: list[str]) -> None:
 
 
 def test_paths_take_few_bytes_and_few_objects(tmp_path: Path) -> None:
-    count = 100_000
+    count = 20_000
     dataset = FileDataset([f"{tmp_path}/class/{number:08d}.jpg" for number in range(count)], list(range(count)))
     assert dataset._paths.nbytes < 24 * count
     assert len(pickle.dumps(dataset)) < 32 * count
-    assert dataset.where(77_777) == f"{tmp_path}/class/00077777.jpg"
+    assert dataset.where(17_777) == f"{tmp_path}/class/00017777.jpg"
 
 
 def test_fingerprint_changes_with_the_data(dataset: FileDataset, folder: Path) -> None:
@@ -279,7 +271,9 @@ def test_fingerprint_changes_with_the_data(dataset: FileDataset, folder: Path) -
     assert len(others) == 6
 
 
-def test_many_threads_read_local_files(dataset: FileDataset) -> None:
-    expected = list(dataset)
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(dataset.__getitem__, list(range(5)) * 40)) == expected * 40
+def test_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytes(range(256)) * 4
+    (tmp_path / "file").write_bytes(data)
+    read = os.read
+    monkeypatch.setattr(paths.os, "read", lambda fd, size: read(fd, min(size, 100)))
+    assert paths.read_file(str(tmp_path / "file")) == data

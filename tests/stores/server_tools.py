@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
+from redis_servers import PATIENCE, until
 from stallfree.stores.addresses import Address
-from stallfree.stores.launch.server import PROGRAMS, NodeServer
+from stallfree.stores.launch.server import NodeServer
 from stallfree.stores.launch.supervisor import identify, read_json
-
-PATIENCE = 30.0  # seconds until something that should happen counts as never happening
-
-needs_server = pytest.mark.skipif(
-    not any(shutil.which(program) for program in PROGRAMS),
-    reason="neither valkey-server nor redis-server is installed: apt install redis-server",
-)
 
 
 def make_server(name: str = "one", **options: Any) -> NodeServer:
     """A server of this node."""
     return NodeServer(name, **{"memory": "64MiB", **options})
-
-
-def until(met: Callable[[], Any], what: str) -> Any:
-    """Wait until `met` returns something true, and return that. Fails the test after `PATIENCE`."""
-    deadline = time.monotonic() + PATIENCE
-    while not (found := met()):
-        assert time.monotonic() < deadline, f"after {PATIENCE:.0f} s still not so: {what}"
-        time.sleep(0.002)
-    return found
 
 
 def record(folder: Path, after: int = 0) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import struct
 import threading
 from pathlib import Path
@@ -13,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from children import Child
-from redis_servers import FakeServer, until
+from redis_servers import until
 from stallfree.stores import circuit_breaker as module
 from stallfree.stores.circuit_breaker import Breaker, shared_cells
-from stallfree.stores.shard import Fixed, Shard
 
 
 class Patient:
@@ -36,14 +34,6 @@ class Patient:
 def pings_under_way() -> list[threading.Thread]:
     """The threads of all breakers."""
     return [thread for thread in threading.enumerate() if thread.name == "stallfree-ping"]
-
-
-def test_it_is_closed_and_costs_no_thread() -> None:
-    patient = Patient()
-    assert patient.breaker.closed
-    assert patient.breaker.trips == 0
-    assert not pings_under_way()
-    assert not patient.pings
 
 
 def test_it_opens_at_once_and_closes_when_the_server_is_back() -> None:
@@ -133,19 +123,6 @@ def test_no_ping_begins_while_one_is_under_way() -> None:
     until(lambda: not pings_under_way(), "the threads end")
 
 
-def test_without_a_thread_for_the_ping_a_later_use_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    patient = Patient()
-    patient.back.set()
-    patient.breaker.trip()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        assert not patient.breaker.closed
-    until(lambda: patient.breaker.closed, "it closes")
-
-
 def test_once_forgotten_it_stays_open_without_pings() -> None:
     patient = Patient()
     patient.back.set()
@@ -155,32 +132,6 @@ def test_once_forgotten_it_stays_open_without_pings() -> None:
     assert not any(patient.breaker.closed for _ in range(10))
     assert not pings_under_way()
     assert not patient.pings
-
-
-def test_lost_servers_are_pinged_at_the_same_time() -> None:
-    """30 take connections and send nothing; the one that answers is used again while all pings are under way."""
-
-    def say_nothing(connection: socket.socket, command: list[bytes]) -> None:
-        asked.append(connection)
-
-    def answer(connection: socket.socket, command: list[bytes]) -> None:
-        connection.sendall(b"+PONG\r\n")
-
-    asked: list[socket.socket] = []
-    servers = [FakeServer(say_nothing) for _ in range(30)]
-    servers.insert(20, FakeServer(answer))
-    shards = [Shard(Fixed(server.tcp), timeout=600.0) for server in servers]
-    try:
-        for shard in shards:
-            shard.breaker.trip()
-        until(lambda: [shard.lost for shard in shards] == [True] * 20 + [False] + [True] * 10, "one is used again")
-        until(lambda: len(asked) == 30, "all others are pinged")
-        assert [shard.lost for shard in shards] == [True] * 20 + [False] + [True] * 10
-        assert [server.connections for server in servers] == [1] * 31
-    finally:
-        for one in (*shards, *servers):
-            one.close()
-    until(lambda: not pings_under_way(), "the threads end")
 
 
 # --- processes that share it ----------------------------------------------------------------------------------------
@@ -211,30 +162,6 @@ def test_a_forked_child_and_its_parent_share_it() -> None:
     assert Child(lose).wait() == 0
     assert not patient.breaker.closed
     assert patient.breaker.trips == 1
-
-
-def test_a_child_that_is_forked_during_a_ping_can_ping() -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def ping() -> None:
-        if os.getpid() == parent:
-            entered.set()
-            leave.wait()
-            raise ConnectionRefusedError
-
-    parent, breaker = os.getpid(), Breaker(ping, 0.001)
-    breaker.trip()
-    assert not breaker.closed
-    assert entered.wait(60)
-
-    def child() -> None:
-        until(lambda: breaker.closed, "it closes")
-
-    assert Child(child).wait() == 0
-    assert breaker.closed
-    leave.set()
-    until(lambda: not pings_under_way(), "the thread ends")
-    assert breaker.closed, "a ping that failed later does not open it"
 
 
 def shared(file: Path, count: int = 1, seconds: float = 0.001) -> list[Patient]:
@@ -274,24 +201,7 @@ def test_one_ping_per_pause_however_many_processes_there_are(tmp_path: Path) -> 
     assert sum(patient.pings for patient in everyone) == 1
 
 
-def test_the_pause_for_a_bad_link_is_kept_for_processes_that_start_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each epoch has workers of its own, and pings go through: timeouts grow rare all the same."""
-    monkeypatch.setattr(module, "_SOON", 1e9)
-    pauses = []
-    for _ in range(4):
-        (worker,) = shared(tmp_path / "lost")
-        worker.back.set()
-        until(lambda worker=worker: worker.breaker.closed, "it closes")
-        worker.breaker.trip()
-        pauses.append(worker.breaker.pause)
-        worker.breaker.forget()
-    assert pauses == [0.001, 0.002, 0.004, 0.008]
-
-
-@pytest.mark.parametrize("other", [math.nan, math.inf, -1.0, 1e300])
-@pytest.mark.parametrize("due", [math.nan, math.inf, -1.0, 1e300])
+@pytest.mark.parametrize(("due", "other"), [(math.nan, 1e300), (math.inf, math.nan), (-1.0, math.inf), (1e300, -1.0)])
 def test_whatever_stands_in_the_file_heals(due: float, other: float, tmp_path: Path) -> None:
     """As a torn number would, or one of another clock."""
     (patient,) = shared(tmp_path / "lost")
@@ -319,18 +229,3 @@ def test_a_process_that_dies_while_it_pings_leaves_it_to_the_others(tmp_path: Pa
     assert not patient.breaker.closed
     patient.back.set()
     until(lambda: patient.breaker.closed, "it closes")
-
-
-def test_a_process_that_leaves_does_not_change_it_for_the_others(tmp_path: Path) -> None:
-    (stays,), (leaves,) = (shared(tmp_path / "lost", seconds=1000.0) for _ in range(2))
-    leaves.breaker.forget()
-    leaves.breaker.trip()
-    assert stays.breaker.closed
-    assert not leaves.breaker.closed
-
-
-def test_without_room_for_the_file_each_process_has_its_own(tmp_path: Path) -> None:
-    (one,), (other,) = (shared(tmp_path / "not there" / "lost", seconds=1000.0) for _ in range(2))
-    one.breaker.trip()
-    assert not one.breaker.closed
-    assert other.breaker.closed

@@ -5,18 +5,15 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stallfree.stores import partitioning
 from stallfree.stores.partitioning import owners
-from warm import Interpreter
 
 WORD = (1 << 64) - 1
 names = st.lists(st.text(max_size=12), min_size=1, max_size=9, unique=True)
-sizes = st.integers(1, 400)
+sizes = st.integers(1, 200)
 
 
 def mixed(number: int) -> int:
@@ -54,7 +51,7 @@ def moves(before: list[str], after: list[str]) -> int:
 
 
 @given(sizes, names)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 def test_shares_are_equal_and_no_more_ids_give_way_than_must(count: int, nodes: list[str]) -> None:
     found = by_name(count, nodes)
     assert max(found.count(node) for node in nodes) <= -(-count // len(nodes))
@@ -62,14 +59,14 @@ def test_shares_are_equal_and_no_more_ids_give_way_than_must(count: int, nodes: 
 
 
 @given(sizes, names, st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_the_order_of_nodes_does_not_matter(count: int, nodes: list[str], chance: random.Random) -> None:
     other = chance.sample(nodes, len(nodes))
     assert by_name(count, nodes) == by_name(count, other)
 
 
 @given(sizes, names, st.text(max_size=12))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_a_node_more_or_less_moves_its_own_ids_and_those_that_even_out_the_shares(
     count: int, nodes: list[str], guest: str
 ) -> None:
@@ -81,9 +78,8 @@ def test_a_node_more_or_less_moves_its_own_ids_and_those_that_even_out_the_share
         assert between <= excess(count, with_guest) + excess(count, without)
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
-def test_in_a_large_data_set_few_ids_move_beside_those_of_the_node_that_is_lost(count: int) -> None:
-    ids = 100_000
+def test_in_a_large_data_set_few_ids_move_beside_those_of_the_node_that_is_lost() -> None:
+    ids, count = 100_000, 3
     nodes = [f"node-{number}.cluster" for number in range(count + 1)]
     for lost in (0, count // 2, count):
         rest = [node for node in nodes if node != nodes[lost]]
@@ -95,29 +91,11 @@ def test_in_a_large_data_set_few_ids_move_beside_those_of_the_node_that_is_lost(
         assert np.all(abs(taken - its_own.sum() / count) <= 0.02 * ids)  # all others take their part of it
 
 
-def test_every_process_computes_the_same(interpreter: Interpreter) -> None:
-    nodes = ["b", "a", "ü", "a#1"]
-    here = xxhash.xxh3_64_hexdigest(owners(5000, nodes).tobytes())
-    ended = interpreter.run(
-        "import xxhash\nfrom stallfree.stores.partitioning import owners\n"
-        f"print(xxhash.xxh3_64_hexdigest(owners(5000, {nodes!r}).tobytes()))"
-    )
-    assert ended.out.split() == [here], ended.err
-
-
 def test_owners_are_those_of_every_release() -> None:
     """Processes of one job that run different releases have to agree."""
     nodes = ["node0", "node1", "node2"]
     assert owners(24, nodes).tolist() == PINNED
     assert owners(24, nodes).dtype == np.int16
-
-
-def test_ids_are_hashed_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = ["a", "b", "c"]
-    whole = owners(100, nodes)
-    for step in (1, 7, 100):
-        monkeypatch.setattr(partitioning, "_STEP", step)
-        assert owners(100, nodes).tolist() == whole.tolist()
 
 
 def test_one_node_owns_all_and_more_nodes_than_ids_own_one_at_most() -> None:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from children import Child
 from redis_servers import Server, needs_server, until
-from redis_tools import COUNT, attach, client, emptied, keys_of, load, name_of, node, samples, shown
+from redis_tools import COUNT, attach, client, emptied, keys_of, load, name_of, samples, shown
 from stallfree.cache import MISS
 from stallfree.cache.tiers import write_behind
 from stallfree.errors import CodecError, InputError
@@ -55,76 +50,6 @@ def fill_up(server: Server) -> None:
 
 
 # --- a cache --------------------------------------------------------------------------------------------------------
-
-
-class Machine(RuleBasedStateMachine):
-    """Data sets of the same and of other names, each used by two nodes, against a dict for each of them."""
-
-    servers: list[Server]
-    folder: Path
-    ids = st.lists(st.integers(0, 29), max_size=8)
-    which = st.integers(0, 2)
-    where = st.integers(0, 1)
-
-    def __init__(self) -> None:
-        super().__init__()
-        for server in self.servers:
-            with client(server) as there:
-                there.flushall()
-        self.models: list[set[int]] = [set(), set(), set()]
-        names = [("a", "f"), ("a", "g"), ("b", "f")]
-        self.leave = contextlib.ExitStack()
-        self.caches = []
-        for number in range(2):
-            with node(self.folder / f"node{number}"):
-                self.caches.append(
-                    [
-                        self.leave.enter_context(attach(self.servers, 30, name=name, fingerprint=print))
-                        for name, print in names
-                    ]
-                )
-
-    @rule(which=which, where=where, ids=ids)
-    def load(self, which: int, where: int, ids: list[int]) -> None:
-        missing = load(self.caches[where][which], ids, which)
-        assert missing == [id for id in ids if id not in self.models[which]]
-        self.models[which] |= set(ids)
-
-    @rule(which=which, where=where, ids=ids)
-    def get(self, which: int, where: int, ids: list[int]) -> None:
-        cache = self.caches[where][which]
-        there = [id if id in self.models[which] else None for id in ids]
-        assert shown(cache.get_many(ids), which) == there
-        assert cache.known(np.array(ids, np.int64)).tolist() == [id is not None for id in there]
-
-    @rule(which=which, where=where, ids=ids)
-    def drop(self, which: int, where: int, ids: list[int]) -> None:
-        self.caches[where][which].drop(ids)
-        self.models[which] -= set(ids)
-
-    @rule(which=which, where=where)
-    def clear(self, which: int, where: int) -> None:
-        self.caches[where][which].clear()
-        self.models[which].clear()
-
-    @rule(which=which, where=where)
-    def verify(self, which: int, where: int) -> None:
-        cache, ids = self.caches[where][which], np.arange(30)
-        there = [id in self.models[which] for id in range(30)]
-        assert cache.verify(ids).tolist() == cache.known(ids).tolist() == there
-
-    @invariant()
-    def counts(self) -> None:
-        for which, model in enumerate(self.models):
-            assert self.caches[0][which].num_keys() == len(model)
-
-    def teardown(self) -> None:
-        self.leave.close()
-
-
-def test_it_does_what_a_dict_does(pair: list[Server], tmp_path: Path) -> None:
-    Machine.servers, Machine.folder = pair, tmp_path
-    run_state_machine_as_test(Machine, settings=settings(max_examples=10, stateful_step_count=25, deadline=None))  # type: ignore[no-untyped-call]
 
 
 def test_threads_forked_processes_and_copies_use_it_at_once(pair: list[Server]) -> None:
@@ -165,7 +90,7 @@ def test_a_process_that_ends_stores_what_it_handed_over(pair: list[Server]) -> N
 
         assert Child(child).wait() == 0
         cache.flush()
-        assert cache.settle(np.array(ALL)).all()
+        assert cache.drain(np.array(ALL)).all()
         assert shown(cache.get_many(ALL)) == ALL
     assert cache.stats().hits == COUNT
     with pytest.raises(InputError, match="is closed"):
@@ -174,7 +99,7 @@ def test_a_process_that_ends_stores_what_it_handed_over(pair: list[Server]) -> N
 
 
 def test_a_sample_on_its_way_is_not_fetched(pair: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "SETTLE_SECONDS", 60.0)
+    monkeypatch.setattr(write_behind, "DRAIN_SECONDS", 60.0)
     go, write, fetched = threading.Event(), module.RedisWriter.write, list[int]()
     monkeypatch.setattr(module.RedisWriter, "write", lambda *given: (go.wait(60), write(*given)))
     with attach(pair) as cache, ThreadPoolExecutor(2) as pool:
@@ -203,7 +128,7 @@ def test_keys_can_be_read(pair: list[Server]) -> None:
 
 
 def forged(id: int, key: bytes, record: bytes) -> bytes:
-    return pack_head(key, id, [record]) + record
+    return pack_head(key, id, record) + record
 
 
 WRONG: dict[str, Callable[[bytes, bytes], bytes]] = {
@@ -218,17 +143,16 @@ WRONG: dict[str, Callable[[bytes, bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_value_that_is_wrong_is_a_miss_and_is_replaced(kind: str, pair: list[Server]) -> None:
-    with attach(pair[:1]) as cache:
+def test_a_value_that_is_wrong_is_a_miss_and_is_replaced(pair: list[Server]) -> None:
+    with attach(pair[:1]) as cache, client(pair[0]) as there:
         load(cache, ALL)
-        with client(pair[0]) as there:
+        for count, (kind, wrong) in enumerate(WRONG.items(), 1):
             key, other = name_of(cache, 3), there.get(name_of(cache, 4))
-            there.set(key, WRONG[kind](there.get(key), other))
-        assert shown(cache.get_many(ALL)) == [None if id == 3 else id for id in ALL]
-        assert cache.stats().damaged == 1
-        assert load(cache, ALL) == [3]
-        assert load(cache, ALL) == []
+            there.set(key, wrong(there.get(key), other))
+            assert shown(cache.get_many(ALL[:9])) == [None if id == 3 else id for id in ALL[:9]], kind
+            assert cache.stats().damaged == count
+            assert load(cache, ALL) == [3]
+            assert load(cache, ALL) == []
 
 
 def test_a_forged_record_is_a_miss_and_is_never_unpickled(pair: list[Server]) -> None:
@@ -252,24 +176,6 @@ def test_a_forged_record_is_a_miss_and_is_never_unpickled(pair: list[Server]) ->
             cache.put_many([4, 5], [1, Path("/tmp")])
         cache.flush()
         assert not there.exists(name_of(cache, 4)), "nothing of it was stored"
-
-
-class Pair(NamedTuple):
-    """A named tuple."""
-
-    id: int
-    text: str
-
-
-def test_a_named_tuple_whose_class_is_not_imported_is_a_miss(
-    pair: list[Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with attach(pair) as cache:
-        cache.put(1, Pair(1, "one"))
-        cache.flush()
-        assert cache.get(1) == Pair(1, "one")
-        monkeypatch.delattr(sys.modules[__name__], "Pair")
-        assert cache.get(1) is MISS
 
 
 # --- room -----------------------------------------------------------------------------------------------------------
@@ -298,21 +204,6 @@ def test_a_full_server_keeps_what_it_has_and_stores_again_when_there_is_room(
                 there.config_set("maxmemory", 0)
         load(cache, ALL)
         assert load(cache, ALL) == []
-
-
-def test_the_worst_samples_are_found_while_another_process_notes_what_is_stored(pair: list[Server]) -> None:
-    with attach(pair, 20_000, policy="importance") as cache:
-
-        def note() -> None:
-            while True:
-                cache._node.known[::3] ^= 1
-
-        other = Child(note)
-        try:
-            for _ in range(500):
-                assert len(cache._storing._worst(cache._servers.shards[0], 4)) in (0, 4)
-        finally:
-            other.kill()
 
 
 def test_a_full_server_is_left_alone_for_a_while(pair: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,11 +253,15 @@ def test_a_lost_server_costs_its_hits_only(how: str, tmp_path: Path, pair: list[
         until(lambda: load(cache, ALL) == [], "all are stored")
         place = sorted([pair[0], server], key=lambda one: str(one.tcp)).index(server)
         gone = cache.owner(ALL) == place
-        back = fault(server, how)
+        back, copied = fault(server, how), pickle.dumps(cache)
 
         def child() -> None:
-            for _ in range(3):
-                check()
+            lost = cache._servers.shards[place]
+            assert lost.lost
+            check()
+            with pickle.loads(copied) as late:  # a worker of another start method
+                assert late._servers.shards[place].lost
+                assert lost.breaker.trips + late._servers.shards[place].breaker.trips <= 1
 
         def check() -> None:
             found = shown(cache.get_many(ALL))
@@ -375,7 +270,7 @@ def test_a_lost_server_costs_its_hits_only(how: str, tmp_path: Path, pair: list[
             cache.put_many(ALL, samples(ALL))
             cache.flush()
 
-        for _ in range(5):
+        for _ in range(3):
             check()
         until(lambda: cache.known(np.array(ALL)).tolist() == (~gone).tolist(), "the other server is used")
         assert [state.lost for state in cache.status()] == [one == place for one in range(2)]
@@ -384,20 +279,6 @@ def test_a_lost_server_costs_its_hits_only(how: str, tmp_path: Path, pair: list[
         assert Child(child).wait() == 0
         back()
         until(lambda: load(cache, ALL) == [], "all are there again")
-
-
-def test_a_server_that_answers_and_does_not_store(pair: list[Server]) -> None:
-    with attach(pair[:1], timeout=SOON) as cache, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        until(lambda: load(cache, ALL[:100]) == [], "they are stored")
-        with client(pair[0]) as there:
-            there.client_pause(10**7, all=False)
-            try:
-                assert load(cache, ALL)[-100:] == ALL[100:]
-                assert cache._servers.shards[0].breaker.trips > 0
-            finally:
-                there.client_unpause()
-        until(lambda: load(cache, ALL) == [], "all are there")
 
 
 def test_a_server_that_was_emptied_is_filled_again(pair: list[Server]) -> None:
@@ -424,6 +305,6 @@ def test_a_writer_that_is_killed_costs_what_it_handed_over(pair: list[Server]) -
             os.kill(os.getpid(), signal.SIGKILL)
 
         assert Child(child).wait() == -signal.SIGKILL
-        assert cache.settle(np.array(ALL)).all()
+        assert cache.drain(np.array(ALL)).all()
         load(cache, ALL)
         assert load(cache, ALL) == []

@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import signal
 import stat
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from server_tools import (
-    PATIENCE,
-    Listener,
-    is_alive,
-    make_server,
-    needs_server,
-    record,
-    server_at,
-    until,
-    wait_until_gone,
-)
+from server_tools import is_alive, make_server, record, server_at, wait_until_gone
 
 from children import Child, Holder
+from redis_servers import PATIENCE, needs_server, until
 from stallfree.errors import InputError, MissingServerError, StorageError
 from stallfree.ipc.folders import default_root
 from stallfree.stores.launch import server as module
-from stallfree.stores.launch.server import NodeServer, find_address, find_server, read_address
+from stallfree.stores.launch.server import find_address, find_server, read_running
 from stallfree.stores.launch.supervisor import read_json
-from warm import Interpreter
 
 pytestmark = needs_server
 redis = pytest.importorskip("redis", reason="the package redis is not installed: pip install 'stallfree[redis]'")
@@ -49,7 +37,7 @@ def folder() -> Path:
 # --- one server, as long as a process is attached ---------------------------------------------------------------------
 
 
-def test_16_processes_start_one_server_and_nothing_is_left_after_their_sigkill(tmp_path: Path) -> None:
+def test_8_processes_start_one_server_and_nothing_is_left_after_their_sigkill(tmp_path: Path) -> None:
     wait, go = os.pipe()
 
     def work(number: int) -> None:
@@ -61,10 +49,10 @@ def test_16_processes_start_one_server_and_nothing_is_left_after_their_sigkill(t
         os.rename(tmp_path / f"{number}.new", tmp_path / f"{number}")
         signal.pause()
 
-    children = [Child(work, number) for number in range(16)]
+    children = [Child(work, number) for number in range(8)]
     os.close(wait)
     os.close(go)  # now
-    files = [tmp_path / str(number) for number in range(16)]
+    files = [tmp_path / str(number) for number in range(8)]
     until(lambda: all(file.exists() for file in files), "all have found a server")
     found = [json.loads(file.read_text()) for file in files]
     now = record(folder())
@@ -115,34 +103,6 @@ def test_closing_in_a_forked_worker_takes_nothing_from_the_parent() -> None:
         assert server_at(server.address())
 
 
-def _attach(server: NodeServer, send: Any) -> None:
-    with server:
-        send.send((server_at(server.address()), server.started))
-
-
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_processes_that_inherit_nothing_attach_anew(method: str) -> None:
-    context = get_context(method)
-    with make_server(interface="127.0.0.1") as server:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_attach, args=(server, theirs))
-        process.start()
-        theirs.close()
-        assert ours.recv() == (record(folder())["pid"], False)
-        process.join()
-        ours.close()
-        process.close()
-        with pickle.loads(pickle.dumps(server)) as again:
-            assert again.address() == server.address()
-
-
-def test_an_interpreter_that_ends_without_closing_leaves_nothing(interpreter: Interpreter) -> None:
-    program = "from stallfree.stores.launch.server import NodeServer; server = NodeServer('one', memory='64MiB')"
-    done = interpreter.run(program)
-    assert (done.code, done.err) == (0, "")
-    until(lambda: not folder().exists(), "the folder is gone")
-
-
 def test_names_and_roots_are_servers_of_their_own(tmp_path: Path) -> None:
     with make_server() as one, make_server("two") as two, make_server(root=tmp_path / ("r" * 120)) as far:
         assert all(server.started for server in (one, two, far))
@@ -152,27 +112,6 @@ def test_names_and_roots_are_servers_of_their_own(tmp_path: Path) -> None:
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_killed_server_comes_back_with_another_port_and_password_and_has_no_address_in_between() -> None:
-    with make_server() as server:
-        first, address = record(folder()), server.address()
-        os.kill(first["supervisor"], signal.SIGSTOP)
-        os.kill(first["pid"], signal.SIGKILL)
-        until(lambda: not is_alive(first["pid"]), "the server is dead")
-        assert server.address() is read_address(folder()) is None
-        with Listener(first["port"]) as thief:
-            os.kill(first["supervisor"], signal.SIGCONT)
-            until(lambda: server.address(), "another server runs")
-            with make_server() as other:
-                assert other.address() == server.address()
-            second = record(folder())
-            assert second["supervisor"] == first["supervisor"]
-            assert second["start"] == first["start"] + 1
-            assert not {first["port"], first["password"]} & {second["port"], second["password"]}
-            assert server_at(server.address()) == second["pid"]
-        assert (thief.connections, thief.received) == (0, b"")
-        assert address != server.address()
 
 
 def test_server_json_is_removed_when_the_server_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,17 +142,6 @@ def test_a_killed_supervisor_takes_the_server_along_and_the_next_process_starts_
         until(lambda: server.address(), "another server runs")
 
 
-def test_settings_that_a_killed_job_and_its_supervisor_left_do_not_count() -> None:
-    def job() -> None:
-        make_server(interface="127.0.0.1", memory="32MiB")
-        os.kill(record(folder())["supervisor"], signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert Child(job).wait() == -signal.SIGKILL
-    with make_server(interface="127.0.0.2", memory="64MiB") as server:
-        assert server.host == server.address().host == "127.0.0.2"
-
-
 def die_while_looking_for_a_program() -> None:
     module.find_server = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
 
@@ -222,8 +150,10 @@ def die_when_the_supervisor_is_about_to_start() -> None:
     module.subprocess.Popen.wait = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("die", [die_while_looking_for_a_program, die_when_the_supervisor_is_about_to_start])
-@pytest.mark.parametrize("waiting", [False, True])
+@pytest.mark.parametrize(
+    ("die", "waiting"),
+    [(die_while_looking_for_a_program, True), (die_when_the_supervisor_is_about_to_start, False)],
+)
 def test_the_starter_may_be_killed_while_it_starts(die: Callable[[], None], waiting: bool) -> None:
     """Another process is attached meanwhile, or comes later."""
 
@@ -235,24 +165,13 @@ def test_the_starter_may_be_killed_while_it_starts(die: Callable[[], None], wait
     if other is not None:
         before = record(folder())
         os.kill(before["supervisor"], signal.SIGKILL)
-        until(lambda: read_address(folder()) is None, "the server is dead")
+        until(lambda: read_running(folder()) is None, "the server is dead")
     assert Child(start).wait() == -signal.SIGKILL
     with make_server() as server:
         assert server_at(server.address())
         if other is not None:
             other.end()
         assert server_at(server.address())
-
-
-def test_a_server_that_is_stopped_keeps_its_address_and_holds_up_no_process() -> None:
-    with make_server() as server:
-        now = record(folder())
-        os.kill(now["pid"], signal.SIGSTOP)
-        try:
-            with make_server() as other:
-                assert other.address() == server.address()
-        finally:
-            os.kill(now["pid"], signal.SIGCONT)
 
 
 def test_a_folder_that_was_deleted_has_no_server() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import signal
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 from redis.crc import key_slot
 
-import stallfree as sf
 from children import Child
 from redis_servers import Cluster, Server, free_port, needs_server, until
 from redis_tools import COUNT, ENOUGH, attach, load, name_of, node, samples, shown
@@ -112,17 +110,6 @@ def test_samples_lie_on_all_masters(cluster: Cluster) -> None:
         assert held(cluster) == [0, 0, 0]
 
 
-def test_a_loader_with_a_cluster(cluster: Cluster) -> None:
-    plain = [(np.arange(40) * id, id) for id in range(90)]
-    store = sf.RedisStore(hosts=[{"host": "127.0.0.1", "port": cluster.servers[1].port}], timeout=ENOUGH)
-    with store, sf.CachedDataset(plain, capacity="1MiB", store=store, name="loaded") as data:
-        for _ in range(2):
-            with contextlib.closing(sf.DataLoader(data, batch_size=16, shuffle=True, num_workers=2)) as loader:
-                seen = {int(label): row for rows, labels in loader for row, label in zip(rows, labels, strict=True)}
-            assert all(np.array_equal(seen[id], plain[id][0]) for id in range(90))
-        assert data.stats().storage_reads <= 90 + 2, "each once, and those that were looked at first"
-
-
 def test_a_step_that_is_random_ends_the_use_of_a_cluster_too(cluster: Cluster, tmp_path: Path) -> None:
     with attach(cluster.servers[:1]) as cache, node(tmp_path / "other"), attach(cluster.servers[1:2]) as other:
         load(cache, ALL)
@@ -181,6 +168,7 @@ def test_a_slot_that_moves_while_samples_are_read(cluster: Cluster) -> None:
         assert shown(cache.get_many([7])) == [7]
 
 
+@pytest.mark.slow
 def test_a_lost_master_costs_its_hits_until_a_replica_takes_over(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster, attach(cluster.servers[:1], timeout=2.0) as cache:
         until(lambda: load(cache, ALL) == [], "all are stored")
@@ -211,8 +199,9 @@ def test_a_lost_master_costs_its_hits_until_a_replica_takes_over(tmp_path: Path)
         assert other.wait() == 0
 
 
-def test_a_cluster_of_which_nothing_is_left_costs_hits(tmp_path: Path) -> None:
-    with Cluster(tmp_path) as cluster, attach(cluster.servers[:1]) as cache:
+def test_a_cluster_of_which_nothing_is_left_costs_hits(cluster: Cluster) -> None:
+    """The last test that uses it."""
+    with attach(cluster.servers[:1]) as cache:
         load(cache, ALL)
         copied = pickle.dumps(cache)
         for server in cluster.servers:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from nodes import LIMIT, Here, Nodes, Pids, Stamped, close_store, is_right, open_store, pids
-from server_tools import needs_server, until
+from nodes import LIMIT, Here, Nodes, Stamped, close_store, is_right, open_store
 from torch import distributed
 
 import stallfree as sf
 from importance_tools import Residents
-from stallfree.sampling.plans.probabilities import ranks
+from redis_servers import needs_server
 from stallfree.stores import servers_of
 
 pytestmark = needs_server
@@ -134,7 +130,7 @@ def train(here: Here, number: int) -> Epoch:
         steps -= 1
     assert steps == 0
     cache.flush()
-    cache.settle(np.arange(COUNT))
+    cache.drain(np.arange(COUNT))
     distributed.barrier()
     epoch.reads.extend(here.storage(here.kept["name"]).ids()[reads:])
     epoch.rejected.append(cache.stats().rejected)
@@ -145,11 +141,9 @@ def train(here: Here, number: int) -> Epoch:
 
 
 CASES = [
-    ("unbiased", "minio", None, 0),
     ("unbiased", "importance", None, 0),
-    ("icache", "importance", None, 0),
-    ("icache", "minio", "substitute", 0),
-    pytest.param("unbiased", "importance", None, 2, marks=pytest.mark.slow),
+    pytest.param("icache", "minio", "substitute", 0, marks=pytest.mark.slow),
+    pytest.param("unbiased", "minio", None, 0, marks=pytest.mark.slow),
     pytest.param("icache", "importance", None, 2, marks=pytest.mark.slow),
 ]
 
@@ -161,7 +155,7 @@ def test_all_ranks_serve_the_plan_of_one_process_that_knows_everything(
     options = {"plan": plan, "on_miss": on_miss}
     owner = job.run(make, f"{plan}-{policy}-{workers}", policy, SMALL, 10.0, workers, **options)
     assert all(one == owner[0] for one in owner)
-    epochs = [job.run(train, number) for number in range(5)]
+    epochs = [job.run(train, number) for number in range(4)]
     stats = job.run(end)
     alone = model(policy, **options)
     for number, ran in enumerate(epochs):
@@ -177,8 +171,6 @@ def test_all_ranks_serve_the_plan_of_one_process_that_knows_everything(
     if plan == "unbiased":
         hits = sum(len({*ran[0].there} & {*epoch.served}) for ran in epochs for epoch in ran)
         assert sum(rank.high_hits + rank.low_hits for rank in stats) == hits
-    if policy == "importance":
-        check_changes(epochs, plan)
 
 
 def model(policy: str, **options: Any) -> sf.ImportanceSampler:
@@ -205,58 +197,4 @@ def check(ran: list[Epoch], number: int, alone: sf.ImportanceSampler) -> None:
     assert alone.on_miss == "substitute" or set(served) == set(expected.ids.tolist())
 
 
-def check_changes(epochs: list[list[Epoch]], plan: str) -> None:
-    """What goes was served already, and is worth less than what comes."""
-    alone = sf.ImportanceSampler(COUNT)
-    for number, (before, after) in enumerate(pairwise(epochs)):
-        importance = ranks(alone.losses.last)
-        served = {id for epoch in before for id in epoch.served}
-        gone, came = (set(a[0].there) - set(b[0].there) for a, b in ((before, after), (after, before)))
-        assert came <= served
-        if number > 0:  # epoch 0 fills the servers
-            assert gone
-            assert came
-            if plan == "unbiased":
-                assert gone <= served
-            else:
-                count = min(len(gone), len(came))  # room may be found for more, or lost to another process
-                lowest = np.sort(importance[list(gone)])[:count]
-                assert (lowest < np.sort(importance[list(came)])[-count:]).all()
-        for epoch in before:
-            alone.update(epoch.served, epoch.losses)
-
-
 # --- a server that is lost ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("plan", "on_miss"), [("unbiased", None), pytest.param("icache", "substitute", marks=pytest.mark.slow)]
-)
-def test_what_a_lost_server_holds_counts_as_missing_until_it_is_back(plan: str, on_miss: Any, job: Nodes) -> None:
-    options = {"plan": plan, "on_miss": on_miss}
-    owner = np.array(job.run(make, f"lost-{plan}", "minio", "64MiB", 0.5, 0, **options)[0])
-    alone = model("minio", **options)
-    numbers = iter(range(1000))
-
-    def owners_there(lost: int | None = None) -> set[int]:
-        """Train an epoch, check it, and return which servers held some of the samples when it was planned."""
-        number = next(numbers)
-        ran = job.run(train, number)
-        check(ran, number, alone)
-        for epoch in ran:
-            assert {id for id in epoch.served if owner[id] == lost} <= {*epoch.reads}
-        return set(owner[ran[0].there].tolist())
-
-    until(lambda: owners_there() == {0, 1}, "both servers hold samples")
-    server: Pids = job.run_on(PER_NODE, pids)
-    os.kill(server.server, signal.SIGSTOP)
-    try:
-        assert owners_there(lost=1) == {0}
-        assert owners_there(lost=1) == {0}
-    finally:
-        os.kill(server.server, signal.SIGCONT)
-    until(lambda: owners_there() == {0, 1}, "the server is back")
-    os.kill(server.server, signal.SIGKILL)  # and starts again, empty
-    until(lambda: owners_there() == {0}, "what it held is missing")
-    until(lambda: owners_there() == {0, 1}, "samples are stored there again")
-    job.run(end)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_tools import PATIENCE, is_alive, needs_server, record, until, wait_until_gone
+from server_tools import is_alive, record
 
+from redis_servers import PATIENCE, needs_server, until
 from stallfree.stores.launch import supervisor
 from stallfree.stores.launch.server import find_server
 from stallfree.stores.launch.supervisor import Supervisor, birth, identify, read_json, write_json
@@ -101,23 +102,6 @@ def test_pauses_double_up_to_5_seconds_until_a_long_life(monkeypatch: pytest.Mon
 
 
 @needs_server
-def test_it_notices_deaths_when_its_starter_ignored_and_blocked_the_signal(make: Callable[..., Folder]) -> None:
-    folder = make()
-
-    def deaf() -> None:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
-
-    folder.start(before=deaf)
-    first = record(folder.path)
-    os.kill(first["pid"], signal.SIGKILL)
-    second = record(folder.path, first["start"])
-    with open(f"/proc/{second['pid']}/status") as status:
-        masks = dict(line.split(":\t") for line in status if line.startswith("Sig"))
-    assert int(masks["SigBlk"], 16) == 0
-
-
-@needs_server
 def test_a_free_port_that_another_process_takes_first_is_replaced(make: Callable[..., Folder], tmp_path: Path) -> None:
     """The first program to be started is one that finds its port in use."""
     program = tmp_path / "program"
@@ -148,29 +132,6 @@ def test_a_given_port_is_kept_and_taken_up_again_when_it_is_free(make: Callable[
     second = record(folder.path, first["start"])
     assert (first["port"], second["port"]) == (port, port)
     assert first["password"] != second["password"]
-
-
-@needs_server
-def test_a_second_supervisor_leaves_the_folder_to_the_first(make: Callable[..., Folder]) -> None:
-    folder = make()
-    folder.start()
-    first = record(folder.path)
-    folder.start()
-    os.kill(first["pid"], signal.SIGKILL)
-    second = record(folder.path, first["start"])
-    assert second["supervisor"] == first["supervisor"]
-    folder.leave()
-    wait_until_gone(folder.path, second["pid"], second["supervisor"])
-
-
-@needs_server
-def test_the_log_stays_small(make: Callable[..., Folder], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make()
-    folder.start()
-    record(folder.path)
-    with open(folder.path / "log", "ab") as log:
-        log.write(bytes(2 << 20))
-    until(lambda: (folder.path / "log").stat().st_size < 1 << 20, "the log has been cut")
 
 
 def test_a_program_that_is_not_there(make: Callable[..., Folder], tmp_path: Path) -> None:
@@ -238,10 +199,3 @@ def test_identify_accepts_only_the_reply_of_a_server(
 ) -> None:
     with answering(tmp_path / "socket", *pieces, hold=hold) as path:
         assert identify(path, "secret", 0.25 if expected is None else PATIENCE) == expected
-
-
-def test_identify_without_a_server(tmp_path: Path) -> None:
-    assert identify(str(tmp_path / "nothing"), "secret") is None
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        assert identify(bound.getsockname(), "secret") is None

@@ -16,7 +16,7 @@ IDS = st.integers(0, 2**64 - 1)
 
 
 def value_of(record: bytes, id: int = 7, key: bytes = KEY) -> Bytes:
-    return np.frombuffer(bytearray(pack_head(key, id, [record]) + record), np.uint8)
+    return np.frombuffer(bytearray(pack_head(key, id, record) + record), np.uint8)
 
 
 def record_in(value: Bytes, id: int = 7, key: bytes = KEY) -> bytes | None:
@@ -34,14 +34,8 @@ def test_a_record_comes_back(record: bytes, id: int) -> None:
 def test_the_format_stays_what_it_is() -> None:
     record = bytes(range(100))
     fields = b"SFV1" + struct.pack("<I", 0) + KEY + struct.pack("<QQ", 3, 100) + bytes(16)
-    assert pack_head(KEY, 3, [record]) == struct.pack("<Q", xxhash.xxh3_64_intdigest(record, seed=3)) + fields
+    assert pack_head(KEY, 3, record) == struct.pack("<Q", xxhash.xxh3_64_intdigest(record, seed=3)) + fields
     assert data_key("a", "b") == xxhash.xxh3_128_digest(b"a\0b")
-
-
-def test_the_header_is_the_same_however_the_record_is_cut() -> None:
-    record = np.random.default_rng(0).integers(0, 256, 1000, np.uint8)
-    whole = pack_head(KEY, 1, [record])
-    assert whole == pack_head(KEY, 1, [record[:300].tobytes(), record.data[300:301], record[301:], b""])
 
 
 def test_every_flipped_bit_is_noticed() -> None:
@@ -51,17 +45,6 @@ def test_every_flipped_bit_is_noticed() -> None:
         assert record_in(value) is None, f"bit {bit}"
         value[bit // 8] ^= 1 << bit % 8
     assert record_in(value) == bytes(range(40))
-
-
-def test_every_flipped_byte_of_a_larger_value_is_noticed() -> None:
-    value = value_of(np.random.default_rng(0).bytes(3000))
-    rng = np.random.default_rng(1)
-    for at in range(len(value)):
-        change = rng.integers(1, 256, dtype=np.uint8)
-        value[at] ^= change
-        assert check_value(value, KEY, 7) is None, f"byte {at}"
-        value[at] ^= change
-    assert check_value(value, KEY, 7) is not None
 
 
 def test_a_value_that_is_cut_or_goes_on_is_none() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -234,15 +234,12 @@ class FakeServer:
 
     Args:
         answer: given the connection and the command, a list of its arguments.
-        pause: seconds between two pieces of 64 KiB that it receives.
     """
 
-    def __init__(self, answer: Callable[[socket.socket, list[bytes]], None], pause: float = 0.0) -> None:
+    def __init__(self, answer: Callable[[socket.socket, list[bytes]], None]) -> None:
         self.connections = 0
-        self._answer, self._pause = answer, pause
+        self._answer = answer
         self._listener = socket.create_server(("127.0.0.1", 0))
-        if pause:
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
         self._open: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._listen)]
         self._threads[0].start()
@@ -270,8 +267,7 @@ class FakeServer:
                 while line := commands.readline():
                     words = []
                     for _ in range(int(line[1:])):
-                        size = int(commands.readline()[1:])
-                        words.append(b"".join(map(commands.read, self._pieces(size))))
+                        words.append(commands.read(int(commands.readline()[1:])))
                         commands.read(2)
                     if words[0].upper() in (b"CLIENT", b"AUTH", b"SELECT"):
                         connection.sendall(b"+OK\r\n")
@@ -279,11 +275,6 @@ class FakeServer:
                         self._answer(connection, words)
             except OSError:
                 return  # the client has gone
-
-    def _pieces(self, size: int) -> Iterator[int]:
-        for start in range(0, size, 64 << 10):
-            time.sleep(self._pause)
-            yield min(64 << 10, size - start)
 
     def close(self) -> None:
         """End all connections."""

@@ -78,10 +78,12 @@ def gap(a: Numbers, b: Numbers) -> float:
     return float(np.abs(np.subtract(*shares)).max())
 
 
-@pytest.mark.parametrize(("height", "width"), [(333, 500), (500, 200), (224, 224)])
-@pytest.mark.parametrize(("scale", "ratio"), [((0.08, 1.0), (3 / 4, 4 / 3)), ((0.5, 0.9), (0.5, 1.0))])
+@pytest.mark.parametrize(
+    ("height", "width", "scale", "ratio"),
+    [(333, 500, (0.08, 1.0), (3 / 4, 4 / 3)), (500, 200, (0.5, 0.9), (0.5, 1.0))],
+)
 def test_parts_are_distributed_as_torchvision_says(height: int, width: int, scale: Any, ratio: Any) -> None:
-    count = 4000
+    count = 2000
     ours = figures(drawn(RandomResizedCrop(224, scale, ratio), count, height, width), height, width)
     theirs = figures(list(model(count, height, width, scale, ratio)), height, width)
     for name, values in ours.items():
@@ -114,8 +116,15 @@ def test_mirrored_as_often_as_asked() -> None:
     assert not any(RandomResizedCrop(8).draw(50, 50)[1] for _ in range(50))
 
 
-@pytest.mark.parametrize("size", [(224, 224), (64, 96), (1, 1), (300, 5)])
-@pytest.mark.parametrize("crop", [Crop(0, 0, 120, 170), Crop(7, 31, 50, 41), Crop(100, 0, 1, 170), Crop(3, 9, 1, 1)])
+@pytest.mark.parametrize(
+    ("size", "crop"),
+    [
+        ((224, 224), Crop(0, 0, 120, 170)),
+        ((64, 96), Crop(7, 31, 50, 41)),
+        ((1, 1), Crop(100, 0, 1, 170)),
+        ((300, 5), Crop(3, 9, 1, 1)),
+    ],
+)
 def test_resizing_is_that_of_torch(size: tuple[int, int], crop: Crop, engine: str) -> None:
     top, left, height, width = crop
     part = photograph()[top : top + height, left : left + width]
@@ -144,12 +153,12 @@ def test_resizing_anything_that_numpy_shows(engine: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *WHOLE])
-@pytest.mark.parametrize("layout", ["HWC", "CHW"])
-def test_the_halves_do_the_same(kind: str, layout: Any, engine: str) -> None:
+def test_the_halves_do_the_same(kind: str, engine: str) -> None:
+    layout: Any = "CHW" if kind in ("420", "odd", "png") else "HWC"
     data = (KINDS | WHOLE)[kind]
     step = sf.DecodeRandomResizedCrop((72, 90), (0.01, 1.0), flip=0.5, layout=layout)
     decode, rest = step.halves()
-    for seed in range(25):
+    for seed in range(8):
         random.seed(seed)
         fused, state = step(data), random.getstate()
         random.seed(seed)
@@ -191,7 +200,7 @@ def test_a_file_cut_short_is_an_error_wherever_the_part_lies(cut: float, engine:
 def test_damage_is_treated_as_by_the_decoder_of_whole_pictures(engine: str) -> None:
     step = sf.DecodeRandomResizedCrop(32, scale=(1.0, 1.0), ratio=(170 / 120, 170 / 120))
     refused = 0
-    for seed in range(60):
+    for seed in range(30):
         rng = random.Random(seed)
         data = bytearray(JPEG)
         data[rng.randrange(len(data) // 10, len(data) - 2)] = rng.randrange(256)
@@ -203,7 +212,7 @@ def test_damage_is_treated_as_by_the_decoder_of_whole_pictures(engine: str) -> N
                 step(bytes(data))
         else:
             assert distance(step(bytes(data)), native.resized(whole, (32, 32))).max() <= 1
-    assert refused < 30
+    assert refused < 15
 
 
 def test_bytes_of_other_kinds(engine: str) -> None:
@@ -257,10 +266,10 @@ def test_called_with_something_else(step: Any, value: Any, message: str) -> None
         {"layout": "NCHW"},
     ],
 )
-@pytest.mark.parametrize("kind", [RandomResizedCrop, sf.DecodeRandomResizedCrop])
-def test_arguments_that_cannot_be(kind: Any, wrong: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=f"{next(iter(wrong))}="):
-        kind(**({"size": 8} | wrong))
+def test_arguments_that_cannot_be(wrong: dict[str, Any]) -> None:
+    for kind in (RandomResizedCrop, sf.DecodeRandomResizedCrop):
+        with pytest.raises(InputError, match=f"{next(iter(wrong))}="):
+            kind(**({"size": 8} | wrong))
 
 
 def test_marked_and_pickled() -> None:

@@ -20,9 +20,10 @@ from stallfree.vision.entropy import OF_LIBJPEG, OWN, OWN_ALONE, problem_of
 from stallfree.vision.native import Crop
 
 KINDS: list[dict[str, Any]] = [
-    {"quality": quality, "subsampling": subsampling, "optimize": optimize, "mode": mode}
-    for quality, subsampling, optimize, mode in itertools.product((3, 75, 100), (0, 1, 2), (False, True), ("RGB", "L"))
+    {"quality": quality, "subsampling": subsampling, "optimize": quality == 75, "mode": "RGB"}
+    for quality, subsampling in itertools.product((3, 75, 100), (0, 1, 2))
 ]
+KINDS.append({"quality": 90, "mode": "L"})
 OTHERS: list[dict[str, Any]] = [{"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 3}]
 SIZES = [(1, 1), (8, 8), (16, 17), (120, 170), (203, 64)]
 
@@ -99,7 +100,6 @@ def test_it_is_in_use_after_a_test_when_the_library_is_first_used(
     ("old", "new", "problem"),
     [
         ("(negative & (1 - (1 << size)))", "(negative & (1 - (1 << size))) + (size == 4)", "other pixels"),
-        ("k += RUN(entry);\n", "k += RUN(entry) - (RUN(entry) == 15);\n", "damage in a picture"),
         ("return k >= OUT", "return 0", "damage in a picture"),  # it says that the data are damaged
         (
             "return function && ",
@@ -107,7 +107,7 @@ def test_it_is_in_use_after_a_test_when_the_library_is_first_used(
             "no decoder that can be replaced",
         ),  # a libjpeg of another kind
     ],
-    ids=["value", "run", "damaged", "refused"],
+    ids=["value", "damaged", "refused"],
 )
 def test_libjpeg_decodes_where_it_gives_another_result(
     old: str,

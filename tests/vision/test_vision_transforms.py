@@ -90,7 +90,7 @@ def test_center_crop_pads_what_is_too_small() -> None:
     assert wide[:, :15].max() == wide[:, 185:].max() == 0
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.4, 1.0, 1.7, 30.0])
+@pytest.mark.parametrize("factor", [0.0, 0.4, 30.0])
 @pytest.mark.parametrize("kind", ["Brightness", "Contrast", "Color"])
 def test_colours_change_as_in_pillow(factor: float, kind: str, engine: str) -> None:
     pixels = photograph()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -31,6 +31,7 @@ from stallfree.batches.reader import IO_THREADS
 from stallfree.cache.memory.limits import free_memory, free_space
 from stallfree.datasets import CachedDataset
 from stallfree.datasets.dataset_probe import look
+from stallfree.device.pytree import take_apart
 from stallfree.errors import InputError, StallfreeError
 from stallfree.ipc.folders import default_root
 from stallfree.loader import DataLoader
@@ -189,8 +190,9 @@ class Analysis:
         job = self._job
         self._some = some = read_some(job)
         self._few = _first_batches(job, some, 4)
-        self._prepared_bytes = _bytes_of(self._few[0]) / job.batch_size
-        self._on_device = [_to(batch, job.device) for batch in self._few]
+        tensors = [leaf for leaf in take_apart(self._few[0])[0] if isinstance(leaf, torch.Tensor)]
+        self._prepared_bytes = sum(tensor.nbytes for tensor in tensors) / job.batch_size
+        self._on_device = [_each(batch, self._to_device) for batch in self._few]
         for batch in self._on_device[:3]:
             job.train(batch)
         if job.parted:
@@ -202,6 +204,9 @@ class Analysis:
                 pass
             self._there = np.flatnonzero(self._full.cache.resident(np.arange(len(self._full)))).tolist()
         self._ready = True
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._job.device)
 
     def _compute(self) -> None:
         job = self._job
@@ -220,7 +225,7 @@ class Analysis:
         def copies() -> Iterator[int]:
             while True:
                 for batch in self._few:
-                    _to(batch, job.device)
+                    _each(batch, self._to_device)
                     job.wait()
                     yield job.batch_size
 
@@ -436,7 +441,7 @@ def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
     dataset = _Uncached(job) if job.parted else job.dataset
     with _closing(job.load(dataset, ids)) as batches:
         try:
-            return [_copied(batch) for batch in batches]
+            return [_each(batch, torch.clone) for batch in batches]
         except Exception as error:
             first = str(error).strip().split("\n")[-1] or type(error).__name__
             raise InputError(
@@ -449,28 +454,7 @@ def _path(where: str) -> list[str]:
     return [where] if where and os.path.isfile(where) else []
 
 
-def _copied(batch: Any) -> Any:
-    return _each(batch, lambda tensor: tensor.clone())
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    return _each(batch, lambda tensor: tensor.to(device))
-
-
-def _bytes_of(batch: Any) -> int:
-    sizes: list[int] = []
-    _each(batch, lambda tensor: sizes.append(tensor.nbytes) or tensor)  # type: ignore[func-returns-value]
-    return sum(sizes)
-
-
-def _each(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` with `change` done to its tensors, in nests of dict, list and tuple."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _each(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each(item, change) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_each(item, change) for item in value)
-    return value
+def _each(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """`batch` with `change` done to its tensors."""
+    leaves, rebuild = take_apart(batch)
+    return rebuild([change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -22,6 +24,8 @@ from stallfree.errors import InputError
 
 _BATCHES = 1500
 """Batches that `sustained` follows; the first quarter is warm-up."""
+
+_PARTS = 1_000_000
 
 _WORKERS = 128
 """Workers that `sustained` follows at most; more of them are taken as so many faster ones."""
@@ -127,18 +131,15 @@ def _handed_out(fetching: list[float], preparing: list[float], step: float, load
 def knee(rates: Rates) -> float | None:
     """The least share of hits at which fetching holds nothing up, F >= min(P, G); None if even 1 is too little."""
 
-    def short(hits: float) -> bool:
-        return rates.fetch_at(hits) < min(rates.prep_at(hits), rates.compute)
+    def enough(hits: float) -> bool:
+        return rates.fetch_at(hits) >= min(rates.prep_at(hits), rates.compute)
 
-    if short(1.0):
-        return None
-    low, high = 0.0, 1.0
-    if not short(low):
-        return 0.0
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (middle, high) if short(middle) else (low, middle)
-    return high
+    return least_share(enough) if enough(1.0) else None
+
+
+def least_share(enough: Callable[[float], bool]) -> float:
+    """The least share, in millionths, that is `enough`; 1 if none is. What is above an `enough` is enough too."""
+    return bisect_left(range(_PARTS), True, key=lambda part: enough(part / _PARTS)) / _PARTS
 
 
 def _mix(hit: float, miss: float, hits: float) -> float:

@@ -20,7 +20,7 @@ from stallfree.cache.memory.limits import free_memory
 from stallfree.cache.policies import Oracle, Policy, make_policy, next_uses
 from stallfree.errors import InputError
 from stallfree.sampling.plans import Plan
-from stallfree.units import format_size, parse_size
+from stallfree.units import format_size, parse_size, parse_whole
 
 Ids = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64]
@@ -105,8 +105,7 @@ def replay(
     """
     epochs = _epochs(trace_or_plans)
     policy = make_policy(policy)
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise InputError(f"batch_size={batch_size!r}: give an int of 1 or more")
+    batch_size = parse_whole(batch_size, "batch_size", 1)
     most = max((int(ids.max()) for ids in epochs if len(ids)), default=-1)
     bytes_of = None if sizes is None else _sizes(sizes, most)
     num_ids = most + 1 if bytes_of is None else len(bytes_of)

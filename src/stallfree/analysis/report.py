@@ -25,13 +25,13 @@ from stallfree.cache.memory.limits import free_memory
 from stallfree.errors import InputError
 from stallfree.ipc.folders import is_path
 from stallfree.platform import cpu_count
-from stallfree.report.figures import plural, speed
+from stallfree.report.figures import REPORT_KEYS, plural, speed
+from stallfree.report.figures import expect as expect_format
 from stallfree.report.page import report_page
 from stallfree.report.terminal import render_report
-from stallfree.units import format_size, parse_rate, parse_size
+from stallfree.units import format_size, parse_rate, parse_size, parse_whole
 
 FORMAT, VERSION = "stallfree-report", 1
-_SECTIONS = ("job", "rates", "runs", "shares", "machine", "advice", "curves", "notes", "bottleneck")
 
 
 class Report:
@@ -55,16 +55,7 @@ class Report:
             raise InputError(
                 f"{path} cannot be read as a report: {error}. Give what `stallfree analyze --json` wrote"
             ) from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise InputError(f"{path} is no report of stallfree: make one with `stallfree analyze --json {path}`")
-        if data.get("version") != VERSION:
-            raise InputError(
-                f"{path} is a report of version {data.get('version')!r}, this release reads version {VERSION}: "
-                "analyse the job again"
-            )
-        missing = [name for name in _SECTIONS if name not in data]
-        if missing:
-            raise InputError(f"{path} lacks {', '.join(missing)}: analyse the job again")
+        expect_format(data, FORMAT, REPORT_KEYS, str(path))
         return Report(data)
 
     def save(self, path: str | Path) -> None:
@@ -101,9 +92,8 @@ class Report:
 
         Raises `InputError` for arguments that cannot be used.
         """
-        for name, value in (("cpus", cpus), ("devices", devices), ("jobs", jobs)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InputError(f"{name}={value!r}: give an int of 1 or more")
+        cpus = None if cpus is None else parse_whole(cpus, "cpus", 1)
+        devices, jobs = parse_whole(devices, "devices", 1), parse_whole(jobs, "jobs", 1)
         bandwidth = None if storage is None else parse_rate(storage, "storage")
         hits = None if cache is None else self.hits_of(cache)
         before = self.setting()
@@ -236,23 +226,7 @@ def make_report(
             "python": platform.python_version(),
         },
         "machine": {"cpus": cpu_count(), "memory_bytes": free_memory(), "device": str(job.device)},
-        "job": {
-            "dataset": type(job.dataset).__name__,
-            "samples": len(job.source),
-            "batch_size": job.batch_size,
-            "num_workers": job.num_workers,
-            "ahead": job.ahead,
-            "loader": job.loader,
-            "parted": job.parted,
-            "form": job.form,
-            "device": str(job.device),
-            "sample_bytes": sizes.sample,
-            "record_bytes": sizes.record,
-            "prepared_bytes": sizes.prepared,
-            "fetch_cpu_seconds": fetch_seconds,
-            "cache_share": 0.0,
-            "cache_bytes": 0,
-        },
+        "job": _job(job, sizes, fetch_seconds),
         "rates": {name: rates[name].json() for name in ("G", "P", "P_hit", "S", "C", "copy")},
         "runs": {name: rates[name].json() for name in ("cold", "warm")},
         "notes": [*notes, *(f"{name}: {rate.note}" for name, rate in rates.items() if rate.note and name != "copy")],
@@ -277,6 +251,27 @@ def make_report(
             f"{min(setting.rates.prep_hit, setting.rates.compute):,.0f}: prep, compute and the loader share the CPUs"
         )
     return report
+
+
+def _job(job: Job, sizes: Sizes, fetch_seconds: float) -> dict[str, Any]:
+    """What a report says of the job itself, without a cache."""
+    return {
+        "dataset": type(job.dataset).__name__,
+        "samples": len(job.source),
+        "batch_size": job.batch_size,
+        "num_workers": job.num_workers,
+        "ahead": job.ahead,
+        "loader": job.loader,
+        "parted": job.parted,
+        "form": job.form,
+        "device": str(job.device),
+        "sample_bytes": sizes.sample,
+        "record_bytes": sizes.record,
+        "prepared_bytes": sizes.prepared,
+        "fetch_cpu_seconds": fetch_seconds,
+        "cache_share": 0.0,
+        "cache_bytes": 0,
+    }
 
 
 def _apart(rates: Rates) -> Rates:

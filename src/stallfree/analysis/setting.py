@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
-from stallfree.analysis.model import Loading, Rates, knee, law, sustained
+from stallfree.analysis.model import Loading, Rates, knee, law, least_share, sustained
 from stallfree.autotune.choice import Choice
 
 WORTH = 1.02
@@ -19,6 +20,9 @@ _ALIKE = 0.99
 
 _MOST = 4096
 """How many times as many CPUs, or as fast a storage, counts as without a limit."""
+
+_STEPS = 8192
+"""Bandwidths that are looked at on the way there, each 0.1% above the one before."""
 
 _FAR = 256
 """No machine has so many times as many CPUs."""
@@ -204,36 +208,34 @@ class Setting:
     def enough_cpus(self) -> int | None:
         """The fewest cores that prepare with which more gain less than 2%; None if these are enough, or none are."""
         goal = self.with_cpus(_MOST * self.cpus).limit
-        low, high = self.cpus, _MOST * self.cpus
-        if self.limit * WORTH >= goal:
+        need = bisect_left(
+            range(_MOST * self.cpus), True, lo=self.cpus, key=lambda cpus: self.with_cpus(cpus).limit * WORTH >= goal
+        )
+        if need == self.cpus:
             return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.with_cpus(middle).limit * WORTH >= goal else (middle, high)
         for _ in range(_TRIES):  # what short queues lose takes some more
-            there = self.with_cpus(high)
-            if there.gain(there.with_cpus(4 * high)) <= _NEAR:
+            there = self.with_cpus(need)
+            if there.gain(there.with_cpus(4 * need)) <= _NEAR:
                 break
-            high = math.ceil(1.1 * high)
-        return high if high <= _FAR * self.cpus else None
+            need = math.ceil(1.1 * need)
+        return need if need <= _FAR * self.cpus else None
 
     def enough_storage(self) -> float | None:
         """The least bandwidth with which more gains less than 2%, bytes/s; None if this is enough."""
         assert self.sample_bytes
         now = self.rates.storage * self.sample_bytes * self.jobs
         goal = self.with_storage(_MOST * now).limit
-        if self.limit * WORTH >= goal:
+        factors = [math.pow(_MOST, step / _STEPS) for step in range(_STEPS + 1)]
+        place = bisect_left(factors, True, key=lambda factor: self.with_storage(factor * now).limit * WORTH >= goal)
+        if place == 0:
             return None
-        low, high = 1.0, float(_MOST)
-        while high / low > 1.001:
-            middle = math.sqrt(low * high)
-            low, high = (low, middle) if self.with_storage(middle * now).limit * WORTH >= goal else (middle, high)
+        need = factors[place] * now
         for _ in range(_TRIES):
-            there = self.with_storage(high * now)
-            if there.gain(there.with_storage(4 * high * now)) <= _NEAR:
+            there = self.with_storage(need)
+            if there.gain(there.with_storage(4 * need)) <= _NEAR:
                 break
-            high *= 1.1
-        return high * now
+            need *= 1.1
+        return need
 
     def enough_cache(self) -> float | None:
         """The least share of hits at which fetching holds nothing up; None if even 1 is too little.
@@ -244,13 +246,7 @@ class Setting:
         if self.loading.overlap and self.loading.workers:
             return knee(self.limited)
         goal = self.with_hits(1.0).limit / WORTH
-        low, high = 0.0, 1.0
-        if self.with_hits(low).limit >= goal:
-            return low
-        while high - low > 1e-3:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.with_hits(middle).limit >= goal else (middle, high)
-        return high
+        return least_share(lambda hits: self.with_hits(hits).limit >= goal)
 
     def whole_share(self) -> float | None:
         """`enough_cache` in whole percents, which are enough as well."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from stallfree.errors import InputError, missing_extra
 from stallfree.events import Event
+from stallfree.units import parse_whole
 
 _WARM_BATCHES = 150
 _STEADY_BATCHES = 600
@@ -56,9 +57,8 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         for name in ("loaders", "depth", "queue"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InputError(f"{name}={value!r}: give an int of 1 or more")
+            if (value := getattr(self, name)) is not None:
+                parse_whole(value, name, 1)
         for name in ("load", "transfer", "compute", "variation"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
@@ -218,8 +218,7 @@ def compare(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> Com
     Raises `InputError` for no seeds, for no time, and for one in which over 2,000,000 batches would pass.
     """
     _check_seconds(seconds)
-    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
-        raise InputError(f"seeds={seeds!r}: give an int of 1 or more")
+    seeds = parse_whole(seeds, "seeds", 1)
     without, prefetching = replace(pipeline, prefetch=False), replace(pipeline, prefetch=True)
     batches = seeds * seconds * (without.law + prefetching.law)
     if batches > _MOST_BATCHES:

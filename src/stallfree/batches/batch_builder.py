@@ -154,6 +154,15 @@ class BatchBuilder:
             started=started,
         )
 
+    def build(self, task: Task) -> tuple[Any, Samples]:
+        """The batch of a task as an object of this process, None if all its samples were left out; and its samples."""
+        place = _Place(None, NO_SLOT)
+        status, size, value, samples = self._build(task, Pending(task.ids), place, here=True)
+        if status == PRIVATE:
+            assert place.memory is not None
+            value = read_own_record(place.memory[:size], copy=False)
+        return value, samples
+
     def _build(self, task: Task, pending: Pending, place: _Place, here: bool) -> tuple[int, int, Any, Samples]:
         """Status, size and value of the batch, and its samples."""
         while True:
@@ -177,6 +186,12 @@ class BatchBuilder:
         buffer = BatchBuffer(self._stacked, count, place.reserve)
         return buffer if buffer.size else None
 
+    def _large(self, samples: Samples) -> bool:
+        """Whether a batch is worth standing memory. Of a data set that is indexed, `storage_bytes` is its size."""
+        if samples.storage_bytes >= LARGE or self.reader.direct:
+            return samples.storage_bytes >= LARGE
+        return payload_bytes(samples.values[0]) * len(samples.values) >= LARGE
+
     def _collate(self, task: Task, samples: Samples, place: _Place, here: bool) -> tuple[int, int, Any]:
         """Status, size and value of the batch: an object if it stays here, else in the slot."""
         values = samples.values
@@ -193,7 +208,7 @@ class BatchBuilder:
                 IndexError(),  # which torch's collate_fn raises
             )
         else:
-            if self.reader.in_place or _large(samples):
+            if self.reader.in_place or self._large(samples):
                 size, self._stacked = stack(values, place.reserve)
                 if size:
                     return place.status, size, None
@@ -202,10 +217,6 @@ class BatchBuilder:
             return WHOLE, 0, value
         size = write_batch(value, place.reserve)
         return place.status, size, None
-
-
-def _large(samples: Samples) -> bool:
-    return max(samples.storage_bytes, payload_bytes(samples.values[0]) * len(samples.values)) >= LARGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,8 +141,11 @@ class Reader:
     @property
     def in_place(self) -> bool:
         """Whether samples are made by steps that write into the buffer of a batch: see `finish`."""
-        split, steps = self.split, [*self.rest, *self.split.whole]
-        return len(self.rest) > 0 and (split.share == 1 or len(split.whole) > 0) and all(map(works_in_place, steps))
+        split = self.split
+        if not len(split.rest):
+            return False
+        steps = [*split.rest, *split.whole]
+        return (split.share == 1 or len(split.whole) > 0) and all(map(works_in_place, steps))
 
     @property
     def direct(self) -> bool:

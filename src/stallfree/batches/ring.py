@@ -152,7 +152,8 @@ class Ring:
 
     def __init__(self, count: int, capacity: int | None) -> None:
         self._folder: SharedFolder | None = None
-        self._making = threading.Lock()
+        self._making = threading.RLock()  # the garbage collector may close the ring in any thread, at any point
+        self._closed = False
         self.count = count
         self._last = count  # number of slots ever made; a number is not used again
         self._surplus = 0
@@ -162,13 +163,19 @@ class Ring:
 
     def _make(self) -> Path:
         with self._making:
-            if self._folder is None:
+            if self._folder is None and not self._closed:
                 sweep(default_root())  # what killed processes left
                 self._folder = SharedFolder(f"ring-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
+            if self._closed:
+                self.clear()
+            if self._folder is None:
+                raise StorageError("the staging ring is closed")
             return self._folder.path
 
     def take(self) -> int | None:
         """A free slot, if there is one: the one used last, which caches still hold. Any thread may ask."""
+        if self._closed:
+            return None
         if self._folder is None:  # now: workers are forked with what there is
             _ = self.slots.folder
         try:
@@ -236,12 +243,18 @@ class Ring:
             )
         return 0
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """Remove the files. Batches that are still kept stay valid: their memory lives as long as they do."""
-        self.slots.close()
-        folder, self._folder = self._folder, None
+        with self._making:
+            self.slots.close()
+            folder, self._folder = self._folder, None
         if folder is not None:
             folder.close()
+
+    def close(self) -> None:
+        """As `clear`, for good: nothing is made any more."""
+        self._closed = True
+        self.clear()
 
 
 def _pages(size: int) -> int:

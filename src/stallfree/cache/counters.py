@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from stallfree.ipc.locks import FileLock
 from stallfree.platform import at_fork
+from stallfree.stats import CacheStats
 
 Array = npt.NDArray[Any]
 
@@ -73,6 +74,20 @@ class Counters:
     def totals(self) -> list[int]:
         """The sums over all processes that are or were attached, by `Count`."""
         return [int(n) for n in np.asarray(self._rows).sum(axis=0)]
+
+    def stats(self, **state: int) -> CacheStats:
+        """The sums, with `state`: the fields of `CacheStats` that are no counts."""
+        sums = self.totals()
+        return CacheStats(
+            hits=sums[Count.HITS],
+            misses=sums[Count.MISSES],
+            evictions=sums[Count.EVICTIONS],
+            rejected=sums[Count.REJECTED],
+            damaged=sums[Count.DAMAGED],
+            storage_reads=sums[Count.READS],
+            storage_bytes=sums[Count.BYTES],
+            **state,
+        )
 
 
 _after_fork = threading.RLock()

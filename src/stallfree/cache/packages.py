@@ -57,7 +57,7 @@ _CHECKED = 16
 
 _ALIGN = 64
 _DRAFT = re.compile(r"\.stallfree-[0-9a-f]{16}-[0-9a-f]{16}-[0-9a-f]{8}\.package\.new")
-_SETTLED = 2_000_000_000
+_UNCHANGED = 2_000_000_000
 """Nanoseconds after which a folder whose time has not changed holds what it held: file systems count in seconds."""
 
 
@@ -105,7 +105,7 @@ class Packages:
         allow_pickle: whether samples that the codec does not know may be pickled, and are loaded. Only packages that
             are this user's alone (mode 0600, no link) are read at all.
         write_budget: bytes that may be written.
-        counts: numbers (int64, one per `Count`) that are added to, and that tell what of the budget is spent; new ones
+        counts: numbers (int64, one per `Count`) that are added to, and that say what of the budget is spent; new ones
             if None.
 
     Raises `StorageError` when the folder cannot be made or listed.
@@ -172,7 +172,7 @@ class Packages:
         self._strange &= names
         for name in sorted(names - self._numbers.keys() - self._strange):  # by the time of writing
             self._look(name)
-        self._stamp = stamp if now - stamp > _SETTLED else -1
+        self._stamp = stamp if now - stamp > _UNCHANGED else -1
 
     def _look(self, name: str) -> None:
         """Number the package `name`, if it is one."""
@@ -306,8 +306,7 @@ class Packages:
 
         Args:
             number: as `holding` gave it.
-            wanted: is given the ids, once they are read, and tells which samples to make of them, as an array of bool;
-                all if None.
+            wanted: given the ids, returns which samples to make of them, as an array of bool; all if None.
         """
         name = self._names[number]
         if name is None:

@@ -174,9 +174,6 @@ class Victims:
     put where it belongs when its turn comes; a newcomer, or a resident whose score has fallen, is put in at once. When
     the queue is empty it is filled again. So each choice is the one that sorting all residents anew would give.
 
-    To fill it takes a look at all residents, to put one in moves the others. So it is made longer or shorter until both
-    cost about the same; that decides how fast it is, and never who goes.
-
     `span` is a pair of integers (position, end) that may lie in shared memory. All calls are made under the lock of
     writers.
     """
@@ -184,10 +181,7 @@ class Victims:
     def __init__(self, state: VictimState, span: Array) -> None:
         self._state = state
         self._span = span
-        self._sample = np.empty(0, np.int64)
         self._places = np.empty(0, np.int64)
-        self._aim = len(state.victims) // 2  # how many to queue
-        self._moved = 0  # entries, since the queue was filled or made shorter
 
     def forget(self) -> None:
         """Empty the queue."""
@@ -260,52 +254,30 @@ class Victims:
         keys.sort()
         queue = state.victims[self._span[0] : self._span[1]]
         queue = np.insert(queue, np.searchsorted(queue, keys), keys)
-        self._moved += len(queue)
-        if self._moved > len(state.first):
-            self._moved, self._aim = 0, max(self._aim // 2, min(1024, room // 2))
-        if len(queue) > min(2 * self._aim, room):
-            queue = queue[: min(2 * self._aim, room)]
+        if len(queue) > room:
+            queue = queue[:room]
             state.victims_limit[:] = queue[-1]
         state.victims[: len(queue)] = queue
         self._span[:] = 0, len(queue)
 
     def _fill(self, score: Array, chosen: list[Array]) -> bool:
-        """Queue the lowest of all residents. How many is guessed from a sample, who they are is not."""
+        """Queue the lowest of all residents, with some room left for those that come. Returns whether there are any."""
         state = self._state
         there = state.first != 0
         for gone in chosen:
             there[gone] = False
-        residents = int(np.count_nonzero(there))
-        if residents == 0:
+        ids = np.flatnonzero(there)
+        if len(ids) == 0:
             return False
-        room = len(state.victims)
-        if self._moved < len(state.first) // 2:
-            self._aim = min(self._aim * 2, room * 3 // 4)
-        self._moved = 0
-        share = min(1.0, self._aim / residents)
-        if share < 1:
-            there &= score <= self._guess(score, there, share)
-        lowest = np.flatnonzero(there)
-        scores = score[lowest]
-        order = np.argsort(scores)
-        ordered = scores[order]
-        if (ordered[1:] == ordered[:-1]).any():
-            order = np.argsort(scores, kind="stable")  # they are in order of ids
-        order = order[:room]
-        state.victims[: len(order)] = _keys(scores[order], lowest[order])
+        scores, room = score[ids], len(state.victims)
+        if len(ids) > room * 3 // 4:
+            low = scores <= np.partition(scores, room * 3 // 4)[room * 3 // 4]
+            ids, scores = ids[low], scores[low]
+        order = np.argsort(scores, kind="stable")[:room]  # of equal scores, those of lower ids come first
+        state.victims[: len(order)] = _keys(scores[order], ids[order])
         state.victims_limit[:] = state.victims[len(order) - 1]
         self._span[:] = 0, len(order)
         return True
-
-    def _guess(self, score: Array, there: Array, share: float) -> float:
-        """A score that about this share of the residents does not exceed, one of them at least."""
-        if len(self._sample) == 0:
-            self._sample = np.random.default_rng(0).integers(0, len(score), 8192)
-        known = score[self._sample[there[self._sample]]]
-        if len(known) * share < 16:
-            known = score[there]
-        rank = max(0, int(len(known) * share) - 1)
-        return float(np.partition(known, rank)[rank])
 
 
 def _keys(scores: Array, ids: Array) -> Array:

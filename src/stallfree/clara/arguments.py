@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -173,13 +172,6 @@ def parse(pipeline: Component, training: bool) -> Arguments:
         num_cache_objects=args.get("num_cache_objects", 0),
         replace_percent=float(args.get("replace_percent", 0.1 if training else 0.0)),
     )
-
-
-def prefetch_factor(arguments: Arguments) -> int | None:
-    """Batches under way per worker; None leaves it to the loader."""
-    if not arguments.prefetch_size:
-        return None
-    return math.ceil(arguments.prefetch_size / max(1, arguments.num_workers))
 
 
 def _check_names(args: dict[str, Any], place: str, checks: dict[str, _Check], cached: bool) -> None:

@@ -81,8 +81,8 @@ def _nibabel() -> Any:
 def _number_dtype(dtype: Any) -> str:
     try:
         found = np.dtype(dtype)
-    except TypeError as error:
-        raise InputError(f'dtype={dtype!r}: give the name of a type of numbers, such as "float32"') from error
+    except TypeError:
+        found = np.dtype(object)
     if found.kind not in "iuf":
         raise InputError(f'dtype={dtype!r}: give the name of a type of numbers, such as "float32"')
     return str(found.name)

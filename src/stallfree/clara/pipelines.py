@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.clara.arguments import Arguments, parse, prefetch_factor
+from stallfree.clara.arguments import Arguments, parse
 from stallfree.clara.configuration import Variables, component, read_json
 from stallfree.clara.data_list import DataListSource, read_data_list
 from stallfree.clara.registry import make_transforms, reads_bytes
@@ -158,12 +159,13 @@ def _build(arguments: Arguments, source: DataListSource, seed: int | None) -> Pi
             seed=seed,
             shuffle=arguments.shuffle,
         )
+    ahead = math.ceil(arguments.prefetch_size / max(1, arguments.num_workers))  # batches under way per worker
     loader = DataLoader(
         dataset,
         batch_size=arguments.output_batch_size,
         shuffle=arguments.shuffle,
         num_workers=arguments.num_workers,
-        prefetch_factor=prefetch_factor(arguments),
+        prefetch_factor=ahead or None,
         seed=seed,
     )
     return Pipeline(arguments.name, dataset, loader)

@@ -83,12 +83,15 @@ def _own(wanted: Component) -> Callable[..., Any]:
     """The class at "module.Class"."""
     module, _, name = wanted.path.rpartition(".")
     try:
-        return _callable(getattr(import_module(module), name), wanted)
+        found: Callable[..., Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(
             f'{wanted.place}: {wanted.path!r} cannot be imported ({error}): give "module.Class", with the module on '
             "Python's path"
         ) from error
+    if not callable(found):
+        raise InputError(f"{wanted.place}: {wanted.path!r} is a {type(found).__name__}, expected a class")
+    return found
 
 
 def _of_monai(wanted: Component) -> Callable[..., Any]:
@@ -101,25 +104,14 @@ def _of_monai(wanted: Component) -> Callable[..., Any]:
             f"{wanted.place}: {wanted.name!r} is no transform of stallfree, and MONAI, whose names work too, is not "
             f"installed (pip install monai): {ours}"
         ) from error
-    base = library.Transform
     found = getattr(library, wanted.name, None)
-    if not isinstance(found, type) or not issubclass(found, base):
+    if not isinstance(found, type) or not issubclass(found, library.Transform):
+        version = getattr(import_module("monai"), "__version__", "")
         raise InputError(
-            f"{wanted.place}: {wanted.name!r} is a transform neither of stallfree nor of MONAI {_version()}: {ours}; "
+            f"{wanted.place}: {wanted.name!r} is a transform neither of stallfree nor of MONAI {version}: {ours}; "
             'for one of your own give {"path": "module.Class"}'
         )
     return found
-
-
-def _version() -> str:
-    return str(getattr(import_module("monai"), "__version__", ""))
-
-
-def _callable(found: Any, wanted: Component) -> Callable[..., Any]:
-    if not callable(found):
-        raise InputError(f"{wanted.place}: {wanted.path!r} is a {type(found).__name__}, expected a class")
-    made: Callable[..., Any] = found
-    return made
 
 
 def _check_arguments(cls: Callable[..., Any], args: dict[str, Any], place: str) -> None:

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from stallfree.cli.analyze import analyze as analyze_command
 from stallfree.cli.cache import app as cache_app
-from stallfree.cli.demo import demo as demo_command
 from stallfree.cli.predict import predict as predict_command
 from stallfree.cli.replay import replay as replay_command
 from stallfree.cli.run import SETTINGS as run_settings
@@ -34,7 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo_command)
 app.command("run", context_settings=run_settings)(run_command)
 app.command("analyze")(analyze_command)
 app.command("predict")(predict_command)

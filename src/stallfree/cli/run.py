@@ -30,17 +30,15 @@ def run(
     from outside: the time in `next`, and the time between two calls. The summary goes to the standard error. Options
     of this command stand before SCRIPT.
     """
+    from stallfree.cli._output import writable
     from stallfree.observe import start
 
     if not module and not Path(target).is_file():
         what = "is a folder" if Path(target).is_dir() else "is not there"
         raise InputError(f"the script {target} {what}: give a Python file, or `-m` and the name of a module")
     if json_file is not None:
-        json_file = json_file.absolute()  # the script may go elsewhere
-        try:
-            json_file.write_bytes(b"")
-        except OSError as error:
-            raise InputError(f"--json {json_file} cannot be written: {error}. Give another file") from error
+        json_file = json_file.absolute()  # the script may change the working folder
+        writable(json_file)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     kind = "module" if module else "script"
     given = [str(start.__file__), str(json_file or ""), kind, target, *(arguments or [])]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,14 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stallfree.cli._output import writable
 from stallfree.errors import InputError
 from stallfree.units import format_seconds, parse_seconds
 
 if TYPE_CHECKING:
     from stallfree.analysis.simulate import Pipeline
-    from stallfree.events import Event
-
-_SECONDS = 1.0
 
 
 def simulate(
@@ -49,6 +46,8 @@ def simulate(
     html: Annotated[Path | None, typer.Option("--html", help="Write an animated page.", metavar="FILE")] = None,
 ) -> None:
     """Simulate a pipeline without and with a prefetcher: what it trains at first, and in the steady state."""
+    for path in (json_, html):
+        writable(path)
     console = Console(highlight=False)
     times = {"--load": load, "--transfer": transfer, "--compute": compute}
     if events is not None:
@@ -57,13 +56,16 @@ def simulate(
         data = _recorded(events, seconds, console)
     else:
         pipeline = _pipeline(loaders, times, prefetch, variation)
-        data = _simulated(pipeline, seeds, _SECONDS if seconds is None else seconds, console)
+        data = _simulated(pipeline, seeds, 1.0 if seconds is None else seconds, console)
+    data = {"format": "stallfree-simulation", "version": 1, **data}
     if json_ is not None:
-        _write(json_, json.dumps(data, allow_nan=False) + "\n", console)
+        json_.write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
+        console.print(Text(f"wrote {json_}"), soft_wrap=True)
     if html is not None:
         from stallfree.report import simulation_page
 
-        _write(html, simulation_page(data), console)
+        html.write_text(simulation_page(data), encoding="utf-8")
+        console.print(Text(f"wrote {html}"), soft_wrap=True)
 
 
 def _pipeline(loaders: int | None, times: dict[str, str | None], prefetch: bool, variation: float) -> Pipeline:
@@ -81,33 +83,25 @@ def _pipeline(loaders: int | None, times: dict[str, str | None], prefetch: bool,
 
 def _simulated(pipeline: Pipeline, seeds: int, seconds: float, console: Console) -> dict[str, Any]:
     from stallfree.analysis.simulate import compare
+    from stallfree.analysis.simulate import simulate as run_pipeline
     from stallfree.report import run_data
 
+    runs = []
     with console.status("simulating"):
-        comparison = compare(pipeline, seeds=seeds, seconds=seconds)
-        runs = [run_data(name, events, seconds=seconds, **places) for name, events, places in _both(pipeline, seconds)]
+        figures = asdict(compare(pipeline, seeds=seeds, seconds=seconds))
+        for prefetch, name in enumerate(("without prefetch", "with prefetch")):  # of seed 0
+            run = run_pipeline(replace(pipeline, prefetch=bool(prefetch)), seconds=seconds)
+            places = {"queue": pipeline.queue_size, "depth": pipeline.depth if prefetch else 0}
+            runs.append(run_data(name, (*run.events, *run.unfinished), seconds=seconds, **places))
     title = _title(pipeline)
-    figures = asdict(comparison)
     _show(title, figures, console)
     return {
-        "format": "stallfree-simulation",
-        "version": 1,
         "title": title,
         "runs": runs,
         "shown": int(pipeline.prefetch),
         "pipeline": asdict(pipeline),
         "comparison": figures,
     }
-
-
-def _both(pipeline: Pipeline, seconds: float) -> Iterator[tuple[str, tuple[Event, ...], dict[str, int]]]:
-    """The runs of seed 0, without and with prefetch: their names, all that began, and the places."""
-    from stallfree.analysis.simulate import simulate as run_pipeline
-
-    for prefetch in (False, True):
-        run = run_pipeline(replace(pipeline, prefetch=prefetch), seconds=seconds)
-        places = {"queue": pipeline.queue_size, "depth": pipeline.depth if prefetch else 0}
-        yield ("with prefetch" if prefetch else "without prefetch"), (*run.events, *run.unfinished), places
 
 
 def _title(pipeline: Pipeline) -> str:
@@ -141,18 +135,9 @@ def _recorded(path: Path, seconds: float | None, console: Console) -> dict[str, 
 
     if seconds is not None and not 0 < seconds < math.inf:
         raise InputError(f"--seconds {seconds:g}: give a number above 0")
-    events = read_events(path)
-    run = run_data(path.name, events, seconds=seconds)
+    run = run_data(path.name, read_events(path), seconds=seconds)
     _show_log(run, console)
-    return {
-        "format": "stallfree-simulation",
-        "version": 1,
-        "title": path.name,
-        "runs": [run],
-        "shown": 0,
-        "pipeline": None,
-        "comparison": None,
-    }
+    return {"title": path.name, "runs": [run], "shown": 0, "pipeline": None, "comparison": None}
 
 
 def _show_log(run: dict[str, Any], console: Console) -> None:
@@ -172,11 +157,3 @@ def _show_log(run: dict[str, Any], console: Console) -> None:
     console.print(table)
     if run["left_out"]:
         console.print(f"{run['left_out']:,} later events are left out: give --seconds, or a shorter log")
-
-
-def _write(path: Path, text: str, console: Console) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}. Give another file") from error
-    console.print(Text(f"wrote {path}"), soft_wrap=True)

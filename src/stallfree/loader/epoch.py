@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.errors import StallfreeError, WaitError
@@ -13,11 +16,18 @@ from stallfree.ipc.remote import RemoteTraceback, unpack_error
 from stallfree.loader.progress import Progress
 from stallfree.pipeline.codec import read_own_record
 from stallfree.units import format_size
-from stallfree.workers.worker_pool import KEPT, WorkerPool
+from stallfree.workers.worker_pool import KEPT, Counts, WorkerPool
 
 _REPORTED_SKIPS = 5
 
+_OVER = "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
+
 log = logging.getLogger("stallfree")
+
+
+def begin_epoch(pool: WorkerPool, progress: Progress) -> Epoch | DirectEpoch:
+    """Begin an epoch: started ahead where something can be, else built batch by batch in this process."""
+    return (DirectEpoch if pool.direct else Epoch)(pool, progress)
 
 
 class Epoch:
@@ -43,9 +53,7 @@ class Epoch:
         self._now = time.monotonic()
         if self._now >= self._status.due:
             self._publish()
-        self._direct = pool.direct
-        if not self._direct:
-            self._start_more()
+        self._start_more()
 
     def __iter__(self) -> Epoch:
         return self
@@ -67,13 +75,9 @@ class Epoch:
 
         Whatever interrupts this, but for a limit that was reached, ends the iteration.
         """
-        if self.closed or self.pool.closed or (self._token != self.pool.token and not self._direct):
-            raise StallfreeError(
-                "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
-            )
+        if self.closed or self.pool.closed or self._token != self.pool.token:
+            raise StallfreeError(_OVER)
         try:
-            if self._direct:
-                return self._build_next()
             self._start_more()
             started = time.monotonic()
             number = self.progress.handed_out
@@ -95,19 +99,6 @@ class Epoch:
             self.close()
             self.pool.close()
             raise
-
-    def _build_next(self) -> Result | None:
-        """Build the next batch, of which nothing could be started before; None at the end."""
-        progress = self.progress
-        if progress.peek() is None:
-            return None
-        started = time.monotonic()
-        number, ids = progress.start()
-        result = self.pool.build(Task(self._token, number, NO_SLOT, progress.number, ids))
-        self._now = time.monotonic()
-        if self.pool.counts_waits:
-            self.pool.counts["wait_seconds"] += self._now - started
-        return result
 
     def _start_more(self, handing_out: int = 0) -> None:
         """Start batches until enough are under way, not counting those just handed out, or no slot is free."""
@@ -163,10 +154,7 @@ class Epoch:
         if self._log is not None:
             self._log.prepared(result, self.progress.number)
         if result.skipped:
-            room = max(0, _REPORTED_SKIPS - counts["skips"])
-            counts["skips"] += result.skipped
-            for line in result.note.decode().split("\n")[:room]:
-                log.warning("left out a sample: %s", line)
+            _report_skips(counts, result.note.decode().split("\n"))
 
     def _hand_out(self, result: Result) -> tuple[Any, Ids] | None:
         """The batch in a result, None if it is empty."""
@@ -226,8 +214,99 @@ class Epoch:
             self._now = time.monotonic()
             if self._status.made:
                 self._publish()
-            if self._direct:
+
+
+class DirectEpoch:
+    """As `Epoch`, where the training process builds each batch when it is asked for it: nothing can be started before.
+
+    Args:
+        pool: does the work.
+        progress: says what is left to do.
+    """
+
+    def __init__(self, pool: WorkerPool, progress: Progress) -> None:
+        self.pool = pool
+        self.progress = progress
+        self.closed = False
+        self._owner = os.getpid()
+        self._token = pool.begin()
+        self._status = pool.status
+        self._now = time.monotonic()
+        if self._now >= self._status.due:
+            self._publish()
+
+    def __iter__(self) -> DirectEpoch:
+        return self
+
+    def __next__(self) -> tuple[Any, Ids]:
+        pool, progress = self.pool, self.progress
+        while True:
+            if self.closed or pool.closed:
+                raise StallfreeError(_OVER)
+            started = time.monotonic()
+            try:
+                ids = progress.peek()
+            except BaseException:
+                self._end()
+                raise
+            if ids is None:
+                raise progress.take_problem() or StopIteration
+            number, _ = progress.start()
+            try:
+                data, samples = pool.builder.build(Task(self._token, number, NO_SLOT, progress.number, ids))
+            except Exception as error:
+                progress.hand_out()
+                if isinstance(error, StopIteration):
+                    raise _stopped(number) from error
+                raise
+            except BaseException:
+                self._end()
+                raise
+            progress.hand_out()
+            now = self._now = time.monotonic()
+            counts = pool.counts
+            if pool.counts_waits:
+                counts["wait_seconds"] += now - started
+            counts["misses"] += samples.misses
+            counts["storage_bytes"] += samples.storage_bytes
+            counts["prep_seconds"] += now - started
+            if pool.log is not None:
+                pool.log.built(started, now, number, progress.number)
+            if samples.skipped:
+                _report_skips(counts, samples.skipped)
+            left_out = len(ids) > 0 and not samples.ids
+            if not left_out:
+                counts["batches"] += 1
+                counts["samples"] += len(samples.ids)
+            if now >= self._status.due:
+                self._publish()
+            if not left_out:
+                return data, ids if len(samples.ids) == len(ids) else np.array(samples.ids, np.int64)
+
+    def _end(self) -> None:
+        """Something interrupts the iteration, which ends with it."""
+        self.close()
+        self.pool.close()
+
+    def _publish(self) -> None:
+        self._status.publish(self._now, self.progress.number, self.pool.counts)
+
+    def close(self) -> None:
+        """Stop."""
+        if not self.closed and os.getpid() == self._owner:
+            self.closed = True
+            if not self.pool.closed and self._token == self.pool.token:
+                self._now = time.monotonic()
+                if self._status.made:
+                    self._publish()
                 self.pool.rest()
+
+
+def _report_skips(counts: Counts, problems: Sequence[object]) -> None:
+    room = max(0, _REPORTED_SKIPS - counts["skips"])
+    counts["skips"] += len(problems)
+    for problem in problems[:room]:
+        log.warning("left out a sample: %s", str(problem).replace("\n", " "))
 
 
 def _raise(result: Result) -> None:
@@ -238,11 +317,16 @@ def _raise(result: Result) -> None:
         trace = RemoteTraceback(text)
     if error is None:
         raise StallfreeError(f"batch {result.number} could not be made:\n{trace}") from trace
-    if isinstance(error, StopIteration):  # would end the loop as if all were well
-        raise StallfreeError(
-            f"batch {result.number} could not be made: the data set or collate_fn raised StopIteration, which would "
-            "end the epoch. Let it raise another error"
-        ) from (trace or error)
+    if isinstance(error, StopIteration):
+        raise _stopped(result.number) from (trace or error)
     if trace is None:
         raise error
     raise error from trace
+
+
+def _stopped(number: int) -> StallfreeError:
+    """In place of a `StopIteration`, which would end the loop as if all were well."""
+    return StallfreeError(
+        f"batch {number} could not be made: the data set or collate_fn raised StopIteration, which would end the "
+        "epoch. Let it raise another error"
+    )

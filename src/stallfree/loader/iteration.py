@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from stallfree.frames import short_traceback
-from stallfree.loader.epoch import Epoch
+from stallfree.loader.epoch import begin_epoch
 from stallfree.loader.progress import Progress
 from stallfree.sampling.epoch_source import EpochPlan, Ids
 from stallfree.workers.worker_pool import WorkerPool
@@ -55,7 +55,7 @@ class Iteration:
         self._begun = time.monotonic()
         self._before = pool.counts["samples"], pool.counts["wait_seconds"]
         try:
-            self._epoch = Epoch(pool, progress)
+            self._epoch = begin_epoch(pool, progress)
         except BaseException:
             pool.close()
             raise

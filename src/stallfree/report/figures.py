@@ -44,18 +44,18 @@ Measured = Mapping[str, Any]
 """A rate with its interval: the keys `value`, `low`, `high`, `repeats` and `note`; the numbers are None if unknown."""
 
 
-def expect(data: Any, form: str, keys: Iterable[str]) -> None:
-    """Raise `InputError` unless `data` is of the format `form`, version 1, and has these keys."""
+def expect(data: Any, form: str, keys: Iterable[str], place: str = "this") -> None:
+    """Raise `InputError` unless `data`, from `place`, is of the format `form`, version 1, and has these keys."""
     if not isinstance(data, dict) or data.get("format") != form:
         given = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"this is no {form} (its format is {given!r}): give what stallfree saved as one")
+        raise InputError(f"{place} is no {form} (its format is {given!r}): give what stallfree saved as one")
     if data.get("version") != 1:
         raise InputError(
-            f"this {form} is of version {data.get('version')!r}, and version 1 can be read: "
+            f"{place} is a {form} of version {data.get('version')!r}, and version 1 can be read: "
             "make it again with this version of stallfree, or read it with the one that wrote it"
         )
-    if missing := [key for key in keys if key not in data]:
-        raise InputError(f"this {form} lacks {', '.join(missing)}: make it again, or undo what was changed in it")
+    if absent := [key for key in keys if key not in data]:
+        raise InputError(f"{place} is a {form} and lacks {', '.join(absent)}: make it again, or undo the change in it")
 
 
 def number(value: float, width: float = 0.0) -> str:

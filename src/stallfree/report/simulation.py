@@ -7,7 +7,7 @@ from typing import Any
 
 from stallfree.errors import InputError
 from stallfree.events import Event
-from stallfree.report.document import document, escape, table
+from stallfree.report.document import asset, document, escape, table
 from stallfree.report.figures import expect, number, plural
 
 MOST_EVENTS = 20_000
@@ -93,7 +93,7 @@ def simulation_page(data: Mapping[str, Any]) -> str:
             f'</p>\n<h1>A pipeline at work</h1>\n<p class="job">{escape(data["title"])}</p>\n</header>\n<main>\n',
             _comparison(data["comparison"]) if simulated else "",
             _controls(runs, data["shown"]),
-            _STAGE,
+            asset("stage.html"),
             "".join(_left_out(run) for run in runs),
             "</main>",
         ]
@@ -163,29 +163,3 @@ def _left_out(run: Mapping[str, Any]) -> str:
         f'<p class="small">{escape(run["name"])}: the first {len(run["events"]):,} events are shown, '
         f"{run['left_out']:,} later ones are not.</p>\n"
     )
-
-
-_STAGE = """<div class="beside">
-<section aria-labelledby="boxes">
-<h2 id="boxes">Who holds which batch</h2>
-<h3>Loaders</h3>
-<ul class="loaders" id="loaders"></ul>
-<div class="arrow" aria-hidden="true"></div>
-<h3>Queue <span class="soft" id="queue-size"></span></h3>
-<ul class="queue" id="queue"></ul>
-<div class="arrow" aria-hidden="true"></div>
-<div class="ends">
-<div id="copy-part"><h3>Copy</h3><ul class="loaders"><li class="box" id="copy"></li></ul></div>
-<div><h3>Device</h3><ul class="loaders"><li class="box" id="device"></li></ul></div>
-</div>
-<p class="small" id="waiting"></p>
-</section>
-<section aria-labelledby="gantt-title">
-<h2 id="gantt-title">Who worked when</h2>
-<ul class="legend" id="legend"></ul>
-<figure><div class="gantt"><div class="chart" id="gantt" role="img" aria-label="Gantt chart"></div>
-<div class="cursor" id="cursor"></div></div>
-<figcaption id="gantt-caption"></figcaption></figure>
-</section>
-</div>
-"""

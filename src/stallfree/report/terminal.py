@@ -29,18 +29,15 @@ from stallfree.report.figures import (
     spread,
 )
 
-_MARKS = {"compute": ("█", "blue"), "copy": ("▓", "bright_black"), "prep_stall": ("▒", "yellow")} | {
-    "fetch_stall": ("░", "magenta")
-}
+_MARKS = {"compute": "█", "copy": "▓", "prep_stall": "▒", "fetch_stall": "░"}
+_WIDTH = 80
 
 
-def render_report(data: Mapping[str, Any], *, width: int = 80, colour: bool = False) -> str:
-    """The report `data` (the JSON of `stallfree analyze`) as text: where the time goes, the rates, what to do.
+def render_report(data: Mapping[str, Any]) -> str:
+    """The report `data` (the JSON of `stallfree analyze`) as text of 80 columns: where the time goes, what to do.
 
     Args:
         data: format "stallfree-report", version 1.
-        width: columns of the terminal; best from 60 on.
-        colour: with the escape sequences of a terminal. Nothing is said by colour alone.
 
     Raises `InputError` for what is no such report.
     """
@@ -48,74 +45,63 @@ def render_report(data: Mapping[str, Any], *, width: int = 80, colour: bool = Fa
     file = io.StringIO()
     console = Console(
         file=file,
-        width=width,
-        force_terminal=colour,
-        color_system="standard" if colour else None,
+        width=_WIDTH,
+        force_terminal=False,
+        color_system=None,
         highlight=False,
         emoji=False,
         legacy_windows=False,
         _environ={},
     )
     parts: list[RenderableType] = [
-        _plain(job_line(data), "bold"),
-        _plain(machine_line(data), "dim"),
-        *_section("Where the time goes"),
-        _shares(data, width),
-        *_section("Rates, in samples/s, with the interval of 95%"),
+        _plain(job_line(data)),
+        _plain(machine_line(data)),
+        "\nWhere the time goes",
+        _shares(data),
+        "\nRates, in samples/s, with the interval of 95%",
         _rates(data["rates"]),
-        *_section("Bottleneck"),
+        "\nBottleneck",
         _plain(data["bottleneck"]),
-        *_section("What to do: first without other hardware, each in order of gain"),
+        "\nWhat to do: first without other hardware, each in order of gain",
         _advice(data),
     ]
     if data["notes"]:
-        parts += [*_section("Notes"), Group(*(_item("-", _plain(note)) for note in data["notes"]))]
+        parts += ["\nNotes", *(_item("-", _plain(note)) for note in data["notes"])]
     console.print(Group(*parts))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
-def _plain(text: object, style: str = "") -> Text:
+def _plain(text: object) -> Text:
     """What the report says, without anything that a terminal would obey."""
-    return Text("".join(char if char.isprintable() else "\ufffd" for char in " ".join(str(text).split())), style)
+    return Text("".join(char if char.isprintable() else "\ufffd" for char in " ".join(str(text).split())))
 
 
-def _section(title: str) -> tuple[RenderableType, ...]:
-    return "", Text(title, "bold underline")
-
-
-def _shares(data: Mapping[str, Any], width: int) -> RenderableType:
-    legend = Text("  ").join(Text.assemble(_MARKS[part], " ", name) for part, name in SHARES.items())
-    rows: list[RenderableType] = [legend]
+def _shares(data: Mapping[str, Any]) -> RenderableType:
+    rows: list[RenderableType] = ["  ".join(f"{_MARKS[part]} {name}" for part, name in SHARES.items())]
     for run, meaning in RUNS.items():
         measured, shares = data["runs"][run], data["shares"][run]
-        head = Text.assemble((f"{run} ", "bold"), f"({meaning}): {rate(measured)}")
-        if measured["value"] is not None:
-            head.append(f" samples/s{interval(measured)}")
-        rows += ["", head]
+        ends = "" if measured["value"] is None else f" samples/s{interval(measured)}"
+        rows.append(f"\n{run} ({meaning}): {rate(measured)}{ends}")
         if measured["note"]:
-            rows.append(_plain(measured["note"], "dim"))
+            rows.append(_plain(measured["note"]))
         if shares:
-            rows.append(_bar(shares, width))
-            rows.append(Text(", ".join(f"{name} {percent(shares[part])}" for part, name in SHARES.items())))
+            rows.append(_bar(shares))
+            rows.append(", ".join(f"{name} {percent(shares[part])}" for part, name in SHARES.items()))
     return Group(*rows)
 
 
-def _bar(shares: Mapping[str, float], width: int) -> Text:
-    """All of `width`, split as the shares are; sums are rounded and not parts, so that nothing is lost or added."""
-    bar, total, drawn = Text(), sum(shares[part] for part in SHARES), 0
-    reached = 0.0
-    for part in SHARES:
+def _bar(shares: Mapping[str, float]) -> str:
+    """A full line, split as the shares are; sums are rounded and not parts, so that nothing is lost or added."""
+    bar, reached, total = "", 0.0, sum(shares[part] for part in SHARES)
+    for part, mark in _MARKS.items():
         reached += shares[part]
-        end = round(width * reached / total) if total else 0
-        mark, style = _MARKS[part]
-        bar.append(mark * (end - drawn), style)
-        drawn = end
+        bar = bar.ljust(round(_WIDTH * reached / total), mark)
     return bar
 
 
 def _rates(rates: Mapping[str, Any]) -> RenderableType:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True, style="bold")
+    table.add_column("", no_wrap=True)
     table.add_column("what it is")
     table.add_column("samples/s", justify="right", no_wrap=True)
     table.add_column("interval", justify="right", no_wrap=True)
@@ -124,7 +110,7 @@ def _rates(rates: Mapping[str, Any]) -> RenderableType:
         measured = rates[name]
         described = Text(meaning)
         if measured["note"]:
-            described.append_text(Text.assemble("\n", _plain(measured["note"], "dim")))
+            described.append_text(Text.assemble("\n", _plain(measured["note"])))
         repeats = str(measured["repeats"]) if measured["repeats"] else ""
         table.add_row(name, described, rate(measured), spread(measured), repeats)
     return table
@@ -136,9 +122,7 @@ def _advice(data: Mapping[str, Any]) -> RenderableType:
     items = []
     for count, item in enumerate(data["advice"], 1):
         reached = MISSING if item["throughput"] is None else f"{number(item['throughput'])} samples/s"
-        text = Text.assemble(
-            (str(_plain(item["do"])), "bold"), f"  ({reached}, {gain(item['gain'])})\n", _plain(item["why"])
-        )
+        text = Text.assemble(_plain(item["do"]), f"  ({reached}, {gain(item['gain'])})\n", _plain(item["why"]))
         items.append(_item(f"{count}.", text))
     return Group(*items)
 

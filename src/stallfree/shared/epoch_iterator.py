@@ -15,7 +15,7 @@ import torch
 
 from stallfree.batches.messages import NOTHING, Ids
 from stallfree.frames import short_traceback
-from stallfree.loader.epoch import Epoch
+from stallfree.loader.epoch import DirectEpoch, Epoch, begin_epoch
 from stallfree.loader.output import Batch, pinned
 from stallfree.loader.progress import Progress
 from stallfree.pipeline.randomness import Randomness
@@ -79,7 +79,7 @@ class EpochIterator:
         self._ready: deque[tuple[int, Any, Ids]] = deque()
         self._gaps: deque[tuple[int, int]] = deque()  # numbers in the epoch
         self._pool: WorkerPool | None = None
-        self._own: tuple[Epoch, Progress, int] | None = None
+        self._own: tuple[Epoch | DirectEpoch, Progress, int] | None = None
         self.through = False
         self._skipped = False
         self._begin(epoch)
@@ -197,13 +197,13 @@ class EpochIterator:
         made = self._rebatching.feed(number, data, ids)
         self._ready.extend(batch for batch in made if batch[0] not in self.done)
 
-    def _start_alone(self, start: int, stop: int) -> tuple[Epoch, Progress, int]:
+    def _start_alone(self, start: int, stop: int) -> tuple[Epoch | DirectEpoch, Progress, int]:
         context = self._context
         if self._pool is None:
             self._pool = WorkerPool(context.options, context.options.seed & 0x7FFFFFFF, context.alone_counts)
         batches = islice(context.member.setup.order.batches(self.epoch, start), stop - start)
         progress = Progress(batches, self.epoch, start)
-        return Epoch(self._pool, progress), progress, start
+        return begin_epoch(self._pool, progress), progress, start
 
     def close(self) -> None:
         """End this pass. May be called twice."""

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from stallfree.clock import Clock, SystemClock
 from stallfree.errors import InputError
 from stallfree.ipc.folders import SharedFolder
@@ -218,15 +216,20 @@ _WITHOUT = frozenset({int, float, str, bool, complex, type(None)})
 
 def payload_bytes(record: Any) -> int:
     """Bytes of the bytes objects, arrays and tensors in `record`, in nested mappings, lists and tuples too."""
-    if type(record) in _WITHOUT:
+    kind = type(record)
+    if kind in _WITHOUT:
         return 0
+    if kind is tuple or kind is list:
+        return sum([payload_bytes(value) for value in record])
+    if kind is dict:
+        return sum([payload_bytes(value) for value in record.values()])
     if isinstance(record, (bytes, bytearray)):
         return len(record)
-    if isinstance(record, Mapping):
-        return sum([payload_bytes(value) for value in record.values()])
-    if isinstance(record, (list, tuple)):
-        return sum([payload_bytes(value) for value in record])
-    if isinstance(record, np.generic) or getattr(record, "ndim", 0) == 0:
+    if getattr(record, "ndim", None) is None:  # neither an array nor a tensor
+        if isinstance(record, Mapping):
+            return sum([payload_bytes(value) for value in record.values()])
+        return sum([payload_bytes(value) for value in record]) if isinstance(record, (list, tuple)) else 0
+    if record.ndim == 0:
         return 0
     try:
         return int(getattr(record, "nbytes", 0))

@@ -218,16 +218,8 @@ class _LimitedSocket:
             raise TimeoutError("the server sends too slowly")
 
     def sendall(self, data: Any) -> None:
-        size = len(data)
-        if size < _SLOWEST // 4:
-            self._socket.sendall(data)
-            return
-        timeout = self._socket.gettimeout()
-        self._socket.settimeout(timeout + size * self._seconds_per_byte)
-        try:
-            self._socket.sendall(data)
-        finally:
-            self._socket.settimeout(timeout)
+        for start in range(0, len(data), _SLOWEST):  # each piece has the time limit
+            self._socket.sendall(memoryview(data)[start : start + _SLOWEST])
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ _PIECES = 8
 _PIECE_BYTES = 256 << 10
 """Bytes of such a piece, at least."""
 
-_CHECKED = 1024
 _FULL = 0.8
 """Share of its space in use above which a disk that stores nothing is full: the rest lies in scattered blocks."""
 
@@ -177,9 +177,9 @@ class DiskCache:
         there[at[: self._writes.add(ids[at], [records[position] for position in at.tolist()])]] = True
         return there
 
-    def settle(self, ids: Array) -> None:
+    def drain(self, ids: Array) -> None:
         """See `LowerTier`."""
-        self._writes.settle(ids)
+        self._writes.drain(ids)
 
     def moved_up(self, ids: Array) -> None:
         """Drop `ids`, which memory holds now, unless the disk is given all samples."""
@@ -217,11 +217,7 @@ class DiskCache:
             self.records.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (self.records, self._upper, self._persist)
-
-
-def _attach(records: SampleCache, upper: SampleCache, persist: bool) -> DiskCache:
-    return DiskCache(records, upper, persist=persist)
+        return partial(DiskCache, self.records, self._upper, persist=self._persist), ()
 
 
 class _DiskWriter:
@@ -236,20 +232,18 @@ class _DiskWriter:
     def __init__(self, disk: SampleCache, upper: SampleCache, *, yields: bool) -> None:
         self._disk, self._upper, self._yields = disk, upper, yields
         self._health = Health(disk.path, "did not take samples")
-        self._copies: Array | None = None  # ids that both held; None: to be looked up
-        self._changes = 0  # calls of `look_again`
+        self._copies = True  # whether memory may hold some of its records too
 
     @property
     def takes(self) -> bool:
         """Whether the disk may store samples now."""
         if not self._health.good:
             return False
-        return not self._disk.full or (self._yields and (self._copies is None or len(self._copies) > 0))
+        return not self._disk.full or (self._yields and self._copies)
 
     def look_again(self) -> None:
         """Note that memory has taken samples of the disk, whose records there may now be dropped."""
-        self._changes += 1
-        self._copies = None
+        self._copies = True
 
     def write(self, ids: Array, records: list[Record]) -> None:
         """Store what there is room for."""
@@ -278,17 +272,12 @@ class _DiskWriter:
 
     def _make_room(self, count: int) -> bool:
         """Drop up to `count` records that memory holds too. Returns whether there were any."""
-        changes, copies, checked = self._changes, self._copies, max(count, _CHECKED)
-        first = np.empty(0, np.int64) if copies is None else self._in_both(copies[:checked])
-        if copies is None or len(first) < count:  # those that were looked up have changed since
-            copies = first = self._in_both(np.arange(self._disk.num_ids))
-            checked = len(copies)
-        self._disk.drop(first[:count])
-        self._copies = np.concatenate([first[count:], copies[checked:]]) if changes == self._changes else None
-        return len(first) > 0
-
-    def _in_both(self, ids: Array) -> Array:
-        return ids[self._upper.resident(ids) & self._disk.resident(ids)]
+        self._copies = False  # before it looks: memory may take samples meanwhile
+        ids = np.arange(self._disk.num_ids)
+        copies = np.flatnonzero(self._upper.resident(ids) & self._disk.resident(ids))
+        self._disk.drop(copies[:count])
+        self._copies |= len(copies) > count
+        return len(copies) > 0
 
 
 class Health:

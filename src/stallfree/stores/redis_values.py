@@ -17,8 +17,8 @@ from stallfree.cache.tiers.write_behind import Record
 from stallfree.errors import CodecError
 from stallfree.pipeline.codec import read_record, write_record
 from stallfree.stores.servers import Servers
-from stallfree.stores.shard import Shard
-from stallfree.stores.values import HEAD_SIZE, DataKey, check_value, data_key, pack_head
+from stallfree.stores.shard import REQUEST_BYTES, Shard
+from stallfree.stores.values import HEAD_SIZE, check_value, data_key, pack_head
 
 Array = npt.NDArray[Any]
 
@@ -117,14 +117,16 @@ class RedisValues:
         memory = _Memory(self._buffers, len(at))
 
         def use(number: int, value: Any) -> None:
-            position = at[number]
+            position, record = at[number], None
             if value is None:
                 return
+            if isinstance(value, bytes) and position >= 0:
+                record = check_value(np.frombuffer(value, np.uint8), self.key, int(ids[position]))
             if isinstance(value, Exception):
                 self.refuse(shard, value)
             elif position < 0:
                 found.off = True
-            elif (record := _checked(value, self.key, int(ids[position]))) is None:
+            elif record is None:
                 found.damaged.append(names[position])
             else:
                 self.typical = len(value)
@@ -132,7 +134,8 @@ class RedisValues:
                     copy = memory.copy(record)
                     found.values[position] = read_record(copy, copy=False, allow_pickle=self._allow_pickle)
 
-        requests = self._servers.requests([names[position] for position in at], self.typical)
+        keys, step = [names[position] for position in at], max(1, REQUEST_BYTES // self.typical)
+        requests = [self._servers.request(keys[start : start + step]) for start in range(0, len(keys), step)]
         try:
             done = shard.read(requests, use)
         except Exception as error:
@@ -201,7 +204,7 @@ class RedisValues:
         for id, name, record, size in zip(ids.tolist(), self.names(ids), records, sizes.tolist(), strict=True):
             value = memory[at : at + size]
             write_record(*record, value[HEAD_SIZE:])
-            value[:HEAD_SIZE] = np.frombuffer(pack_head(self.key, id, [value[HEAD_SIZE:]]), np.uint8)
+            value[:HEAD_SIZE] = np.frombuffer(pack_head(self.key, id, value[HEAD_SIZE:]), np.uint8)
             commands.append(("SET", name, value.data, "NX"))
             at += size + 63 & ~63
         return commands
@@ -246,11 +249,6 @@ class RedisValues:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-
-def _checked(value: Any, key: DataKey, id: int) -> Array | None:
-    """The record in `value`, if it is a sound value of this sample."""
-    return check_value(np.frombuffer(value, np.uint8), key, id) if isinstance(value, bytes) else None
 
 
 class _Memory:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from stallfree.errors import InputError, MissingExtraError, StorageError
 from stallfree.stores.addresses import Address
-from stallfree.stores.shard import REQUEST_BYTES, Fixed, Location, Request, Shard
+from stallfree.stores.shard import Fixed, Location, Request, Shard
 
 Array = npt.NDArray[Any]
 
@@ -40,8 +40,8 @@ class Servers(Protocol):
     def split(self, owner: Array, keys: Sequence[bytes]) -> list[tuple[Shard, Array]]:
         """Each server that owns some of `keys`, with their positions. `owner` is that of each, if there are names."""
 
-    def requests(self, keys: Sequence[bytes], typical: int) -> list[Request]:
-        """How to ask a server for `keys`, whose values have about `typical` bytes."""
+    def request(self, keys: Sequence[bytes]) -> Request:
+        """The commands that request the values of `keys` from one server."""
 
     def moved(self, error: Exception) -> bool:
         """Whether `error` says that another server holds a key now. Later calls of `split` follow that."""
@@ -63,10 +63,9 @@ class Standalone:
             return [(self.shards[0], np.arange(len(keys)))] if len(keys) else []
         return [(self.shards[place], np.flatnonzero(owner == place)) for place in np.unique(owner).tolist()]
 
-    def requests(self, keys: Sequence[bytes], typical: int) -> list[Request]:
-        """MGETs of about 512 KiB."""
-        step = max(1, REQUEST_BYTES // max(1, typical))
-        return [[("MGET", *keys[start : start + step])] for start in range(0, len(keys), step)]
+    def request(self, keys: Sequence[bytes]) -> Request:
+        """See `Servers`."""
+        return [("MGET", *keys)]
 
     def moved(self, error: Exception) -> bool:
         """Never."""
@@ -119,10 +118,9 @@ class Cluster:
                 positions.setdefault(shard, []).append(position)
         return [(shard, np.array(found)) for shard, found in positions.items()]
 
-    def requests(self, keys: Sequence[bytes], typical: int) -> list[Request]:
+    def request(self, keys: Sequence[bytes]) -> Request:
         """GETs, as an MGET must not have keys of several slots."""
-        step = max(1, REQUEST_BYTES // max(1, typical))
-        return [[("GET", key) for key in keys[start : start + step]] for start in range(0, len(keys), step)]
+        return [("GET", key) for key in keys]
 
     def moved(self, error: Exception) -> bool:
         """See `Servers`."""

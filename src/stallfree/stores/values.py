@@ -12,14 +12,12 @@ All numbers are little-endian. A record behind its header is as aligned as the v
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import xxhash
 
-Bytes = npt.NDArray[np.uint8]
+Bytes = npt.NDArray[Any]
 DataKey = bytes
 
 HEAD_SIZE = 64
@@ -36,20 +34,15 @@ def data_key(name: str, fingerprint: str) -> DataKey:
     return xxhash.xxh3_128_digest(f"{name}\0{fingerprint}".encode(errors="surrogatepass"))
 
 
-def pack_head(key: DataKey, id: int, parts: Iterable[bytes | memoryview | Bytes]) -> bytes:
-    """The header for the record that `parts` make when they are laid end to end.
+def pack_head(key: DataKey, id: int, record: bytes | Bytes) -> bytes:
+    """The header for a record.
 
     Args:
         key: of the data set, from `data_key`.
         id: of the sample, from 0 to 2**64 - 1.
-        parts: contiguous bytes.
+        record: contiguous bytes.
     """
-    pieces = [part.data if isinstance(part, np.ndarray) else memoryview(part) for part in parts]
-    checksum = xxhash.xxh3_64(seed=id)
-    for piece in pieces:
-        checksum.update(piece)
-    length = sum(piece.nbytes for piece in pieces)
-    return _HEAD.pack(checksum.intdigest(), _MAGIC, 0, key, id, length, _ZEROS)
+    return _HEAD.pack(_digest(record, id), _MAGIC, 0, key, id, len(record), _ZEROS)
 
 
 def check_value(memory: Bytes, key: DataKey, id: int) -> Bytes | None:

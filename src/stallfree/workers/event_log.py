@@ -51,6 +51,10 @@ class EventLog:
             self._add(start, fetched, actor, "fetch", number, epoch)
         self._add(fetched, end, actor, "prep", number, epoch)
 
+    def built(self, start: float, end: float, number: int, epoch: int) -> None:
+        """The training process built a batch when it was asked for it."""
+        self._add(start, end, "loader 0", "prep", number, epoch)
+
     def computed(self, start: float, number: int, epoch: int) -> None:
         """The training loop was handed batch `number` at `start`, and is done with it now."""
         self._add(start, time.monotonic(), "device", "compute", number, epoch)

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from typing import Protocol
 
-from stallfree.batches.batch_builder import BatchBuilder
+from stallfree.batches.batch_builder import BatchBuilder, failure
 from stallfree.batches.messages import GATHERER, NO_SLOT, UNDONE, Result, Task
 from stallfree.batches.reader import Pending
 from stallfree.batches.ring import Ring
@@ -188,8 +188,12 @@ class GatherThreads:
 
     def _do(self, task: Task) -> Result:
         wanted = task.token >= self._wanted
-        slot = self._ring.take() if wanted else None
-        self._begun.put(None)
+        try:
+            slot = self._ring.take() if wanted else None
+        except Exception as error:  # no folder can be made
+            return failure(task, error, here=True)
+        finally:
+            self._begun.put(None)
         if not wanted:
             return Result(UNDONE, task.token, task.number, NO_SLOT)
         place = NO_SLOT if slot is None else slot

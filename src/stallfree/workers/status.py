@@ -64,7 +64,13 @@ class Status:
         self._number = 0
         self._map: mmap.mmap | None = None
         self.made = False
-        self.due = float("inf") if not shares_memory() else 0.0 if at_once else time.monotonic() + INTERVAL
+        self.due = 0.0
+        if not at_once or not shares_memory():
+            self.postpone()
+
+    def postpone(self) -> None:
+        """Nothing happens for `INTERVAL`: an epoch that is shorter makes no file."""
+        self.due = time.monotonic() + INTERVAL if shares_memory() else float("inf")
 
     def publish(self, now: float, epoch: int, counts: Mapping[str, Any], waiting: float = 0.0) -> None:
         """Write the counts, in the order of `LoaderStats`, with `waiting` seconds of a wait that goes on still."""

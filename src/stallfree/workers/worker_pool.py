@@ -16,7 +16,7 @@ from typing import Any
 from stallfree.batches.batch_builder import BatchBuilder
 from stallfree.batches.collate import Collate
 from stallfree.batches.messages import NO_SLOT, Result, Task
-from stallfree.batches.reader import Pending, Reader
+from stallfree.batches.reader import Reader
 from stallfree.batches.ring import Ring
 from stallfree.platform import cpu_count, shares_memory
 from stallfree.stats import LoaderStats
@@ -133,9 +133,11 @@ class WorkerPool:
     def rest(self) -> None:
         """The iteration is over and nothing is under way: nothing is shown, and the ring is empty."""
         self.counts["staging_bytes"] = self.ring.bytes
-        self.status.close()
-        self.ring.close()
-        self.status = self._new_status()
+        if self.status.made:
+            self.status.close()
+            self.status = self._new_status()
+        self.status.postpone()
+        self.ring.clear()
 
     def begin(self) -> int:
         """A new iteration; older ones are over. Its token."""
@@ -148,10 +150,6 @@ class WorkerPool:
     def direct(self) -> bool:
         """Whether the training process builds each batch when it is asked for it: nothing can be started before."""
         return self._workers is None and self.builder.reader.direct and self.ring.slots.pin is None
-
-    def build(self, task: Task) -> Result:
-        """Build a batch now, in this process."""
-        return self.builder.finish(task, Pending(task.ids), here=True)
 
     @property
     def room(self) -> bool:

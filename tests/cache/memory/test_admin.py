@@ -76,17 +76,6 @@ def test_what_is_no_cache_is_not_removed(tmp_path: Path, name: str) -> None:
     assert (root / "notes.txt").exists()
 
 
-def test_files_of_the_user_beside_a_cache_stay(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("1,2")
-    with cache_of(tmp_path, "one") as cache:
-        cache.put(1, "a")
-        cache.clear()
-    collect_garbage(caches_root(tmp_path))
-    cache_of(tmp_path, "two", persist=True).close()
-    remove(caches_root(tmp_path), "two")
-    assert (tmp_path / "train.csv").read_text() == "1,2"
-
-
 def test_garbage_is_what_killed_processes_left(tmp_path: Path) -> None:
     root = caches_root(tmp_path)
     cache_of(tmp_path, "kept", persist=True).close()

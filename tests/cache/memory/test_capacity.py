@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from cache_tools import PAGE, make
-from cases import half
 from children import Child
 from stallfree.cache import MISS, POLICIES, SampleCache
 from stallfree.cache.memory import limits
@@ -96,12 +95,18 @@ def test_more_than_there_is_says_how_much_is_free(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("policy", "place", "sizes"), half(sorted(POLICIES), ("memory", "disk"), ("uniform", "varied"))
+    ("policy", "place", "sizes"),
+    [
+        ("minio", "memory", "uniform"),
+        ("lfu", "memory", "varied"),
+        ("lru", "disk", "varied"),
+        ("oracle", "disk", "uniform"),
+    ],
 )
 def test_it_never_takes_more_than_its_capacity(policy: str, place: str, sizes: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     example = np.zeros(5000, np.uint8)
-    for capacity in (200_000, 1_000_000, 1_234_567):
+    for capacity in (200_000, 1_234_567):
         with SampleCache(
             500,
             capacity=capacity,
@@ -110,10 +115,10 @@ def test_it_never_takes_more_than_its_capacity(policy: str, place: str, sizes: s
             store="memory" if place == "memory" else str(tmp_path),
             example=example if sizes == "uniform" else b"x" * 1000,
         ) as cache:
-            for _ in range(60):
-                ids = rng.integers(0, 500, 20)
+            for _ in range(30):
+                ids = rng.integers(0, 500, 40)
                 size = 5000 if sizes == "uniform" else int(rng.integers(0, 9000))
-                cache.put_many(ids, [np.zeros(size, np.uint8)] * 20)
+                cache.put_many(ids, [np.zeros(size, np.uint8)] * 40)
             assert occupied(cache.path) <= capacity
             assert capacity * 0.7 < cache.stats().used_bytes <= cache.stats().capacity_bytes <= capacity
 
@@ -147,8 +152,7 @@ def test_a_small_shared_memory_means_a_smaller_cache_with_one_warning(tmpfs: Pat
     assert list(tmpfs.iterdir()) == []
 
 
-@pytest.mark.parametrize("policy", ["minio", "lru"])
-@pytest.mark.parametrize("left", [0, 5 * MIB, 20 * MIB])
+@pytest.mark.parametrize(("policy", "left"), [("minio", 0), ("lru", 5 * MIB), ("minio", 20 * MIB)])
 def test_a_file_system_that_fills_up_meanwhile(tmpfs: Path, policy: str, left: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
@@ -181,15 +185,6 @@ def test_no_room_even_for_the_index(tmpfs: Path) -> None:
         with pytest.raises(CapacityError, match=r"holds no record: the index of 100,000,000 samples"):
             SampleCache(100_000_000, capacity="2GiB", fingerprint="x")
     assert list(tmpfs.iterdir()) == []
-
-
-def test_a_disk_that_is_small(tmpfs: Path) -> None:
-    with (
-        pytest.warns(RuntimeWarning, match=r"in place of the 1.0 GiB asked for. Another store helps") as caught,
-        SampleCache(1000, capacity="1GiB", fingerprint="x", example=SAMPLE, store=str(tmpfs)) as cache,
-    ):
-        assert 230 < fill(cache, range(1000)) < 260
-    assert len(caught) == 1
 
 
 def test_a_cache_that_is_there_with_another_capacity_warns() -> None:

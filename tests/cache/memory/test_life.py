@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -97,23 +96,6 @@ def test_a_pickled_cache_is_attached_to() -> None:
         pickle.loads(data)
     assert pickle.loads(pickle.dumps(MISS)) is MISS
     assert repr(MISS) == "MISS"
-
-
-def get_and_put(cache: SampleCache) -> None:
-    assert cache.get(3) == "three"
-    cache.put(4, "four")
-
-
-@pytest.mark.slow
-def test_a_cache_travels_to_a_spawned_process() -> None:
-    with cache_of() as cache:
-        cache.put(3, "three")
-        process = multiprocessing.get_context("spawn").Process(target=get_and_put, args=(cache,))
-        process.start()
-        process.join()
-        assert process.exitcode == 0
-        assert cache.get(4) == "four"
-        assert (cache.stats().hits, cache.stats().misses) == (2, 0)
 
 
 @pytest.mark.parametrize(

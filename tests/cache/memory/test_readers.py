@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from cache_tools import is_signed, make, signed
-from cases import half
 from children import Child
 from stallfree.cache import MISS, SampleCache
 from stallfree.cache.memory import writer as module
@@ -41,14 +40,14 @@ def read(cache: SampleCache, rounds: int, seed: int) -> None:
     assert hits
 
 
-@pytest.mark.parametrize(("place", "sizes"), half(["memory", "disk"], ["uniform", "varied"]))
+@pytest.mark.parametrize(("place", "sizes"), [("memory", "uniform"), ("disk", "varied")])
 def test_every_hit_is_right_while_a_writer_churns(place: str, sizes: str, tmp_path: Any) -> None:
     store = "memory" if place == "memory" else str(tmp_path)
     bytes_, example, blocks = ((4064,), EXAMPLE, 12) if sizes == "uniform" else ((4064, 100, 30_000), b"x" * 300, 300)
     with make(NUM_IDS, blocks, policy="lru", example=example, store=store) as cache:
         churn(cache, 3, 9, bytes_)
-        children = [Child(churn, cache, 200, 1, bytes_), Child(churn, cache, 200, 2, bytes_)]
-        children += [Child(read, cache, 200, seed) for seed in (3, 4)]
+        children = [Child(churn, cache, 60, seed, bytes_) for seed in (1, 2)]
+        children += [Child(read, cache, 80, seed) for seed in (3, 4)]
         assert [child.wait() for child in children] == [0] * 4
         assert cache.check() == []
         assert cache.stats().damaged == 0
@@ -70,7 +69,7 @@ def gather(cache: SampleCache, rounds: int) -> None:
 
 def test_gather_while_a_writer_churns() -> None:
     with make(NUM_IDS, 12, policy="lru", example=EXAMPLE) as cache:
-        children = [Child(churn, cache, 300, 1, (4064,)), Child(gather, cache, 600)]
+        children = [Child(churn, cache, 100, 1, (4064,)), Child(gather, cache, 200)]
         assert [child.wait() for child in children] == [0, 0]
 
 
@@ -85,8 +84,8 @@ def test_threads_share_one_object() -> None:
 
     with make(NUM_IDS, 12, policy="lru", example=EXAMPLE) as cache:
         churn(cache, 3, 9, (4064,))
-        threads = [threading.Thread(target=run, args=(churn, cache, 100, seed, (4064,))) for seed in (1, 2)]
-        threads += [threading.Thread(target=run, args=(read, cache, 100, seed)) for seed in (3, 4)]
+        threads = [threading.Thread(target=run, args=(churn, cache, 40, seed, (4064,))) for seed in (1, 2)]
+        threads += [threading.Thread(target=run, args=(read, cache, 40, seed)) for seed in (3, 4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -94,7 +93,7 @@ def test_threads_share_one_object() -> None:
         assert errors == []
         assert cache.check() == []
         stats = cache.stats()
-        assert stats.hits + stats.misses == 2 * 100 * 12
+        assert stats.hits + stats.misses == 2 * 40 * 12
 
 
 def stop_while_holding(cache: SampleCache) -> None:

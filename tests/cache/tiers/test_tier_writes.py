@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -48,24 +47,6 @@ def source() -> Iterator[ThrottledSource]:
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
-
-
-def test_processes_share_both_tiers(tmp_path: Path) -> None:
-    with open_tiers(tmp_path, 12, COUNT) as cache:
-        put(cache, range(40))
-
-        def other() -> None:
-            with open_tiers(tmp_path, 12, COUNT) as mine:
-                found = mine.get_many(range(40))
-                assert all(is_right(id, value) for id, value in enumerate(found))
-                put(mine, range(40, 80))
-
-        assert Child(other).wait() == 0
-        before = cache.stats()
-        assert before.lower_hits == 40 - before.resident_items
-        assert all(is_right(id, value) for id, value in enumerate(cache.get_many(range(80))))
-        assert cache.stats().misses == 0
-        sound(cache)
 
 
 @pytest.fixture
@@ -119,7 +100,7 @@ def test_a_forked_child_has_a_thread_of_its_own(tmp_path: Path, held_up: Any, mo
 def test_a_sample_on_its_way_is_waited_for_by_others(
     tmp_path: Path, held_up: Any, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
-    monkeypatch.setattr(write_behind, "SETTLE_SECONDS", 60.0)
+    monkeypatch.setattr(write_behind, "DRAIN_SECONDS", 60.0)
     fetched: list[int] = []
     with open_tiers(tmp_path, 2, COUNT) as cache, ThreadPoolExecutor(1) as pool:
         put(cache, range(4))
@@ -148,7 +129,7 @@ def test_what_a_killed_process_had_on_its_way_is_a_miss(tmp_path: Path, held_up:
         assert all(is_right(id, cache.get(id)) for id in (10, 11))
 
 
-@pytest.mark.parametrize("moment", [*range(3), *[pytest.param(at, marks=pytest.mark.slow) for at in range(3, 30)]])
+@pytest.mark.parametrize("moment", [1, *[pytest.param(at, marks=pytest.mark.slow) for at in range(0, 30, 3)]])
 def test_a_process_killed_while_it_writes(tmp_path: Path, moment: int) -> None:
     """At the system call that writes a record, in the midst of what that has to leave in order."""
     with open_tiers(tmp_path, 12, COUNT, policy="lru") as cache:
@@ -218,9 +199,8 @@ def test_a_damaged_record_comes_from_the_source(tmp_path: Path, source: Throttle
         sound(dataset.cache)
 
 
-@pytest.mark.parametrize("raises", [False, True])
 def test_a_disk_that_gives_nothing_is_left_alone(
-    tmp_path: Path, source: ThrottledSource, monkeypatch: pytest.MonkeyPatch, raises: bool
+    tmp_path: Path, source: ThrottledSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with dataset_of(source, tmp_path, 20, COUNT) as dataset:
         loader = sf.DataLoader(dataset, 8)
@@ -229,9 +209,7 @@ def test_a_disk_that_gives_nothing_is_left_alone(
 
         def fail(ids: Any) -> list[Any]:
             calls.append(len(ids))
-            if raises:
-                raise OSError(5, "Input/output error")
-            return [MISS] * len(ids)
+            raise OSError(5, "Input/output error")
 
         monkeypatch.setattr(disk, "get_many", fail)
         with pytest.warns(RuntimeWarning, match="did not give samples 3 times in a row: it is left alone") as caught:
@@ -282,33 +260,3 @@ def test_a_failing_disk_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("error")
         health.failed()  # warned of once
     assert not health.good
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", str(folder)]
-    if not mount or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount a tmpfs here: that takes root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_disk_that_others_fill(small_disk: Path, source: ThrottledSource) -> None:
-    with dataset_of(source, small_disk, 20, COUNT) as dataset:
-        with open(small_disk / "other", "wb") as file:
-            free = os.statvfs(small_disk)
-            file.write(bytes(free.f_bavail * free.f_frsize - 100_000))
-        loader = sf.DataLoader(dataset, 8)
-        with pytest.warns(RuntimeWarning, match="the file system of .* is full: the cache stays at"):
-            all_of(loader)
-        dataset.cache.flush()
-        stats = dataset.stats()
-        assert 0 < stats.lower.resident_items < 30
-        for epoch in (1, 2):
-            all_of(loader)
-            assert source.requests == COUNT + epoch * (COUNT - stats.resident_items - stats.lower.resident_items)
-        sound(dataset.cache)

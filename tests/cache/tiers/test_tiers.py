@@ -10,7 +10,6 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from hypothesis import strategies as st
 
 import stallfree as sf
 from stallfree.cache import MISS
-from stallfree.errors import CapacityError, FingerprintError, InputError, StorageError
-from stallfree.observe.jobs import Jobs
+from stallfree.errors import CapacityError, InputError, StorageError
 from stallfree.stores import DiskTier, TieredCache
 from stallfree.testing import ThrottledSource
 from tier_tools import (
@@ -102,7 +100,7 @@ steps = st.lists(
     ),
     max_size=25,
 )
-everyday = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+everyday = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 # The copy that would give way first has been dropped since, and there are new ones.
 STALE = [
     ("put", [20, 22]),
@@ -199,9 +197,7 @@ def source() -> Iterator[ThrottledSource]:
     ("workers", "context", "disk"),
     [
         (0, None, 30),
-        (0, None, COUNT),
-        (2, "fork", 30),
-        (1, "forkserver", COUNT),
+        (2, "fork", COUNT),
         pytest.param(2, "spawn", 30, marks=pytest.mark.slow),
     ],
 )
@@ -209,13 +205,13 @@ def test_epochs_read_from_the_source_what_neither_tier_holds(
     tmp_path: Path, source: ThrottledSource, workers: int, context: str | None, disk: int
 ) -> None:
     options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": context, "shuffle": True}
-    options["persistent_workers"] = context in ("forkserver", "spawn")  # whose start takes long
+    options["persistent_workers"] = context == "spawn"  # whose start takes long
     with (
         dataset_of(source, tmp_path, 20, disk) as dataset,
         sf.DataLoader(dataset, 8, **options) as loader,
     ):
         all_of(loader)
-        dataset.cache.stack.settle(np.arange(COUNT))  # what workers that live on have on its way
+        dataset.cache.stack.drain(np.arange(COUNT))  # what workers that live on have on its way
         stats = dataset.stats()
         absent = COUNT - stats.resident_items - stats.lower.resident_items
         assert 15 < stats.resident_items < 25
@@ -228,28 +224,6 @@ def test_epochs_read_from_the_source_what_neither_tier_holds(
             assert now.lower_hits == epoch * stats.lower.resident_items
             assert now.resident_items == stats.resident_items
         assert loader.stats().hits == now.hits
-
-
-def test_where_memory_evicts_the_disk_has_all(tmp_path: Path, source: ThrottledSource) -> None:
-    with dataset_of(source, tmp_path, 20, COUNT, policy="random") as dataset:
-        with sf.DataLoader(dataset, 8, shuffle=True, num_workers=2, persistent_workers=True) as loader:
-            for _ in range(3):
-                all_of(loader)
-        stats = dataset.stats()
-    assert source.requests == COUNT
-    assert stats.lower.resident_items == COUNT
-    assert stats.evictions > COUNT
-    assert stats.hits + stats.misses == 3 * COUNT
-
-
-def test_scores_decide_who_is_in_memory(tmp_path: Path, source: ThrottledSource) -> None:
-    with dataset_of(source, tmp_path, 20, COUNT, policy="importance") as dataset, sf.DataLoader(dataset, 8) as loader:
-        all_of(loader)
-        dataset.cache.set_scores(np.arange(COUNT), np.arange(COUNT))
-        all_of(loader)
-        resident = np.flatnonzero(dataset.cache.resident(np.arange(COUNT)))
-        assert resident.tolist() == list(range(COUNT - len(resident), COUNT))
-        assert source.requests == COUNT
 
 
 def test_the_loader_of_torch(tmp_path: Path, source: ThrottledSource) -> None:
@@ -284,18 +258,6 @@ def test_the_disk_is_read_when_a_batch_is_started(tmp_path: Path, source: Thrott
         os.truncate(disk_of(dataset.cache).path / "data", 0)
         assert all(is_right(id, value) for id, value in zip(below.tolist(), reading.result(), strict=True))
         assert fetched == []
-
-
-def test_samples_of_uneven_size(tmp_path: Path) -> None:
-    with closing(ThrottledSource(Samples(varied=True))) as source:
-        with dataset_of(source, tmp_path, 10, COUNT, keep=True) as dataset:
-            loader = sf.DataLoader(dataset, 1, shuffle=True)
-            for _ in range(3):
-                for bodies, (id,) in loader:
-                    assert np.array_equal(bodies[0], Samples(varied=True)[int(id)][0])
-            stats = dataset.stats()
-        assert source.requests == COUNT
-        assert stats.used_bytes <= stats.capacity_bytes
 
 
 def test_the_whole_room_decides_on_the_form(tmp_path: Path) -> None:
@@ -380,40 +342,15 @@ def test_a_disk_that_cannot_be_used(
         sf.CachedDataset(Samples(), capacity="1MiB", store=DiskTier(folder, capacity=capacity))
 
 
-def test_a_name_that_belongs_to_other_data(tmp_path: Path) -> None:
-    with (
-        open_tiers(tmp_path, 2, 20),
-        pytest.raises(FingerprintError, match=r"the cache 'tiers' in .* holds other data"),
-    ):
-        open_tiers(tmp_path, 2, 20, fingerprint="other data")
-
-
 # --- others that use caches -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["minio", "lru"])
-def test_values_by_key(tmp_path: Path, policy: str) -> None:
+def test_values_by_key(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, capacity="2MiB")
-    with sf.CacheLoader(capacity="200KiB", store=tier, name="keys", policy=policy) as cache:
+    with sf.CacheLoader(capacity="200KiB", store=tier, name="keys", policy="lru") as cache:
         for _ in range(2):
             for key in range(100):
                 assert np.array_equal(cache.get(key, sample)[0], sample(key)[0])
         stats = cache.stats()
         assert stats.storage_reads == 100
         assert stats.lower_hits > 50
-
-
-def test_jobs_that_share_one_preparation(tmp_path: Path, source: ThrottledSource) -> None:
-    with dataset_of(source, tmp_path, 20, COUNT) as dataset:
-        with sf.SharedLoader(dataset, group=f"tiers-{os.getpid()}", batch_size=8, num_workers=1) as loader:
-            for _ in range(2):
-                all_of(loader)
-        assert source.requests == COUNT
-
-
-def test_top_shows_the_hits_of_both_tiers(tmp_path: Path, source: ThrottledSource) -> None:
-    with dataset_of(source, tmp_path, 20, COUNT, name="shown") as dataset:
-        for _ in range(2):
-            all_of(sf.DataLoader(dataset, 8))
-        (row,) = [row for row in Jobs().look().caches if row.name == "shown"]
-        assert (row.hits, row.misses) == (dataset.stats().hits, dataset.stats().misses)

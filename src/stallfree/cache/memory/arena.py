@@ -87,7 +87,7 @@ class Arena(ABC):
     def read(self, blocks: Array, out: Array) -> None:
         """Copy `blocks` (integers) one after the other into `out`, (len(blocks), block) bytes.
 
-        What a disk does not give is zero in `out`: the checksum of the record tells.
+        What a disk does not give is zero in `out`: the checksum of the record shows it.
         """
 
     @abstractmethod

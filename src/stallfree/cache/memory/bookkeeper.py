@@ -13,7 +13,7 @@ from stallfree.cache.memory.index import Index
 from stallfree.cache.memory.layout import ALIGN, VERSION, Meta, plan_layout
 from stallfree.cache.memory.recovery import blocks_of
 from stallfree.cache.memory.space import Space
-from stallfree.cache.policies import Policy, Victims
+from stallfree.cache.policies import Policy
 
 Ids = npt.NDArray[np.int64]
 
@@ -49,11 +49,8 @@ class Bookkeeper:
         file = folder / "index"
         Index.create(file, num_ids, meta.num_blocks, meta.block, **meta.kinds)
         index = Index(file, num_ids, meta.num_blocks, **meta.kinds)
-        victims = None
-        if policy.evicts:  # a longer queue takes memory and saves time; it decides alike
-            victims = Victims(_Queue(index.first), np.zeros(2, np.int64))
         self._index, self._policy, self._counters = index, policy, Counters(index.counters)
-        self._space = Space(meta, index, self._counters, policy, lambda start, count: count, folder, victims)
+        self._space = Space(meta, index, self._counters, policy, lambda start, count: count, folder)
         self._seen = np.zeros(num_ids, np.int64)
         self._sizes = sizes
         self._blocks = None if sizes is None else blocks_of(sizes, meta.block)
@@ -151,12 +148,3 @@ class Bookkeeper:
         """The ids that are in the cache, ascending."""
         ids: Ids = np.flatnonzero(self._index.first)
         return ids
-
-
-class _Queue:
-    """The state of `Victims`, in memory of its own."""
-
-    def __init__(self, first: npt.NDArray[Any]) -> None:
-        self.first = first
-        self.victims = np.zeros(max(64, len(first) // 8), np.complex128)
-        self.victims_limit = np.zeros(1, np.complex128)

@@ -161,11 +161,6 @@ class Index:
         self.score: Array | None = arrays["score"] if scored else None
         self.checksum: Array | None = arrays["checksum"] if checked else None
 
-    def belongs_to(self, num_ids: int, num_blocks: int, block: int) -> bool:
-        """Whether the header says the same."""
-        said = [int(self.header[field]) for field in (Field.MAGIC, Field.NUM_IDS, Field.NUM_BLOCKS, Field.BLOCK)]
-        return said == [MAGIC, num_ids, num_blocks, block]
-
     @staticmethod
     def create(file: Path, num_ids: int, num_blocks: int, block: int, *, scored: bool, checked: bool) -> None:
         """Make the file of an empty index. Raises `StorageError` if the file system has no room for it."""

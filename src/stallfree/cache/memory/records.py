@@ -62,27 +62,12 @@ class Aim:
 
 
 @dataclass(frozen=True)
-class Views:
-    """Records where they lie, which others may change at any moment.
-
-    Attributes:
-        parts: of each record, in the order of the ids: as it describes itself (`pipeline.codec`), and () for those that
-            are not resident.
-        unchanged: tells which of them are still what they were in the beginning: an array of bool. What was read of
-            these before was right.
-    """
-
-    parts: list[tuple[Array, ...]]
-    unchanged: Callable[[], Array]
-
-
-@dataclass(frozen=True)
 class Borrowed:
     """Samples whose arrays lie in the cache itself, where others may change them at any moment: read only.
 
     Attributes:
         values: `MISS` for those that are not resident.
-        unchanged: tells of one, by its position, whether it is still what it was: then what was made of it is right.
+        unchanged: returns of one, by its position, whether it is still what it was: then what was made of it is right.
     """
 
     values: list[Any]
@@ -162,8 +147,8 @@ class Records:
         if len(chained):
             self._read_chained(found, chained, values)
 
-    def views(self, found: Found) -> Views:
-        """The records that are there, in place. Only for a cache in memory."""
+    def _views(self, found: Found) -> list[tuple[Array, ...]]:
+        """Each record where it lies, as it describes itself (`pipeline.codec`); () for those that are not there."""
         arena = self._arena
         assert isinstance(arena, MemoryArena)
         parts: list[tuple[Array, ...]] = [()] * len(found.ids)
@@ -182,18 +167,14 @@ class Records:
             else:  # a writer is changing it just now
                 found.good[position] = False
 
-        def unchanged() -> Array:
-            self._still(found, slice(None))
-            return found.good
-
-        return Views(parts, unchanged)
+        return parts
 
     def borrow(self, found: Found, values: list[Any]) -> Borrowed:
         """The values that are there, in place of `MISS` in `values`. Only for a cache in memory.
 
         A record that is in several pieces, or holds what has to be unpickled, is copied.
         """
-        views = self.views(found)
+        views = self._views(found)
         left = self._made_of(views, np.flatnonzero(found.good), values, copy=False)
         if len(left):
             self._read_chained(found, left, values)
@@ -209,21 +190,21 @@ class Records:
         """Put the values at the positions `at` into `values`, each copied once; those that are left to be read."""
         some = _part(found, at)
         into: list[Any] = [None] * len(at)
-        views = self.views(some)
+        views = self._views(some)
         left = self._made_of(views, np.flatnonzero(some.good), into, copy=True)
-        unchanged = views.unchanged()
-        found.good[at] = unchanged
+        self._still(some, slice(None))
+        unchanged = found.good[at] = some.good
         done = unchanged.copy()
         done[left] = False
         for local in np.flatnonzero(done).tolist():
             values[at[local]] = into[local]
         return at[left[unchanged[left]]]
 
-    def _made_of(self, views: Views, at: Array, values: list[Any], *, copy: bool) -> Array:
+    def _made_of(self, views: list[tuple[Array, ...]], at: Array, values: list[Any], *, copy: bool) -> Array:
         """Put what was made of the records at `at` into `values`; where they must be still first, to be unpickled."""
         left = []
         for position in at.tolist():
-            parts = views.parts[position]
+            parts = views[position]
             if self.common is not None and parts[0] is self.common.head:
                 values[position] = read_leaves(self.common, parts[1])
                 continue

@@ -29,9 +29,9 @@ from stallfree.cache.checks import (
 )
 from stallfree.cache.counters import Count, Counters
 from stallfree.cache.memory.arena import Arena, DiskArena, MemoryArena
-from stallfree.cache.memory.create import create_files
-from stallfree.cache.memory.index import DamagedError, Field, Index
-from stallfree.cache.memory.layout import META, Meta
+from stallfree.cache.memory.index import MAGIC, DamagedError, Field, Index
+from stallfree.cache.memory.layout import META, Meta, plan_layout
+from stallfree.cache.memory.limits import allowed_capacity
 from stallfree.cache.memory.records import Aim, Borrowed, Found, Records
 from stallfree.cache.memory.recovery import check_disk
 from stallfree.cache.memory.writer import LOCK_SECONDS, Record, Writer
@@ -39,12 +39,15 @@ from stallfree.cache.policies import Policy, make_policy
 from stallfree.errors import FingerprintError, InputError, StorageError
 from stallfree.ipc.folders import SharedFolder, default_root, prepare_root, remove_unused, sweep, user_root
 from stallfree.ipc.locks import FileLock
-from stallfree.pipeline.codec import encode
+from stallfree.pipeline.codec import encode, record_size
 from stallfree.platform import need_linux
 from stallfree.stats import CacheStats
 from stallfree.units import parse_size
 
 Array = npt.NDArray[Any]
+
+_TYPICAL = 128 << 10
+"""Bytes of a record when no example was given."""
 
 
 class SampleCache(BaseCache):
@@ -85,29 +88,38 @@ class SampleCache(BaseCache):
         size = parse_size(capacity, "capacity")
         policy = make_policy(policy)
         on_disk = str(store) != "memory"
-        root = user_root(store) if on_disk else default_root()
         name = name or f"{fingerprint[:20]}-{policy.name}-{size}"
+        structure, typical = None, _TYPICAL
+        if example is not MISS:
+            structure, arrays = encode(example, allow_pickle=allow_pickle)
+            typical = record_size(structure, arrays)
 
-        initialize = partial(
-            create_files,
-            name=name,
-            num_ids=num_ids,
-            size=size,
-            fingerprint=fingerprint,
-            policy=policy,
-            on_disk=on_disk,
-            example=example,
-            allow_pickle=allow_pickle,
-        )
-        root = prepare_root(root)
+        def create(folder: Path) -> None:
+            meta = plan_layout(
+                num_ids,
+                allowed_capacity(size, folder, on_disk, name),
+                fingerprint=fingerprint,
+                policy=policy.name,
+                scored=policy.scored,
+                on_disk=on_disk,
+                structure=structure,
+                typical=typical,
+            )
+            Index.create(folder / "index", num_ids, meta.num_blocks, meta.block, **meta.kinds)
+            Arena.create(folder / "data", meta.block, meta.num_blocks)
+            (folder / "lock").touch(mode=0o600)
+            meta.save(folder)
+
+        root = prepare_root(user_root(store) if on_disk else default_root())
         sweep(root)
+        attach = partial(self._attach_to, name, root, policy, allow_pickle, create, persist)
         try:
-            self._attach_to(name, root, policy, allow_pickle, initialize, persist)
+            attach()
         except DamagedError as error:
             if not remove_unused(root / name):
                 raise
             warnings.warn(f"{error}. Nobody used it: it was thrown away and made anew", RuntimeWarning, stacklevel=2)
-            self._attach_to(name, root, policy, allow_pickle, initialize, persist)
+            attach()
         try:
             check_same(self.meta, self.path, fingerprint, num_ids, policy.name)
         except FingerprintError:
@@ -134,7 +146,8 @@ class SampleCache(BaseCache):
             meta = self.meta = Meta.load(folder.path)
             self.num_ids, self.capacity, self.fingerprint = meta.num_ids, meta.capacity, meta.fingerprint
             index = self._index = Index(folder.path / "index", meta.num_ids, meta.num_blocks, **meta.kinds)
-            if not index.belongs_to(meta.num_ids, meta.num_blocks, meta.block):
+            made = index.header[[Field.MAGIC, Field.NUM_IDS, Field.NUM_BLOCKS, Field.BLOCK]].tolist()
+            if made != [MAGIC, meta.num_ids, meta.num_blocks, meta.block]:
                 raise DamagedError(f"the index in {folder.path} is not the one of its {META}")
             kind = DiskArena if meta.on_disk else MemoryArena
             arena: Arena = kind(folder.path / "data", meta.block, meta.num_blocks)
@@ -164,7 +177,7 @@ class SampleCache(BaseCache):
 
     @property
     def full(self) -> bool:
-        """Whether a newcomer would not be stored, as far as one can tell: there is no room, and nothing makes any."""
+        """Whether a newcomer would not be stored, as far as is known: there is no room, and nothing makes any."""
         return self._writer.full
 
     @property
@@ -181,16 +194,8 @@ class SampleCache(BaseCache):
         """See `Cache`."""
         if self._last is not None:
             return self._last
-        sums = self._counters.totals()
         header = self._index.header
-        return CacheStats(
-            hits=sums[Count.HITS],
-            misses=sums[Count.MISSES],
-            evictions=sums[Count.EVICTIONS],
-            rejected=sums[Count.REJECTED],
-            damaged=sums[Count.DAMAGED],
-            storage_reads=sums[Count.READS],
-            storage_bytes=sums[Count.BYTES],
+        return self._counters.stats(
             resident_items=int(header[Field.RESIDENT]),
             resident_bytes=int(header[Field.RESIDENT_BYTES]),
             capacity_bytes=self.capacity,

@@ -37,7 +37,6 @@ class Space:
         policy: which record goes when there is no room.
         back: gets memory for some blocks (`Arena.back`).
         path: the folder of the cache, for messages.
-        victims: the queue of the next to be evicted; that of the index if None.
     """
 
     def __init__(
@@ -48,13 +47,12 @@ class Space:
         policy: Policy,
         back: Callable[[int, int], int],
         path: Path,
-        victims: Victims | None = None,
     ) -> None:
         self._index, self._counters, self._policy, self._back = index, counters, policy, back
         self._header = index.header
         self._block, self._capacity, self._path = meta.block, meta.capacity, path
         self._beside = meta.index_bytes
-        self._victims = victims or Victims(index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
+        self._victims = Victims(index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
         self._warned = False
 
     @contextmanager
@@ -72,7 +70,7 @@ class Space:
         return int(self._header[Field.LIMIT])
 
     def has_room(self) -> bool:
-        """Whether a newcomer may find a block without evicting, as far as one can tell without the lock."""
+        """Whether a newcomer may find a block without evicting, as far as is known without the lock."""
         header = self._header
         return bool(header[Field.DIRTY] or header[Field.FREE] + header[Field.LIMIT] > header[Field.HIGH])
 

@@ -84,7 +84,7 @@ class Writer:
 
     @property
     def full(self) -> bool:
-        """Whether a newcomer would not be stored, as far as one can tell: there is no room, and nothing makes any."""
+        """Whether a newcomer would not be stored, as far as is known: there is no room, and nothing makes any."""
         return not self._policy.evicts and not self.space.has_room()
 
     # -- storing ------------------------------------------------------------------------------------------------------

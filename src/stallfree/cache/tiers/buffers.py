@@ -21,14 +21,13 @@ SMALLEST = 64 << 10
 IDLE = 64 << 20
 """Bytes that are kept in any case."""
 
-_WINDOW = 64  # so many pieces are taken until the most that was in use is found anew
 _HUGE = 2 << 20  # bytes of a huge page
 
 
 class Buffers:
     """Pieces of memory of one process, whose sizes are powers of two.
 
-    Pieces that nobody uses are kept, up to `keep` bytes with those in use, or up to what was in use at once lately if
+    Pieces that nobody uses are kept, up to `keep` bytes with those in use, or up to the most that was in use at once if
     that is more: so a batch of any size finds standing memory. Those used longest ago are let go of first.
 
     Safe in threads. A forked child starts with none of its own; what it inherited in use stays readable.
@@ -47,8 +46,7 @@ class Buffers:
         self._returned: deque[mmap.mmap] = deque()  # finalizers put pieces here, at any moment and in any thread
         self._idle: list[mmap.mmap] = []  # the one used last at the end
         self._used = 0  # bytes in use
-        self._peaks = [0, 0]  # the most that was in use: in the last window, and in this one
-        self._taken = 0  # pieces taken in this window
+        self._most = 0  # bytes in use at once
 
     def take(self, size: int) -> Bytes:
         """Memory of `size` bytes or more, at a multiple of 64; what is in it is left from before.
@@ -59,7 +57,7 @@ class Buffers:
         wanted = max(SMALLEST, 1 << (size - 1).bit_length())
         with self._lock:
             piece = self._find(wanted)
-        self._settle()
+        self._drain()
         if piece is None:
             piece = self._map(wanted)
         array: Bytes = np.frombuffer(piece, np.uint8)
@@ -69,10 +67,7 @@ class Buffers:
     def _find(self, wanted: int) -> mmap.mmap | None:
         self._sort_in()
         self._used += wanted
-        if self._taken == _WINDOW:
-            self._taken, self._peaks = 0, [self._peaks[1], 0]
-        self._taken += 1
-        self._peaks[1] = max(self._peaks[1], self._used)
+        self._most = max(self._most, self._used)
         for at in range(len(self._idle) - 1, -1, -1):
             if len(self._idle[at]) == wanted:
                 return self._idle.pop(at)
@@ -94,9 +89,9 @@ class Buffers:
         # A finalizer may run within `take`, in the same thread: so it never waits for the lock.
         if returned is self._returned:  # else it is a parent's
             returned.append(piece)
-            self._settle()
+            self._drain()
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Sort in what was returned, unless another thread does so now: that one looks again afterwards."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
@@ -109,7 +104,7 @@ class Buffers:
             piece = self._returned.popleft()
             self._used -= len(piece)
             self._idle.append(piece)
-        excess = self._used + self.idle_bytes - max(self._keep, *self._peaks)
+        excess = self._used + self.idle_bytes - max(self._keep, self._most)
         while excess > 0 and self._idle:
             excess -= len(self._idle.pop(0))
 

@@ -35,7 +35,7 @@ class ReadInParts(Protocol):
     def get_known(self, ids: Array) -> list[Any]:
         """Returns the samples of `ids`, which may be equal: `MISS` for those that no tier is known to hold."""
 
-    def settle(self, ids: Array) -> Array:
+    def drain(self, ids: Array) -> Array:
         """Waits, 250 ms at most, until none of `ids` is on its way to a tier from a process of this host.
 
         Returns which of them no tier is known to hold, as an array of bool.
@@ -64,7 +64,7 @@ class TierReading(DirectReading):
         for part in parts:
             self._submit(executor, self._read, part)
         if len(rest):
-            self._submit(executor, self._settle, rest)
+            self._submit(executor, self._drain, rest)
 
     def _submit(self, executor: Executor, work: _Work, ids: Array) -> None:
         try:
@@ -75,13 +75,13 @@ class TierReading(DirectReading):
         self._started.append((work, ids, future))
 
     def _read(self, ids: Array) -> list[Any]:
-        self._tiers.settle(ids)
+        self._tiers.drain(ids)
         values = self._tiers.read(ids)
         self.start_fetching([id for id, value in zip(ids.tolist(), values, strict=True) if value is MISS])
         return values
 
-    def _settle(self, ids: Array) -> list[Any]:
-        self.start_fetching(ids[self._tiers.settle(ids)].tolist())
+    def _drain(self, ids: Array) -> list[Any]:
+        self.start_fetching(ids[self._tiers.drain(ids)].tolist())
         return []
 
     def result(self) -> list[Any]:

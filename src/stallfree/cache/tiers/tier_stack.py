@@ -81,7 +81,7 @@ class LowerTier(Protocol):
     def put_records(self, ids: Array, records: Sequence[Record]) -> Array:
         """Writes `records` in the background. Returns which were taken or are there. The bytes are copied."""
 
-    def settle(self, ids: Array) -> object:
+    def drain(self, ids: Array) -> object:
         """Waits until none of `ids` is on its way there from a process of this host, for 250 ms at most."""
 
     def moved_up(self, ids: Array) -> None:
@@ -144,10 +144,10 @@ class TierStack:
         """See `reading.ReadInParts`."""
         return self._read(ids, _worth_reading)[0]
 
-    def settle(self, ids: Array) -> Array:
+    def drain(self, ids: Array) -> Array:
         """See `reading.ReadInParts`."""
         for tier in self._lower:
-            tier.settle(ids)
+            tier.drain(ids)
         return ~(self._upper.resident(ids) | self.known(ids))
 
     def _get(self, ids: Array, choose: Choose) -> list[Any]:
@@ -160,7 +160,7 @@ class TierStack:
             return values
         vanished = len(left) - (len(ids) - len(at))  # the upper tier has counted these as misses
         once = left[np.unique(ids[left], return_index=True)[1]]
-        self.settle(ids[once])
+        self.drain(ids[once])
         found, counted = self._read(ids[once], choose)
         fill(values, once, found)
         self._upper.count_others(0, len(once) - vanished - counted)

@@ -23,7 +23,7 @@ Record = tuple[Structure, list[Array]]
 QUEUE_BYTES = 32 << 20
 """Bytes of samples in the queue of one process, unless one batch is larger."""
 
-SETTLE_SECONDS = 0.25
+DRAIN_SECONDS = 0.25
 """Longest wait for samples in the queue of a process, which may have been killed."""
 
 _ALIGN = 64
@@ -129,10 +129,10 @@ class WriteBehind:
         finally:
             self._release(ids, size)
 
-    def settle(self, ids: Array) -> None:
+    def drain(self, ids: Array) -> None:
         """Wait until none of `ids` is in the queue of any process; after 250 ms they count as lost."""
         flags = self._flags
-        until = time.monotonic() + SETTLE_SECONDS
+        until = time.monotonic() + DRAIN_SECONDS
         while flags[ids].any():
             if time.monotonic() > until:
                 flags[ids] = 0

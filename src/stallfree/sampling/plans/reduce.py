@@ -91,7 +91,7 @@ def resident_to_all(cache: Any, count: int) -> Array:
     ids = np.arange(count)
     servers = getattr(cache, "servers", None)
     if servers is not None:
-        servers.settle(ids)
+        servers.drain(ids)
         wait_for_all()  # all nodes have stored what they handed over
         there: Array = servers.verify(ids) if ranks_of_job().first_here else np.zeros(count, bool)
         unite(there)

@@ -48,7 +48,7 @@ MEET_SECONDS = 300.0
 _VERSION = 3
 _POLL_SECONDS = 0.2
 _QUICK_SECONDS = 0.01  # first pause of an announcer with requests; it grows to _POLL_SECONDS
-_TELL_SECONDS = 10.0
+_LOG_SECONDS = 10.0
 _REREAD_SECONDS, _REVIVE_SECONDS, _END_SECONDS = 1.0, 5.0, 2.0
 _STARTS = 1 << 20  # sequence numbers for one start of the own server
 _NODES = "nodes.json"
@@ -81,8 +81,10 @@ class NodeAddresses:
     ) -> None:
         place = find_place() if place is None else place
         own = {"version": _VERSION, "host": socket.gethostname(), "id": server.id}
-        self._set(server.folder, [own], server.id)
+        self._folder, self._nodes = server.folder, _Nodes(server.folder / _NODES)
+        self._confirmed = 0  # of the own server
         self._stop: Any = None
+        self._set([own], server.id)
         if place.count == 1:
             return
         if is_loopback(server.host) and not is_loopback(place.host):
@@ -99,7 +101,7 @@ class NodeAddresses:
             _wait_for_all(store, keys, deadline, name)
             members = [_unpack(value, number) for number, value in enumerate(store.multi_get(keys))]
             self._wait_for_addresses(store, keys, members, deadline, name)
-            self._set(server.folder, members, server.id)
+            self._set(members, server.id)
             for other in range(len(self.names)):
                 if other != self.me:
                     self._wait_for_answer(other, deadline, name)
@@ -112,7 +114,7 @@ class NodeAddresses:
                 f"store {name!r} was made: {str(error).splitlines()[0]}"
             ) from error
 
-    def _set(self, folder: Path, members: list[dict[str, Any]], own: str) -> None:
+    def _set(self, members: list[dict[str, Any]], own: str) -> None:
         """Set names and place from the records of all numbers."""
         hosts = {member["id"]: member["host"] for member in reversed(members)}
         ids = list(dict.fromkeys(member["id"] for member in members))
@@ -121,13 +123,7 @@ class NodeAddresses:
         for id in ids:
             count = before[hosts[id]] = before.get(hosts[id], -1) + 1
             names.append(f"{hosts[id]}#{count}" if count else hosts[id])
-        self._restore(folder, tuple(names), tuple(ids), ids.index(own))
-
-    def _restore(self, folder: Path, names: tuple[str, ...], ids: tuple[str, ...], me: int) -> None:
-        self.names, self.me = names, me
-        self._folder, self._ids = folder, ids
-        self._nodes = _Nodes(folder / _NODES)
-        self._confirmed = 0  # of the own server
+        self.names, self._ids, self.me = tuple(names), ids, ids.index(own)
 
     def of(self, place: int) -> tuple[int, Address] | None:
         """A sequence number and the address of a server, as known on this node now; None if there is none."""
@@ -157,14 +153,14 @@ class NodeAddresses:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._folder, self.names, self._ids, self.me)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stop": None}
 
     def _wait_for_addresses(
         self, store: Any, keys: list[str], members: list[dict[str, Any]], deadline: float, name: str
     ) -> None:
         """Wait until the address of every member is confirmed, and read again which ones are missing."""
-        reread, told = time.monotonic() + _REREAD_SECONDS, time.monotonic() + _TELL_SECONDS
+        reread, log_at = time.monotonic() + _REREAD_SECONDS, time.monotonic() + _LOG_SECONDS
         while True:
             known = {*self._ids, *self._nodes.read()}
             missing = [number for number, member in enumerate(members) if member["id"] not in known]
@@ -175,9 +171,9 @@ class NodeAddresses:
             now = time.monotonic()
             if now > deadline:
                 raise _missing(len(keys), missing, name)
-            if now > told:
+            if now > log_at:
                 _log_wait(len(keys), missing, name, deadline - now)
-                told = deadline
+                log_at = deadline
             if now > reread:  # what an earlier attempt of the job left may have been replaced
                 for number, value in zip(missing, store.multi_get([keys[number] for number in missing]), strict=True):
                     _withdraw(self._folder, members[number]["id"])
@@ -202,13 +198,6 @@ class NodeAddresses:
                 )
             self.confirm(place, lost)
             time.sleep(0.05)
-
-
-def _restored(folder: Path, names: tuple[str, ...], ids: tuple[str, ...], me: int) -> NodeAddresses:
-    copy = NodeAddresses.__new__(NodeAddresses)
-    copy._stop = None
-    copy._restore(folder, names, ids, me)
-    return copy
 
 
 class _Nodes:
@@ -375,15 +364,15 @@ def _connect(place: Place, seconds: float) -> Any:
 
 
 def _wait_for_all(store: Any, keys: list[str], deadline: float, name: str) -> None:
-    pause, told = 0.002, time.monotonic() + _TELL_SECONDS
+    pause, log_at = 0.002, time.monotonic() + _LOG_SECONDS
     while not store.check(keys):
         now = time.monotonic()
-        if now > min(deadline, told):
+        if now > min(deadline, log_at):
             missing = [number for number, key in enumerate(keys) if not store.check([key])]
             if now > deadline:
                 raise _missing(len(keys), missing, name)
             _log_wait(len(keys), missing, name, deadline - now)
-            told = deadline
+            log_at = deadline
         time.sleep(pause)
         pause = min(0.1, pause * 1.5)
 

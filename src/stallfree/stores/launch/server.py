@@ -61,18 +61,12 @@ def find_server() -> str:
     )
 
 
-def read_address(folder: Path) -> Address | None:
-    """The address of the server of a node's folder; None while none runs.
-
-    For processes that know only the folder. If it is still the same after a connection was made, the connection is to
-    that server: the port was not free in between.
-    """
-    running = read_running(folder)
-    return None if running is None else running[1]
-
-
 def read_running(folder: Path) -> tuple[int, Address] | None:
-    """The number of the server's start, and its address; None while none runs."""
+    """The number of the start of the server of a node's folder, and its address; None while none runs.
+
+    If it is still the same after a connection was made, the connection is to that server: the port was not free in
+    between.
+    """
     server = supervisor.read_json(folder / supervisor.SERVER)
     if server is None or not 0 < supervisor.birth(server["pid"]) == server["birth"]:
         return None
@@ -147,7 +141,8 @@ class NodeServer:
 
     def address(self) -> Address | None:
         """The server's address now; None while no server runs."""
-        return read_address(self.folder)
+        running = read_running(self.folder)
+        return None if running is None else running[1]
 
     def revive(self) -> None:
         """Start the supervisor again if it has died, unless it gave up."""

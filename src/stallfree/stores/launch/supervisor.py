@@ -57,7 +57,7 @@ _MOST_CLIENTS = 1 << 16
 _PORT_TRIES = 10
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 4
-_SIGNALS = {getattr(signal, name, 0) for name in ("SIGCHLD", "SIGIO")}  # a child has ended; a file was deleted
+_SIGNALS = {getattr(signal, "SIGCHLD", 0)}  # a child has ended
 _PROCESS_ID = re.compile(rb"process_id:(\d+)\r\n")
 
 
@@ -132,9 +132,6 @@ class Supervisor:
         self._setup = read_json(NODE) or {}
         self._attached = os.open("attached", os.O_RDWR | os.O_CLOEXEC)
         self._alone = False
-        with contextlib.suppress(OSError):  # then changes are noticed at the next check
-            folder_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.fcntl(folder_fd, fcntl.F_NOTIFY, fcntl.DN_DELETE | fcntl.DN_MULTISHOT)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._clients = min(most - 100, _MOST_CLIENTS) if most > 0 else _MOST_CLIENTS
@@ -295,9 +292,9 @@ class Supervisor:
         if self._alone and self._is_in_place():  # and no process can attach: the lock is held
             import shutil  # only now: it is large
 
-            away = os.path.join(os.path.dirname(self._folder), f".del-{os.getpid()}-{os.urandom(6).hex()}")
-            os.rename(self._folder, away)
-            shutil.rmtree(away, ignore_errors=True)
+            removed = os.path.join(os.path.dirname(self._folder), f".del-{os.getpid()}-{os.urandom(6).hex()}")
+            os.rename(self._folder, removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def _failure(what: str, since: int = 0) -> Failure:

@@ -1,4 +1,4 @@
-"""Pictures for the demo: JPEG files that cost what photographs cost, in classes that a small network can learn.
+"""Made-up pictures: JPEG files that cost what photographs cost, in classes that a small network can learn.
 
 A photograph has about equal energy in every octave of size (its spectrum falls as 1/f). So does a field of 1/f noise,
 and its JPEG is of a photograph's size and takes as long to decode. On such a field lie a few flat shapes; their kind is
