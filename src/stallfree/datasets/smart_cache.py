@@ -146,6 +146,7 @@ class SmartCacheDataset:
         self.start()
 
     def _open_cache(self, fit: Fit, before: Compose, order: dict[str, Any], name: str | None) -> SampleCache:
+        job = job_name() or f"{os.getpid()}-{next(_made)}"  # the same in all ranks of one job on this host
         with tolerant() as unknown:
             key = key_of(
                 **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
@@ -156,7 +157,7 @@ class SmartCacheDataset:
             len(self.source),
             capacity=fit.capacity,
             fingerprint=key,
-            name=window_name(unknown, f"{key[:20]}-smart-{_job()}") if name is None else check_name(name),
+            name=window_name(unknown, f"{key[:20]}-smart-{job}") if name is None else check_name(name),
             example=fit.example,
         )
 
@@ -324,11 +325,6 @@ def _check(
         raise InputError(f"on_late={on_late!r}: use 'partial' or 'wait'")
     if on_error not in ("raise", "skip"):
         raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
-
-
-def _job() -> str:
-    """The same text in all ranks of one job on this host, another in other jobs."""
-    return job_name() or f"{os.getpid()}-{next(_made)}"
 
 
 def _close(fillers: FillProcesses, window: Window) -> None:
