@@ -152,7 +152,7 @@ def test_a_real_measurement_reads_no_sample_twice_but_the_first_one() -> None:
     assert found.samples == 400
     assert found.sizes[0] < found.sizes[1] < math.inf
     assert min(found.whole, found.deterministic, found.random) > 0
-    assert first.share == 1.0
+    assert first.split.share == 1.0
     source.close()
 
 

@@ -17,7 +17,8 @@ import stallfree as sf
 from importance_tools import Residents, chances_of, knowing, trained
 from stallfree.sampling.plans import importance
 from stallfree.sampling.plans import losses as module
-from stallfree.sampling.plans.losses import Losses, pack, unpack
+from stallfree.sampling.plans.losses import Losses
+from stallfree.sampling.plans.states import pack, unpack
 
 LARGE = 1 << 17
 to_host = module._to_host

@@ -118,7 +118,7 @@ class Served:
         batches: Iterable[Array] = begun.batches
         if sampler.cache is not None:
             rng = generator(sampler.seed, number, 3)
-            batches = Serving(begun.batches, begun.draw.low, sampler.cache, sampler.on_miss, rng, None, begun.elsewhere)
+            batches = Serving(begun.batches, begun.draw.low, sampler.cache, sampler.on_miss, rng, None, begun.excluded)
         try:
             for ids in batches:
                 waiting.append(ids)

@@ -146,33 +146,25 @@ class AutoCache:
             first = look(source, source.pipeline)
         except SampleError:
             raise
-        except InputError as error:  # samples are random, and cannot be told from their prep
+        except InputError as error:  # samples are random, and cannot be separated from their prep
             self._reader = _without(source)
             self._say(f"no cache, {self._count()}: {error}")
             return
         with tolerant() as unknown:
             key = fingerprint(source.fingerprint(), source.pipeline, f"{self._room} {self._workers} {self._tier!r}")
         folder = self._attach(f"auto-{token() if unknown else key[:20]}", source, first)
-        self._measured, self._choice = _load(folder.path)
-        if self._measured.samples != len(source):
+        measured, choice = _load(folder.path)
+        if measured.samples != len(source):
             raise StallfreeError(
-                f"{folder.path} holds a decision for {self._measured.samples} samples, the data set has "
-                f"{len(source)}: remove it"
+                f"{folder.path} holds a decision for {measured.samples} samples, the data set has {len(source)}: "
+                "remove it"
             )
-        self.num_workers = self._choice.workers
-        self._use(source, self._choice)
-        self._keep_records()
-        self._expected = self._choice.rate
-        self._say(explain(self._measured, self._choice, self._bytes))
+        self._adopt(source, measured, choice)
 
     def _decide_afresh(self) -> None:
         """A step or the data set turned out to be random: what is known of them now decides."""
-        if self.cached is not None:
-            self.cached.close()
-        if self._folder is not None:
-            self._folder.close()
-        self.cached = self._folder = self._last = None
-        self._epochs = 0
+        self.close()
+        self._last, self._epochs = None, 0
         self._decide()
 
     def _attach(self, name: str, source: Source, first: FirstLook) -> SharedFolder:
@@ -202,7 +194,10 @@ class AutoCache:
     def _bytes(self) -> int:
         return max(0, self._room - _INDEX * len(self._dataset))
 
-    def _use(self, source: Source, choice: Choice) -> None:
+    def _adopt(self, source: Source, measured: Measured, choice: Choice, why: str = "") -> None:
+        """Do from now on what was chosen."""
+        self._measured, self._choice = measured, choice
+        self.num_workers, self._expected = choice.workers, choice.rate
         if choice.share is None:
             self._reader = _without(source)
         else:
@@ -211,6 +206,8 @@ class AutoCache:
             self.cached = CachedDataset(source, capacity=self._room, form=form, store=store, seed=self._seed)
             self._reader = self.cached.reader
         self._reader.io_threads = max(1, math.ceil(choice.threads / max(1, self.num_workers)))
+        self._keep_records()
+        self._say(f"{why}{explain(measured, choice, self._bytes)}")
 
     def _keep_records(self) -> None:
         """Those that were fetched to measure need not be fetched again."""
@@ -218,8 +215,8 @@ class AutoCache:
         if self.cached is None:
             return
         reader, began = self.cached.reader, time.monotonic()
-        prepare = is_prepared(list(records), reader.share) if reader.share < 1 else [True] * len(records)
-        with reader.watch() as watch:
+        prepare = [True] * len(records) if reader.split.share == 1 else is_prepared(list(records), reader.split.share)
+        with reader.split.watch() as watch:
             for (id, record), wanted in zip(records.items(), prepare, strict=True):
                 if time.monotonic() - began > _SECONDS:
                     break
@@ -277,13 +274,10 @@ class AutoCache:
             self._records = {}
             self._choice = replace(there, workers=old.workers)
             return
-        self._choice, self.num_workers, self._expected = new, new.workers, new.rate
         if self.cached is not None:
             self.cached.close()
             self.cached = None
-        self._use(source, new)
-        self._keep_records()
-        self._say(f"the rates have changed: {explain(self._measured, new, self._bytes)}")
+        self._adopt(source, self._measured, new, "the rates have changed: ")
 
     def _count(self) -> str:
         return f"{self.num_workers} worker{'' if self.num_workers == 1 else 's'}"

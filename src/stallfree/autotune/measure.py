@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from stallfree.autotune.choice import Measured
 from stallfree.cache import SampleCache
 from stallfree.datasets.dataset_probe import FirstLook
-from stallfree.errors import CodecError, InputError, StallfreeError
+from stallfree.errors import CodecError, InputError, SampleError, StallfreeError
 from stallfree.pipeline.classify.watch import Watch
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
@@ -96,67 +98,65 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int, disk
 class _Fetched:
     """Records, S by the number of fetches at once, and the seconds of processor per fetch."""
 
-    records: dict[int, Any]
+    source: Source
     storage: dict[int, float]
-    processor: float
+    records: dict[int, Any] = field(default_factory=dict)
+    processor: float = 0.0
+    held: int = 0
+    problem: SampleError | None = None
+
+    def take(self, id: int, fetch: Callable[[], Any]) -> bool:
+        """Keep the record that `fetch` gives, if it can be had."""
+        try:
+            self.records[id] = private(fetch())
+        except Exception as error:
+            self.problem = sample_error(error, self.source, id, "fetching")
+            return False
+        self.held += payload_bytes(self.records[id])
+        return True
+
+    def checked(self) -> _Fetched:
+        """This, if any sample could be had. Raises `SampleError`."""
+        if self.problem is not None and not self.records:
+            raise self.problem
+        return self
 
 
 def _fetch_some(source: Source, ids: list[int]) -> _Fetched:
     """With more and more at once, as long as that is faster."""
-    fetched, ids_left, held, best = _Fetched({}, {}, 0.0), iter(ids), 0, 0.0
-    busy, reads, problem = 0.0, 0, None
+    fetched, ids_left, best, busy, reads = _Fetched(source, {}), iter(ids), 0.0, 0.0, 0
     end = time.monotonic() + SECONDS
     for level in LEVELS:
         with ThreadPoolExecutor(level, thread_name_prefix="stallfree-measure") as pool:
             began, processor, got = time.monotonic(), time.process_time(), 0
-            under_way = []
-            for id in ids_left:
-                under_way.append((id, pool.submit(source.fetch, id)))
-                if len(under_way) == 2 * level:
-                    break
+            under_way = [(id, pool.submit(source.fetch, id)) for id in islice(ids_left, 2 * level)]
             for id, future in under_way:
-                if got >= _LEAST and (time.monotonic() > end or held > BYTES):
+                if got >= _LEAST and (time.monotonic() > end or fetched.held > BYTES):
                     future.cancel()
-                    continue
-                try:
-                    fetched.records[id] = private(future.result())
-                except Exception as error:
-                    problem = sample_error(error, source, id, "fetching")
-                    continue
-                got += 1
-                held += payload_bytes(fetched.records[id])
+                else:
+                    got += fetched.take(id, future.result)
         seconds, processor = time.monotonic() - began, time.process_time() - processor
         if not got:
             break
         busy, reads = busy + processor, reads + got
         rate = math.inf if processor > _BUSY * seconds else got / seconds
         fetched.storage[level] = rate
-        if rate <= 1.1 * best or math.isinf(rate) or time.monotonic() > end or held > BYTES:
+        if rate <= 1.1 * best or math.isinf(rate) or time.monotonic() > end or fetched.held > BYTES:
             break
         best = rate
-    if problem is not None and not fetched.records:
-        raise problem
     fetched.processor = busy / max(1, reads)
-    return fetched
+    return fetched.checked()
 
 
 def _fetch_in_turn(source: Source, ids: list[int]) -> _Fetched:
     """A data set that is not made for threads: its fetches take the workers' time, waits included."""
-    fetched, held, problem = _Fetched({}, {1: math.inf}, 0.0), 0, None
-    began = time.monotonic()
+    fetched, began = _Fetched(source, {1: math.inf}), time.monotonic()
     for id in ids:
-        if len(fetched.records) >= _LEAST and (time.monotonic() - began > SECONDS or held > BYTES):
+        if len(fetched.records) >= _LEAST and (time.monotonic() - began > SECONDS or fetched.held > BYTES):
             break
-        try:
-            fetched.records[id] = private(source.fetch(id))
-        except Exception as error:
-            problem = sample_error(error, source, id, "fetching")
-            continue
-        held += payload_bytes(fetched.records[id])
-    if problem is not None and not fetched.records:
-        raise problem
+        fetched.take(id, partial(source.fetch, id))
     fetched.processor = (time.monotonic() - began) / max(1, len(fetched.records))
-    return fetched
+    return fetched.checked()
 
 
 def _seconds(steps: Callable[[Any], Any], values: list[Any]) -> tuple[float, list[Any]]:
@@ -174,53 +174,53 @@ def _seconds(steps: Callable[[Any], Any], values: list[Any]) -> tuple[float, lis
     return (time.monotonic() - began) / max(1, len(made)), made
 
 
-def _cost_in_cache(values: list[Any], rest: Compose) -> tuple[float, float]:
-    """Bytes of a record in a cache, infinite if it cannot be stored, and seconds to read it for the steps `rest`."""
+def _sizes(values: list[Any]) -> list[int]:
+    """Bytes of their records; none if they cannot be stored."""
     try:
-        sizes = [record_size(*encode(value, allow_pickle=True)) for value in values]
+        return [record_size(*encode(value, allow_pickle=True)) for value in values]
     except (CodecError, RecursionError):
-        sizes = []
-    if not sizes:
-        return math.inf, 0.0
-    room = sum(size + size // 4 + 4096 for size in sizes) + (1 << 20)
-    name = f"measure-{secrets.token_hex(8)}"
+        return []
+
+
+@contextlib.contextmanager
+def _holding(values: list[Any], sizes: list[int], store: str | Path) -> Iterator[SampleCache]:
+    """A cache with these values in it, for as long as they are measured."""
+    room, name = sum(size + size // 4 + 4096 for size in sizes) + (1 << 20), f"measure-{secrets.token_hex(8)}"
+    cache = SampleCache(len(values), capacity=room, fingerprint=name, store=store, name=name, example=values[0])
     try:
-        cache = SampleCache(len(values), capacity=room, fingerprint=name, name=name, example=values[0])
-    except (InputError, OSError):
-        return sum(sizes) / len(sizes), 0.0
-    try:
-        ids = np.arange(len(values))
-        cache.put_many(ids, values)
-        read = cache.borrow if len(rest) and all(map(works_in_place, rest)) else cache.get_many
-        read(ids)
-        began = time.perf_counter()
-        read(ids)
-        return sum(sizes) / len(sizes), (time.perf_counter() - began) / len(values)
+        cache.put_many(np.arange(len(values)), values)
+        yield cache
     finally:
         cache.close()
 
 
+def _cost_in_cache(values: list[Any], rest: Compose) -> tuple[float, float]:
+    """Bytes of a record in a cache, infinite if it cannot be stored, and seconds to read it for the steps `rest`."""
+    sizes = _sizes(values)
+    if not sizes:
+        return math.inf, 0.0
+    size, seconds = sum(sizes) / len(sizes), 0.0
+    with contextlib.suppress(InputError, OSError), _holding(values, sizes, "memory") as cache:
+        ids = np.arange(len(values))
+        read = cache.borrow if len(rest) and all(map(works_in_place, rest)) else cache.get_many
+        read(ids)
+        began = time.perf_counter()
+        read(ids)
+        seconds = (time.perf_counter() - began) / len(values)
+    return size, seconds
+
+
 def _rate_of_disk(folder: Path, values: list[Any]) -> float:
     """Samples/s that a cache on this disk gives to 8 threads; 0 if it cannot be used."""
-    name = f"measure-{secrets.token_hex(8)}"
-    try:
-        sizes = [record_size(*encode(value, allow_pickle=True)) for value in values]
-        room = sum(size + size // 4 + 4096 for size in sizes) + (1 << 20)
-        cache = SampleCache(len(values), capacity=room, fingerprint=name, store=folder, name=name, example=values[0])
-    except (CodecError, StallfreeError, RecursionError, OSError, IndexError):
-        return 0.0
-    try:
-        cache.put_many(np.arange(len(values)), values)
+    sizes, rate = _sizes(values), 0.0
+    with contextlib.suppress(StallfreeError, OSError, IndexError), _holding(values, sizes, folder) as cache:
         _out_of_memory(cache.path / "data")
         began = time.monotonic()
         with ThreadPoolExecutor(LEVELS[0]) as pool:
             for _ in pool.map(lambda id: cache.get_many(np.array([id])), range(len(values))):
                 pass
-        return len(values) / (time.monotonic() - began)
-    except OSError:
-        return 0.0
-    finally:
-        cache.close()
+        rate = len(values) / (time.monotonic() - began)
+    return rate
 
 
 def _out_of_memory(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -78,29 +79,18 @@ class BatchBuilder:
 
     def gather(self, task: Task) -> Result:
         """Fill the slot straight from the cache. UNDONE when that cannot be done, as when a sample has vanished."""
-        started = time.monotonic()
+        started, result = time.monotonic(), Result(UNDONE, task.token, task.number, task.slot)
         cache, uncached = self.reader.cache, self.reader.split.uncached
         place = _Place(self.slots, task.slot)
-        try:
+        with contextlib.suppress(Exception):  # it will be done in another way; if that fails too, it is raised there
             room = None if cache is None or not self.reader.plain else self._room(cache, len(task.ids), place)
             if cache is None or room is None or not cache.gather(task.ids, room.aim).all():
-                return Result(UNDONE, task.token, task.number, task.slot)
-            if cache.uncached_steps != uncached:
-                return Result(UNDONE, task.token, task.number, task.slot)
-        except Exception:  # it will be done in another way; if that fails too, the error is raised there
-            return Result(UNDONE, task.token, task.number, task.slot)
-        return Result(
-            place.status,
-            task.token,
-            task.number,
-            task.slot,
-            room.size,
-            hits=len(task.ids),
-            prep_seconds=time.monotonic() - started,
-            ids=task.ids,
-            memory=place.memory,
-            started=started,
-        )
+                return result
+            if cache.uncached_steps == uncached:
+                result.status, result.size, result.memory = place.status, room.size, place.memory
+                result.hits, result.ids, result.started = len(task.ids), task.ids, started
+                result.prep_seconds = time.monotonic() - started
+        return result
 
     def _room(self, cache: Cache, count: int, place: _Place) -> _Room | None:
         """Where `count` samples go: in a slot that took as many before, what was made for it then."""

@@ -129,7 +129,7 @@ class BatchState:
             reader.fetch(list(first), self.pending)  # those that were resident at the start and no longer are
         failed: Exception | None = None
         try:
-            with reader.watch() if reader.caches else contextlib.nullcontext() as self._watch:
+            with reader.split.watch() if reader.caches else contextlib.nullcontext() as self._watch:
                 try:
                     self._fill_each(first.items())
                 except Reclassified:
@@ -138,7 +138,7 @@ class BatchState:
                     failed = error
                 self._find_draw(list(first))
                 if self._watch is not None and first and failed is None:
-                    reader.find_made(list(first))
+                    reader.split.find_made(list(first))
         except Reclassified:  # what was made may not be stored
             if reader.cache is not None and self._reads:
                 reader.cache.count_fetch(self._reads, self._read_bytes)
@@ -166,7 +166,7 @@ class BatchState:
         """If something drew random numbers since the last call, find out what."""
         if self._watch is not None and ids and (self._watch.moved() or self._drew):
             self._drew = False
-            self.reader.find_draw(ids)
+            self.reader.split.find_draw(ids, in_this_thread=not self.reader.threads)
 
     def _value(self, id: int) -> Any:
         reader, split = self.reader, self.reader.split
@@ -238,7 +238,7 @@ class BatchState:
     def _prepare(self) -> None:
         """Apply what is left to do to all values that are there."""
         reader, samples = self.reader, self.samples
-        if not len(reader.rest) and reader.share == 1 and not samples.skipped:
+        if not len(reader.rest) and reader.split.share == 1 and not samples.skipped:
             samples.ids, samples.values = self.ids, self._found
             return
         rests = reader.split.rests(self.ids)

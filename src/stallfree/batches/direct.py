@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stallfree.batches.reader import Reader
 
 
-def index_samples(reader: Reader, ids: list[int], seed: int, epoch: int | Sequence[int], *, skip: bool) -> Samples:
+def index_samples(reader: Reader, ids: list[int], seed: int, epochs: Sequence[int], *, skip: bool) -> Samples:
     """The samples of a batch; see `Reader.finish`. Its `storage_bytes` are those of the first one times their number.
 
     A data set that has drawn no random number so far is given all ids at once (`__getitems__`), if it takes them.
@@ -27,7 +27,7 @@ def index_samples(reader: Reader, ids: list[int], seed: int, epoch: int | Sequen
     if type(source) is MapSource and reader.randomness.draws is False and not skip and not len(reader.rest):
         samples = Samples(ids, _index_all(source, ids))
     else:
-        samples = _index_each(reader, ids, seed, [epoch] * len(ids) if isinstance(epoch, int) else epoch, skip)
+        samples = _index_each(reader, ids, seed, epochs, skip)
     samples.misses = len(ids)
     if samples.values:
         samples.storage_bytes = payload_bytes(samples.values[0]) * len(samples.values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,14 @@ Ids = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 _TASK = struct.Struct("<iiqqq")
-_RESULT = struct.Struct("<iiqqqqqqdddqqqq")
+_NUMBERS = (
+    *("status", "slot", "token", "number", "size", "hits", "misses", "storage_bytes"),
+    *("fetch_seconds", "prep_seconds", "started", "skipped"),
+)
+"""Attributes of a `Result` at the head of its message."""
+
+_RESULT = struct.Struct("<iiqqqqqqdddqqqq")  # these, and the lengths of ids, note and memory
+_numbers_of = attrgetter(*_NUMBERS)
 _ALIGNMENT = 64
 
 GATHERER = -1
@@ -58,7 +66,7 @@ def unpack_task(data: bytes | bytearray) -> tuple[int, Task]:
 
 
 def forget_message(token: int) -> bytes:
-    """Tell a worker that batches of iterations before `token` are no longer wanted."""
+    """The message that batches of iterations before `token` are no longer wanted."""
     return Task(token, 0, 0, 0, NOTHING).pack(FORGET)
 
 
@@ -98,35 +106,16 @@ class Result:
     def pack(self) -> list[bytes | memoryview]:
         """As pieces of bytes, one after the other."""
         memory = b"" if self.memory is None else memoryview(self.memory[: self.size])  # type: ignore[arg-type]
-        head = _RESULT.pack(
-            self.status,
-            self.slot,
-            self.token,
-            self.number,
-            self.size,
-            self.hits,
-            self.misses,
-            self.storage_bytes,
-            self.fetch_seconds,
-            self.prep_seconds,
-            self.started,
-            self.skipped,
-            len(self.ids),
-            len(self.note),
-            len(memory),
-        )
+        head = _RESULT.pack(*_numbers_of(self), len(self.ids), len(self.note), len(memory))
         start = head + self.ids.tobytes() + self.note
         return [start + bytes(-len(start) % _ALIGNMENT), memory] if len(memory) else [start]
 
 
 def unpack_result(data: bytes | bytearray | memoryview) -> Result:
     """The result in a message, whose memory it keeps."""
-    head = _RESULT.unpack_from(data)
-    status, slot, token, number, size, hits, misses, read, fetch, prep, started, skipped, count, noted, private = head
+    *numbers, count, noted, private = _RESULT.unpack_from(data)
     ids = np.frombuffer(data, np.int64, count, _RESULT.size)
     at = _RESULT.size + 8 * count
     note = bytes(data[at : at + noted])
     memory = None if not private else np.frombuffer(data, np.uint8, private, len(data) - private)
-    return Result(
-        status, token, number, slot, size, hits, misses, read, fetch, prep, skipped, ids, note, memory, None, started
-    )
+    return Result(**dict(zip(_NUMBERS, numbers, strict=True)), ids=ids, note=note, memory=memory)

@@ -19,7 +19,6 @@ from stallfree.batches.direct import index_samples
 from stallfree.batches.transform_split import Reclassified, TransformSplit
 from stallfree.cache import Cache, Reading
 from stallfree.errors import InputError, StallfreeError
-from stallfree.pipeline.classify.watch import Watch
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.protocol import Source
@@ -92,7 +91,7 @@ class Reader:
         beneath = plain_beneath(source, 0)
         self._dataset = None if beneath is None else beneath[0].dataset
         origin = source if beneath is None else self._dataset
-        self.split = TransformSplit(source, origin, deterministic, rest, share, whole)
+        self.split = TransformSplit(source, cache, origin, deterministic, rest, share, whole)
         if cache is not None:
             self.split.note_settings()
         self._pipeline = (*deterministic, *rest) if steps is None else (*steps,)
@@ -103,6 +102,7 @@ class Reader:
 
     def _see_randomness(self) -> None:
         """Which generators are seeded."""
+        self._seen = self.split.uncached
         # Without a cache, a plain data set may augment its samples itself: they are drawn in the thread that is seeded.
         self.seeds_fetch = self._dataset is not None and not self.caches
         self.threads = not self.seeds_fetch and bool(getattr(self.source, "threads", True))
@@ -124,11 +124,6 @@ class Reader:
         return self.split.rest
 
     @property
-    def share(self) -> float:
-        """The share of the samples that is cached prepared."""
-        return self.split.share
-
-    @property
     def caches(self) -> bool:
         """Whether samples are stored."""
         return self.cache is not None and self.split.caches
@@ -136,7 +131,7 @@ class Reader:
     @property
     def plain(self) -> bool:
         """Whether a hit is the sample, with nothing left to do."""
-        return self.caches and len(self.rest) == 0 and self.share == 1
+        return self.caches and len(self.rest) == 0 and self.split.share == 1
 
     @property
     def current(self) -> bool:
@@ -146,10 +141,11 @@ class Reader:
     @property
     def in_place(self) -> bool:
         """Whether samples are made by steps that write into the buffer of a batch: see `finish`."""
-        if not len(self.rest):
+        split = self.split
+        if not len(split.rest):
             return False
-        steps = [*self.rest, *self.split.whole]
-        return (self.share == 1 or len(self.split.whole) > 0) and all(map(works_in_place, steps))
+        steps = [*split.rest, *split.whole]
+        return (split.share == 1 or len(split.whole) > 0) and all(map(works_in_place, steps))
 
     @property
     def direct(self) -> bool:
@@ -189,7 +185,10 @@ class Reader:
     def _pool_of(self, pending: Pending) -> ThreadPoolExecutor:
         """The threads of a batch, which stay the same should the reader be closed meanwhile."""
         if pending.pool is None:
-            pending.pool = self._executor()
+            if self._pool is None or self._pid != os.getpid():
+                self._pool = ThreadPoolExecutor(self.io_threads, thread_name_prefix="stallfree-fetch")
+                self._pid = os.getpid()
+            pending.pool = self._pool
         return pending.pool
 
     def finish(
@@ -210,46 +209,36 @@ class Reader:
         With `buffer`, only for a reader that is `in_place`, they go there, and there are no values, if all of them fit.
         """
         self.check()
-        if self.direct:
-            return self._index(pending.ids.tolist(), seed, epoch, skip)
+        ids = pending.ids
+        epochs = [epoch] * len(ids) if isinstance(epoch, int) else epoch
         while True:
             self.follow()
-            if self.direct:
-                return self._index(pending.ids.tolist(), seed, epoch, skip)
-            epochs = [epoch] * len(pending.ids) if isinstance(epoch, int) else epoch
-            state = BatchState(self, pending, seed, epochs, skip, buffer)
             try:
                 with self.randomness:
-                    return state.make()
+                    if self.direct:
+                        return index_samples(self, ids.tolist(), seed, epochs, skip=skip)
+                    return BatchState(self, pending, seed, epochs, skip, buffer).make()
             except (Reclassified, Drew):  # the batch is made again: without that step's output, or with seeds
-                pending = Pending(pending.ids)
                 if buffer is not None:
                     buffer.restart()
                     self.follow()
                     buffer = buffer if self.in_place else None
             finally:
-                self._give_up(state.pending)
-
-    def _index(self, ids: list[int], seed: int, epoch: int | Sequence[int], skip: bool) -> Samples:
-        while True:
-            try:
-                with self.randomness:
-                    return index_samples(self, ids, seed, epoch, skip=skip)
-            except Drew:  # the batch is made again, with seeds
-                continue
+                self._give_up(pending)
+            pending = Pending(ids)
 
     def fill(self, ids: npt.NDArray[np.int64]) -> int:
         """Fetch, prepare and store those of `ids` that the cache lacks; how many could not be had."""
         self.check()
         while True:
             self.follow()
-            state = BatchState(self, self.start(ids), 0, [0] * len(ids), True, None)
+            pending = self.start(ids)
             try:
-                return state.fill()
+                return BatchState(self, pending, 0, [0] * len(ids), True, None).fill()
             except Reclassified:
                 continue
             finally:
-                self._give_up(state.pending)
+                self._give_up(pending)
 
     def store(self, ids: list[int], values: list[Any]) -> None:
         """Put what `deterministic` made into the cache. Raises `CodecError`."""
@@ -272,36 +261,11 @@ class Reader:
 
     # -- the split ----------------------------------------------------------------------------------------------------
 
-    def follow(self) -> bool:
-        """Do as the processes that share the cache have found: apply steps afresh that are random. Whether some are."""
-        changed = self.cache is not None and self.split.follow(self.cache)
-        if changed:
+    def follow(self) -> None:
+        """Apply steps afresh that are random, as found here or by a process that shares the cache."""
+        self.split.follow()
+        if self._seen != self.split.uncached:
             self._see_randomness()
-        return changed
-
-    def find_draw(self, ids: list[int]) -> None:
-        """See `TransformSplit.find_draw`."""
-        assert self.cache is not None
-        with self._reclassifying():
-            self.split.find_draw(self.cache, ids, in_this_thread=not self.threads)
-
-    def find_made(self, ids: list[int]) -> None:
-        """See `TransformSplit.find_made`."""
-        assert self.cache is not None
-        with self._reclassifying():
-            self.split.find_made(self.cache, ids)
-
-    @contextlib.contextmanager
-    def _reclassifying(self) -> Any:
-        try:
-            yield
-        except Reclassified:
-            self._see_randomness()
-            raise
-
-    def watch(self) -> Watch:
-        """See `TransformSplit.watch`."""
-        return self.split.watch()
 
     def check_settings(self) -> None:
         """Warn of attributes of the data set and its steps that have changed since samples were cached."""
@@ -309,12 +273,6 @@ class Reader:
             self.split.check_settings()
 
     # -- the life of it -----------------------------------------------------------------------------------------------
-
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._pool is None or self._pid != os.getpid():
-            self._pool = ThreadPoolExecutor(self.io_threads, thread_name_prefix="stallfree-fetch")
-            self._pid = os.getpid()
-        return self._pool
 
     def check(self) -> None:
         """Raise `InputError` after `end`."""

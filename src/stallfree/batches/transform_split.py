@@ -40,6 +40,7 @@ class TransformSplit:
 
     Args:
         source: of the records.
+        cache: what holds the samples, or None.
         origin: the object whose draws count as those of the fetch: the user's data set, or `source`.
         deterministic: applied to a record before it is cached.
         rest: applied to what is cached, each time anew.
@@ -55,9 +56,17 @@ class TransformSplit:
     """
 
     def __init__(
-        self, source: Source, origin: Any, deterministic: Compose, rest: Compose, share: float, whole: Compose
+        self,
+        source: Source,
+        cache: Cache | None,
+        origin: Any,
+        deterministic: Compose,
+        rest: Compose,
+        share: float,
+        whole: Compose,
     ) -> None:
         self.source, self.origin, self.share, self.whole = source, origin, share, whole
+        self._cache = cache
         self.deterministic, self.rest = deterministic, rest
         self.uncached, self.quiet, self.looks_at_each = 0, False, False
         self.watches_source = mark_of(origin) is not False
@@ -89,7 +98,7 @@ class TransformSplit:
             self._watch = Watch(*self.deterministic, self.origin)
         return self._watch
 
-    def find_made(self, cache: Cache, ids: list[int]) -> None:
+    def find_made(self, ids: list[int]) -> None:
         """Reclassify a step or the source that made a generator while `ids` were made. See `find_draw`."""
         for thing in self.watch().made():
             place = next((at for at, step in enumerate(self.deterministic) if step is thing), None)
@@ -97,9 +106,9 @@ class TransformSplit:
                 continue  # of a source that has steps of its own, only what it draws while it fetches counts
             if self.watches_source if place is None else not self.marked[place]:
                 count = self._cached_steps + 1 if place is None else self._cached_steps - place
-                self._reclassify(cache, count, ids[-1])
+                self._reclassify(count, ids[-1])
 
-    def find_draw(self, cache: Cache, ids: list[int], *, in_this_thread: bool) -> None:
+    def find_draw(self, ids: list[int], *, in_this_thread: bool) -> None:
         """Reclassify what drew random numbers while the samples `ids` were made.
 
         Raises `Reclassified`, for the batch to be made again, unless none of what is cached drew them. With
@@ -108,19 +117,20 @@ class TransformSplit:
         for id in ids:
             count = self._random_steps(id)
             if count is not None:
-                self._reclassify(cache, count, id)
+                self._reclassify(count, id)
         if any(self.marked) and not self.looks_at_each:  # perhaps one that may draw did: made again, step by step
             self.looks_at_each = True
             raise Reclassified
         if in_this_thread:
-            self._reclassify(cache, self._cached_steps + 1, ids[-1])
+            self._reclassify(self._cached_steps + 1, ids[-1])
         # It did not happen again: a thread that fetches may have drawn, such as a client before it tries once more.
         # From now on one sample is made again then, and not a whole batch.
         self.looks_at_each = True
 
-    def _reclassify(self, cache: Cache, count: int, id: int) -> None:
+    def _reclassify(self, count: int, id: int) -> None:
+        assert self._cache is not None
         with contextlib.suppress(WaitError):
-            cache.uncache_steps(count)
+            self._cache.uncache_steps(count)
         if self._uncache(count) and not self.quiet:
             self._warn(f"sample {id} was fetched or prepared")
         raise Reclassified
@@ -136,14 +146,12 @@ class TransformSplit:
                 return self._cached_steps - place
         return None
 
-    def follow(self, cache: Cache) -> bool:
-        """Do as the processes that share the cache have found. Returns whether that was new."""
-        if cache.uncached_steps <= self.uncached:
-            return False
-        new = self._uncache(cache.uncached_steps)
-        if new and os.getpid() == self._home and not self.quiet:
-            self._warn("one of the samples was fetched or prepared")
-        return True
+    def follow(self) -> None:
+        """Do as the processes that share the cache have found."""
+        if self._cache is not None and self._cache.uncached_steps > self.uncached:
+            new = self._uncache(self._cache.uncached_steps)
+            if new and os.getpid() == self._home and not self.quiet:
+                self._warn("one of the samples was fetched or prepared")
 
     def _uncache(self, count: int) -> bool:
         """Move the last `count` of the cached steps behind the cache. Returns whether this process finds that first."""

@@ -17,7 +17,7 @@ from stallfree.batches.reader import Reader
 from stallfree.batches.transform_split import is_prepared
 from stallfree.cache import Cache
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.datasets.dataset_probe import Sample, choose_form, example_of_both, look, look_again
+from stallfree.datasets.dataset_probe import FirstLook, Sample, choose_form, example_of_both, look, look_again
 from stallfree.datasets.private_names import private_name
 from stallfree.errors import InputError
 from stallfree.frames import short_traceback
@@ -134,62 +134,44 @@ class CachedDataset:
                 fingerprint(first.parts.deterministic)
             found, memory = default_store(size, [*unknown, *steps] if name is None else [])
         self._stores = stores_in(found)  # which live as long as their caches are used
-        self.form, self.decision = choose_form(
-            form,
-            first,
-            len(self.source),
-            room_of(found, memory),
-            scored=policy.scored,
-            on_disk=isinstance(found, (str, Path)) and str(found) != "memory",
-        )
+        on_disk = isinstance(found, (str, Path)) and str(found) != "memory"
+        count, room = len(self.source), room_of(found, memory)
+        self.form, self.decision = choose_form(form, first, count, room, scored=policy.scored, on_disk=on_disk)
         log.info("%s", self.decision)
-        parts, share = first.parts, {"fetched": 0.0, "prepared": 1.0}.get(str(self.form), self.form)
+        share = {"fetched": 0.0, "prepared": 1.0}.get(str(self.form), self.form)
         assert isinstance(share, float)
-        before, rest = (parts.deterministic, parts.random) if share else (Compose([]), self.steps)
-        self._epochs = SharedCounts(1 + len(self.source))
-        mixture = 0 < share < 1
-        with tolerant() as steps:
-            key = key_of(
-                **{"data set": data, "transforms": before},
-                form=repr(share) if mixture else "prepared" if len(before) else "fetched",
-                format=_FORMAT,
-            )
+        before = first.parts.deterministic if share else Compose([])
+        rest = first.parts.random if share else self.steps
+        self._epochs = SharedCounts(1 + count)
+        key, steps = _key_of(data, before, share)
         if name is None and (unknown := [*unknown, *steps]):
             key = name = private_name(found, unknown[0], persist=persist)
         name = name or f"{key[:20]}-{policy.name}-{memory}"
-        prepared = bool(is_prepared([first.id], share)[0])
-        samples = [Sample(first.id, first.record, first.prepared if prepared else first.record)]
-        example = samples[0].value
-        if not _folder(found, name, key).exists():
-            if mixture:
-                example = example_of_both(first)
-            else:
-                second, example = look_again(self.source, before, samples[0])
-                samples += [] if second is None else [second]
-        self.cache: Cache = open_cache(
-            found,
-            len(self.source),
-            capacity=memory,
-            fingerprint=key,
-            policy=policy,
-            name=name,
-            persist=persist,
-            example=example,
-        )
+        is_new = not ((user_root(str(found)) if on_disk else default_root()) / name).exists()
+        samples, example = self._first_samples(first, before, share, is_new)
+        options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist, "example": example}
+        self.cache: Cache = open_cache(found, count, capacity=memory, fingerprint=key, **options)
         try:
-            whole = self.steps if mixture else Compose([])
+            whole = self.steps if 0 < share < 1 else Compose([])
             parts_of = self.source, self.cache, before, rest
             self.reader = Reader(*parts_of, share=share or 1.0, whole=whole, steps=self.steps)
-            self._keep(samples)
+            for sample in samples:
+                self.cache.count_fetch(1, payload_bytes(sample.record))
+                self.reader.store([sample.id], [sample.value])
         except BaseException:
             self.cache.close()
             raise
 
-    def _keep(self, samples: Sequence[Sample]) -> None:
-        """Those that were read to learn about the data set."""
-        for sample in samples:
-            self.cache.count_fetch(1, payload_bytes(sample.record))
-            self.reader.store([sample.id], [sample.value])
+    def _first_samples(self, first: FirstLook, before: Compose, share: float, is_new: bool) -> tuple[list[Sample], Any]:
+        """The samples that were read to learn about the data set, and an example for the layout of a cache."""
+        prepared = bool(is_prepared([first.id], share)[0])
+        sample = Sample(first.id, first.record, first.prepared if prepared else first.record)
+        if not is_new:
+            return [sample], sample.value
+        if 0 < share < 1:
+            return [sample], example_of_both(first)
+        second, example = look_again(self.source, before, sample)
+        return [sample] if second is None else [sample, second], example
 
     def __len__(self) -> int:
         return len(self.source)
@@ -284,10 +266,12 @@ class CachedDataset:
         return f"CachedDataset({self.source!r}, {self.form}, cache={self.cache.name!r})"
 
 
-def _folder(store: Any, name: str, key: str) -> Path:
-    """Where the cache `name` lies on this node."""
-    on_disk = isinstance(store, (str, Path)) and str(store) != "memory"
-    return (user_root(store) if on_disk else default_root()) / name
+def _key_of(data: str, before: Compose, share: float) -> tuple[str, list[str]]:
+    """The fingerprint of what is cached, and the objects in the steps that have none."""
+    form = repr(share) if 0 < share < 1 else "prepared" if len(before) else "fetched"
+    with tolerant() as unknown:
+        key = key_of(**{"data set": data, "transforms": before}, form=form, format=_FORMAT)
+    return key, unknown
 
 
 def _check_form(form: Any) -> None:

@@ -194,7 +194,7 @@ class Sample:
 def look_again(source: Source, before: Compose, first: Sample) -> tuple[Sample | None, Any]:
     """Another sample, if there is one, and an example for the layout of a new cache.
 
-    One sample cannot tell whether all have its size, so the last one is read too, unless the first one's size is
+    One sample does not show whether all have its size, so the last one is read too, unless the first one's size is
     variable by its nature, as that of encoded pictures is.
     """
     id = len(source) - 1

@@ -10,7 +10,7 @@ from torch.utils.data import DistributedSampler
 
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.errors import InputError
-from stallfree.sampling.plans.local import local_shares
+from stallfree.sampling.plans.plan import local_shares
 from stallfree.sampling.ranks import find_ranks
 from stallfree.stores import servers_of
 from stallfree.units import parse_whole
@@ -63,12 +63,14 @@ class LocalSampler(DistributedSampler[Any]):
         super().__init__(sized, num_replicas=count, rank=number, shuffle=shuffle, seed=seed, drop_last=drop_last)
         servers = servers_of(cache)
         nodes = 1 if servers is None else servers.num_nodes
-        owner = servers.owner(np.arange(len(dataset))) if servers is not None and nodes > 1 else None
         if count % nodes:
             raise InputError(f"{count} ranks on {nodes} nodes: every node needs as many ranks as any other")
         self._per_node = count // nodes
-        self._owner = np.zeros(len(dataset), np.int16) if owner is None else owner
-        if servers is not None and nodes > 1 and number // self._per_node != servers.me:
+        self._owner = np.zeros(len(dataset), np.int16)
+        if servers is None or nodes == 1:
+            return
+        self._owner = servers.owner(np.arange(len(dataset)))
+        if number // self._per_node != servers.me:
             raise InputError(
                 f"rank {number} of {count} should be on node {number // self._per_node} of {nodes} and is on node "
                 f"{servers.me}: ranks have to be numbered node by node, as torchrun does"

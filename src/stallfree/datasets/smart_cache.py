@@ -146,6 +146,7 @@ class SmartCacheDataset:
         self.start()
 
     def _open_cache(self, fit: Fit, before: Compose, order: dict[str, Any], name: str | None) -> SampleCache:
+        job = job_name() or f"{os.getpid()}-{next(_made)}"  # the same in all ranks of one job on this host
         with tolerant() as unknown:
             key = key_of(
                 **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
@@ -156,7 +157,7 @@ class SmartCacheDataset:
             len(self.source),
             capacity=fit.capacity,
             fingerprint=key,
-            name=window_name(unknown, f"{key[:20]}-smart-{_job()}") if name is None else check_name(name),
+            name=window_name(unknown, f"{key[:20]}-smart-{job}") if name is None else check_name(name),
             example=fit.example,
         )
 
@@ -314,22 +315,16 @@ def _check(
 ) -> None:
     if (cache_num is None) == (capacity is None):
         raise InputError("give either cache_num (samples of the window) or capacity (bytes for them)")
-    if cache_num is not None and (isinstance(cache_num, bool) or not isinstance(cache_num, int) or cache_num < 1):
-        raise InputError(f"cache_num={cache_num!r}: give an int of 1 or more")
+    if cache_num is not None:
+        parse_whole(cache_num, "cache_num", 1)
     if isinstance(replace_rate, bool) or not isinstance(replace_rate, (int, float)) or not 0 <= replace_rate <= 1:
         raise InputError(f"replace_rate={replace_rate!r}: give a share of the window, 0 (nothing is replaced) to 1")
-    whole = isinstance(num_fill_workers, int) and not isinstance(num_fill_workers, bool)
-    if not whole or not 1 <= num_fill_workers <= FILLERS:
-        raise InputError(f"num_fill_workers={num_fill_workers!r}: give an int from 1 to {FILLERS}")
+    if parse_whole(num_fill_workers, "num_fill_workers", 1) > FILLERS:
+        raise InputError(f"num_fill_workers={num_fill_workers}: give {FILLERS} or less")
     if on_late not in ("partial", "wait"):
         raise InputError(f"on_late={on_late!r}: use 'partial' or 'wait'")
     if on_error not in ("raise", "skip"):
         raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
-
-
-def _job() -> str:
-    """The same text in all ranks of one job on this host, another in other jobs."""
-    return job_name() or f"{os.getpid()}-{next(_made)}"
 
 
 def _close(fillers: FillProcesses, window: Window) -> None:

@@ -42,7 +42,7 @@ class SharedCounts:
                 fd = os.dup(file.fileno())
         except OSError as error:
             raise StorageError(
-                f"no memory is left in {root} for {size} bytes that count epochs ({error}): a larger /dev/shm helps"
+                f"no memory is left in {root} for {size} bytes of shared counts ({error}): a larger /dev/shm helps"
             ) from error
         self._map(fd, length)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from stallfree.sampling.plans.benefit import benefit
 from stallfree.sampling.plans.probabilities import generator
 from stallfree.sampling.plans.serving import Serving
 from stallfree.stats import ImportanceStats
-from stallfree.stores import RedisCache, servers_of
+from stallfree.stores import servers_of
 
 _FIRST_REGION = 0.1
 """Share of the cache for L-samples before there are requests to go by (Chen et al., iCACHE, HPCA 2023, section IV)."""
@@ -88,8 +89,9 @@ class ImportanceSource(EpochSource):
         assert sampler.seed is not None  # drawn with the plan
         rng = generator(sampler.seed, active.draw.plan.epoch, 3)
         servers = servers_of(sampler.cache)
-        residents = sampler.cache if servers is None else _Known(servers)
-        self._serving = Serving(active.batches, low, residents, sampler.on_miss, rng, packager, active.elsewhere)
+        # What this node believes to be stored in servers, without a request.
+        residents: Any = sampler.cache if servers is None else SimpleNamespace(resident=servers.known)
+        self._serving = Serving(active.batches, low, residents, sampler.on_miss, rng, packager, active.excluded)
         return self._serving
 
     def _start_packager(self, sampler: ImportanceSampler) -> Packager | None:
@@ -152,18 +154,11 @@ class ImportanceSource(EpochSource):
             self._packager = None
 
 
-class _Known:
-    """What this node believes to be stored in servers, as `sampling.plans.serving.Residents`. Sends no request."""
-
-    def __init__(self, servers: RedisCache) -> None:
-        self.resident = servers.known
-
-
 def _check(setup: SourceSetup) -> None:
     """Raise `InputError` where the sampler cannot be served."""
     sampler: ImportanceSampler = setup.sampler
     cache: Cache | None = setup.reader.cache
-    if setup.reader.share < 1:
+    if setup.reader.split.share < 1:
         raise InputError("an ImportanceSampler wants samples of one form: give form='fetched' or 'prepared'")
     if sampler.num_samples != setup.samples:
         raise InputError(

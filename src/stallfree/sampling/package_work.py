@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -130,16 +130,6 @@ class Inbox:
         self._stop.wait(seconds)
 
 
-class Work(Protocol):
-    """What a process does each time it is woken."""
-
-    def work(self, inbox: Inbox) -> float:
-        """Do what there is to do; the seconds spent on finding that out."""
-
-    def close(self) -> None:
-        """Nothing more is to be done."""
-
-
 class PackWork:
     """Packs samples that are neither resident nor in a package: missed ones first, then others that are to come.
 
@@ -165,7 +155,10 @@ class PackWork:
         self._refused = False
 
     def work(self, inbox: Inbox) -> float:
-        """Write packages while there is enough for one, and room. At the end of an epoch, let go of the rest."""
+        """Write packages while there is enough for one, and room. At the end of an epoch, let go of the rest.
+
+        Returns the seconds spent on finding out what there is to do.
+        """
         self._looked, self._seconds = False, 0.0
         with self._looking():
             self._packages.refresh()
@@ -246,7 +239,7 @@ class PackWork:
                 continue
             reads, size = reads + 1, size + payload_bytes(record[0])
             try:
-                with self._reader.watch() as watch:
+                with self._reader.split.watch() as watch:
                     value = self._reader.deterministic(private(record[0]))  # the source may keep what it gave
                     if watch.moved() or not self._reader.current:
                         continue  # a step that is random after all is found when the loader asks for the sample
@@ -288,7 +281,10 @@ class ReadWork:
         self._refused: tuple[int, int] | None = None  # in which epoch, and how many may be pending for another try
 
     def work(self, inbox: Inbox) -> float:
-        """Read the packages that bring most, until the region is full, or there is news after one of them."""
+        """Read the packages that bring most, until the region is full, or there is news after one of them.
+
+        Returns the seconds spent on finding out what there is to do.
+        """
         epoch, region = (int(self._fields[field]) for field in (Field.EPOCH, Field.REGION))
         if region < 1:
             return 0.0
@@ -346,16 +342,13 @@ class ReadWork:
         """There is nothing to close."""
 
 
-WORK: dict[int, type[PackWork] | type[ReadWork]] = {PACK: PackWork, READ: ReadWork}
-
-
 def work_main(parent: Parent, row: int, setup: WorkSetup) -> None:
     """Work until this process shall end."""
     inbox = Inbox()
     parent.listen(inbox.take)
     parent.report()
     torch.set_num_threads(1)
-    work: Work = WORK[row](setup)
+    work = PackWork(setup) if row == PACK else ReadWork(setup)
     while inbox.wait():
         looked = 0.0
         with contextlib.suppress(StallfreeError):  # the lock of writers was not free in time

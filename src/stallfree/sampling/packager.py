@@ -32,7 +32,6 @@ LIVES = 4
 """Times that a process is started, at most."""
 
 _STOP_SECONDS = 5.0
-_NAMES = {PACK: "pack", READ: "read"}
 
 
 class Packager:
@@ -175,7 +174,7 @@ class _Process:
             self._starting.start()
 
     def _launch(self) -> None:
-        name = f"stallfree-{_NAMES[self._row]}"
+        name = "stallfree-pack" if self._row == PACK else "stallfree-read"
         try:
             child = Child(work_main, self._row, self._setup, context=self._context, name=name)
         except Exception as error:

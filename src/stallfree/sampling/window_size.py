@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from stallfree.cache.memory.layout import Meta, plan_layout
 from stallfree.cache.memory.limits import free_memory
@@ -24,13 +24,6 @@ log = logging.getLogger("stallfree")
 _MEASURED = 8
 _MARGIN = 1.5
 _SPARE = 0.9
-
-
-class Sizes(Protocol):
-    """Gives samples as the cache is to hold them."""
-
-    def more(self, count: int) -> list[Any]:
-        """`count` of them or fewer; at least one."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +45,11 @@ class Fit:
 class _Measured:
     example: Any
     structure: Structure
-    typical: int
     mean: float
     largest: int
 
 
-def fit_count(sizes: Sizes, total: int, size: int, replace: int) -> Fit:
+def fit_count(sizes: FirstSamples, total: int, size: int, replace: int) -> Fit:
     """Memory for `size` samples and `replace` more. Raises `CapacityError` when they do not fit into free memory."""
     found = _measure(sizes)
     count, free = size + replace, free_memory()
@@ -73,7 +65,7 @@ def fit_count(sizes: Sizes, total: int, size: int, replace: int) -> Fit:
     return Fit(size, min(generous, int(free * _SPARE)), found.example)
 
 
-def fit_budget(sizes: Sizes, total: int, capacity: int, rate: float, available: int) -> Fit:
+def fit_budget(sizes: FirstSamples, total: int, capacity: int, rate: float, available: int) -> Fit:
     """As many samples of the `available` as fit into `capacity` bytes with their replacements."""
     found = _measure(sizes)
     meta = _layout(total, capacity, found)
@@ -91,32 +83,23 @@ def fit_budget(sizes: Sizes, total: int, capacity: int, rate: float, available: 
     return Fit(size, capacity, found.example)
 
 
-def _measure(sizes: Sizes) -> _Measured:
+def _measure(sizes: FirstSamples) -> _Measured:
     """What the first samples are like. One is enough if its size is fixed and the second one's is the same."""
     values = sizes.more(2)
     forms = [encode(value, allow_pickle=True) for value in values]
     first = forms[0][0]
     if first.fixed and all(structure is first for structure, _ in forms):
         size = record_size(*forms[0])
-        return _Measured(values[0], first, size, size, size)
+        return _Measured(values[0], first, size, size)
     values = sizes.more(_MEASURED)
     bytes_of = [record_size(*encode(value, allow_pickle=True)) for value in values]
     example = bytes(max(bytes_of))
-    mean = sum(bytes_of) / len(bytes_of)
-    return _Measured(example, encode(example)[0], max(bytes_of), mean, max(bytes_of))
+    return _Measured(example, encode(example)[0], sum(bytes_of) / len(bytes_of), max(bytes_of))
 
 
 def _layout(total: int, capacity: int, found: _Measured) -> Meta:
-    return plan_layout(
-        total,
-        capacity,
-        fingerprint="",
-        policy="minio",
-        scored=False,
-        on_disk=False,
-        structure=found.structure,
-        typical=found.typical,
-    )
+    record: dict[str, Any] = {"structure": found.structure, "typical": found.largest}
+    return plan_layout(total, capacity, fingerprint="", policy="minio", scored=False, on_disk=False, **record)
 
 
 def _capacity(total: int, count: int, found: _Measured, size: float) -> int:

@@ -27,6 +27,7 @@ from stallfree.ipc.locks import FileLock
 from stallfree.ipc.shared_counts import SharedCounts
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.sampling.epoch_source import Ids
+from stallfree.sampling.plans.states import check_state
 from stallfree.sampling.plans.window import WindowPlan
 from stallfree.sampling.window_size import FirstSamples
 from stallfree.sources.throttle import payload_bytes
@@ -79,16 +80,12 @@ class WindowState:
         file = folder / "window"
         length = 8 * _HEADER + 8 * total + 4 * positions
         if not file.exists():
-            _make(file, length, [size, replace, total, positions], seed)
-        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            found = os.fstat(fd).st_size
-            self._map = mmap.mmap(fd, found)
-        finally:
-            os.close(fd)
+            _make(file, [size, replace, total, positions], seed)
+        with open(file, "r+b") as opened:
+            self._map = mmap.mmap(opened.fileno(), 0)
         self.header = np.frombuffer(self._map, np.int64, _HEADER)
         there = self.header[:4].tolist()
-        if there != [size, replace, total, positions] or found != length:
+        if there != [size, replace, total, positions] or len(self._map) != length:
             raise FingerprintError(
                 f"the Smart Cache in {folder} has a window of {there[0]} of {there[2]} samples, {there[1]} replaced "
                 f"per epoch; yours is {size} of {total}, {replace} replaced: give the same arguments, or another name"
@@ -395,12 +392,7 @@ class Window:
 
         Raises `InputError` for the state of another window.
         """
-        version = state.get("version") if isinstance(state, dict) else None
-        if version != _VERSION:
-            raise InputError(
-                f"the state has version {version!r}, expected {_VERSION}: give what state_dict() of this release "
-                "returned"
-            )
+        check_state(state, _VERSION)
         plan, shared = self.plan, self.state
         seed = int(state["window"][3]) if self._seed is None else self._seed
         mine = [plan.total, plan.size, plan.replace, seed]
@@ -429,7 +421,7 @@ class Window:
         self.state.close()
 
 
-def _make(file: Path, length: int, numbers: list[int], seed: int) -> None:
+def _make(file: Path, numbers: list[int], seed: int) -> None:
     """Make the file whole under another name and link it; whoever comes second takes the first one's."""
     draft = file.with_name(f"window-{os.getpid()}-{secrets.token_hex(4)}")
     header = np.zeros(_HEADER, np.int64)
@@ -443,7 +435,6 @@ def _make(file: Path, length: int, numbers: list[int], seed: int) -> None:
             out.write(header.tobytes())
             out.write(bytes(8 * total))
             out.write(np.full(positions, _NEVER, np.int32).tobytes())
-        assert draft.stat().st_size == length
         with contextlib.suppress(FileExistsError):
             os.link(draft, file)
     finally:

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.sampling.plans.losses import pack, unpack
 from stallfree.sampling.plans.plan import Plan
 from stallfree.sampling.plans.retention import Retention
 from stallfree.sampling.plans.sampling_plans import Draw
+from stallfree.sampling.plans.states import pack, pack_mask, unpack, unpack_mask
 
 Array = npt.NDArray[Any]
 
@@ -63,21 +63,18 @@ class Marks:
         """All of it, fit for JSON."""
         plans = (self._epoch, self._planned, self._before), self._newest
         return {
-            "served": pack(np.packbits(self.served)),
+            "served": pack_mask(self.served),
             "ended": bool(self.ended.all()),
-            "plans": [[epoch, pack(np.packbits(planned)), pack(before)] for epoch, planned, before in plans],
+            "plans": [[epoch, pack_mask(planned), pack(before)] for epoch, planned, before in plans],
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Be as when `state` was taken."""
-
-        def mask(text: str) -> Array:
-            return np.unpackbits(unpack(text, np.uint8), count=len(self.served)).astype(bool)
-
-        self.served[:], self.ended[:] = mask(state["served"]), state["ended"]
-        begun, newest = [(epoch, mask(planned), unpack(before, np.int32)) for epoch, planned, before in state["plans"]]
-        self._epoch, self._planned, self._before = begun
-        self._newest = newest
+        count = len(self.served)
+        self.served[:], self.ended[:] = unpack_mask(state["served"], count), state["ended"]
+        (self._epoch, self._planned, self._before), self._newest = (
+            (epoch, unpack_mask(planned, count), unpack(before, np.int32)) for epoch, planned, before in state["plans"]
+        )
 
 
 class ActiveEpoch:
@@ -94,7 +91,7 @@ class ActiveEpoch:
 
     Attributes:
         draw, batches: as given.
-        elsewhere: the ids that only other ranks may serve: those of their batches, and their part of the ids that are
+        excluded: the ids that only other ranks may serve: those of their batches, and their part of the ids that are
             in no batch.
     """
 
@@ -116,7 +113,7 @@ class ActiveEpoch:
         others[draw.plan.ids] = True
         for ids in batches:
             others[ids] = False
-        self.elsewhere = np.flatnonzero(others)
+        self.excluded = np.flatnonzero(others)
 
     def served(self, ids: Array) -> torch.Tensor:
         """`ids` were delivered. Returns the weights of this batch: float32, normalized as asked for."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from stallfree.errors import InputError
+from stallfree.units import parse_whole
 
 
 def benefit(step_seconds: float, hit_seconds: float, miss_seconds: float, *, workers: int, batch_size: int) -> float:
@@ -26,9 +27,7 @@ def benefit(step_seconds: float, hit_seconds: float, miss_seconds: float, *, wor
 
     Raises `InputError` for a time that is negative or not finite, and when step and hits take no time at all.
     """
-    for name, count, low in (("workers", workers, 0), ("batch_size", batch_size, 1)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < low:
-            raise InputError(f"{name}={count!r}: give a whole number, {low} or more")
+    parse_whole(workers, "workers", 0), parse_whole(batch_size, "batch_size", 1)
     for name, value in (("step", step_seconds), ("hit", hit_seconds), ("miss", miss_seconds)):
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
             raise InputError(f"{name}_seconds={value!r}: give a time in seconds, 0 or more")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,15 @@ from stallfree.errors import InputError
 from stallfree.frames import short_traceback
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.sampling.plans.active_epoch import ActiveEpoch, Marks
-from stallfree.sampling.plans.losses import Losses, pack, unpack
+from stallfree.sampling.plans.losses import Losses
 from stallfree.sampling.plans.plan import Plan
 from stallfree.sampling.plans.probabilities import check_cache, check_share
 from stallfree.sampling.plans.reduce import agree, of_first_rank, ranks_of_job, resident_to_all, steps_of
 from stallfree.sampling.plans.retention import Retention
 from stallfree.sampling.plans.sampling_plans import PLANS, Draw, Known, Rule, draw_plan, last_eighth
-from stallfree.sampling.plans.serving import ON_MISS
+from stallfree.sampling.plans.serving import ON_MISS, Residents
+from stallfree.sampling.plans.states import check_state, pack, unpack
+from stallfree.sampling.ranks import deal, share
 from stallfree.units import parse_size, parse_whole
 
 Array = npt.NDArray[Any]
@@ -38,13 +40,6 @@ _LOWEST = 0.4
 
 _LEAN = 0.8
 """How much the probability of a missing sample depends on the rank of its loss; see docs/design.md, "Importance"."""
-
-
-class Residency(Protocol):
-    """What a plan wants to know of a cache."""
-
-    def resident(self, ids: Any) -> Array:
-        """Which of `ids` are in it, as an array of bool."""
 
 
 class ImportanceSampler:
@@ -129,7 +124,7 @@ class ImportanceSampler:
         num_samples: int,
         *,
         plan: str = "unbiased",
-        cache: Residency | None = None,
+        cache: Residents | None = None,
         seed: int | None = None,
         target_io: float = 0.25,
         p_min: float | None = None,
@@ -205,7 +200,7 @@ class ImportanceSampler:
                 self.losses.collect()
                 draw = draw_plan(self.rule, self._known(), self._seed_of_all(), epoch)
             self._take(draw)
-            self._marks.apply(self._drawn)  # what was told since the snapshot
+            self._marks.apply(self._drawn)  # what was received since the snapshot
             self._marks.plan(draw.plan, self._drawn)
         return draw
 
@@ -215,7 +210,7 @@ class ImportanceSampler:
         return self.seed
 
     def _known(self) -> Known:
-        """What has been told up to now, by all ranks."""
+        """What has been received up to now, by all ranks."""
         agree(self.losses, self._marks.served, self._marks.ended)  # so no rank is in the epoch before any more
         there = resident_to_all(self.cache, self.num_samples)
         self._marks.apply(self._drawn)
@@ -228,7 +223,7 @@ class ImportanceSampler:
             self.losses.pause_at = self.losses.taken + math.ceil(_NEARLY * len(draw.plan.ids))
 
     def _draw_ahead(self) -> None:
-        """Draw the next plan in a thread, from what has been told up to now."""
+        """Draw the next plan in a thread, from what has been received up to now."""
         assert self._draw is not None
         epoch, known = self._draw.plan.epoch + 1, self._known()
         thread = ThreadPoolExecutor(1, thread_name_prefix="stallfree-plan")
@@ -239,7 +234,7 @@ class ImportanceSampler:
 
     @short_traceback
     def update(self, ids: Any, losses: Any) -> None:
-        """Tell the losses of samples that were served: `Batch.ids`, and one loss for each.
+        """Hand in the losses of samples that were served: `Batch.ids`, and one loss for each.
 
         Both may be tensors on any device; nothing waits for the device. A loss that is NaN or infinite is left
         out, with one warning: the sample keeps the loss that it had. Raises `InputError` if
@@ -254,17 +249,17 @@ class ImportanceSampler:
     # -- an epoch that is served --------------------------------------------------------------------------------------
 
     def begin(self, epoch: int, batch_size: int, *, drop_last: bool = False) -> ActiveEpoch:
-        """An epoch that is about to be served, for which the cache is told what it is to keep.
+        """An epoch that is about to be served. Sets the scores of what the cache is to keep.
 
         For a loader that serves the plan itself, as stallfree's does.
         """
         draw = self._drawn_for(parse_whole(epoch, "epoch", 0))
         self._next, self._iterated = epoch, True
-        rank, steps = ranks_of_job().rank, self._steps(epoch, batch_size, drop_last)
+        batches = self.batches(epoch, batch_size, drop_last=drop_last)
         if self._retention is not None:
             self._retention.begin(draw, self.losses.last, self.benefit, self._seed_of_all())
         self._marks.begin()
-        return self._begun(draw, [step[rank] for step in steps])
+        return self._begun(draw, batches)
 
     def resume(self, rest: list[Array]) -> ActiveEpoch:
         """The epoch that `load_state_dict` brought, of which the batches `rest` are left.
@@ -295,22 +290,22 @@ class ImportanceSampler:
             self._retention.close()
 
     def expected_samples(self, epochs: int, *, start: int = 0) -> int:
-        """About how many samples the epochs from `start` to `epochs` - 1 serve, as far as that can be told beforehand.
+        """About how many samples the epochs from `start` to `epochs` - 1 serve, as far as is known beforehand.
 
         For a schedule that goes by samples seen (`BySamples`). A cache that is not full yet is taken to hold what fits,
-        if samples are as large as those that are in it: so ask again when it is full, and tell the schedule.
+        if samples are as large as those that are in it: so ask again when it is full, for the schedule.
         "icache" and "infobatch" depend on the losses; for them it is the share that evenly spread losses give. Those of
         all ranks together.
         """
         epochs, start = parse_whole(epochs, "epochs", 0), parse_whole(start, "start", 0)
         held, rule = self._held(), self.rule
-        share = {
+        part = {
             "unbiased": held + (1 - held) * rule.target_io,
             "icache": 1 / (1 + rule.beta),
             "infobatch": 1 - rule.prune / 2,
         }.get(rule.plan, 1.0)
         full = sum(rule.full(epoch) for epoch in range(start, epochs))
-        return round(self.num_samples * (full + (max(0, epochs - start) - full) * share))
+        return round(self.num_samples * (full + (max(0, epochs - start) - full) * part))
 
     def _held(self) -> float:
         """The share of the samples that the cache holds, or will hold when it is full."""
@@ -334,13 +329,8 @@ class ImportanceSampler:
         With several ranks all have the same number of batches, whose sizes differ by one at most; with `drop_last` all
         batches are full.
         """
-        rank = ranks_of_job().rank
-        return [step[rank] for step in self._steps(epoch, batch_size, drop_last)]
-
-    def _steps(self, epoch: int, batch_size: int, drop_last: bool) -> list[list[Array]]:
-        """The batches of all ranks, for each step of an epoch."""
-        batch_size = parse_whole(batch_size, "batch_size", 1)
-        return steps_of(self.plan(epoch).ids, ranks_of_job().count, batch_size, drop_last)
+        ranks, size = ranks_of_job(), parse_whole(batch_size, "batch_size", 1)
+        return [step[ranks.rank] for step in steps_of(self.plan(epoch).ids, ranks.count, size, drop_last)]
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch. Without it, each iteration is another one, counted from 0."""
@@ -357,21 +347,19 @@ class ImportanceSampler:
     def __iter__(self) -> Iterator[int]:
         self._next = self.next_epoch
         self._iterated = True
-        plan, ranks = self.plan(self._next), ranks_of_job()
-        steps = -(-len(plan.ids) // ranks.count)
-        mine = np.resize(plan.ids, steps * ranks.count) if len(plan.ids) else plan.ids
-        return iter(mine[ranks.rank :: ranks.count].tolist())
+        ranks = ranks_of_job()
+        return iter(deal(self.plan(self._next).ids, ranks.rank, ranks.count, drop_last=False).tolist())
 
     def __len__(self) -> int:
         """How many ids this iteration gives, before the first the next one; its plan is drawn for that."""
-        return -(-len(self.plan(self._next).ids) // ranks_of_job().count)
+        return share(len(self.plan(self._next).ids), ranks_of_job().count, drop_last=False)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What the next plans depend on, and the plan that is kept; fit for JSON.
 
-        Take it on each rank: the losses that it has not told the others yet are in its own state.
+        Take it on each rank: the losses that it has not sent to the others yet are in its own state.
         """
         begun = self._begun_draw
         return {
@@ -389,15 +377,8 @@ class ImportanceSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as where `state_dict` was taken. Raises `InputError` for a state of another sampler or release."""
-        version = state.get("version") if isinstance(state, dict) else None
-        if version != _STATE_VERSION:
-            raise InputError(
-                f"the state has version {version!r}, expected {_STATE_VERSION}: give what state_dict() of this "
-                "release returned"
-            )
-        missing = {"plan", "seed", "next", "iterated", "drawn", "marks", "losses", "draw", "begun"} - state.keys()
-        if missing:
-            raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
+        names = ("plan", "seed", "next", "iterated", "drawn", "marks", "losses", "draw", "begun")
+        check_state(state, _STATE_VERSION, *names)
         for name, mine in (("plan", self.rule.plan), ("seed", self._given)):
             if mine is not None and state[name] != mine:
                 raise InputError(

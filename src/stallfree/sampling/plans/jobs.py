@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterator
 from numbers import Real
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,9 +50,9 @@ class Jobs:
     it publishes. Several jobs may be in one process.
 
     Memory: a file of 4 bytes per id for each job, in the folder of the cache (shared memory, unless the cache is on a
-    disk) and beyond its capacity; twice that while it is written anew; and 4 bytes per id in the process. When the file
-    system is full, or all 255 places are taken, there is one warning, and the job uses its own importance alone until
-    it can publish again.
+    disk) and beyond its capacity; twice that while it is written anew. In the process 4 bytes per id, and for each job
+    while they are added up. When the file system is full, or all 255 places are taken, there is one warning, and the
+    job uses its own importance alone until it can publish again.
 
     Args:
         folder: of the cache (`SampleCache.path`). The files lie in `importance` below it, and go with it.
@@ -95,42 +95,29 @@ class Jobs:
         there is none. Zeros if nobody has published.
         """
         self._check_open()
-        total = np.zeros(self.num_ids)
+        found = None
         if not self._apart:
             try:
-                with contextlib.ExitStack() as files:
-                    found = self._open_all(files)
-                    return self._sum(found, total), len(found)
+                found = [job for data in self._place.read_living() if (job := self._parsed(data)) is not None]
             except OSError as error:
                 self._warn(error)
-                total[:] = 0
-        if self._own is None:
-            return total, 0
-        values, benefit = self._own
-        return np.multiply(values, benefit, dtype=np.float64), 1
-
-    def _open_all(self, files: contextlib.ExitStack) -> list[tuple[BinaryIO, float]]:
-        """What the jobs that live have published, and their benefits. What is not whole is left out."""
-        found = []
-        for file in self._place.open_living():
-            files.enter_context(file)
-            header = file.read(_HEADER.size)
-            if len(header) < _HEADER.size or os.fstat(file.fileno()).st_size != _HEADER.size + 4 * self.num_ids:
-                continue
-            magic, num_ids, benefit = _HEADER.unpack(header)
-            if magic == _MAGIC and num_ids == self.num_ids and 0 <= benefit < math.inf:
-                found.append((file, benefit))
-        return found
-
-    def _sum(self, found: list[tuple[BinaryIO, float]], total: Array) -> Array:
+        if found is None:
+            found = [] if self._own is None else [self._own]
         enough = any(benefit >= THRESHOLD for _, benefit in found)
-        values = np.empty(self.num_ids, "<f4")
-        for file, benefit in found:
+        total = np.zeros(self.num_ids)
+        for values, benefit in found:
             if benefit >= THRESHOLD or not enough:
-                if file.readinto(values.data.cast("B")) != values.nbytes:  # type: ignore[attr-defined]
-                    raise OSError(f"{file.name} could not be read to its end")
                 total += np.multiply(values, benefit, dtype=np.float64)
-        return total
+        return total, len(found)
+
+    def _parsed(self, data: bytes) -> tuple[Array, float] | None:
+        """What a job has published, and its benefit; None if that is not whole."""
+        if len(data) != _HEADER.size + 4 * self.num_ids:
+            return None
+        magic, num_ids, benefit = _HEADER.unpack_from(data)
+        if magic != _MAGIC or num_ids != self.num_ids or not 0 <= benefit < math.inf:
+            return None
+        return np.frombuffer(data, "<f4", offset=_HEADER.size), benefit
 
     def _checked(self, importance: Any) -> Array:
         try:
@@ -152,7 +139,7 @@ class Jobs:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"the jobs of this cache cannot tell one another how important samples are ({error}): this one goes by "
+                f"the jobs of this cache cannot exchange how important samples are ({error}): this one goes by "
                 "its own losses alone for now. A larger /dev/shm helps if it is full",
                 RuntimeWarning,
                 stacklevel=3,
@@ -186,10 +173,10 @@ class _Place:
             self._remove_own()
             raise
 
-    def open_living(self) -> list[BinaryIO]:
+    def read_living(self) -> list[bytes]:
         """The files of the jobs that live. Those of the others are removed."""
-        found: list[BinaryIO] = []
-        with contextlib.ExitStack() as undo, self._held() as lock:
+        found: list[bytes] = []
+        with self._held() as lock:
             for name in sorted(os.listdir(self._folder)):
                 match = _FILE.fullmatch(name)
                 if match is None:
@@ -200,8 +187,7 @@ class _Place:
                     lock.release(number)
                 elif match[1] == "job":
                     with contextlib.suppress(FileNotFoundError):  # it is just leaving
-                        found.append(undo.enter_context(open(self._folder / name, "rb", buffering=0)))
-            undo.pop_all()
+                        found.append((self._folder / name).read_bytes())
         return found
 
     @contextlib.contextmanager

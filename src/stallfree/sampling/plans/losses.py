@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import warnings
-import zlib
 from collections import deque
 from typing import Any
 
@@ -16,6 +14,7 @@ from stallfree.errors import InputError
 from stallfree.frames import users_level
 from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.plans.probabilities import ranks
+from stallfree.sampling.plans.states import pack, pack_mask, unpack, unpack_mask
 
 Array = npt.NDArray[Any]
 
@@ -30,7 +29,7 @@ class Losses:
 
     Attributes:
         last: float32 per id; infinite where there is none yet.
-        fresh: bool per id: who had a loss that other ranks have not been told.
+        fresh: bool per id: samples with a loss that other ranks have not received.
         taken: losses taken in so far.
         pause_at: no more losses of later steps are taken in once `taken` has reached it; None: never pause.
     """
@@ -123,11 +122,11 @@ class Losses:
         pause, self.pause_at = self.pause_at, None
         self.collect()
         self.pause_at = pause
-        return {"last": pack(self.last), "fresh": pack(np.packbits(self.fresh)), "relative": self._relative}
+        return {"last": pack(self.last), "fresh": pack_mask(self.fresh), "relative": self._relative}
 
     def load(self, state: dict[str, Any]) -> None:
         """Be as when `state` was taken. Raises `InputError` for one of other samples."""
-        last, fresh = unpack(state["last"], np.float32), unpack(state["fresh"], np.uint8)
+        last = unpack(state["last"], np.float32)
         if len(last) != self.count or state["relative"] != self._relative:
             theirs, mine = ("shade" if relative else "loss" for relative in (state["relative"], self._relative))
             raise InputError(
@@ -136,7 +135,7 @@ class Losses:
             )
         self._under_way.clear()
         self.last[:] = last
-        self.fresh[:] = np.unpackbits(fresh, count=self.count)
+        self.fresh[:] = unpack_mask(state["fresh"], self.count)
         self.pause_at = None
 
 
@@ -163,17 +162,3 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def pack(array: Array) -> str:
-    """An array as a text fit for JSON."""
-    return base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()
-
-
-def unpack(text: str, dtype: Any) -> Array:
-    """The array in `text`. Raises `InputError` for what `pack` did not make."""
-    try:
-        found: Array = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
-        return found
-    except (ValueError, TypeError, zlib.error) as error:
-        raise InputError(f"the state is damaged ({error}): give what state_dict() returned") from error

@@ -1,11 +1,16 @@
-"""The plan of an epoch as a pure function of (seed, epoch)."""
+"""The plan of an epoch as a pure function of (seed, epoch), and its shares for ranks that prefer their own node."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from stallfree.sampling.ranks import share
+
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -32,3 +37,39 @@ def make_plan(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> Plan
         return Plan(np.arange(num_samples, dtype=np.int64), None, epoch)
     sequence = np.random.SeedSequence([seed & (2**64 - 1), epoch])
     return Plan(np.random.Generator(np.random.PCG64(sequence)).permutation(num_samples), None, epoch)
+
+
+def local_shares(
+    owner: Array, nodes: int, ranks_per_node: int, *, shuffle: bool, seed: int, epoch: int, drop_last: bool
+) -> Array:
+    """The ids of each rank, int64 of shape (ranks, ids per rank): every sample once, in the order of the epoch's plan.
+
+    A node's ranks get the samples that the node owns, as far as all ranks get equally many; what one node has too many
+    of goes to those that have too few, the last ones of the plan first. If the number of samples is no multiple of the
+    number of ranks, the first samples of the plan come twice, as with torch's `DistributedSampler`, or with `drop_last`
+    the last ones not at all.
+
+    Any process computes the same from the same arguments; nobody is asked what is resident.
+
+    Args:
+        owner: node of each id, from 0.
+        nodes: how many there are.
+        ranks_per_node: how many ranks, the same for all. Rank r is on node r // `ranks_per_node`.
+        shuffle: whether (seed, epoch) decides the order; else ids rise.
+        seed, epoch: of the plan.
+        drop_last: see above.
+    """
+    ranks = nodes * ranks_per_node
+    ids = make_plan(len(owner), shuffle=shuffle, seed=seed, epoch=epoch).ids
+    each = share(len(ids), ranks, drop_last=drop_last)
+    ids = np.resize(ids, each * ranks)
+    node = owner[ids].astype(np.int64)
+    quota = each * ranks_per_node
+    order = np.argsort(node, kind="stable")
+    counts = np.bincount(node, minlength=nodes)
+    within = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+    surplus = np.sort(order[within >= quota])
+    node[surplus] = np.repeat(np.arange(nodes), np.maximum(0, quota - counts))
+    order = np.argsort(node, kind="stable")
+    shares = ids[order].reshape(nodes, each, ranks_per_node)
+    return shares.transpose(0, 2, 1).reshape(ranks, each)  # type: ignore[no-any-return]

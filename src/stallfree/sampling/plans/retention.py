@@ -29,9 +29,6 @@ FRESH = 1e9
 class ScoredCache(Protocol):
     """A cache whose records of lowest score go first."""
 
-    def resident(self, ids: Any) -> Array:
-        """Which of `ids` are in it, as an array of bool."""
-
     def set_scores(self, ids: Any, scores: Any) -> None:
         """How much each of `ids` is worth."""
 
@@ -53,7 +50,7 @@ class _Scores:
             self._late = [(ids, scores)]
 
 
-class Rotating:
+class Rotating(_Scores):
     """What the epoch fetches comes in, and in its place goes any record that was served already.
 
     So the residents change slowly, at no cost beside what the plan fetches anyway; none is lost before its turn, and
@@ -64,8 +61,8 @@ class Rotating:
     """
 
     def __init__(self, cache: ScoredCache) -> None:
+        super().__init__(cache)
         self.seed = 0
-        self._scores = _Scores(cache)
         self._resident: Array | None = None  # when the epoch began
         self._luck = np.empty(0)
 
@@ -75,7 +72,7 @@ class Rotating:
         self._resident = draw.resident
         self._luck = generator(self.seed, draw.plan.epoch, 2).random(count)
         if first:
-            self._scores.set(np.arange(count), np.where(draw.resident, FRESH, 1.0))
+            self.set(np.arange(count), np.where(draw.resident, FRESH, 1.0))
 
     def served(self, ids: Array) -> None:
         """These may go now, if they were resident when the epoch began."""
@@ -83,14 +80,14 @@ class Rotating:
             return
         old = ids[self._resident[ids]]
         if len(old):
-            self._scores.set(old, self._luck[old])
+            self.set(old, self._luck[old])
 
 
-class Ranked:
+class Ranked(_Scores):
     """The most important samples stay; those in the plan stay until served, so that none is fetched for nothing."""
 
     def __init__(self, cache: ScoredCache) -> None:
-        self._scores = _Scores(cache)
+        super().__init__(cache)
         self._importance = np.empty(0)
         self._low: Array | None = None
         self._waiting = np.empty(0, bool)
@@ -104,7 +101,7 @@ class Ranked:
         self._waiting[draw.plan.ids] = True
         self._waiting &= draw.resident
         if first:
-            self._scores.set(np.arange(count), np.where(self._waiting, FRESH, importance))
+            self.set(np.arange(count), np.where(self._waiting, FRESH, importance))
 
     def served(self, ids: Array) -> None:
         """These may go now, L-samples too that came in since."""
@@ -112,7 +109,7 @@ class Ranked:
             return
         done = ids[self._waiting[ids] | self._low[ids]]
         if len(done):
-            self._scores.set(done, self._importance[done])
+            self.set(done, self._importance[done])
 
 
 class Retention:

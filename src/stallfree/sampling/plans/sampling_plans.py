@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.sampling.plans.losses import pack, unpack
 from stallfree.sampling.plans.plan import Plan
 from stallfree.sampling.plans.probabilities import (
     draw,
@@ -20,6 +19,7 @@ from stallfree.sampling.plans.probabilities import (
     shares,
     some_known,
 )
+from stallfree.sampling.plans.states import pack, pack_mask, unpack, unpack_mask
 from stallfree.units import parse_whole
 
 Array = npt.NDArray[Any]
@@ -137,18 +137,15 @@ class Draw:
     def state(self) -> dict[str, Any]:
         """The draw, fit for JSON."""
         weights = None if self.plan.weights is None else pack(self.plan.weights)
-        bits = {"low": pack(np.packbits(self.low)), "resident": pack(np.packbits(self.resident))}
-        return {"epoch": self.plan.epoch, "ids": pack(self.plan.ids), "weights": weights, **bits}
+        masks = {"low": pack_mask(self.low), "resident": pack_mask(self.resident)}
+        return {"epoch": self.plan.epoch, "ids": pack(self.plan.ids), "weights": weights, **masks}
 
     @staticmethod
     def load(state: dict[str, Any], count: int) -> Draw:
         """The draw of that state, for `count` samples."""
         weights = None if state["weights"] is None else unpack(state["weights"], np.float32)
         plan = Plan(unpack(state["ids"], np.int64), weights, state["epoch"])
-        low, resident = (
-            np.unpackbits(unpack(state[name], np.uint8), count=count).astype(bool) for name in ("low", "resident")
-        )
-        return Draw(plan, low, resident)
+        return Draw(plan, unpack_mask(state["low"], count), unpack_mask(state["resident"], count))
 
 
 def draw_plan(rule: Rule, known: Known, seed: int, epoch: int) -> Draw:

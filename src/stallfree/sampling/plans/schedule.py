@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from stallfree.errors import InputError
+from stallfree.sampling.plans.states import check_state
 from stallfree.units import parse_whole
 
 _STATE_VERSION = 1
@@ -30,7 +31,7 @@ class BySamples:
     """Drives `scheduler`, which counts steps, by the samples that were trained on.
 
     An importance plan makes epochs shorter, and no two need have the same length: a schedule made for a number of steps
-    would not come to its end. Wrap it, and tell each step how many samples it had:
+    would not come to its end. Wrap it, and give each step the number of its samples:
 
         schedule = OneCycleLR(optimizer, 0.1, total_steps=1000)
         scheduler = sf.BySamples(schedule, samples=sampler.expected_samples(epochs))
@@ -99,7 +100,7 @@ class BySamples:
             self._warned = True
             warnings.warn(
                 f"{self.seen} samples were trained on, {self._since + self._total} expected: the schedule is at its "
-                "end, training goes on with the last learning rate. Tell it how many are to come: expect(samples)",
+                "end, training goes on with the last learning rate. Call expect(samples) with the number to come",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -129,14 +130,7 @@ class BySamples:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken. Raises `InputError` for a state of another schedule or release."""
-        version = state.get("version") if isinstance(state, dict) else None
-        if version != _STATE_VERSION:
-            raise InputError(
-                f"the state has version {version!r}, expected {_STATE_VERSION}: give what state_dict() of this "
-                "release returned"
-            )
-        if missing := set(_KEYS) - state.keys():
-            raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
+        check_state(state, _STATE_VERSION, *_KEYS)
         if state["steps"] != self.steps:
             raise InputError(f"the state is of {state['steps']} steps, this schedule has {self.steps}: give the same")
         self.scheduler.load_state_dict(state["scheduler"])

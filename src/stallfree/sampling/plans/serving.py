@@ -52,7 +52,7 @@ class Serving:
         on_miss: "swap", "substitute" or "fetch" (serve the missing one all the same).
         rng: picks what is served instead.
         flags: of what is served and missed; or None.
-        elsewhere: ids that other ranks of the job serve; they are not chosen here.
+        excluded: ids that other ranks of the job serve; they are not chosen here.
 
     Attributes:
         high_requests, high_hits: how often an important sample was asked for, and was resident.
@@ -70,7 +70,7 @@ class Serving:
         on_miss: str,
         rng: np.random.Generator,
         flags: Flags | None = None,
-        elsewhere: Array | None = None,
+        excluded: Array | None = None,
     ) -> None:
         self._sizes = [len(ids) for ids in batches]
         self._queue = np.concatenate([np.empty(0, np.int64), *batches])
@@ -78,8 +78,8 @@ class Serving:
         self._pending = np.zeros(len(low), bool)
         self._pending[self._queue] = True
         self._used = np.zeros(len(low), bool)
-        if elsewhere is not None:
-            self._used[elsewhere] = True
+        if excluded is not None:
+            self._used[excluded] = True
         self._deferred: list[Array] = []
         self._pool = np.empty(0, np.int64)  # may be served instead, if they still are pending and resident
         self._patience = 0

@@ -1,0 +1,49 @@
+"""States of samplers and schedules: checks, and arrays as text fit for JSON."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.errors import InputError
+
+Array = npt.NDArray[Any]
+
+
+def check_state(state: Any, version: int, *names: str) -> None:
+    """Raise `InputError` unless `state` is a dict of that version with these entries."""
+    given = state.get("version") if isinstance(state, dict) else None
+    if given != version:
+        raise InputError(
+            f"the state has version {given!r}, expected {version}: give what state_dict() of this release returned"
+        )
+    if missing := set(names) - state.keys():
+        raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
+
+
+def pack(array: Array) -> str:
+    """An array as a text fit for JSON."""
+    return base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()
+
+
+def unpack(text: str, dtype: Any) -> Array:
+    """The array in `text`. Raises `InputError` for what `pack` did not make."""
+    try:
+        found: Array = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
+        return found
+    except (ValueError, TypeError, zlib.error) as error:
+        raise InputError(f"the state is damaged ({error}): give what state_dict() returned") from error
+
+
+def pack_mask(mask: Array) -> str:
+    """An array of bool as a text fit for JSON."""
+    return pack(np.packbits(mask))
+
+
+def unpack_mask(text: str, count: int) -> Array:
+    """The `count` bools in `text`. Raises `InputError` for what `pack_mask` did not make."""
+    return np.unpackbits(unpack(text, np.uint8), count=count).astype(bool)
