@@ -197,7 +197,7 @@ def test_no_step_sees_a_batch_too_early_or_too_late() -> None:
 )
 def test_each_guard_is_needed(consumers: int, kind: type[Any], guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, guard, lambda *_: True)
-    assert train(consumers)
+    assert any(train(consumers) for _ in range(10))  # on a busy machine the missing guard does not always show
 
 
 def test_a_batch_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
