@@ -106,12 +106,12 @@ def test_copies_in_the_stream_of_the_training_would_overlap_nothing() -> None:
     world = World(copy_seconds=0.015)
     with world.installed() as patch:
         patch.setattr(world.backend, "using", lambda stream: nullcontext())
-        prefetcher = DevicePrefetcher(Loaders(world, 3, 0.080, 36), "cuda")
+        prefetcher = DevicePrefetcher(Loaders(world, 3, 0.080, 120), "cuda")
         times = train(world, iter(prefetcher), 0.030)
         prefetcher.close()
     world.check()
     assert set(world.copies) == {world.main.name}
-    assert rate(times, 3) == pytest.approx(1 / 0.045, rel=0.02)
+    assert rate(times, 3) == pytest.approx(1 / 0.045, rel=0.1)  # the threads take turns as they like; 1 / 0.030 with
 
 
 @pytest.mark.parametrize(("keep", "waits"), [("fresh", False), ("ring", True)])
