@@ -133,6 +133,17 @@ def test_a_step_that_is_random_ends_the_use_on_all_nodes(pair: list[Server], tmp
         assert load(later, ALL) == ALL, "a later job on the same servers does not use it either"
 
 
+def test_no_node_reads_samples_that_are_about_to_be_removed(
+    pair: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nodes(tmp_path, pair) as (first, second):
+        load(first, ALL)
+        at_removal: list[Any] = []
+        monkeypatch.setattr(first, "clear", lambda: at_removal.append(shown(second.get_many(ALL))))
+        first.uncache_steps()
+        assert at_removal == [[None] * len(ALL)]
+
+
 # --- the store ------------------------------------------------------------------------------------------------------
 
 

