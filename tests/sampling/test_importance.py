@@ -113,7 +113,7 @@ def test_the_expected_gradient_where_residents_rotate(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("noise", "most"), [(False, 0.005), (True, 0.015)])
 def test_the_expected_gradient_where_residents_rotate_in_many_runs(tmp_path: Path, noise: bool, most: float) -> None:
-    """Losses that are mostly noise leave a bias of about a percent; see "Importance" in docs/design.md."""
+    """Losses that are mostly noise leave a bias of about a percent; see docs/decisions/importance.md."""
     task = Task(640)
     full = task.gradients.sum(axis=0)
     runs = [rotated(tmp_path / str(seed), task, seed, noise=noise) for seed in range(500)]

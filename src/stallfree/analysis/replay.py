@@ -1,6 +1,6 @@
 """What a policy would do with a trace of ids: the live cache's own bookkeeping, without records.
 
-The decisions are those of the live cache by construction: the same `Writer` with the same `Policy` works on the same
+The decisions are those of the live cache by construction: the same `Space` with the same `Policy` works on the same
 index, and only the copying of bytes is left out.
 """
 

@@ -39,7 +39,7 @@ _LOWEST = 0.4
 """Lowest probability of a missing sample, as a share of their mean."""
 
 _LEAN = 0.8
-"""How much the probability of a missing sample depends on the rank of its loss; see docs/design.md, "Importance"."""
+"""How much the probability of a missing sample depends on the rank of its loss; see docs/decisions/importance.md."""
 
 
 class ImportanceSampler:
