@@ -19,7 +19,7 @@ import stallfree as sf
 from benchmarks.store_team import PATIENT, Json, Meet, Nodes, Records, node_root, print_found, read_task, servers_of
 from stallfree.stores.addresses import Address
 from stallfree.stores.launch.rendezvous import NodeAddresses
-from stallfree.stores.launch.server import read_address
+from stallfree.stores.launch.server import read_running
 from stallfree.stores.launch.supervisor import SERVER, read_json
 
 LASTING = ("server frozen", "server full", "cut off", "password changed", "node killed")
@@ -102,9 +102,9 @@ class Fault:
         return found
 
     def _command(self, *commands: tuple[str, ...]) -> None:
-        address = read_address(next(node_root(1).glob("redis-*")))
-        assert address is not None
-        with address.client(PATIENT) as client:
+        running = read_running(next(node_root(1).glob("redis-*")))
+        assert running is not None
+        with running[1].client(PATIENT) as client:
             for command in commands:
                 client.execute_command(*command)
 
