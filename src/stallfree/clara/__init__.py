@@ -1,4 +1,4 @@
-"""Data pipelines out of training configurations of NVIDIA's Clara Train SDK.
+"""Data pipelines from training configurations of NVIDIA's Clara Train SDK.
 
 load("train_config.json", ...)      pipelines.py   sections to data sets and loaders
   ├── configuration.py              JSON, placeholders, components
@@ -6,9 +6,9 @@ load("train_config.json", ...)      pipelines.py   sections to data sets and loa
   ├── data_list.py                  the data list as a source
   └── registry.py                   transforms by name: ours, MONAI's, the user's
         ├── nifti.py                loading
-        ├── transforms.py           deterministic ones
-        ├── augment.py              random ones
-        └── fields.py               what they share
+        ├── transforms.py           deterministic transforms
+        ├── augment.py              random transforms
+        └── fields.py               their common base classes
 """
 
 from stallfree.clara.pipelines import Pipeline, Pipelines, load

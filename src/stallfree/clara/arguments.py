@@ -1,4 +1,4 @@
-"""The arguments of an `image_pipeline`, checked."""
+"""Validation of the arguments of an `image_pipeline`."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ PIPELINES = {
     "ClassificationImagePipeline": (False, False),
     "ClassificationImagePipelineWithCache": (False, True),
 }
-"""The names, and of each whether its labels are volumes and whether it has a cache."""
+"""Pipeline names; for each, whether its labels are volumes and whether it has a cache."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a section asks for.
+    """The arguments of a section.
 
     Attributes:
-        name: of the pipeline.
-        place: of the pipeline in the configuration.
+        name: name of the pipeline.
+        place: position of the pipeline in the configuration.
         volumes: whether labels are volumes (segmentation), else numbers (classification).
         cached: whether a window of samples is kept in memory.
-        data_list_file_path: the data list.
-        data_file_base_dir: what the paths in it are relative to.
-        data_list_key: its part.
-        output_crop_size: voxels per axis of a sample; -1 where any number will do.
-        output_image_channels: of a sample; None where any number will do.
+        data_list_file_path: path of the data list.
+        data_file_base_dir: base folder of the paths in the data list.
+        data_list_key: key of the list in the data list.
+        output_crop_size: voxels per axis of a sample; -1 for any number.
+        output_image_channels: channels of a sample; None for any number.
         output_batch_size: samples per batch.
-        num_workers: worker processes.
-        prefetch_size: batches prepared ahead; 0 leaves it to the loader.
-        shuffle: another order in each epoch.
-        num_cache_objects: samples of the window.
+        num_workers: number of worker processes.
+        prefetch_size: batches prepared ahead; 0 for the loader's default.
+        shuffle: shuffle in each epoch.
+        num_cache_objects: samples in the window.
         replace_percent: share of the window that is replaced after each epoch, 0 to 1.
     """
 
@@ -58,7 +58,7 @@ class Arguments:
     replace_percent: float
 
     def advice(self) -> list[str]:
-        """What works and could work better, as Clara's manual has it."""
+        """Return recommendations of Clara's manual for settings that work but are not optimal."""
         if not self.cached:
             return []
         found, rest = [], self.num_cache_objects % self.output_batch_size
@@ -127,15 +127,15 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "items_per_category": (None,),
     "category_weights": (None,),
 }
-"""Arguments of Clara's that can only have the values that they have there by default."""
+"""Clara's arguments that are supported only with Clara's default values."""
 _REQUIRED = ("data_list_file_path", "data_file_base_dir", "data_list_key", "output_crop_size")
 
 
 def parse(pipeline: Component, training: bool) -> Arguments:
-    """The arguments of `pipeline`, which is that of `train` or of `validate`. Raises `InputError` for the first fault.
+    """Return the arguments of `pipeline`, of the section `train` or `validate`. Raises `InputError` at the first error.
 
-    Batches of 10 and 4 workers are the defaults, as in Clara; prefetch is left to the loader. A cache for training
-    replaces a tenth after each epoch, one for validation nothing; training is shuffled, validation is not.
+    The defaults are Clara's: batches of 10 and 4 workers; prefetch is left to the loader. A training cache replaces a
+    tenth after each epoch, a validation cache nothing; training is shuffled, validation is not.
     """
     if pipeline.name not in PIPELINES:
         raise InputError(
@@ -175,7 +175,7 @@ def parse(pipeline: Component, training: bool) -> Arguments:
 
 
 def _check_names(args: dict[str, Any], place: str, checks: dict[str, _Check], cached: bool) -> None:
-    """Raise `InputError` for an argument that is missing, unknown, or known and not supported."""
+    """Raise `InputError` for an argument that is missing, unknown or unsupported."""
     for name in (*_REQUIRED, *(("num_cache_objects",) if cached else ())):
         if name not in args:
             raise InputError(f"{place}: the argument {name!r} is missing: give {checks[name][1]}")

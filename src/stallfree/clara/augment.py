@@ -1,4 +1,4 @@
-"""The random transforms that a configuration may name: Clara's names and arguments.
+"""The random transforms of configurations, with Clara's names and arguments.
 
 They draw from the global generators of NumPy and torch, which the library seeds for each sample.
 """
@@ -18,12 +18,12 @@ from stallfree.pipeline.marks import mark_random
 
 @mark_random
 class CropFixedSizeRandomCenter(Sized):
-    """Keeps `size` voxels around a random centre, the same in all fields. All places are equally likely.
+    """Crops `size` voxels around a random centre, the same in all fields. All positions are equally likely.
 
     Args:
-        fields: to crop; volumes of one size.
+        fields: fields to crop; volumes of one size.
         size: voxels per axis.
-        max_displacement: voxels per axis that the centre may lie from that of the volume; anywhere if None.
+        max_displacement: largest distance, in voxels per axis, from the volume's centre; unlimited if None.
     """
 
     def __init__(self, fields: str | Sequence[str], size: Sequence[int], max_displacement: int | None = None) -> None:
@@ -49,11 +49,11 @@ class CropFixedSizeRandomCenter(Sized):
 
 @mark_random
 class RandomAxisFlip(FieldTransform):
-    """Flips all fields along one and the same axis, which is chosen at random.
+    """Flips all fields along the same axis, which is chosen at random.
 
     Args:
-        fields: to flip.
-        probability: that it does; 0 to 1.
+        fields: fields to flip.
+        probability: probability of a flip, 0 to 1.
     """
 
     def __init__(self, fields: str | Sequence[str], probability: float = 0.5) -> None:
@@ -73,9 +73,9 @@ class AddGaussianNoise(FieldTransform):
     """Adds normal noise to every voxel; float32.
 
     Args:
-        fields: to add to, each its own noise.
-        probability: that it does; 0 to 1.
-        variance: of the noise.
+        fields: fields that get noise, independent of each other.
+        probability: probability of adding noise, 0 to 1.
+        variance: variance of the noise.
     """
 
     def __init__(self, fields: str | Sequence[str], probability: float = 0.5, variance: float = 0.1) -> None:

@@ -14,18 +14,18 @@ from stallfree.sources.paths import canonical, read_file
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _COMPONENT = ("name", "path", "args", "search")
-"""The keys of a component. `search` is for Clara's AutoML and of no concern here."""
+"""The keys of a component. `search` is used only by Clara's AutoML and ignored here."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """Something that a configuration names, with its arguments.
+    """An object named in a configuration, with its arguments.
 
     Attributes:
-        place: where it stands, such as "train.pre_transforms[2]".
-        name: of a class that is known by its name; or empty.
-        path: "module.Class" of the user's own; or empty.
-        args: for its constructor.
+        place: its position, such as "train.pre_transforms[2]".
+        name: name of a registered class; or empty.
+        path: "module.Class" of a user class; or empty.
+        args: arguments of its constructor.
     """
 
     place: str
@@ -35,17 +35,17 @@ class Component:
 
 
 class Variables:
-    """What stands for the placeholders: the values at the top of `config`, and `given`, which go before them."""
+    """The values of placeholders: those at the top of `config`, overridden by `given`."""
 
     def __init__(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         own = {name: value for name, value in config.items() if not isinstance(value, dict)}
         self._values: dict[str, Any] = {**own, **given}
 
     def fill(self, value: Any, place: str) -> Any:
-        """`value` with all placeholders replaced, at any depth.
+        """Return `value` with all placeholders replaced, at any depth.
 
-        A string that is one placeholder becomes the variable itself, a number for instance. Raises `InputError` for a
-        placeholder that nothing stands for, and for one that stands for itself.
+        A string that is a single placeholder becomes the variable itself, a number for instance. Raises `InputError`
+        for an undefined placeholder, and for one that refers to itself.
         """
         if isinstance(value, str):
             return self._text(value, place, ())
@@ -77,9 +77,9 @@ class Variables:
 
 
 def read_json(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
-    """The JSON object in the file at `path`, local or a fsspec URL. `what` is its name in messages.
+    """Return the JSON object in the file at `path`, local or a fsspec URL. `what` is its name in messages.
 
-    Raises `InputError` when it cannot be read, is no JSON, or is something else than an object.
+    Raises `InputError` if the file cannot be read, is not JSON, or contains anything but an object.
     """
     path = canonical(path)
     try:
@@ -98,7 +98,7 @@ def read_json(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
 
 
 def component(entry: Any, place: str) -> Component:
-    """The component that `entry` describes. Raises `InputError` when it is none."""
+    """Return the component that `entry` describes. Raises `InputError` if it is invalid."""
     if not isinstance(entry, dict):
         raise InputError(f'{place} is {entry!r}, expected an object: {{"name": ..., "args": {{...}}}}')
     unknown = sorted(entry.keys() - set(_COMPONENT))

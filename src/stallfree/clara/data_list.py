@@ -1,4 +1,4 @@
-"""Clara's data list, and the samples in it as a source."""
+"""Clara's data list, and a source of its samples."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Labels = np.ndarray[Any, np.dtype[Any]]
 
 
 class DataListSource(BaseSource):
-    """Images with their labels, which are files too (segmentation) or numbers (classification).
+    """Images with their labels, which are files (segmentation) or numbers (classification).
 
-    `fetch(id)` gives `{"image": bytes, "label": bytes or numbers}`, or paths in place of bytes for steps that read
+    `fetch(id)` returns `{"image": bytes, "label": bytes or numbers}`, or paths in place of bytes for steps that read
     files themselves.
 
     Args:
         images: paths or fsspec URLs, one per sample.
         labels: paths or fsspec URLs, or an array with one row per sample.
-        steps: applied to what was fetched.
-        read: read the files; else give their paths.
+        steps: pipeline applied to the fetched record.
+        read: read the files; else return their paths.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DataListSource(BaseSource):
         return f"{image}, {self._labels[id]}" if isinstance(self._labels, PathList) else image
 
     def fingerprint(self) -> str:
-        """Changes when a path or a label changes, or the size of any of 256 local files, evenly spread."""
+        """Return a text that changes with any path or label, or the size of any of 256 local files, evenly spread."""
         labels = self._labels.fingerprint() if isinstance(self._labels, PathList) else fingerprint(self._labels)
         return f"DataListSource {self._read} {self._images.fingerprint()} {labels}"
 
@@ -66,7 +66,7 @@ class DataListSource(BaseSource):
 
 
 def read_data_list(arguments: Arguments) -> tuple[list[str], list[str] | Labels]:
-    """The images and labels that `arguments` name. Raises `InputError` for a list that cannot be used."""
+    """Return the images and labels that `arguments` name. Raises `InputError` for an invalid list."""
     path = arguments.data_list_file_path
     found = read_json(path, "the data list")
     key = arguments.data_list_key
@@ -106,7 +106,7 @@ def _check_entry(entry: Any, place: str) -> None:
 
 
 def _numbers(labels: list[Any], places: list[str]) -> Labels:
-    """One row per label: int64 if all are whole, else float32; of shape (N,) for numbers, (N, K) for lists of K."""
+    """Return one row per label: int64 if all are integers, else float32; shape (N,), or (N, K) for lists of K."""
     first = np.shape(labels[0]) if _is_label(labels[0]) else None
     for label, place in zip(labels, places, strict=True):
         if not _is_label(label):
@@ -133,7 +133,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _join(base: str, path: str) -> str:
-    """`path` in `base`; itself where it is absolute or a URL."""
+    """Return `path` below `base`; `path` itself if it is absolute or a URL."""
     if is_url(base) and not is_url(path) and not os.path.isabs(path):
         return f"{base.rstrip('/')}/{path.removeprefix('./')}"
     return path if is_url(path) else os.path.normpath(os.path.join(base, path))

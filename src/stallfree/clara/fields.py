@@ -1,7 +1,7 @@
-"""What transforms share: fields of a sample, and checks of arguments.
+"""Common base classes of the transforms: fields of a sample, and argument checks.
 
 A sample is a dict. A *field* of it, such as "image", holds an array of shape (channels, *axes), with 2 or 3 spatial
-axes. Beside a field that `LoadNifti` read stands "FIELD.spacing", the size of a voxel in millimetres per axis.
+axes. For a field read by `LoadNifti`, the key "FIELD.spacing" holds the voxel size in millimetres per axis.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Sample = dict[str, Any]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 AXES = {2: "bilinear", 3: "trilinear"}
-"""The numbers of spatial axes, and what torch calls linear interpolation there."""
+"""The supported numbers of spatial axes, and torch's name of linear interpolation for each."""
 
 
 class FieldTransform:
-    """What all transforms here share: the fields that they work on.
+    """Base class of the transforms: the fields that they process.
 
     Args:
         fields: the name of a field, or several.
@@ -39,11 +39,11 @@ class FieldTransform:
         return {**sample, **{field: self._apply(self._array(sample, field)) for field in self.fields}}
 
     def _array(self, sample: Sample, field: str) -> Array:
-        """The array that `_apply` gets."""
+        """Return the array that `_apply` gets."""
         return self._volume(sample, field)
 
     def _apply(self, array: Array) -> Array:
-        """What becomes of the array in one field."""
+        """Transform the array of one field."""
         raise NotImplementedError
 
     def _value(self, sample: Sample, field: str) -> Any:
@@ -52,7 +52,7 @@ class FieldTransform:
         return sample[field]
 
     def _volume(self, sample: Sample, field: str) -> Array:
-        """The array in `field`; that of a tensor, if MONAI made one."""
+        """Return the array in `field`, converted from a tensor if necessary, as made by MONAI."""
         value = self._value(sample, field)
         if isinstance(value, torch.Tensor):
             value = value.detach().as_subclass(torch.Tensor).numpy()
@@ -64,7 +64,7 @@ class FieldTransform:
         return value
 
     def _spatial(self, sample: Sample, field: str, axes: int | None = None) -> Array:
-        """The array in `field`, of shape (channels, *axes)."""
+        """Return the array in `field`, of shape (channels, *axes)."""
         array, spacing = self._volume(sample, field), sample.get(spacing_of(field))
         if axes is None:
             axes = array.ndim - 1 if spacing is None else len(spacing)
@@ -80,7 +80,7 @@ class FieldTransform:
 
 
 def spacing_of(field: str) -> str:
-    """The key beside `field` that holds the size of its voxels."""
+    """Return the key that holds the voxel size of `field`."""
     return f"{field}.spacing"
 
 
@@ -105,19 +105,19 @@ class Sized(FieldTransform):
 
 
 def crop(array: Array, starts: Array, size: Sequence[int]) -> Array:
-    """The `size` voxels of `array` from `starts` on, in all channels; a view."""
+    """Return the `size` voxels of `array` from `starts` on, in all channels, as a view."""
     places = zip(starts.tolist(), size, strict=True)
     cut = (slice(None), *(slice(start, start + length) for start, length in places))
     return array[cut]
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a finite number, and no bool."""
+    """Return whether `value` is a finite number and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def voxels_per_axis(size: Any, name: str) -> tuple[int, ...]:
-    """`size` as a tuple. Raises `InputError`, which calls it `name`, unless it is 2 or 3 whole numbers."""
+    """Return `size` as a tuple. Raises `InputError`, which calls it `name`, unless it is 2 or 3 positive integers."""
     whole = isinstance(size, (list, tuple)) and all(
         isinstance(voxels, int) and not isinstance(voxels, bool) and voxels > 0 for voxels in size
     )
@@ -127,7 +127,7 @@ def voxels_per_axis(size: Any, name: str) -> tuple[int, ...]:
 
 
 def chance(probability: Any) -> float:
-    """`probability` as a float. Raises `InputError` unless it is one."""
+    """Return `probability` as a float. Raises `InputError` unless it is within 0 to 1."""
     if not is_number(probability) or not 0 <= probability <= 1:
         raise InputError(f"probability={probability!r}: give a number of 0 to 1")
     return float(probability)

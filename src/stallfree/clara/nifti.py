@@ -1,4 +1,4 @@
-"""Reading of NIfTI volumes out of bytes."""
+"""`LoadNifti`: reads NIfTI volumes from bytes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from stallfree.pipeline.marks import mark_deterministic
 
 _GZIP = b"\x1f\x8b"
 _NIFTI_2 = (b"\x1c\x02\x00\x00", b"\x00\x00\x02\x1c")
-"""The length of its header, 540, in either byte order."""
+"""The length of the NIfTI-2 header, 540, in either byte order."""
 
 
 @mark_deterministic
 class LoadNifti(FieldTransform):
-    """Bytes of a NIfTI-1 or NIfTI-2 file, gzipped or not, to an array of shape (x, y, z) or (x, y, z, channels).
+    """Converts bytes of a NIfTI-1 or NIfTI-2 file, gzipped or not, to an array of shape (x, y, z) or (x, y, z,
+    channels).
 
-    Comes first, as samples are fetched as bytes. Values are scaled as the header says. Needs `nibabel` (extra
-    `medical`).
+    It must be the first step, since samples are fetched as bytes. Values are scaled as stated in the header. Requires
+    `nibabel` (extra `medical`).
 
     Args:
-        fields: to load.
-        as_closest_canonical: turn and flip the axes so that they run to the right, front and top as nearly as can be.
-        dtype: of the result.
+        fields: fields to load.
+        as_closest_canonical: permute and flip the axes so that they run to the right, front and top as nearly as
+            possible.
+        dtype: dtype of the result.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class LoadNifti(FieldTransform):
                 )
             try:
                 changed[field], changed[spacing_of(field)] = self._parse(data)
-            except Exception as error:  # whatever a damaged file leads to
+            except Exception as error:  # a damaged file can raise anything
                 raise InputError(
                     f"{self!r}: the {len(data)} bytes of field {field!r} are no whole NIfTI volume "
                     f"({type(error).__name__}: {error})"

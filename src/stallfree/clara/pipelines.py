@@ -1,4 +1,4 @@
-"""`load`: the data pipelines of a configuration."""
+"""`load`: builds the data pipelines of a configuration."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from stallfree.units import parse_whole
 
 
 class Pipeline:
-    """The data of one section. Iterating it gives the batches of one epoch: `{"image": tensor, "label": tensor}`.
+    """The data of one section. Iterating it yields the batches of one epoch: `{"image": tensor, "label": tensor}`.
 
-    Images are float32 of shape (batch, channels, *axes); labels are volumes alike, or numbers: int64, or float32 if any
-    is not whole, of shape (batch,) or (batch, numbers).
+    Images are float32 of shape (batch, channels, *axes). Labels are volumes of the same form, or numbers of shape
+    (batch,) or (batch, numbers): int64, or float32 if any is not an integer.
 
     Attributes:
-        name: of the pipeline, as in the configuration.
+        name: name of the pipeline, as in the configuration.
         dataset: a `SmartCacheDataset`, or the plain source.
-        loader: the `stallfree.DataLoader` of it.
+        loader: its `stallfree.DataLoader`.
     """
 
     def __init__(self, name: str, dataset: SmartCacheDataset | DataListSource, loader: DataLoader) -> None:
@@ -48,11 +48,11 @@ class Pipeline:
         return iter(self.loader)
 
     def __len__(self) -> int:
-        """Number of batches of an epoch."""
+        """Number of batches per epoch."""
         return len(self.loader)
 
     def close(self) -> None:
-        """End workers and fill processes, and leave the cache. May be called twice."""
+        """End workers and fill processes, and leave the cache. Idempotent."""
         self.loader.close()
         if isinstance(self.dataset, SmartCacheDataset):
             self.dataset.close()
@@ -72,15 +72,15 @@ class Pipelines:
     """The pipelines of a configuration.
 
     Attributes:
-        train: that of the section `train`; None if there is no such section.
-        validate: that of the section `validate`; None if there is no such section.
+        train: pipeline of the section `train`; None if there is no such section.
+        validate: pipeline of the section `validate`; None if there is no such section.
     """
 
     train: Pipeline | None
     validate: Pipeline | None
 
     def close(self) -> None:
-        """Close both. May be called twice."""
+        """Close both pipelines. Idempotent."""
         for pipeline in (self.train, self.validate):
             if pipeline is not None:
                 pipeline.close()
@@ -93,24 +93,24 @@ class Pipelines:
 
 
 def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variables: Any) -> Pipelines:
-    """The data pipelines that a training configuration of NVIDIA's Clara Train SDK (3.x, JSON) names.
+    """Build the data pipelines of a training configuration of NVIDIA's Clara Train SDK (3.x, JSON).
 
         with load("train_config.json", DATASET_JSON="/data/list.json", DATA_ROOT="/data") as pipelines:
             for batch in pipelines.train:
                 step(batch["image"], batch["label"])
 
-    Of the sections `train` and `validate`, `image_pipeline` and `pre_transforms` are read; all else is left alone.
+    Of the sections `train` and `validate`, only `image_pipeline` and `pre_transforms` are read.
 
     Args:
         config: path of the configuration, local or a fsspec URL.
-        seed: of order and augmentation; drawn from torch's generator if None.
-        variables: what the placeholders in the strings of the configuration stand for, `{DATA_ROOT}` for instance.
-            They go before values of the same name at the top of the configuration.
+        seed: seed of order and augmentation; drawn from torch's generator if None.
+        variables: values of the placeholders in the configuration's strings, `{DATA_ROOT}` for instance. They override
+            values of the same name at the top of the configuration.
 
     Raises:
-        InputError: the configuration or the data list cannot be used; the message names the place.
+        InputError: the configuration or the data list is invalid; the message names the position.
         MissingExtraError: volumes are to be read and `nibabel` is not installed.
-        SampleError: none of the first samples of a cache can be had.
+        SampleError: none of the first samples of a cache can be read.
     """
     if not is_path(config):
         raise InputError(f"config={config!r:.80}: give the path of a configuration in JSON")
@@ -134,7 +134,7 @@ def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variab
 
 
 def _plan(section: Any, name: str, variables: Variables) -> tuple[Arguments, DataListSource]:
-    """What a section asks for, and where its samples come from. Starts nothing."""
+    """Return the arguments and the source of a section, without starting anything."""
     if not isinstance(section, dict):
         raise InputError(f"{name} is a {type(section).__name__}, expected an object: {{...}}")
     for key in ("image_pipeline", "pre_transforms"):
@@ -159,7 +159,7 @@ def _build(arguments: Arguments, source: DataListSource, seed: int | None) -> Pi
             seed=seed,
             shuffle=arguments.shuffle,
         )
-    ahead = math.ceil(arguments.prefetch_size / max(1, arguments.num_workers))  # batches under way per worker
+    ahead = math.ceil(arguments.prefetch_size / max(1, arguments.num_workers))  # batches in flight per worker
     loader = DataLoader(
         dataset,
         batch_size=arguments.output_batch_size,
@@ -173,7 +173,7 @@ def _build(arguments: Arguments, source: DataListSource, seed: int | None) -> Pi
 
 @mark_deterministic
 class Output:
-    """The last step: image and label as tensors, of the size that the configuration asks for.
+    """The last step: image and label as tensors, of the size stated in the configuration.
 
     Raises `InputError` for a sample of another size.
     """
@@ -210,7 +210,7 @@ class Output:
 
 
 def _tensor(value: Any, field: str) -> torch.Tensor:
-    """`value` as a plain tensor with memory of its own order."""
+    """Return `value` as a plain contiguous tensor."""
     if isinstance(value, torch.Tensor):
         return value.detach().as_subclass(torch.Tensor).contiguous()
     if isinstance(value, (np.ndarray, np.generic, int, float)):

@@ -1,4 +1,4 @@
-"""Transforms by name: ours, MONAI's, the user's own."""
+"""The registry of transforms by name: ours, MONAI's, the user's."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ TRANSFORMS: dict[str, type[FieldTransform]] = {
         AddGaussianNoise,
     )
 }
-"""Ours, by name."""
+"""The transforms of stallfree, by name."""
 
 
 def make_transforms(entries: Any, place: str) -> list[Transform]:
-    """The transforms that `entries`, the list at `place` of the configuration, names.
+    """Create the transforms of `entries`, the list at `place` of the configuration.
 
-    Raises `InputError` for the first that cannot be made, `MissingExtraError` when it needs a package.
+    Raises `InputError` for the first invalid one, `MissingExtraError` if it needs a missing package.
     """
     if not isinstance(entries, list) or not entries:
         raise InputError(
@@ -58,7 +58,7 @@ def make_transforms(entries: Any, place: str) -> list[Transform]:
 
 
 def reads_bytes(steps: Sequence[Transform]) -> bool:
-    """Whether the steps begin with one that wants the bytes of files and not their paths."""
+    """Return whether the first step takes the bytes of files instead of their paths."""
     return isinstance(steps[0], LoadNifti)
 
 
@@ -80,7 +80,7 @@ def _make(wanted: Component) -> Transform:
 
 
 def _own(wanted: Component) -> Callable[..., Any]:
-    """The class at "module.Class"."""
+    """Import the class at "module.Class"."""
     module, _, name = wanted.path.rpartition(".")
     try:
         found: Callable[..., Any] = getattr(import_module(module), name)
@@ -95,7 +95,7 @@ def _own(wanted: Component) -> Callable[..., Any]:
 
 
 def _of_monai(wanted: Component) -> Callable[..., Any]:
-    """MONAI's transform of that name."""
+    """Return MONAI's transform of that name."""
     ours = f"the transforms of stallfree are {', '.join(TRANSFORMS)}"
     try:
         library = import_module("monai.transforms")
@@ -115,7 +115,7 @@ def _of_monai(wanted: Component) -> Callable[..., Any]:
 
 
 def _check_arguments(cls: Callable[..., Any], args: dict[str, Any], place: str) -> None:
-    """Raise `InputError` for arguments that `cls` does not take, and for those that it misses."""
+    """Raise `InputError` for unknown and missing arguments of `cls`."""
     try:
         signature = inspect.signature(cls)
     except (TypeError, ValueError):  # a class of a C library

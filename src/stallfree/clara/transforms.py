@@ -1,6 +1,6 @@
-"""The deterministic transforms that a configuration may name: Clara's names and arguments.
+"""The deterministic transforms of configurations, with Clara's names and arguments.
 
-A transform returns a new dict and changes none of the arrays that it got.
+A transform returns a new dict and does not change its input arrays.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from stallfree.pipeline.marks import mark_deterministic
 
 @mark_deterministic
 class ConvertToChannelsFirst(FieldTransform):
-    """(x, y, z) to (1, x, y, z), and (x, y, z, channels) to (channels, x, y, z); two axes alike. Once per field.
+    """Converts (x, y, z) to (1, x, y, z), and (x, y, z, channels) to (channels, x, y, z); two axes likewise.
 
-    Which axis is which is known of fields that `LoadNifti` read. Others count as channels last if they have 4 axes.
+    Apply it once per field. Fields read by `LoadNifti` have known axes; other fields with 4 axes count as channels
+    last.
     """
 
     def __call__(self, sample: Sample) -> Sample:
@@ -52,10 +53,10 @@ class ScaleIntensityRange(FieldTransform):
     """Maps values from `a_min`..`a_max` to `b_min`..`b_max`, linearly; float32.
 
     Args:
-        fields: to scale.
-        a_min, a_max: values as they are.
-        b_min, b_max: what these become.
-        clip: cut off what lies outside.
+        fields: fields to scale.
+        a_min, a_max: input range.
+        b_min, b_max: output range.
+        clip: clip values outside the range.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class ScaleIntensityRange(FieldTransform):
 
 @mark_deterministic
 class NormalizeNonzeroIntensities(FieldTransform):
-    """Makes mean 0 and standard deviation 1 of the voxels other than 0, in each channel; the others stay 0. float32."""
+    """Scales nonzero voxels to mean 0 and standard deviation 1 in each channel; the others stay 0. float32."""
 
     def _array(self, sample: Sample, field: str) -> Array:
         return self._spatial(sample, field)
@@ -102,10 +103,10 @@ class NormalizeNonzeroIntensities(FieldTransform):
 
 @mark_deterministic
 class CenterData(FieldTransform):
-    """Takes `subtrahend` away and divides by `divisor`; float32.
+    """Subtracts `subtrahend` and divides by `divisor`; float32.
 
     Args:
-        fields: to centre.
+        fields: fields to centre.
         subtrahend: a number; the mean of the field if None.
         divisor: a number; the standard deviation of the field if None.
     """
@@ -129,12 +130,12 @@ class CenterData(FieldTransform):
 
 @mark_deterministic
 class ScaleByResolution(FieldTransform):
-    """Resamples so that a voxel has the size `target_resolution`, as nearly as whole numbers of voxels allow.
+    """Resamples to voxels of size `target_resolution`, as nearly as integer numbers of voxels allow.
 
     Args:
-        fields: to resample; `LoadNifti` must have read them, as it notes how large their voxels are.
+        fields: fields to resample, read by `LoadNifti`, which records their voxel size.
         target_resolution: millimetres per axis.
-        is_label: take the nearest voxel in place of linear interpolation.
+        is_label: use nearest-neighbour instead of linear interpolation.
     """
 
     def __init__(self, fields: str | Sequence[str], target_resolution: Sequence[float], is_label: bool = False) -> None:
@@ -158,12 +159,12 @@ class ScaleByResolution(FieldTransform):
 
 @mark_deterministic
 class ScaleToShape(FieldTransform):
-    """Resamples to `target_shape` voxels per axis, without regard to proportions.
+    """Resamples to `target_shape` voxels per axis, regardless of proportions.
 
     Args:
-        fields: to resample.
+        fields: fields to resample.
         target_shape: voxels per axis.
-        is_label: take the nearest voxel in place of linear interpolation.
+        is_label: use nearest-neighbour instead of linear interpolation.
     """
 
     def __init__(self, fields: str | Sequence[str], target_shape: Sequence[int], is_label: bool = False) -> None:
@@ -183,10 +184,10 @@ class ScaleToShape(FieldTransform):
 
 @mark_deterministic
 class SymmetricPadder(Sized):
-    """Adds zeros around the middle until there are `size` voxels per axis; what has more on an axis keeps them.
+    """Pads symmetrically with zeros to at least `size` voxels per axis; larger axes are left unchanged.
 
     Args:
-        fields: to pad.
+        fields: fields to pad.
         size: least voxels per axis.
     """
 
@@ -197,10 +198,10 @@ class SymmetricPadder(Sized):
 
 @mark_deterministic
 class CropFixedSizeCenter(Sized):
-    """Keeps the middle `size` voxels.
+    """Crops the central `size` voxels.
 
     Args:
-        fields: to crop.
+        fields: fields to crop.
         size: voxels per axis.
     """
 
@@ -212,7 +213,7 @@ class CropFixedSizeCenter(Sized):
 
 
 def _resize(array: Array, size: Sequence[int], nearest: bool) -> Array:
-    """`array` with `size` voxels per axis. Of linear interpolation between whole numbers the result is float32."""
+    """Resample `array` to `size` voxels per axis. Linear interpolation of integers gives float32."""
     if array.shape[1:] == tuple(size):
         return array
     tensor = torch.from_numpy(np.ascontiguousarray(array, np.float32))[None]

@@ -1,4 +1,4 @@
-"""Batches on the device before they are needed."""
+"""Prefetching: copies batches to the device before they are needed."""
 
 from stallfree.device.consumer import Consumer
 from stallfree.device.prefetcher import DevicePrefetcher

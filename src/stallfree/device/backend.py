@@ -1,4 +1,4 @@
-"""What a prefetcher needs of a device: memory, streams, events. Everything that is device-specific is here."""
+"""The device interface of a prefetcher: memory, streams and events. All device-specific code is here."""
 
 from __future__ import annotations
 
@@ -16,94 +16,98 @@ from stallfree.errors import InputError
 Stream = Any
 Event = Any
 
-_PORTABLE = 1  # cudaHostRegisterPortable: for all devices
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 class Backend(ABC):
-    """A device with streams: queues of work that it does in order, each beside the others.
+    """A device with streams: queues whose work runs in order, concurrently with the other queues.
 
     Attributes:
-        device: which one.
+        device: the torch device.
     """
 
     device: torch.device
 
     @abstractmethod
     def bind(self) -> None:
-        """This thread works with the device from now on."""
+        """Make the device the current one of this thread."""
 
     @abstractmethod
     def new_stream(self) -> Stream:
-        """A stream of its own."""
+        """Create a stream."""
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """The stream to which this thread gives its work."""
+        """Return the stream that receives this thread's work."""
 
     @abstractmethod
     def using(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Within it, `stream` is the current one of this thread."""
+        """Return a context manager in which `stream` is the current stream of this thread."""
 
     @abstractmethod
     def new_event(self) -> Event:
-        """An event: a mark in a stream. One that was never recorded counts as reached."""
+        """Create an event: a mark in a stream. An event that was never recorded counts as reached."""
 
     @abstractmethod
     def record(self, event: Event) -> None:
-        """Put the mark behind all that was given to the current stream until now."""
+        """Record the event after all work submitted to the current stream so far."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """What is given to the current stream from now on begins when the mark is reached."""
+        """Make all later work of the current stream wait for the event."""
 
     @abstractmethod
     def finish(self, event: Event) -> None:
-        """This thread goes on when the mark is reached."""
+        """Block this thread until the event is reached."""
 
     @abstractmethod
     def reached(self, event: Event) -> bool:
-        """Whether it is."""
+        """Return whether the event is reached."""
 
     @abstractmethod
     def empty(self, size: int) -> torch.Tensor:
-        """`size` bytes of device memory, for the current stream: free again for its later work when nobody refers to
-        them, and for that of a stream named to `keep` meanwhile."""
+        """Allocate `size` bytes of device memory for the current stream.
+
+        Once unreferenced, the memory is reused for later work of this stream and of the streams passed to `keep`.
+        """
 
     @abstractmethod
     def keep(self, tensor: torch.Tensor) -> None:
-        """The current stream uses the memory of `tensor`, too: it is not given away before that work is done. Memory
-        that is not of this device is left alone."""
+        """Mark the memory of `tensor` as used by the current stream, so that it is not reused before that work is done.
+
+        Memory of another device is ignored.
+        """
 
     @abstractmethod
     def empty_pinned(self, size: int) -> torch.Tensor:
-        """`size` bytes of the host's memory, out of which the device copies by itself."""
+        """Allocate `size` bytes of host memory from which the device copies by DMA."""
 
     def stage(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy within the host's memory, now: into `targets`, which are pinned."""
-        torch._foreach_copy_(targets, sources)  # one call: each gives the interpreter's lock away and takes it back
+        """Copy `sources` into `targets` within host memory, synchronously; `targets` are pinned."""
+        torch._foreach_copy_(targets, sources)  # one call: each call releases and reacquires the GIL
 
     @abstractmethod
     def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
-        """Pin memory that is there already, if that can be done; what undoes it, before the memory is let go of."""
+        """Pin existing memory if possible. Returns the function that unpins it, to be called before it is freed."""
 
     @abstractmethod
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the device copies by itself out of the memory of a tensor of the host."""
+        """Return whether the device can copy directly from the memory of a host tensor."""
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy from pinned memory to the device, in the current stream: `source` is read later."""
+        """Copy from pinned memory to the device in the current stream: `source` is read later."""
 
     @abstractmethod
     def fill(self, target: torch.Tensor, byte: int) -> None:
-        """Set all bytes of `target`, in the current stream."""
+        """Set all bytes of `target` in the current stream."""
 
 
 class Cuda(Backend):
-    """A GPU, by CUDA or ROCm.
+    """A GPU, through CUDA or ROCm.
 
     Args:
-        device: "cuda" or "cuda:1"; without a number the one that is current now.
+        device: "cuda" or "cuda:1"; without an index, the current device.
 
     Raises `InputError` if there is no such GPU.
     """
@@ -132,7 +136,7 @@ class Cuda(Backend):
         return torch.cuda.stream(stream)
 
     def new_event(self) -> Event:
-        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting threads sleep
 
     def record(self, event: Event) -> None:
         event.record(self.current_stream())
@@ -163,10 +167,11 @@ class Cuda(Backend):
         return lambda: done and self._succeeds(runtime.cudaHostUnregister, address)
 
     def _succeeds(self, function: Callable[..., Any], *arguments: int) -> bool:
-        """Call a function of CUDA, whose result torch does not look at.
+        """Call a function of the CUDA runtime, whose result torch does not check.
 
-        In a thread that has chosen no device it would begin to use the first one. And an error stays with the thread,
-        where the check of the next kernel finds it, and forgets it: that is a kernel here, and none of the user's.
+        A thread without a current device would initialise the first one. An error stays recorded in the thread until
+        the check after the next kernel, which clears it; a kernel is launched here so that no kernel of the user fails
+        for it.
         """
         with torch.cuda.device(self.device):
             done = int(function(*arguments)) == 0

@@ -1,6 +1,6 @@
-"""What a batch is made of: taken apart in the process that loads, and put together where it is trained with.
+"""The batch codec: splits a batch into tensors and the rest in the loading process, and joins them in the consumer.
 
-The tensors lie in a slot; their layout is told as bytes, which are equal where layouts are. All the rest is pickled.
+The tensors are stored in a slot; their layout is sent as bytes, which are equal for equal layouts. The rest is pickled.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from stallfree.device.pytree import take_apart
 from stallfree.device.staging import is_plain, send_itself
 
 _LAYOUTS = 512
-"""Layouts whose bytes are remembered."""
+"""Number of layouts whose bytes are cached."""
 
 _warned: set[str] = set()
 
 
 class _Mark:
-    """Stands for a tensor in a batch that is pickled."""
+    """Placeholder for a tensor in a pickled batch."""
 
-    to = record_stream = None  # by which `take_apart` finds it
+    to = record_stream = None  # the attributes by which `take_apart` finds it
 
     def __reduce__(self) -> str:
         return "MARK"
@@ -34,7 +34,7 @@ MARK = _Mark()
 
 
 def split(batch: Any) -> tuple[list[torch.Tensor], Any]:
-    """The plain tensors of a batch, and the batch with marks in their places."""
+    """Return the plain tensors of a batch, and the batch with marks in their places."""
     leaves, rebuild = take_apart(batch)
     plain = [is_plain(leaf) for leaf in leaves]
     rest = rebuild([MARK if at_once else leaf for leaf, at_once in zip(leaves, plain, strict=True)])
@@ -42,7 +42,7 @@ def split(batch: Any) -> tuple[list[torch.Tensor], Any]:
 
 
 def join(tensors: list[torch.Tensor], rest: Any, device: torch.device) -> Any:
-    """The batch with other tensors. Those that were not plain go to `device` now, with a warning for each type."""
+    """Return the batch with `tensors` in the places of the marks. Other leaves are sent to `device` with a warning."""
     leaves, rebuild = take_apart(rest)
     ready = iter(tensors)
     for at, leaf in enumerate(leaves):
@@ -69,7 +69,7 @@ def _warn_of(leaf: Any, device: torch.device) -> None:
 
 
 def pack_layout(tensors: list[torch.Tensor]) -> bytes:
-    """How tensors lie in the memory that they share."""
+    """Return the layout of tensors in the memory that they share, as bytes."""
     return _packed(tuple([(each.dtype, each.shape, each.stride(), each.storage_offset()) for each in tensors]))
 
 
@@ -79,7 +79,7 @@ def _packed(layout: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], 
 
 
 def lay_out(memory: torch.Tensor, layout: bytes) -> list[torch.Tensor]:
-    """Tensors that lie so in `memory`."""
+    """Return tensors over `memory` with the packed layout."""
     made = []
     with torch.inference_mode(False):
         for dtype, shape, stride, start in pickle.loads(layout):

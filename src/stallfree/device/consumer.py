@@ -1,4 +1,4 @@
-"""A consumer of a `ProcessPrefetcher`: receives the batches that another process has put on the device."""
+"""A consumer of a `ProcessPrefetcher`: receives the batches that the loading process has copied to the device."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _ANSWER_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Link:
-    """What a consumer has while it is connected.
+    """The state of a connected consumer.
 
     Attributes:
-        connection: to the process that loads.
-        folder: which stays for as long.
-        slots: of that process.
+        connection: connection to the loading process.
+        folder: the shared folder, attached while connected.
+        slots: the slots of the loading process.
         owner: the process that is connected.
     """
 
@@ -44,26 +44,27 @@ class _Link:
 
 
 class Consumer:
-    """Gets the batches of a `ProcessPrefetcher`, epoch by epoch; each iteration is one.
+    """Receives the batches of a `ProcessPrefetcher`; each iteration is one epoch.
 
-    Made by `ProcessPrefetcher.consumer`. A pickled one, or one in a forked child, is not connected.
+    Created by `ProcessPrefetcher.consumer`. A consumer that was pickled, or inherited by a forked child, is not
+    connected.
 
     Attributes:
-        number: which consumer it is, from 0 on.
-        consumers: how many there are.
-        device: that the batches are on.
+        number: number of this consumer, from 0.
+        consumers: number of consumers.
+        device: the device of the batches.
         timeout: longest wait for a batch, in seconds.
     """
 
     def __init__(self, folder: Path, number: int, consumers: int, device: torch.device, timeout: float) -> None:
         self.number, self.consumers, self.device, self.timeout = number, consumers, device, timeout
         self.describe_end: Callable[[], str] = str
-        """How the process that loads has ended, if the process that started it calls."""
+        """Returns how the loading process ended, if called in the process that started it."""
         self._folder = folder
-        self._process = 0  # the one that loads
+        self._process = 0  # PID of the loading process
         self._link: _Link | None = None
         self._passes = 0
-        self._pass: weakref.ref[Pass] | None = None  # the last one
+        self._pass: weakref.ref[Pass] | None = None  # the most recent one
 
     def __iter__(self) -> Pass:
         link = self._connect()
@@ -75,13 +76,13 @@ class Consumer:
         return started
 
     def __len__(self) -> int:
-        """Number of batches of an epoch, as the loader says. Waits until there is a loader."""
+        """Number of batches per epoch, as reported by the loader. Waits until the loader exists."""
         with contextlib.closing(self._reach(VISITOR)) as connection:
             connection.send(Kind.ASK_LENGTH)
             return unpack_length(self.receive(connection, "the length of the loader").body)
 
     def close(self) -> None:
-        """Leave: the others go on without this one, which cannot come back. May be called twice."""
+        """Leave for good; the other consumers continue without this one. Idempotent."""
         link = self._link
         if link is None or not link.owner.is_here:
             return
@@ -104,7 +105,7 @@ class Consumer:
         return Consumer(self._folder, self.number, self.consumers, self.device, self.timeout).__dict__
 
     def _connect(self) -> _Link:
-        """Connect, unless that is done."""
+        """Connect unless connected."""
         if self._link is not None:
             if not self._link.owner.is_here:
                 raise self.gone()
@@ -125,14 +126,14 @@ class Consumer:
         return self._link
 
     def _reach(self, number: int) -> Connection:
-        # It is not that process that began to listen.
+        # The process that listens is not the one that created the socket.
         connection = Connection.open(self._folder, VERSION, number, watch=False)
         if connection is None:
             raise self.gone()
         return connection
 
     def receive(self, connection: Connection, what: str = "") -> Message:
-        """Wait for a message. Raises `ProducerError` when the process is gone, `WaitError` when it is late."""
+        """Wait for a message. Raises `ProducerError` if the process has ended, `WaitError` after the timeout."""
         try:
             message = connection.receive() or connection.receive(time.monotonic() + self.timeout)
             if message is None:
@@ -146,14 +147,14 @@ class Consumer:
         return message
 
     def _reason(self) -> str:
-        """Why there is no batch, as the process that loads sees it."""
+        """Return why there is no batch, as reported by the loading process."""
         answer = ask(self._folder, VERSION, Kind.ASK_STATE, self.number, _ANSWER_SECONDS)
         if answer is None:
             return f"process {self._process}, which loads, does not answer"
         return bytes(answer.body).decode()
 
     def gone(self) -> StallfreeError:
-        """The error when there is no connection any more."""
+        """Return the error for a lost connection."""
         link = self._link
         if link is not None and not link.owner.is_here:
             return InputError(
@@ -162,7 +163,7 @@ class Consumer:
             )
         if link is not None:
             link.folder.close()
-            if self.consumers == 1 and self.device.type == "cpu":  # nobody else reads there
+            if self.consumers == 1 and self.device.type == "cpu":  # no other process reads these slots
                 link.slots.poison()
         which = f" (process {self._process})" if self._process else ""
         return ProducerError(
@@ -172,15 +173,15 @@ class Consumer:
 
 
 class Pass:
-    """One epoch of a consumer. Ends when it is through, closed, or no longer referred to."""
+    """One epoch of a consumer. Ends when it is exhausted, closed or no longer referenced."""
 
     def __init__(self, consumer: Consumer, link: _Link, token: int) -> None:
         self._consumer, self._link, self._token = consumer, link, token
         self.keeps: Any = None
-        """What has to stay until the pass ends."""
+        """An object to keep alive until the pass ends."""
         self._epoch = -1
         self._through = False
-        self._out: tuple[Message, Stream] | None = None  # the batch that was given
+        self._out: tuple[Message, Stream] | None = None  # the batch that was yielded last
 
     def __iter__(self) -> Pass:
         return self
@@ -199,7 +200,7 @@ class Pass:
                 self._epoch = message.serial
             elif message.kind == Kind.SLOT:
                 link.slots.learn(message.value, message.body)
-            elif message.serial != self._epoch:  # of an epoch that was broken off
+            elif message.serial != self._epoch:  # of an interrupted epoch
                 continue
             elif message.kind == Kind.BATCH:
                 return self._take(message)
@@ -211,7 +212,7 @@ class Pass:
                 raise StopIteration
 
     def _take(self, message: Message) -> Any:
-        """The batch that a message announces."""
+        """Open the batch that a message announces."""
         slots = self._link.slots
         self._out = message, slots.memory.current_stream()
         layout, rest = pickle.loads(message.body)
@@ -225,14 +226,14 @@ class Pass:
         self._link.connection.send(Kind.BACK, message.serial, message.number, message.value)
 
     def _give_back(self) -> None:
-        """The batch that was given last is not used any more by what is asked of the device from now on."""
+        """Return the batch yielded last: work submitted to the device from now on does not use it."""
         if self._out is not None:
             (message, stream), self._out = self._out, None
             self._link.slots.release(message.value, stream)
             self._send_back(message)
 
     def close(self) -> None:
-        """End the pass. May be called twice."""
+        """End the pass. Idempotent."""
         if self._through or not self._link.owner.is_here:
             return
         self._through = True

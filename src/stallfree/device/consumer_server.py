@@ -1,7 +1,7 @@
-"""The consumers of a `ProcessPrefetcher`, in the process that loads: where they are, and which slots they hold.
+"""The server of a `ProcessPrefetcher`'s consumers, in the loading process: tracks connections and slot leases.
 
-Their messages, and the end of the process that started this one, are handled in a thread, whatever the loader does
-meanwhile. It shares one lock with the loader's thread, which is never held over work of the loader.
+A thread handles the consumers' messages and the end of the parent process, independently of the loader. It shares one
+lock with the loader's thread; the lock is never held while the loader works.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from stallfree.ipc.process import Parent
 from stallfree.ipc.remote import pack_error
 
 END_SECONDS = 5
-"""For the loader to finish what it does when the process shall end; then the kernel ends it."""
+"""Seconds for the loader to finish its work at the end; then the kernel kills the process."""
 
 
 @dataclass(eq=False)
 class _Consumer:
-    """A consumer.
+    """The state of one consumer.
 
     Attributes:
         peer: its connection.
-        number: which one it is.
-        asked: whether it asks for the next epoch.
-        token: that it gave with that.
-        inside: whether it takes part in the one under way.
+        number: number of the consumer.
+        asked: whether it has requested the next epoch.
+        token: token sent with that request.
+        inside: whether it takes part in the active epoch.
         slots: the memory of each slot that it has received.
     """
 
@@ -52,13 +52,13 @@ class _Consumer:
 
 
 class ConsumerServer:
-    """The consumers, and the slots that they hold.
+    """Tracks the consumers and the slots that they hold.
 
     Args:
-        parent: the process that started this one; this one ends with it.
-        listener: to which the consumers come.
-        consumers: how many there will be.
-        slots: how many there are.
+        parent: the parent process; this process ends with it.
+        listener: socket that the consumers connect to.
+        consumers: number of consumers.
+        slots: number of slots.
     """
 
     def __init__(self, parent: Parent, listener: socket.socket, consumers: int, slots: int) -> None:
@@ -69,24 +69,25 @@ class ConsumerServer:
         for fd in self._lifeline:
             self._poller.register(fd, select.EPOLLIN)
         self._consumers: dict[Peer, _Consumer] = {}
-        self._awaited = set(range(consumers))  # those that have not come yet
-        self._curious: set[Peer] = set()  # those that wait for the length
+        self._awaited = set(range(consumers))  # numbers that have not connected yet
+        self._curious: set[Peer] = set()  # peers that wait for the length
         self.free = deque(range(slots))
         """Slots that no consumer holds."""
         self._leases = Leases()  # of slots
-        self._numbers = [0] * slots  # of the batches in the slots
+        self._numbers = [0] * slots  # of the batch in each slot
         self._epoch = self._number = -1
-        self._running = False  # an epoch
-        self._full = False  # and no slot is free
+        self._running = False  # an epoch is active
+        self._full = False  # no slot is free
         self._stopped = False
         self._length: bytes | None = None
         self._thread = threading.Thread(target=self._run, name="stallfree-consumers", daemon=True)
         self._thread.start()
 
-    # -- what the loader's thread calls -------------------------------------------------------------------------------
+    # -- called by the loader's thread
+    # ------------------------------------------------------------------------------------
 
     def begin(self) -> bool:
-        """Wait until an epoch begins; False at the end."""
+        """Wait until all consumers have requested an epoch, and start it; returns False at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._all_have_asked())
             if self._stopped:
@@ -100,7 +101,7 @@ class ConsumerServer:
             return True
 
     def take(self) -> int | None:
-        """Wait for a free slot; None when no consumer takes part in the epoch any more."""
+        """Wait for a free slot; returns None if no consumer takes part in the epoch any more."""
         with self._changed:
             self._number += 1
             self._full = True
@@ -109,7 +110,7 @@ class ConsumerServer:
             return self.free.popleft() if self._inside() else None
 
     def announce(self, slot: int, memory: torch.Tensor, share: Callable[[int], bytes], body: bytes) -> None:
-        """Send a batch in `slot`, which is `memory`, to all that take part; `share` gives a consumer its handles."""
+        """Send the batch in `slot` to all participants; `share` returns handles of its `memory` for one consumer."""
         with self._changed:
             inside = self._inside()
             new = {each: share(each.number) for each in inside if each.slots.get(slot) is not memory}
@@ -121,7 +122,7 @@ class ConsumerServer:
                 self._send(each.peer, Kind.BATCH, self._number, slot, body)
 
     def fail(self, slot: int, error: BaseException) -> None:
-        """Send an error in the place of a batch to all that take part."""
+        """Send an error in place of a batch to all participants."""
         body = pack_error(error)
         with self._changed:
             inside = self._inside()
@@ -130,7 +131,7 @@ class ConsumerServer:
                 self._send(each.peer, Kind.FAILED, self._number, slot, body)
 
     def end(self, slot: int | None) -> None:
-        """The epoch is over; `slot` was not needed."""
+        """End the epoch; `slot` was not used."""
         with self._changed:
             if slot is not None:
                 self.free.appendleft(slot)
@@ -140,7 +141,7 @@ class ConsumerServer:
                 self._send(consumer.peer, Kind.END)
 
     def set_length(self, length: bytes) -> None:
-        """What is sent to those that ask for it."""
+        """Set the packed length, and send it to the peers that wait for it."""
         with self._changed:
             self._length = length
             for peer in self._curious:
@@ -148,14 +149,14 @@ class ConsumerServer:
             self._curious.clear()
 
     def lives(self, number: int) -> bool:
-        """Whether a consumer is there."""
+        """Return whether a consumer is connected."""
         return any(consumer.number == number for consumer in list(self._consumers.values()))
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         with self._changed:
             self._stop()
-        self._server.stop_listening()  # which wakes the thread
+        self._server.stop_listening()  # this wakes the thread
         self._thread.join()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class ConsumerServer:
             with self._changed:
                 self._stop()
                 self._changed.notify_all()
-                self._server.close()  # a consumer that comes now finds at once that it is too late
+                self._server.close()  # later connections fail at once
                 self._poller.close()
 
     def _stop(self) -> None:
@@ -216,13 +217,14 @@ class ConsumerServer:
         self._server.refuse(peer, InputError(f"consumer {number} {why}: give each process a number of its own"))
 
     def _leave(self, consumer: _Consumer) -> None:
-        """A connection has ended."""
+        """Remove a consumer whose connection has ended."""
         del self._consumers[consumer.peer]
         self.free += self._leases.leave(consumer)
         if not self._awaited and not self._consumers:
             self._stop()
 
-    # -- both, with the lock held -------------------------------------------------------------------------------------
+    # -- called by both threads, with the lock held
+    # -----------------------------------------------------------------------
 
     def _send(self, peer: Peer, kind: Kind, number: int = 0, slot: int = 0, body: bytes = b"") -> None:
         self._server.send(peer, kind, self._epoch, number, slot, body)
@@ -231,12 +233,12 @@ class ConsumerServer:
         return [each for each in self._consumers.values() if each.inside and not self._stopped]
 
     def _all_have_asked(self) -> bool:
-        """Whether all ask for the next epoch."""
+        """Return whether all consumers have requested the next epoch."""
         consumers = self._consumers.values()
         return not self._awaited and bool(consumers) and all(each.asked for each in consumers)
 
     def _grant(self, slot: int, consumers: list[_Consumer]) -> None:
-        """Give a slot to consumers."""
+        """Lease a slot to consumers."""
         self._numbers[slot] = self._number
         for consumer in consumers:
             self._leases.grant(slot, consumer)
@@ -244,7 +246,7 @@ class ConsumerServer:
             self.free.append(slot)
 
     def _state(self, number: int) -> str:
-        """What a consumer waits for."""
+        """Return what a consumer waits for, as text."""
         asking = next((each for each in self._consumers.values() if each.number == number), None)
         if asking is None:
             return "it has left"

@@ -1,12 +1,12 @@
-"""The thread of a prefetcher: takes batches from the loader, and sends them to the device.
+"""The threads of a prefetcher: `CopyThread` copies the loader's batches to the device, `HostThread` reads one ahead.
 
-On a CPU it takes the next batch while the model works with this one. What draws random numbers must not run beside the
-model, which draws from the same generators of the process:
+On a CPU, `HostThread` fetches the next batch while the model works with the current one. Code that draws random numbers
+must not run concurrently with the model, which draws from the same process-wide generators:
 
-- Where stallfree seeds them for a sample, or watches them while a cache is filled, and restores them after it, the
-  thread waits until the next batch is asked for.
-- A loader that draws by itself is found by its first two batches, during which the model waits. The first one may draw
-  the seed of a sampler. If both moved a generator, the whole pass goes without overlap.
+- Where stallfree seeds the generators for a sample, or watches them while a cache is filled, and restores them
+  afterwards, the thread waits until the next batch is requested.
+- A loader that draws random numbers itself is detected by its first two batches, during which the model waits. The
+  first one may draw the seed of a sampler. If both changed a generator, the whole pass runs without overlap.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from stallfree.pipeline.randomness import before_drawing
 
 Transform = Callable[[Any], Any]
 Snapshot = Callable[[], Any]
-"""Gives the state of a loader as it was when the snapshot was taken."""
+"""Returns the state of a loader at the time of the snapshot."""
 
 _WATCHED = 2
-"""Batches by which a loader that draws random numbers is found."""
+"""Number of batches used to detect a loader that draws random numbers."""
 
-_END_SECONDS = 5.0  # for a thread to end with the program
+_END_SECONDS = 5.0  # for a thread to end at interpreter exit
 
 
 @dataclass
 class Item:
-    """What the thread took from the loader: a batch, an error in its place, or the end.
+    """An item from the loader: a batch, an error in its place, or the end.
 
     Attributes:
-        batch: as the loader gave it, or None if it is on its way to the device.
-        error: that the loader raised, or that came up when the batch was sent.
+        batch: the loader's batch, or None if it is being copied to the device.
+        error: raised by the loader, or while the batch was being sent.
         end: whether the loader has ended.
-        snapshot: the state of the loader after this item; None if it has none.
-        place: that a batch on its way takes up.
-        leaves, rebuild: what it consists of.
-        memory: of the device, to be kept by what uses the batch.
+        snapshot: state of the loader after this item; None if it has no state.
+        place: the place that holds a batch in flight.
+        leaves, rebuild: the parts of the batch, see `take_apart`.
+        memory: device memory that must stay alive while the batch is used.
         late: positions of leaves that are still to be sent.
     """
 
@@ -68,20 +68,20 @@ class Item:
 
 
 class _Stopped(BaseException):
-    """Ends the thread. Raised out of the loader if it is in there."""
+    """Ends the thread. Raised inside the loader if the thread is running it."""
 
 
 class LoaderThread(ABC):
-    """Takes batches from `source` until that ends or `stop` is called.
+    """Takes batches from `source` until it ends or `stop` is called.
 
-    It does not refer to what takes the items, so that the thread ends when that is gone.
+    It holds no reference to the consumer of the items, so that the thread ends once the consumer is freed.
 
     Args:
-        source: of batches.
-        snapshot: takes the state of the loader, called after each batch; None if it has none.
+        source: iterator of batches.
+        snapshot: called after each batch, takes the state of the loader; None if it has no state.
 
     Attributes:
-        lock: held while the loader works, and to be held for whatever else is asked of it.
+        lock: held while the loader runs; required for any other use of the loader.
     """
 
     def __init__(self, source: Iterator[Any], snapshot: Callable[[], Snapshot] | None) -> None:
@@ -94,22 +94,22 @@ class LoaderThread(ABC):
 
     @abstractmethod
     def take(self) -> Item:
-        """The next item. Waits as long as the loader takes."""
+        """Return the next item; blocks until the loader delivers it."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End after the batch that is under way. May be called twice, in any thread."""
+        """End after the current batch. Idempotent, callable in any thread."""
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until the thread has ended."""
+        """Wait until the thread has ended, at most `seconds`."""
         self._thread.join(seconds)
 
     @abstractmethod
     def _run(self, source: Iterator[Any]) -> None:
-        """The life of the thread. Lets go of `source` before it gives the end, which may let it be iterated again."""
+        """The body of the thread. Drops `source` before it delivers the end, so that the loader can be reused."""
 
     def _next(self, source: Iterator[Any], make: Callable[[Any], Item]) -> Item:
-        """The next item; a batch is what `make` returns for it."""
+        """Return the next item, made by `make` from the loader's batch."""
         item = batch = None
         try:
             try:
@@ -134,7 +134,7 @@ class LoaderThread(ABC):
                 item = Item(error=error)
             return item
         finally:
-            del item, batch  # or an error's traceback, which refers to this frame, would refer to itself
+            del item, batch  # breaks the reference cycle of an error's traceback with this frame
 
 
 class CopyThread(LoaderThread):
@@ -142,11 +142,11 @@ class CopyThread(LoaderThread):
 
     Args:
         source, snapshot: see `LoaderThread`.
-        backend: of the device.
-        stream: for the copies.
-        stager: sends.
-        places: that are free.
-        transform: is called with each batch on the device, or None.
+        backend: the device.
+        stream: stream of the copies.
+        stager: copies the leaves of a batch.
+        places: the free places.
+        transform: called with each batch on the device, or None.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class CopyThread(LoaderThread):
         return self._ready.get()
 
     def give_back(self, place: Place) -> None:
-        """The place is free again."""
+        """Mark the place as free."""
         self._free.put(place)
 
     def stop(self) -> None:
@@ -194,7 +194,7 @@ class CopyThread(LoaderThread):
                     item.place = place
                     self._ready.put(item)
                     del item
-            for place in self._places:  # what copies read has to stay until they are done
+            for place in self._places:  # sources must stay alive until the copies are done
                 self._backend.finish(place.copied)
                 place.held = None
         except BaseException as error:
@@ -217,17 +217,17 @@ class CopyThread(LoaderThread):
 
 
 class HostThread(LoaderThread):
-    """Takes batches as they are, one ahead of the last that was taken here."""
+    """Takes batches unchanged, one ahead of the last one consumed."""
 
     def __init__(self, source: Iterator[Any], snapshot: Callable[[], Snapshot] | None) -> None:
-        self._item: Item | None = None  # what comes next; the thread goes on when it is None again
+        self._item: Item | None = None  # the next item; the thread continues once it is None
         self._there = threading.Event()  # set when there is an item
         self._waiting = False  # whether the training loop waits for an item
-        self._wake: SimpleQueue[None] = SimpleQueue()  # for the thread to look again; may be put in a finaliser
+        self._wake: SimpleQueue[None] = SimpleQueue()  # wakes the thread; finalisers may put
         super().__init__(source, snapshot)
 
     def take(self) -> Item:
-        """See `LoaderThread`. May be called again after Ctrl-C at any point of it."""
+        """See `LoaderThread`. Can be called again after Ctrl-C at any point."""
         self._waiting = True
         self._wake.put(None)
         try:
@@ -235,7 +235,7 @@ class HostThread(LoaderThread):
                 self._there.wait()
                 self._there.clear()
         finally:
-            self._waiting = False  # before the thread goes on
+            self._waiting = False  # before the thread continues
         if not item.end:
             self._item = None
             self._wake.put(None)
@@ -260,7 +260,7 @@ class HostThread(LoaderThread):
                     overlaps = overlaps or (watched and _generators() == before)
                     batches += 1
                     self._give(item)
-                    del item  # or the thread keeps the batch as long as it waits
+                    del item  # or the thread keeps the batch alive while it waits
         except _Stopped:
             pass
         except BaseException as error:
@@ -275,8 +275,8 @@ class HostThread(LoaderThread):
         self._there.set()
 
     def _let_draw(self) -> None:
-        """Return when the model waits for the batch that is being made."""
-        self.lock.release()  # the training loop may ask for the state of the loader meanwhile
+        """Return once the training loop waits for the batch being prepared."""
+        self.lock.release()  # the training loop may read the loader's state meanwhile
         try:
             self._wait_until(lambda: self._waiting)
         finally:
@@ -290,7 +290,7 @@ class HostThread(LoaderThread):
 
 
 def _generators() -> list[Any]:
-    """The states of the generators that are global to the process, as what can be compared."""
+    """Return the states of the process-wide generators, in a comparable form."""
     return [_comparable(handle.get()) for handle in global_generators()]
 
 
@@ -305,7 +305,7 @@ _alive: weakref.WeakSet[LoaderThread] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that works with a device while the interpreter ends could crash it."""
+    """Stop the threads: one that uses a device during interpreter shutdown could crash the process."""
     threads = list(_alive)
     for thread in threads:
         thread.stop()

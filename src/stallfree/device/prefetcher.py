@@ -1,4 +1,4 @@
-"""`DevicePrefetcher`: copies the next batches to the device while the model works with this one."""
+"""`DevicePrefetcher`: copies the next batches to the device while the model works with the current one."""
 
 from __future__ import annotations
 
@@ -25,37 +25,38 @@ _POISON = 0xFF
 
 
 class DevicePrefetcher:
-    """Batches of a loader on the device, copied there while the model works with those before them.
+    """Copies the batches of a loader to the device ahead of their use.
 
         for images, labels in sf.DevicePrefetcher(loader, "cuda"):
             ...
 
-    A thread takes batches from the loader, and copies them in a stream of its own, out of pinned memory that stands.
-    The stream that is current when a batch is asked for waits for its copies; the host does not. A batch may be made of
-    dicts and other mappings, lists, tuples, named tuples, dataclasses, classes of attrs, packed sequences, and what has
-    a `.to()`; all else in it stays as it is. Tensors of the host that are below 256 KiB go in one copy and share memory
-    on the device; strides without gaps are kept. Tensors that cannot be pinned, such as sparse ones, are sent by their
-    own `.to()`, with one warning for each type.
+    A thread takes batches from the loader and copies them in a separate stream, from persistent pinned memory. The
+    stream that is current when a batch is requested waits for its copies; the host does not. A batch may consist of
+    dicts and other mappings, lists, tuples, named tuples, dataclasses, attrs classes, packed sequences, and objects
+    with a `.to()`; everything else in it is left unchanged. Host tensors below 256 KiB are copied together and share
+    memory on the device; strides without gaps are kept. Tensors that cannot be pinned, such as sparse ones, are sent by
+    their own `.to()`, with one warning per type.
 
-    On a CPU, the thread takes one batch ahead, and batches pass as they are. Random numbers are drawn as without it:
-    what draws them in this process, and not in a worker, runs when the next batch is asked for. Where there are no
-    streams ("mps" and others) batches are taken and sent when they are asked for.
+    On a CPU, the thread takes one batch ahead, and batches are passed on unchanged. Random draws are the same as
+    without
+    the prefetcher: code that draws in this process, not in a worker, runs when the next batch is requested. On devices
+    without streams ("mps" and others), batches are taken and sent when they are requested.
 
     Args:
-        loader: any iterable. Each iteration begins it anew, when the one before is over.
-        device: such as "cuda", "cuda:1" or "cpu".
-        depth: batches that are ready or on their way, beside the one in use. The host is never further ahead of the
-            device than that. On a CPU it is always one.
-        keep: "fresh": a batch is memory of its own, for as long as it is referred to. "ring": the memory of the device
-            stands, for `depth` + 1 batches, and a batch is valid until the next one is asked for. What streams other
-            than the current one do with it has to be done by then.
-        transform_on_device: called with each batch, on the device and in the copy stream; what it returns is given. To
-            make floats and to normalise belong here: then bytes travel, and not floats.
-        debug: with keep="ring", fill the memory of a batch with bytes of 0xFF (NaN, -1) when the next one is asked for:
-            whoever uses it too long sees that.
+        loader: any iterable. Each iteration restarts it after the previous one has ended.
+        device: device such as "cuda", "cuda:1" or "cpu".
+        depth: batches that are ready or in flight, besides the one in use. The host is never further ahead of the
+            device. On a CPU it is always one.
+        keep: "fresh": each batch has its own memory, for as long as it is referenced. "ring": device memory is
+            allocated once, for `depth` + 1 batches, and a batch is valid until the next one is requested. Streams other
+            than the current one must have finished their work on it by then.
+        transform_on_device: called with each batch, on the device and in the copy stream; its result is yielded.
+            Convert to float and normalise here, so that bytes are transferred instead of floats.
+        debug: with keep="ring", fill the memory of a batch with bytes of 0xFF (NaN, -1) when the next one is requested,
+            so that stale use is visible.
 
-    An exception of the loader comes in its place in the order; after it, `next` goes on if the loader does. Raises
-    `InputError` for arguments that cannot be used, and for a device that is not there.
+    An exception of the loader is raised at its position in the order; `next` then continues if the loader does. Raises
+    `InputError` for invalid arguments and for a missing device.
     """
 
     @short_traceback
@@ -80,15 +81,15 @@ class DevicePrefetcher:
         self._places: list[Place] = []
         self._stream: Stream | None = None
         self._stager: Stager | None = None
-        self._thread: LoaderThread | None = None  # the last one
+        self._thread: LoaderThread | None = None  # the most recent one
         self._iteration: weakref.ref[_Iteration] | None = None
-        self._consumed: Snapshot | None = None  # the state of the loader after the last batch that was given
+        self._consumed: Snapshot | None = None  # the state of the loader after the last batch yielded
 
     def __repr__(self) -> str:
         return f"DevicePrefetcher({self.loader!r:.200}, {str(self.device)!r}, depth={self.depth})"
 
     def __len__(self) -> int:
-        """Number of batches of an epoch, as the loader says."""
+        """Number of batches per epoch, as reported by the loader."""
         return len(self.loader)  # type: ignore[arg-type]
 
     @short_traceback
@@ -129,9 +130,9 @@ class DevicePrefetcher:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> Any:
-        """The state of the loader as if it had given only the batches that were given here.
+        """Return the loader's state as of the last batch yielded here.
 
-        Raises `InputError` if the loader has none.
+        Raises `InputError` if the loader has no state.
         """
         if not hasattr(self.loader, "state_dict"):
             raise InputError(
@@ -142,11 +143,11 @@ class DevicePrefetcher:
 
     @property
     def ahead(self) -> bool:
-        """Whether the loader has been asked for batches that may not have been given here."""
+        """Whether the loader may have delivered batches that have not been yielded here."""
         return self._consumed is not None
 
     def _snapshot(self) -> Snapshot:
-        """The state now, to be asked for later."""
+        """Return a snapshot of the current state, to be evaluated later."""
         consumed = self._consumed
         return _made(self.state_dict()) if consumed is None else partial(self._state_of, consumed)
 
@@ -155,7 +156,7 @@ class DevicePrefetcher:
             return consumed()
 
     def load_state_dict(self, state: Any) -> None:
-        """Have the loader go on there, with the next iteration. Raises `InputError` if it cannot."""
+        """Make the next iteration resume from `state`. Raises `InputError` if the loader does not support it."""
         if not hasattr(self.loader, "load_state_dict"):
             raise InputError(
                 f"the loader, a {type(self.loader).__name__}, has no load_state_dict(): give a loader that has, such "
@@ -166,14 +167,14 @@ class DevicePrefetcher:
         self.loader.load_state_dict(state)
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
-        """Make memory of the host known to the device, so that it copies out of it by itself; what takes that back.
+        """Pin host memory, so that the device copies from it directly. Returns the function that unpins it.
 
-        In a forked child, which has no device, neither does anything.
+        In a forked child, which has no device, both do nothing.
         """
         return _do_nothing if self._backend is None else pin(self._backend, self._places, self._owner, memory)
 
     def close(self) -> None:
-        """End the iteration that is under way, and wait for its thread. It may be iterated again."""
+        """End the active iteration and wait for its thread. The prefetcher can be iterated again."""
         iteration = None if self._iteration is None else self._iteration()
         if iteration is not None:
             iteration.close()
@@ -184,7 +185,7 @@ class DevicePrefetcher:
 
 
 class _Iteration:
-    """One pass, here on a CPU. Ends the thread when it is through, closed, or no longer referred to."""
+    """One pass; this base class serves a CPU. Ends the thread when exhausted, closed or no longer referenced."""
 
     def __init__(self, prefetcher: DevicePrefetcher, thread: LoaderThread) -> None:
         self._prefetcher, self._thread = prefetcher, thread
@@ -219,27 +220,27 @@ class _Iteration:
                 self._let_go(item)
                 raise item.error
             return self._give(item)
-        except StopIteration as error:  # would end the loop as if all were well
+        except StopIteration as error:  # would end the loop silently
             raise StallfreeError(
                 "a batch could not be given: transform_on_device or .to() raised StopIteration. Let it raise another "
                 "error"
             ) from error
         finally:
-            del item  # or the traceback of an error, which refers to this frame, would be referred to by it
+            del item  # breaks the reference cycle of an error's traceback with this frame
 
     def _give(self, item: Item) -> Any:
-        """The batch in an item."""
+        """Return the batch of an item."""
         transform = self._prefetcher.transform_on_device
         return item.batch if transform is None else transform(item.batch)
 
     def _let_go(self, item: Item) -> None:
-        """Nothing is done with an item."""
+        """Discard an item."""
 
     def _take_back(self) -> None:
-        """The batch that was given last is not used any more by what is asked of the device from now on."""
+        """Release the batch yielded last: work submitted to the device from now on does not use it."""
 
     def close(self) -> None:
-        """End this pass. May be called twice."""
+        """End this pass. Idempotent."""
         self._through = True
         self._take_back()
         self._thread.stop()
@@ -253,7 +254,7 @@ class _DeviceIteration(_Iteration):
 
     def __init__(self, prefetcher: DevicePrefetcher, thread: CopyThread, backend: Backend) -> None:
         self._backend, self._copies = backend, thread
-        self._out: tuple[Place, Stream] | None = None  # of the batch that was given, with the stream that waited for it
+        self._out: tuple[Place, Stream] | None = None  # the batch yielded last, with the stream that waited for it
         super().__init__(prefetcher, thread)
 
     def _give(self, item: Item) -> Any:
@@ -280,7 +281,7 @@ class _DeviceIteration(_Iteration):
             return
         (place, stream), self._out = self._out, None
         backend = self._backend
-        if stream != backend.current_stream():  # it may still be used there
+        if stream != backend.current_stream():  # that stream may still use it
             with backend.using(stream):
                 backend.record(place.used)
             backend.wait(place.used)
@@ -292,7 +293,7 @@ class _DeviceIteration(_Iteration):
 
 
 def find_backend(device: torch.device) -> Backend | None:
-    """What works a device that has streams; None for others. Raises `InputError` if there is no such device."""
+    """Return the backend of a device with streams; None for others. Raises `InputError` if there is no such device."""
     return Cuda(device) if device.type == "cuda" else None
 
 
@@ -301,9 +302,10 @@ def _do_nothing(*_: object) -> None:
 
 
 def _snapshots(loader: Any) -> Callable[[], Snapshot] | None:
-    """What takes the state of a loader after a batch; None if it has none.
+    """Return the function that takes a loader's state after a batch; None if the loader has no state.
 
-    A loader that can tell a state of before (`state_at`, with the `position` of then) need not make one for each batch.
+    A loader that can return an earlier state (`state_at`, with the `position` of that time) need not build one per
+    batch.
     """
     if isinstance(loader, DevicePrefetcher):
         return None if _snapshots(loader.loader) is None else loader._snapshot
@@ -344,7 +346,7 @@ def _device(device: torch.device | str | int) -> torch.device:
         where = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error
-    if where.type not in ("cpu", "cuda"):  # those of CUDA are looked at more closely
+    if where.type not in ("cpu", "cuda"):  # CUDA devices are checked by the backend
         try:
             torch.empty(1, device=where)
         except Exception as error:

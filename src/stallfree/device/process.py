@@ -1,4 +1,4 @@
-"""`ProcessPrefetcher`: a process of its own loads, and copies to the device what others train with."""
+"""`ProcessPrefetcher`: a separate process loads batches and copies them to the device for the training processes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from stallfree.ipc.process import Child
 from stallfree.ipc.sockets import listen
 from stallfree.platform import need_linux
 
-_START_METHOD = "spawn"  # a fork would bring along the threads' locks, and a device that cannot be used
+_START_METHOD = "spawn"  # a fork would inherit locked locks and an unusable device
 _ANSWER_SECONDS = 1.0
 
 
 class ProcessPrefetcher:
-    """Batches of a loader on the device, loaded and copied there by a process of its own.
+    """Loads batches and copies them to the device in a separate process.
 
         def make_loader():
             return sf.DataLoader(dataset, batch_size=64, num_workers=4)
@@ -40,41 +40,41 @@ class ProcessPrefetcher:
                     for images, labels in batches:
                         ...
 
-    The process starts at once, by "spawn": a script needs the guard above. It calls `make_loader`, iterates what that
-    gives once per epoch, and copies each batch to one of `depth` + 1 slots in the memory of the device, which are there
-    for all its life. The training process has the same memory (CUDA IPC), and hears only which slot is ready. Against
-    `DevicePrefetcher`, loading and staging do not take turns with the training loop in one interpreter.
+    The loading process starts at once, by "spawn": a script needs the guard above. It calls `make_loader`, iterates the
+    result once per epoch, and copies each batch to one of `depth` + 1 slots in device memory, which are allocated once.
+    The training process maps the same memory (CUDA IPC) and receives only the number of the ready slot. Unlike in
+    `DevicePrefetcher`, loading and staging do not compete with the training loop for one interpreter.
 
-    A batch is valid until the next one is asked for: then its slot is given back, when the work that was given to the
-    current stream until then is done. What other streams do with it has to be done by then. A batch may be made of what
-    `DevicePrefetcher` takes; all but its tensors is pickled for each batch. Tensors that are not plain (sparse ones,
-    subclasses, those on a device) are pickled too, with one warning for each type.
+    A batch is valid until the next one is requested. Its slot is then returned, once the work submitted to the current
+    stream so far is done; other streams must have finished their work on it by then. A batch may consist of anything
+    that `DevicePrefetcher` supports; everything but its tensors is pickled for each batch. Tensors that are not plain
+    (sparse ones, subclasses, tensors on a device) are pickled too, with one warning per type.
 
-    On a CPU the slots are shared memory of the host, and all else is the same.
+    On a CPU the slots are shared host memory; everything else is the same.
 
-    **Several consumers.** Processes that use the same GPU can share the batches: each has every batch of every epoch
-    once, in order. Give `prefetcher.consumer(k)` to the process that is consumer k, which iterates it. An epoch begins
-    when all have asked for it, and a slot is free when all have given it back, so the slowest sets the pace by `depth`
-    batches. Who breaks off an epoch takes part again in the next; who is closed, is no longer referred to or dies is
-    not waited for any more. Batches are the same memory for all: do not change them in place. All processes have to see
-    the GPU under the same number.
+    **Several consumers.** Processes that use the same GPU can share the batches: each gets every batch of every epoch
+    once, in order. Pass `prefetcher.consumer(k)` to the process that is consumer k, which iterates it. An epoch starts
+    when all consumers have requested it, and a slot is free when all have returned it, so the slowest consumer limits
+    the others to `depth` batches ahead. A consumer that leaves an epoch takes part again in the next one; one that is
+    closed, no longer referenced or dead is not waited for. All consumers share the memory of a batch: do not change it
+    in place. The GPU must have the same index in all processes.
 
-    **Ends.** The process ends with `close`, with the process that made it, or when all consumers have come and gone;
-    consumers then get `ProducerError`. It hears of a death by the end of a connection, at once. A loader that does not
-    come back within 5 s is ended by the kernel.
+    **Termination.** The process ends with `close`, with the process that created it, or when all consumers have
+    connected and left; consumers then get `ProducerError`. It detects a death at once, by the end of a connection. The
+    kernel kills the process if its loader does not return within 5 s.
 
     Args:
-        make_loader: called without arguments in the new process; gives any iterable. It has to be picklable: a function
+        make_loader: called without arguments in the new process; returns any iterable. It must be picklable: a function
             at the top level of a module, or a `functools.partial` of one.
-        device: such as "cuda", "cuda:1" or "cpu".
-        depth: batches that are ready or on their way, beside the one in use. At least 1.
-        consumers: number of processes that iterate. Consumer 0 is this one if it iterates the prefetcher itself.
-        timeout: seconds that a consumer waits for a batch, or for the others to begin an epoch, before `WaitError`,
-            which says for what. Starting the process is part of the first wait.
+        device: device such as "cuda", "cuda:1" or "cpu".
+        depth: batches that are ready or in flight, besides the one in use. At least 1.
+        consumers: number of processes that iterate. Consumer 0 is this process if it iterates the prefetcher itself.
+        timeout: seconds that a consumer waits for a batch, or for the others to start an epoch, before `WaitError`,
+            which names the cause. The first wait includes the start of the process.
 
-    An exception of the loader comes in its place in the order, with the traceback in the other process as its cause;
-    after it, `next` goes on if the loader does. One of `make_loader` comes in each epoch. Raises `InputError` for
-    arguments that cannot be used, and for a device that is not there; `PlatformError` where there is no Linux.
+    An exception of the loader is raised at its position in the order, with the traceback of the loading process as its
+    cause; `next` then continues if the loader does. An exception of `make_loader` is raised in each epoch. Raises
+    `InputError` for invalid arguments and for a missing device; `PlatformError` on systems other than Linux.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ProcessPrefetcher:
         need_linux("ProcessPrefetcher", "use DevicePrefetcher")
         where = _check(make_loader, device, depth, consumers, timeout)
         self.depth, self.consumers, self.timeout = depth, consumers, timeout
-        sweep(default_root())  # what killed processes left
+        sweep(default_root())  # folders left by killed processes
         shared = SharedFolder(f"prefetch-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
         try:
             self._child = _start(shared, make_loader, where, depth, consumers)
@@ -99,7 +99,7 @@ class ProcessPrefetcher:
         self.device, self._folder = where, shared.path
         self._own = self.consumer(0)
         self._own.describe_end = partial(_describe_end, self._child)
-        # In this process only, and at its end before multiprocessing waits for its children.
+        # Finalize runs in this process only, at its exit before multiprocessing waits for its children.
         self._end = Finalize(self, _end, (self._child, shared), exitpriority=100)
 
     def __iter__(self) -> Iterator[Any]:
@@ -108,16 +108,16 @@ class ProcessPrefetcher:
         return started
 
     def __len__(self) -> int:
-        """Number of batches of an epoch, as the loader says."""
+        """Number of batches per epoch, as reported by the loader."""
         return len(self._own)
 
     @property
     def pid(self) -> int:
-        """The process that loads."""
+        """PID of the loading process."""
         return self._child.pid
 
     def consumer(self, number: int) -> Consumer:
-        """Who gets the batches as consumer `number`, from 0 on. Picklable, for any process of this user on this host.
+        """Return consumer `number`, from 0. Picklable, for any process of this user on this host.
 
         Raises `InputError` if there is no such number.
         """
@@ -126,7 +126,7 @@ class ProcessPrefetcher:
         return Consumer(self._folder, number, self.consumers, self.device, self.timeout)
 
     def close(self) -> None:
-        """End the process, and wait until it has ended. May be called twice."""
+        """End the process and wait for its exit. Idempotent."""
         self._own.close()
         self._end()
 
@@ -141,7 +141,7 @@ class ProcessPrefetcher:
 
 
 def _check(make_loader: Any, device: Any, depth: Any, consumers: Any, timeout: Any) -> torch.device:
-    """The device, if all is well."""
+    """Validate the arguments and return the device."""
     if not callable(make_loader):
         raise InputError(
             f"make_loader={make_loader!r:.80}: give a function without arguments that makes the loader, which the new "
@@ -166,7 +166,7 @@ def _check(make_loader: Any, device: Any, depth: Any, consumers: Any, timeout: A
 def _start(
     shared: SharedFolder, make_loader: Callable[[], Iterable[Any]], device: torch.device, depth: int, consumers: int
 ) -> Child:
-    """Start the process that loads. Raises `InputError` if what it needs cannot be sent to it."""
+    """Start the loading process. Raises `InputError` if its arguments cannot be pickled."""
     setup = Setup(LazyFactory(make_loader), device, depth, consumers, shared.path)
     with listen(shared.path) as listener:
         keep_from_children(shared, listener)
@@ -183,7 +183,7 @@ def _start(
 
 
 def _describe_end(child: Child) -> str:
-    """How the process ended, as far as this one can find out."""
+    """Return how the process ended, if known."""
     code = child.join(_ANSWER_SECONDS)
     if code is None:
         return ""
@@ -191,6 +191,6 @@ def _describe_end(child: Child) -> str:
 
 
 def _end(child: Child, shared: SharedFolder) -> None:
-    """End the process, and wait until it has ended."""
+    """End the process and wait for its exit."""
     child.end(time.monotonic() + END_SECONDS + _ANSWER_SECONDS)
     shared.close()

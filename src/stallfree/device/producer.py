@@ -1,4 +1,4 @@
-"""The process of a `ProcessPrefetcher`: loads, copies to the slots, and announces the batches."""
+"""The loading process of a `ProcessPrefetcher`: runs the loader, copies its batches to slots and announces them."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from stallfree.ipc.process import Parent
 from stallfree.pipeline.randomness import draw_seed
 
 _REMOVE_SECONDS = 0.2
-"""For the kernel to take away what a killed process held."""
+"""Seconds for the kernel to release what a killed process held."""
 
 _SWITCH_SECONDS = 0.001
-"""How long a loader in pure Python may keep the consumers' messages waiting; Python's default is 5 ms."""
+"""Longest delay of the consumers' messages by a loader in pure Python; Python's default is 5 ms."""
 
 
 class LazyFactory:
-    """A function that is unpickled only when it is called: what that raises is then handled like what the call raises.
+    """A function that is unpickled only when called, so that unpickling errors are handled like errors of the call.
 
-    It seeds torch's generator of the new process with a number from the one here.
+    It seeds torch's generator in the new process with a number drawn in this one.
     """
 
     def __init__(self, make_loader: Callable[[], Iterable[Any]]) -> None:
@@ -48,7 +48,7 @@ class LazyFactory:
         self._pickled = b""
 
     def __call__(self) -> Iterable[Any]:
-        """What the function makes."""
+        """Call the function and return its result."""
         torch.manual_seed(self._seed)
         make: Callable[[], Iterable[Any]] = pickle.loads(self._pickled)
         return make()
@@ -59,14 +59,14 @@ class LazyFactory:
 
 @dataclass(frozen=True)
 class Setup:
-    """What the process is started with.
+    """The configuration of the loading process.
 
     Attributes:
-        make_loader: makes the loader.
-        device: to which batches go.
-        depth: batches that are ready, beside the one in use.
-        consumers: how many there will be.
-        folder: with the socket, and with the slots of a CPU.
+        make_loader: creates the loader.
+        device: target device of the batches.
+        depth: batches that are ready, besides the one in use.
+        consumers: number of consumers.
+        folder: folder of the socket, and of the slots on a CPU.
     """
 
     make_loader: LazyFactory
@@ -77,19 +77,19 @@ class Setup:
 
 
 def produce(parent: Parent, listener: socket.socket, setup: Setup) -> None:
-    """Run the process.
+    """Run the loading process.
 
     Args:
         parent: the process that started this one.
-        listener: to which the consumers come.
-        setup: what to do.
+        listener: socket that the consumers connect to.
+        setup: configuration of the process.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         folder = attach(setup.folder)
     except StorageError:
-        return  # nobody waits for this process any more
+        return  # the parent has closed the prefetcher
     keep_from_children(folder)
     server = ConsumerServer(parent, listener, setup.consumers, setup.depth + 1)
     try:
@@ -101,10 +101,10 @@ def produce(parent: Parent, listener: socket.socket, setup: Setup) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the folder if nobody has it any more.
+    """Remove the folder if it is unused.
 
-    Of a process that was killed the kernel may end the connections before it takes its lock on the folder: then all
-    who hear of that find the folder held, and leave it there.
+    The kernel may close the connections of a killed process before it releases the process's lock on the folder. All
+    processes that detect the death then find the folder locked and leave it in place.
     """
     deadline = time.monotonic() + _REMOVE_SECONDS
     while folder.exists() and not remove_unused(folder) and time.monotonic() < deadline:
@@ -112,7 +112,7 @@ def _remove(folder: Path) -> None:
 
 
 class Producer:
-    """Runs the loader, epoch by epoch."""
+    """Runs the loader, one epoch at a time."""
 
     def __init__(self, server: ConsumerServer, setup: Setup) -> None:
         self._server, self._setup, self._owner = server, setup, Owner()
@@ -121,14 +121,14 @@ class Producer:
         self._stream = self._memory.new_stream()
         self._stager = Stager(self._memory, standing=True)
         self._used = [[self._memory.new_event() for _ in range(setup.consumers)] for _ in server.free]
-        # For the event of one consumer the stream waits, for those of several this process does.
+        # The stream waits for the event of a single consumer; this thread waits for the events of several.
         alone = setup.consumers == 1
         self._places = [
             Place(self._memory.new_event(), used[0] if alone else self._memory.new_event()) for used in self._used
         ]
 
     def run(self) -> None:
-        """Until nobody wants more."""
+        """Serve epochs until the server stops."""
         loader: Any
         try:
             loader = self._setup.make_loader()
@@ -165,11 +165,11 @@ class Producer:
                 self._send(slot, batch)
                 del batch
             slot = server.take()
-        server.set_length(pack_length(loader))  # whoever hears of the end may ask for it
+        server.set_length(pack_length(loader))  # a consumer may request it after the end
         server.end(slot)
 
     def _let_go(self) -> None:
-        """Of batches of the loader whose copies are done."""
+        """Drop the loader's batches whose copies are done."""
         for place in self._places:
             if place.held is not None and self._memory.reached(place.copied):
                 place.held = None
@@ -184,7 +184,7 @@ class Producer:
             self._server.fail(slot, error)
 
     def _copy(self, slot: int, batch: Any) -> bytes:
-        """Copy a batch into a slot; what else there is to tell of it."""
+        """Copy a batch into a slot; returns the packed layout and the rest of the batch."""
         memory, place = self._memory, self._places[slot]
         tensors, rest = split(batch)
         self._await_consumers(slot)
@@ -198,7 +198,7 @@ class Producer:
         return pickle.dumps((pack_layout(sent.leaves), rest), pickle.HIGHEST_PROTOCOL)
 
     def _await_consumers(self, slot: int) -> None:
-        """Have the copies into a slot begin when nobody works with it any more."""
+        """Delay the copies into a slot until no consumer works with it."""
         for consumer, event in enumerate(self._used[slot] if self._setup.consumers > 1 else ()):
             self._memory.finish_while(event, lambda consumer=consumer: self._server.lives(consumer))  # type: ignore[misc]
 
@@ -209,7 +209,7 @@ class Producer:
         return pickle.dumps((memory.share(place.memory), events))
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
-        """Asked for by a loader of ours for its ring: see `staging.pin`."""
+        """Pin the ring of a stallfree loader: see `staging.pin`."""
         return pin(self._memory, self._places, self._owner, memory)
 
     def _poison(self) -> None:
@@ -224,7 +224,7 @@ class Producer:
 
 
 class _Broken:
-    """A loader that could not be made."""
+    """Stands for a loader that could not be created; raises the error when used."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error

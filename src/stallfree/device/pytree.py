@@ -1,4 +1,4 @@
-"""Take the tensors out of a batch, whatever it is made of, and put others in their places."""
+"""Splits a nested batch into its tensors and a function that rebuilds it with other values."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 Rebuild = Callable[[list[Any]], Any]
-"""Makes the batch anew with other values for what was taken out, in the same order."""
+"""Rebuilds the batch with other values for its leaves, in the same order."""
 
 
 def take_apart(batch: Any) -> tuple[list[Any], Rebuild]:
-    """The tensors in `batch`, and everything else in it that has a `.to()`, in order; and what puts the batch together.
+    """Return the leaves of `batch` in order, and the function that rebuilds the batch.
 
-    Looks into dicts and other mappings, lists, tuples, named tuples, dataclasses, classes of attrs, and packed
-    sequences (whose lengths stay on the host). All else stays as it is, in the new batch too. Nothing of `batch` is
-    changed.
+    Leaves are tensors and all other objects with a `.to()`. The function looks into dicts and other mappings, lists,
+    tuples, named tuples, dataclasses, attrs classes, and packed sequences (whose lengths stay on the host). Everything
+    else is passed on to the new batch. `batch` is not changed.
     """
     leaves: list[Any] = []
     build = _walk(batch, leaves)
@@ -51,7 +51,7 @@ def _walk(value: Any, leaves: list[Any]) -> Rebuild:
         return _group(value, leaves, kind)
     if isinstance(value, type):
         return lambda _: value
-    if hasattr(value, "to") and hasattr(value, "record_stream"):  # tensors, and what is made like one
+    if hasattr(value, "to") and hasattr(value, "record_stream"):  # tensors and tensor-like objects
         return _leaf(value, leaves)
     if isinstance(value, Mapping):
         return _group(value.values(), leaves, lambda parts: _mapping(value, parts))
@@ -86,19 +86,19 @@ def _list(value: Any, parts: list[Any]) -> Any:
 def _mapping(value: Any, parts: list[Any]) -> Any:
     try:
         made = copy.copy(value)
-        if not isinstance(value, dict | UserDict):  # the copy may have the same container in it
+        if not isinstance(value, dict | UserDict):  # the copy may share its inner container
             for name, inner in vars(made).items():
                 if isinstance(inner, dict | list):
                     setattr(made, name, copy.copy(inner))
         for key, part in zip(list(value), parts, strict=True):
             made[key] = part
-    except TypeError:  # it cannot be changed, or not be copied
+    except TypeError:  # it cannot be changed or copied
         return type(value)(dict(zip(value, parts, strict=True)))
     return made
 
 
 def _fields(value: Any) -> list[str]:
-    """The fields of an object of a dataclass or of attrs that it has."""
+    """Return the names of the dataclass or attrs fields that are set on an object."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
     else:
@@ -107,7 +107,7 @@ def _fields(value: Any) -> list[str]:
 
 
 def _changed(value: Any, names: list[str], parts: list[Any]) -> Any:
-    """A copy of `value` with other values in its fields, without a call of its class: frozen ones are no exception."""
+    """Return a copy of `value` with other field values, without calling its class, so that frozen classes work."""
     made = copy.copy(value)
     for name, part in zip(names, parts, strict=True):
         object.__setattr__(made, name, part)

@@ -1,6 +1,6 @@
-"""The slots of a `ProcessPrefetcher`: memory of a device that several processes have.
+"""The slots of a `ProcessPrefetcher`: device memory that several processes share.
 
-`Memory` is the device, as each of the processes sees it; `OpenSlots` are the slots, as a consumer sees them.
+`Memory` is the device as seen by each process; `OpenSlots` are the slots as seen by a consumer.
 """
 
 from __future__ import annotations
@@ -30,48 +30,48 @@ _LOOK_SECONDS = 0.00005
 
 
 class Memory(Backend):
-    """A device whose memory and events other processes can have, too.
+    """A device whose memory and events can be shared with other processes.
 
     Attributes:
-        ends_with_owner: whether the memory is gone with the process that made it.
+        ends_with_owner: whether the memory is freed when the process that allocated it ends.
     """
 
     ends_with_owner = False
 
     @abstractmethod
     def share(self, memory: torch.Tensor) -> Any:
-        """What another process needs to have the same memory: picklable, for one process and for one use."""
+        """Return a picklable handle of the memory, for one use by one other process."""
 
     @abstractmethod
     def open(self, handle: Any) -> torch.Tensor:
-        """The memory that another process shared."""
+        """Open the memory that another process shared."""
 
     def discard(self, memory: torch.Tensor) -> None:
-        """What was shared is not opened any more by who has not done so."""
+        """Discard shared memory: processes that have not opened it cannot open it any more."""
 
     def share_event(self, event: Event) -> Any:
-        """As `share`."""
+        """Return a handle of an event, see `share`."""
 
     def open_event(self, handle: Any) -> Event:
-        """As `open`."""
+        """Open an event that another process shared."""
 
     def follow(self, stream: Stream) -> None:
-        """What is given to the current stream from now on begins when all that was given to `stream` is done."""
+        """Make later work of the current stream wait for all work submitted to `stream` so far."""
 
     def finish_while(self, event: Event, alive: Callable[[], bool]) -> bool:
-        """Wait for an event of a process that may be killed, and then may never reach it; whether it is reached."""
+        """Wait for an event of a process that may be killed before reaching it; returns whether it is reached."""
         while not (there := self.reached(event)) and alive():
             time.sleep(_LOOK_SECONDS)
         return there
 
 
 class SharedCuda(Cuda, Memory):
-    """A GPU: memory by CUDA IPC. Its events let a thread sleep that waits for them."""
+    """A GPU whose memory is shared by CUDA IPC. Threads that wait for its events sleep."""
 
     ends_with_owner = True
 
     def bind(self) -> None:
-        # Memory of expandable segments can be shared with nobody, or not with every process, as versions of torch go.
+        # Depending on the version of torch, expandable segments cannot be shared with all processes, or not at all.
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
         change("expandable_segments:False")
         super().bind()
@@ -98,7 +98,7 @@ class SharedCuda(Cuda, Memory):
 
 
 class SharedHost(Memory):
-    """Memory of the host, as files in `folder` that are mapped. What is asked for is done at once: no streams."""
+    """Host memory, as mapped files in `folder`. All operations are synchronous: there are no streams."""
 
     def __init__(self, folder: Path) -> None:
         self.device = torch.device("cpu")
@@ -165,7 +165,7 @@ class SharedHost(Memory):
         return True
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        np.copyto(target.numpy(), source.numpy())  # in this thread alone, where torch would wake others
+        np.copyto(target.numpy(), source.numpy())  # in this thread only; torch would use its thread pool
 
     def fill(self, target: torch.Tensor, byte: int) -> None:
         target.numpy().fill(byte)
@@ -189,27 +189,27 @@ def _mapped(fd: int) -> torch.Tensor:
 
 
 def memory_of(device: torch.device, folder: Path) -> Memory:
-    """Of a CPU or a GPU."""
+    """Return the memory of a CPU or a GPU."""
     return SharedCuda(device) if device.type == "cuda" else SharedHost(folder)
 
 
 def poison(memory: Memory, tensor: torch.Tensor) -> None:
-    """Fill it with what is NaN or -1."""
+    """Fill a tensor with bytes that read as NaN or -1."""
     memory.fill(tensor, _POISON)
 
 
-# -- the slots as a consumer has them ---------------------------------------------------------------------------------
+# -- the slots as seen by a consumer ----------------------------------------------------------------------------------
 
 
 @dataclass
 class _Slot:
-    """A slot, opened.
+    """An open slot.
 
     Attributes:
-        memory: of it.
-        copied: reached when the batch in it is there.
-        used: to be recorded when the batch is not needed any more.
-        layout, tensors: of the last batch in it.
+        memory: the slot's memory.
+        copied: event reached when the batch is complete in the slot.
+        used: event to record when the batch is not needed any more.
+        layout, tensors: layout and tensors of the last batch in the slot.
     """
 
     memory: torch.Tensor
@@ -220,11 +220,11 @@ class _Slot:
 
 
 class OpenSlots:
-    """The slots as a consumer has them.
+    """The slots as seen by a consumer.
 
     Args:
-        memory: the device, as its process sees it.
-        alive: whether the process that loads lives. When it has ended, its events are not to be used any more.
+        memory: the device as seen by this process.
+        alive: returns whether the loading process lives. Its events must not be used after its end.
     """
 
     def __init__(self, memory: Memory, alive: Callable[[], bool]) -> None:
@@ -233,7 +233,7 @@ class OpenSlots:
         self._slots: dict[int, _Slot] = {}
 
     def learn(self, number: int, handles: bytes | memoryview) -> None:
-        """Open the memory in which a slot lies from now on: what is shared and not opened is never free again."""
+        """Open the new memory of a slot. Shared memory that is never opened would never be freed."""
         handle, events = pickle.loads(handles)
         before = self._slots.get(number)
         try:
@@ -241,17 +241,17 @@ class OpenSlots:
                 memory = self.memory.open(handle)
             copied, used = map(self.memory.open_event, events) if before is None else (before.copied, before.used)
         except FileNotFoundError:
-            return  # the slot lies elsewhere by now, and that is told next
+            return  # the slot has moved again; its new handles follow
         except RuntimeError:
             if self._alive():
                 raise
-            return  # whoever takes the batch hears of it
+            return  # `take` raises for the dead process
         self._slots[number] = _Slot(memory, copied, used)
 
     def take(self, number: int, layout: bytes) -> list[torch.Tensor]:
-        """The tensors in a slot, for the current stream. Raises `EOFError` if they will never be there.
+        """Return the tensors in a slot, for the current stream. Raises `EOFError` if they will never be complete.
 
-        They are new ones: what is done to one of them, such as `requires_grad_()`, is not done to the next batch.
+        The tensors are new objects: changes to one of them, such as `requires_grad_()`, do not affect the next batch.
         """
         memory = self.memory
         if memory.ends_with_owner and not self._alive():
@@ -265,20 +265,20 @@ class OpenSlots:
         return [tensor.detach() for tensor in slot.tensors]
 
     def release(self, number: int, stream: Stream) -> None:
-        """What was given to the current stream, and to `stream`, until now is the last that is done with a slot."""
+        """Release a slot after the work submitted so far to the current stream and to `stream`."""
         if number in self._slots and self._alive():
             if stream != self.memory.current_stream():
                 self.memory.follow(stream)
             self.memory.record(self._slots[number].used)
 
     def close(self) -> None:
-        """Wait until nothing is done with any slot: nobody waits for a consumer that has left. Then let go of them."""
+        """Wait for all work on the slots, since the loader does not wait for a closed consumer, then unmap them."""
         if self._alive():
             for slot in self._slots.values():
                 self.memory.finish(slot.used)
         self._slots.clear()
 
     def poison(self) -> None:
-        """Have who still uses a batch see that it is not valid any more."""
+        """Poison the slots' memory so that stale use of a batch is visible."""
         for slot in self._slots.values():
             poison(self.memory, slot.memory)

@@ -1,4 +1,4 @@
-"""How the tensors of a batch get to the device: few copies, out of pinned memory, into few pieces of device memory."""
+"""Staging: copies the tensors of a batch to the device in few copies, from pinned memory to few device allocations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stallfree.device.backend import Backend, Event
 from stallfree.ipc.fork_guard import Owner
 
 SMALL = 256 << 10
-"""Bytes below which tensors share one piece of memory and one copy. A larger one has its own: whoever keeps the labels
-of a batch does not keep its pictures."""
+"""Bytes below which tensors share one allocation and one copy. A larger tensor has its own: a reference to the labels
+of a batch does not keep its images alive."""
 
 _ALIGN = 256
 _PACKED = (torch.channels_last, torch.channels_last_3d)
@@ -25,13 +25,13 @@ _PACKED = (torch.channels_last, torch.channels_last_3d)
 
 @dataclass(frozen=True)
 class Layout:
-    """How small tensors lie in a piece of memory.
+    """The layout of small tensors in one allocation.
 
     Attributes:
-        key: what it was made for: data type, shape and strides of each.
-        slots: where each lies: its first byte, the bytes of an element, shape and strides; and an empty tensor of its
-            type on the device.
-        size: bytes, a multiple of 256.
+        key: dtype, shape and strides of each tensor that it was made for.
+        slots: position of each tensor: first byte, bytes per element, shape and strides; and an empty tensor of its
+            dtype on the device.
+        size: size in bytes, a multiple of 256.
     """
 
     key: list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]
@@ -41,15 +41,15 @@ class Layout:
 
 @dataclass
 class Place:
-    """Standing memory for one batch on its way.
+    """Persistent buffers for one batch in flight.
 
     Attributes:
-        copied: reached when the copies out of `pinned`, and those out of what `held` holds, are done.
-        used: reached when the batch that was in it is not needed any more.
-        pinned: memory of the host, for what does not lie in pinned memory.
-        layout, views: of the small tensors of the last batch, and where they lay in `pinned`.
-        memory: of the device, if that stands, too.
-        held: what copies may still read.
+        copied: event reached when the copies from `pinned` and from the tensors in `held` are done.
+        used: event reached when the previous batch in this place is not needed any more.
+        pinned: pinned host memory, for tensors that are not pinned themselves.
+        layout, views: layout of the last batch's small tensors, and their views in `pinned`.
+        memory: device memory, if it is persistent too.
+        held: objects that copies may still read.
     """
 
     copied: Event
@@ -63,12 +63,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Sent:
-    """What became of the leaves of a batch.
+    """The leaves of a batch after `Stager.send`.
 
     Attributes:
-        leaves: in their order. Those in `late` are still where they were.
-        memory: of the device, that has to be kept for whoever uses the leaves: tensors, or what is made like one.
-        late: positions of leaves that whoever uses them has to send, by their own `.to()`.
+        leaves: the leaves in order. Those in `late` have not been sent.
+        memory: device memory that must stay alive while the leaves are used: tensors or tensor-like objects.
+        late: positions of leaves that the consumer has to send by their own `.to()`.
     """
 
     leaves: list[Any]
@@ -77,11 +77,11 @@ class Sent:
 
 
 class Stager:
-    """Sends the leaves of batches to a device. For one thread, with its copy stream as the current one.
+    """Sends the leaves of batches to a device. For one thread, whose current stream is the copy stream.
 
     Args:
-        backend: of the device.
-        standing: keep device memory in each place and use it again, where else each batch has fresh memory.
+        backend: the device.
+        standing: reuse device memory in each place; otherwise each batch has fresh memory.
     """
 
     def __init__(self, backend: Backend, standing: bool) -> None:
@@ -89,12 +89,12 @@ class Stager:
         self._warned: set[type] = set()
 
     def send(self, place: Place, leaves: Sequence[Any]) -> Sent:
-        """Give the copies of `leaves` to the current stream, and what else has to be done there before they are used.
+        """Submit the copies of `leaves` to the current stream, with all other work needed before their use.
 
-        Waits until the memory of `place` may be used again; with fresh memory, until the batch before it in this place
-        is not needed any more: else a training loop that is ahead of the device would have that take more and more. A
-        tensor of the host goes through the pinned memory there, unless it lies in pinned memory itself; then it must
-        not change until `place.copied` is reached.
+        Waits until the memory of `place` can be reused. With fresh memory, waits until the previous batch in this place
+        is not needed any more; otherwise a training loop ahead of the device would use ever more memory. A host tensor
+        is copied through the pinned memory of the place, unless it is pinned itself; it must then not change until
+        `place.copied` is reached.
         """
         backend = self._backend
         backend.finish(place.copied)
@@ -123,7 +123,7 @@ class Stager:
         large: list[tuple[int, torch.Tensor]],
         sent: Sent,
     ) -> None:
-        """Copy tensors of the host: small ones together, large ones each for itself."""
+        """Copy host tensors: small ones together, large ones separately."""
         backend = self._backend
         direct = [backend.is_pinned(leaf) and _stride(leaf) == leaf.stride() for _, leaf in large]
         rooms = [_room(leaf) for _, leaf in large]
@@ -145,7 +145,7 @@ class Stager:
             backend.copy(_flat(target), _flat(source))
 
     def _lay_out(self, place: Place, small: list[torch.Tensor]) -> int:
-        """Find out how the small tensors are to lie, unless that is as it was: bytes for them."""
+        """Compute the layout of the small tensors unless it is unchanged; returns its size in bytes."""
         key = [(leaf.dtype, leaf.shape, leaf.stride()) for leaf in small]
         if place.layout is None or place.layout.key != key:
             slots, size = [], 0
@@ -174,7 +174,7 @@ class Stager:
         backend.copy(memory[start : start + layout.size], pinned[: layout.size])
 
     def _pieces(self, place: Place, sizes: list[int], sent: Sent) -> list[tuple[torch.Tensor, int]]:
-        """Memory of the device for each of `sizes` (multiples of 256): where, and from which byte on."""
+        """Return device memory and a start offset for each of `sizes` (multiples of 256)."""
         backend = self._backend
         if not self._standing:
             pieces = [(backend.empty(size), 0) for size in sizes]
@@ -183,13 +183,13 @@ class Stager:
         total = sum(sizes)
         if place.memory is None or place.memory.numel() < total:
             place.memory = backend.empty(total + total // 8)
-        # It may be let go of, here, while whoever had the batch before still works with it.
+        # The consumer of the previous batch may still use the memory that is replaced here.
         sent.memory.append(place.memory)
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
         return [(place.memory, start) for start in starts]
 
     def _send_itself(self, at: int, leaf: Any, sent: Sent) -> None:
-        """A leaf that is no plain tensor of the host."""
+        """Send a leaf that is not a plain host tensor."""
         device = self._backend.device
         if isinstance(leaf, torch.Tensor) and leaf.device == device:
             sent.memory.append(leaf)
@@ -210,10 +210,10 @@ class Stager:
 
 
 def pin(backend: Backend, places: Sequence[Place], owner: Owner, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
-    """Pin memory of a loader; what undoes it, when the copies of `places` are done.
+    """Pin memory of a loader. Returns the function that unpins it after the copies of `places` are done.
 
-    A loader's forked workers have its memory, and what was to be done with it. They have no device: in no other process
-    than `owner` does this do anything.
+    A loader's forked workers inherit its memory and this function, but have no device: both do nothing in any process
+    other than `owner`.
     """
     undo = backend.pin(memory) if owner.is_here else None
 
@@ -227,7 +227,7 @@ def pin(backend: Backend, places: Sequence[Place], owner: Owner, memory: npt.NDA
 
 
 def send_itself(leaf: Any, device: torch.device) -> Any:
-    """`leaf.to(device)`, not waiting for it where `leaf` can do so."""
+    """Return `leaf.to(device)`, without blocking if `leaf` supports it."""
     try:
         return leaf.to(device, non_blocking=True)
     except TypeError:
@@ -235,7 +235,7 @@ def send_itself(leaf: Any, device: torch.device) -> Any:
 
 
 def memory_of(leaf: Any) -> list[Any]:
-    """What has to be kept for whoever uses a leaf that is on the device."""
+    """Return the memory of a leaf on the device that must stay alive while the leaf is used."""
     layout = getattr(leaf, "layout", torch.strided)
     if layout is torch.sparse_coo:
         return [leaf._indices(), leaf._values()]
@@ -247,7 +247,7 @@ def memory_of(leaf: Any) -> list[Any]:
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether a leaf is a tensor of the host that can be copied as bytes."""
+    """Return whether a leaf is a host tensor that can be copied as bytes."""
     return (
         type(leaf) is torch.Tensor
         and leaf.is_cpu
@@ -262,7 +262,7 @@ def _room(leaf: torch.Tensor) -> int:
 
 
 def _stride(leaf: torch.Tensor) -> tuple[int, ...]:
-    """The strides that a copy without gaps has: those of `leaf` if it has none, or those of its memory format."""
+    """Return the strides of a copy without gaps: those of `leaf` if it has no gaps, else those of its memory format."""
     if leaf.is_contiguous():
         return leaf.stride()
     for form in _PACKED:
@@ -277,18 +277,18 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _view(memory: torch.Tensor, start: int, like: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """A tensor like `like` over the bytes of `memory`, which begins its storage, from `start` on, a multiple of 256.
+    """Return a tensor like `like` over `memory` from byte `start` on, a multiple of 256; `memory` begins its storage.
 
-    It is no view for autograd: what is done to another tensor over the same memory means nothing to it.
+    It is not a view for autograd: changes of another tensor over the same memory do not raise its version counter.
     """
-    # `.data` is another tensor, with a version of its own, for less than `torch.empty` takes
+    # `.data` is a new tensor with its own version counter, and cheaper than `torch.empty`
     empty = _empty(like.dtype, memory.device)
     view: torch.Tensor = empty.data.set_(memory.untyped_storage(), start // like.dtype.itemsize, like.shape, stride)
     return view
 
 
 def _flat(leaf: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor without gaps."""
+    """Return the bytes of a tensor without gaps."""
     empty: Any = torch.empty(0, dtype=torch.uint8, device=leaf.device)
     view: torch.Tensor = empty.set_(
         leaf.untyped_storage(), leaf.storage_offset() * leaf.dtype.itemsize, (leaf.nbytes,), (1,)

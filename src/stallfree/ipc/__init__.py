@@ -1,1 +1,1 @@
-"""Processes that belong together: how they are started, connected and ended."""
+"""Related processes: starting, connecting and ending them, and the resources that they share."""

@@ -1,10 +1,10 @@
-"""Messages between processes, of which one must not wait for the other.
+"""Messages between processes, without one waiting for the other.
 
-The end of a process that serves others, or trains, is a `Channel`: it never waits for a process that does not read, or
-that was stopped in the middle of a message; it neither blocks nor counts on whole messages. The other end may block: it
-is for a process, or a thread, that does nothing else meanwhile.
+A process that serves others, or trains, uses the non-blocking end, `Channel`: it never waits for a process that does
+not read, or that was stopped in the middle of a message. The other end may block (`send_message`, `receive_message`):
+it is for a process or thread that does nothing else meanwhile.
 
-On the wire a message is its length (8 bytes) and its bytes.
+On the wire, a message is its length (8 bytes) and its bytes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Protocol
 
 _HEAD = struct.Struct("<Q")
 _SMALL = 16384
-"""Bytes below which a message is sent in one piece."""
+"""Bytes below which a message is sent in one write."""
 
 _PIECE = 4096
-"""Bytes that are read at once: as many small messages as there are, or the beginning of a large one."""
+"""Bytes read at once: several small messages, or the beginning of a large one."""
 
 
 class Endpoint(Protocol):
-    """A connection of `multiprocessing`, or a socket."""
+    """A `multiprocessing` connection, or a socket."""
 
     def fileno(self) -> int: ...
 
@@ -34,7 +34,7 @@ class Endpoint(Protocol):
 
 
 class Channel:
-    """The end that does not block."""
+    """The non-blocking end of a connection."""
 
     def __init__(self, connection: Endpoint) -> None:
         self._connection = connection
@@ -43,28 +43,28 @@ class Channel:
         self._socket = connection if isinstance(connection, socket.socket) else None
         self._out: deque[memoryview] = deque()
         self._finished = False
-        self._read, self._at = b"", 0  # what was read, and where the next message begins in it
-        self._drained = False  # whether that was all that there was
-        self._body: bytearray | None = None  # of a message that is larger
-        self._missing = memoryview(b"")  # the part of it that was not read
+        self._read, self._at = b"", 0  # the data read, and the offset of the next message in it
+        self._drained = False  # whether the last read emptied the descriptor
+        self._body: bytearray | None = None  # of a larger message
+        self._missing = memoryview(b"")  # the part of it that is still to be read
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the descriptor."""
         return self._fd
 
     @property
     def writing(self) -> bool:
-        """Whether a message is still to be sent: call `flush` when the descriptor is writable."""
+        """Whether data is still to be sent: call `flush` when the descriptor is writable."""
         return bool(self._out)
 
     def send(self, *messages: bytes) -> None:
-        """Send messages, or what can be sent of them now. To a process that is gone they vanish; `receive` tells."""
+        """Send messages as far as possible without blocking. Data for an ended process is dropped; see `receive`."""
         framed = [part for message in messages for part in (_HEAD.pack(len(message)), message)]
         self._out.append(memoryview(b"".join(framed)))
         self.flush()
 
     def flush(self) -> None:
-        """Send what has not been sent."""
+        """Send pending data as far as possible."""
         while self._out:
             part = self._out[0]
             try:
@@ -85,17 +85,17 @@ class Channel:
     def _write(self, part: memoryview) -> int:
         if self._socket is None:
             return os.write(self._fd, part)
-        return self._socket.send(part, socket.MSG_NOSIGNAL)  # a script may have SIGPIPE end it
+        return self._socket.send(part, socket.MSG_NOSIGNAL)  # SIGPIPE may have its default action in a script
 
     def finish(self) -> None:
-        """Nothing more is sent: the other end receives the end after the last message."""
+        """Send nothing more: the other end reads the end of file after the last message."""
         self._finished = True
         self.flush()
 
     def receive(self) -> bytearray | None:
-        """The next message, or None if it is not there yet. Raises `EOFError` at the end.
+        """Return the next message, or None if it is incomplete. Raises `EOFError` at the end.
 
-        None does not say that nothing has come since the last message: wait until the descriptor is readable.
+        None does not mean that no data has arrived since the last message: wait until the descriptor is readable.
         """
         while True:
             if self._body is None:
@@ -120,7 +120,7 @@ class Channel:
                 return body
 
     def _fill(self) -> bool:
-        """Read what is there; False if nothing is."""
+        """Read available data; returns False if there is none."""
         try:
             if self._body is None:
                 piece = os.read(self._fd, _PIECE)
@@ -138,14 +138,14 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """Close the descriptor. May be called twice."""
+        """Close the descriptor. Idempotent."""
         self._out.clear()
-        self._fd = -1  # another thread may be about to receive
+        self._fd = -1  # another thread may be about to call receive
         self._connection.close()
 
 
 def send_message(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
-    """The end that blocks: send a message that consists of `pieces`. Raises `OSError` when the other end is gone."""
+    """Send a message made of `pieces`, blocking. Raises `OSError` if the other end is closed."""
     size = sum(map(len, pieces))
     head = _HEAD.pack(size)
     for part in [b"".join((head, *pieces))] if size < _SMALL else (head, *pieces):
@@ -155,7 +155,7 @@ def send_message(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
 
 
 def receive_message(fd: int) -> bytearray:
-    """The end that blocks: wait for the next message. Raises `EOFError` or `OSError` when the other end is gone."""
+    """Wait for the next message, blocking. Raises `EOFError` or `OSError` if the other end is closed."""
     return _read(fd, _HEAD.unpack(_read(fd, _HEAD.size))[0])
 
 

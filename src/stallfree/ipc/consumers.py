@@ -1,8 +1,8 @@
-"""One process serves batches to several others, its consumers, through a Unix socket.
+"""One process serves batches to several consumers through a Unix socket.
 
-`Server` is the end of the process that serves; it never waits for a consumer. `Connection` is the end of a consumer.
-The first message of each connection says which version of its protocol the consumer speaks; what is wrong with it, the
-consumer receives as an error. `Leases` counts who still uses which batch.
+`Server` is the serving end; it never waits for a consumer. `Connection` is a consumer's end. The first message of each
+connection carries the consumer's protocol version; a mismatch is answered with an error. `Leases` tracks which
+consumers still use which batches.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from stallfree.ipc.fork_guard import keep_from_children
 from stallfree.ipc.remote import RemoteTraceback, pack_plain_error, unpack_plain_error
 
 HELLO, ERROR = 1, 2
-"""Kinds of messages that all protocols have: the first one of a consumer, and an error that ends the connection."""
+"""Message kinds of all protocols: a consumer's first message, and an error that ends the connection."""
 
 VISITOR = -2
-"""In the place of a consumer's number: the connection is for one question."""
+"""Sent in place of a consumer's number: the connection is for a single request."""
 
 _HEAD = struct.Struct("<4q")
 _Connection = TypeVar("_Connection", bound="Connection")
@@ -37,9 +37,9 @@ class Message(NamedTuple):
     """A message.
 
     Attributes:
-        kind: says what the rest means; 3 and above are the protocol's own.
-        serial: of what it belongs to, a request or an epoch; in a HELLO, the version of the protocol.
-        number: of a batch, or of a consumer.
+        kind: kind of the message; 3 and above are specific to the protocol.
+        serial: serial of the request or epoch that it belongs to; in a HELLO, the protocol version.
+        number: number of a batch or a consumer.
         value: another number.
         body: bytes.
     """
@@ -52,26 +52,26 @@ class Message(NamedTuple):
 
 
 def pack(kind: int, serial: int = 0, number: int = 0, value: int = 0, body: bytes = b"") -> bytes:
-    """A message as bytes."""
+    """Return a message as bytes."""
     return _HEAD.pack(kind, serial, number, value) + body
 
 
 def unpack(data: bytearray) -> Message:
-    """The message in `data`, whose body it keeps."""
+    """Return the message in `data`; its body is a view of `data`."""
     kind, serial, number, value = _HEAD.unpack_from(data)
     return Message(kind, serial, number, value, memoryview(data)[_HEAD.size :])
 
 
 class Gone(Exception):
-    """The process at the other end has ended."""
+    """Raised when the process at the other end has ended."""
 
 
 class _End:
     """One end of a connection.
 
     Attributes:
-        pid: the process at the other end; of a server, the one that began to listen. 0 if it is in another name space.
-        process: a descriptor that is readable when that process has ended, or -1.
+        pid: PID at the other end; of a server, the process that created the socket. 0 in another PID namespace.
+        process: descriptor that becomes readable when that process ends, or -1.
     """
 
     def __init__(self, connection: socket.socket, watch: bool = True) -> None:
@@ -86,7 +86,7 @@ class _End:
 
     @property
     def descriptors(self) -> list[int]:
-        """Readable when there is a message, or the other end is gone."""
+        """Descriptors that are readable when there is a message, or the other end is closed."""
         return [fd for fd in (self.channel.fileno(), self.process) if fd >= 0]
 
     @property
@@ -95,7 +95,7 @@ class _End:
         return self.channel.fileno() < 0
 
     def close(self) -> None:
-        """End the connection, for whoever has a copy of this end too. May be called twice."""
+        """End the connection, also for inherited copies of this end. Idempotent."""
         if self.closed:
             return
         with contextlib.suppress(OSError):
@@ -105,22 +105,22 @@ class _End:
             os.close(self.process)
 
 
-# -- the process that serves ------------------------------------------------------------------------------------------
+# -- the serving process ----------------------------------------------------------------------------------------------
 
 
 class Peer(_End):
-    """A process that has connected.
+    """A connected process.
 
     Attributes:
-        greeted: whether its first message has come.
-        dropped: whether the server has forgotten it.
+        greeted: whether its first message has been accepted.
+        dropped: whether the server has dropped it.
     """
 
     greeted = dropped = False
 
 
 class Poller(Protocol):
-    """`select.poll` or `select.epoll`; with the latter another thread may wait while its descriptors change."""
+    """`select.poll` or `select.epoll`; an `epoll` may change its descriptors while another thread waits."""
 
     def register(self, fd: Any, eventmask: int) -> None: ...
 
@@ -130,13 +130,13 @@ class Poller(Protocol):
 
 
 class Server:
-    """Accepts consumers, and exchanges messages with them.
+    """Accepts consumers and exchanges messages with them.
 
     Args:
-        listener: to which they come.
-        version: of the protocol.
-        protocol: its name, for messages.
-        poller: where the descriptors are registered. What it finds is for `receive`.
+        listener: socket that the consumers connect to.
+        version: protocol version.
+        protocol: name of the protocol, for messages.
+        poller: poller that the descriptors are registered with; its results go to `receive`.
     """
 
     def __init__(self, listener: socket.socket, version: int, protocol: str, poller: Poller) -> None:
@@ -144,12 +144,12 @@ class Server:
         listener.setblocking(False)
         self._listener, self._version, self._protocol, self._poller = listener, version, protocol, poller
         self.peers: set[Peer] = set()
-        """All that are connected."""
-        self._owners: dict[int, Peer] = {}  # of descriptors
+        """All connected peers."""
+        self._owners: dict[int, Peer] = {}  # by descriptor
         poller.register(listener, select.POLLIN)
 
     def receive(self, ready: Iterable[tuple[int, int]]) -> Iterator[tuple[Peer, Message | None]]:
-        """The messages of consumers, and None for each one that is gone; no more of one that is dropped meanwhile."""
+        """Yield the consumers' messages, and None for each one that is gone; a dropped peer yields no more."""
         for fd, events in ready:
             peer = self._owners.get(fd)
             if peer is None:
@@ -181,7 +181,7 @@ class Server:
                 self._poller.register(fd, select.POLLIN)
 
     def _greet(self, peer: Peer, message: Message) -> bool:
-        """Whether the first message of a consumer is right."""
+        """Return whether the first message of a consumer is valid; refuse the consumer otherwise."""
         peer.greeted = message.kind == HELLO and message.serial == self._version
         if not peer.greeted:
             error = StallfreeError(
@@ -192,7 +192,7 @@ class Server:
         return peer.greeted
 
     def send(self, peer: Peer, kind: int, serial: int = 0, number: int = 0, value: int = 0, body: bytes = b"") -> None:
-        """Send a message; what cannot be sent now, `receive` sends later."""
+        """Send a message; `receive` sends what cannot be sent now."""
         peer.channel.send(pack(kind, serial, number, value, body))
         if peer.channel.writing:
             self._watch_output(peer)
@@ -206,7 +206,7 @@ class Server:
         self.drop(peer)
 
     def drop(self, peer: Peer, *, hang_up: bool = True) -> None:
-        """Forget a peer; end the connection, unless the caller does that."""
+        """Forget a peer; with `hang_up=False` the caller closes the connection."""
         if not peer.dropped:
             peer.dropped = True
             self.peers.discard(peer)
@@ -217,12 +217,12 @@ class Server:
             peer.close()
 
     def stop_listening(self) -> None:
-        """Accept no more consumers; the poller finds the listener ready. In any thread."""
+        """Accept no more consumers; the listener becomes ready in the poller. Callable in any thread."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End all connections. May be called twice."""
+        """Close all connections. Idempotent."""
         for peer in list(self.peers):
             self.drop(peer)
         if self._listener.fileno() >= 0:
@@ -231,21 +231,21 @@ class Server:
 
 
 class Leases:
-    """Which consumers hold which batches."""
+    """Tracks which consumers hold which batches."""
 
     def __init__(self) -> None:
         self._holders: dict[int, set[Any]] = {}
 
     def grant(self, batch: int, consumer: Any) -> None:
-        """`consumer` holds `batch` from now on."""
+        """Lease `batch` to `consumer`."""
         self._holders.setdefault(batch, set()).add(consumer)
 
     def holders(self, batch: int) -> set[Any]:
-        """Those that hold a batch."""
+        """Return the consumers that hold a batch."""
         return self._holders.get(batch, set())
 
     def release(self, batch: int, consumer: Any) -> bool:
-        """`consumer` does not hold `batch` any more. Whether it was the last one."""
+        """Release a consumer's lease on `batch`; returns whether it was the last one."""
         holders = self.holders(batch)
         if consumer not in holders:
             return False
@@ -255,7 +255,7 @@ class Leases:
         return not holders
 
     def leave(self, consumer: Any) -> list[int]:
-        """`consumer` does not hold anything any more. The batches of which it was the last holder."""
+        """Release all leases of a consumer; returns the batches of which it was the last holder."""
         return [batch for batch in list(self._holders) if self.release(batch, consumer)]
 
 
@@ -263,7 +263,7 @@ class Leases:
 
 
 class Connection(_End):
-    """The connection of a consumer. Neither `send` nor `receive` with a deadline that has passed waits."""
+    """The connection of a consumer. Neither `send`, nor `receive` with an expired deadline, blocks."""
 
     def __init__(self, connection: socket.socket, watch: bool = True) -> None:
         super().__init__(connection, watch)
@@ -282,13 +282,13 @@ class Connection(_End):
         *,
         watch: bool = True,
     ) -> _Connection | None:
-        """Connect to the server in `folder`, and send the first message; None if there is no server.
+        """Connect to the server in `folder` and send the first message; returns None if there is no server.
 
         Args:
-            folder: with its socket.
-            version: of the protocol.
-            number, value, body: of the message.
-            watch: look for the death of the process that began to listen, and not for the end of the connection only.
+            folder: folder that holds the server's socket.
+            version: protocol version.
+            number, value, body: fields of the message.
+            watch: also detect the death of the process that created the socket, not only the end of the connection.
         """
         connection = sockets.connect(folder)
         if connection is None:
@@ -298,13 +298,13 @@ class Connection(_End):
         return made
 
     def send(self, kind: int, serial: int = 0, number: int = 0, value: int = 0, body: bytes = b"") -> None:
-        """Send a message, or what can be sent of it now. To a server that is gone it is lost."""
+        """Send a message as far as possible without blocking. It is lost if the server has ended."""
         self.channel.send(pack(kind, serial, number, value, body))
 
     def receive(self, deadline: float = 0.0) -> Message | None:
-        """The next message; None at `deadline` of `time.monotonic`.
+        """Return the next message, or None at `deadline` (`time.monotonic`).
 
-        Raises `Gone` when there will be none, and the error that the server sent to end the connection.
+        Raises `Gone` if the server has ended, and the error that the server sent to end the connection.
         """
         while True:
             try:
@@ -332,17 +332,17 @@ class Connection(_End):
             raise Gone
 
     def flush(self) -> None:
-        """Send what has not been sent."""
+        """Send pending data as far as possible."""
         self.channel.flush()
 
     @property
     def ended(self) -> bool:
-        """Whether the server is gone, whatever of its messages was not received."""
+        """Whether the server has ended, even if messages are still unread."""
         return self.closed or any(fd == self.process or events & select.POLLHUP for fd, events in self._poller.poll(0))
 
 
 def ask(folder: Path, version: int, kind: int, number: int, seconds: float) -> Message | None:
-    """The answer to one question to the server in `folder`; None if there is none in time. Raises `Gone`."""
+    """Send one request to the server in `folder`; returns its answer, or None after `seconds`. Raises `Gone`."""
     connection = Connection.open(folder, version, VISITOR)
     if connection is None:
         raise Gone

@@ -1,16 +1,15 @@
-"""Folders that several processes share, and that vanish with the last of them.
+"""Folders that several processes share; the last process removes them.
 
-A cache, a staging ring and a throttle each live in a folder of their own below a root that belongs to one user (mode
-0700). Every attached process holds a shared `flock` on the file `attached`; the kernel drops it when the process dies,
-so whoever can get the lock for itself alone knows that nobody is attached. The last one out removes the folder, and
-what killed processes left behind is removed by the next `sweep`.
+A cache, a staging ring and a throttle each have a folder below a root that belongs to one user (mode 0700). Every
+attached process holds a shared `flock` on the file `attached`, which the kernel releases when the process dies. A
+process that gets the lock exclusively is therefore the only one attached. The last process to leave removes the folder;
+`sweep` removes the folders of killed processes.
 
-No other user can replace the root (see ipc/owned.py), nor anything in it; so paths below it stay what they were.
+No other user can replace the root (see ipc/owned.py) or anything in it, so paths below it stay valid. A folder is
+created under a temporary name and renamed when complete, so no process sees a partial one. Folders without the file
+`attached` do not belong to stallfree and are never touched.
 
-A folder is made under another name and renamed when it is whole: nobody ever sees half of one. Folders that lack the
-file `attached` are not ours and are never touched.
-
-Where processes share no memory (see `platform`) the root is this process's own, and so are the folders in it.
+Where processes share no memory (see `platform`), the root and its folders are private to this process.
 """
 
 from __future__ import annotations
@@ -39,26 +38,26 @@ from stallfree.ipc.owned import opened_base
 from stallfree.platform import OPEN, fcntl, need_linux, shares_memory, user_id
 
 ATTACH_SECONDS = 10.0
-"""Longest wait for a folder that another process is just making or removing."""
+"""Longest wait for a folder that another process is creating or removing, in seconds."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,119}")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/|[\w.-]+:[0-9]+$")
-"""Such as redis://localhost:6379 and localhost:6379, also after `Path` has made one slash of two."""
+"""Matches redis://localhost:6379 and localhost:6379, also after `Path` has merged the slashes."""
 _ATTACHED = "attached"
 _PERSIST = "persist"
 _MAKING = ".new-"
 _REMOVING = ".del-"
 _IN_MEMORY = {"tmpfs", "ramfs"}
 
-_users: Counter[Path] = Counter()  # of folders, where they are this process's own
+_users: Counter[Path] = Counter()  # attachments per folder, where folders are private to the process
 _users_lock = threading.RLock()
 
 
 def default_root() -> Path:
-    """The folder of this user's shared memory: `$STALLFREE_ROOT`, else one in `/dev/shm`, else a temporary one.
+    """Return the folder of this user's shared memory: `$STALLFREE_ROOT`, else in `/dev/shm`, else a temporary one.
 
-    Where others may write too, it is the folder `stallfree-UID` in there. A temporary one that is on a disk comes with
-    one warning. Raises `StorageError` when no folder can be written to.
+    If other users may write there, it is the subfolder `stallfree-UID`. A temporary folder on a disk causes one
+    warning. Raises `StorageError` if no folder is writable.
     """
     if not shares_memory():
         return _own_root()
@@ -93,7 +92,7 @@ def _temporary() -> Path:
 
 
 def _file_system(path: Path) -> str:
-    """Type of the file system that `path` is on, such as "tmpfs"; empty where that is not known."""
+    """Return the type of the file system of `path`, such as "tmpfs"; empty if it is unknown."""
     best, kind = -1, ""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text().splitlines():
@@ -105,7 +104,7 @@ def _file_system(path: Path) -> str:
 
 @lru_cache(maxsize=1)
 def _own_root() -> Path:
-    """A temporary folder of this process."""
+    """Create a temporary folder for this process."""
     root = Path(tempfile.mkdtemp(prefix="stallfree-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root
@@ -119,20 +118,20 @@ def _open_to_others(path: Path) -> bool:
 
 
 def is_path(value: object) -> bool:
-    """Whether `value` can be the path of a file: text or path-like, not empty, and without a null byte."""
+    """Return whether `value` can be a file path: text or path-like, not empty, and without a null byte."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     return isinstance(text, str) and text != "" and "\0" not in text
 
 
 def is_address(value: object) -> bool:
-    """Whether `value` looks like the address of a server, and not like a path."""
+    """Return whether `value` looks like a server address rather than a path."""
     return _ADDRESS.match(str(value)) is not None
 
 
 def user_root(store: str | Path) -> Path:
-    """The folder of this user's caches below the folder `store` on a disk.
+    """Return the folder of this user's caches below the folder `store` on a disk.
 
-    Raises `InputError` for what is no path, `PlatformError` but on Linux.
+    Raises `InputError` if `store` is not a path, `PlatformError` on systems other than Linux.
     """
     if is_address(store):
         raise InputError(
@@ -146,9 +145,9 @@ def user_root(store: str | Path) -> Path:
 
 
 def prepare_root(root: Path) -> Path:
-    """Make `root` with mode 0700 if it is missing; its path without links.
+    """Create `root` with mode 0700 if it is missing; returns its path without links.
 
-    Raises `FingerprintError` if it is not this user's alone, or if another user could replace it.
+    Raises `FingerprintError` if other users may write to it or could replace it.
     """
     if not shares_memory():
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -161,7 +160,7 @@ def prepare_root(root: Path) -> Path:
 
 
 def is_root(root: Path) -> bool:
-    """Whether there is a folder `root`. Raises as `prepare_root` does if it is not this user's alone."""
+    """Return whether the folder `root` exists. Raises like `prepare_root` if other users may write to it."""
     if not shares_memory():
         return root.is_dir()
     try:
@@ -172,7 +171,7 @@ def is_root(root: Path) -> bool:
 
 
 def _checked_root(root: Path, make: bool) -> Path:
-    """The path of `root` without links, once its owner and those of the folders above it are checked."""
+    """Return the path of `root` without links, after checking the owners of `root` and of the folders above it."""
     base = Path(os.path.realpath(root.parent))
     with opened_base(base) as parent:
         if make:
@@ -197,7 +196,7 @@ def _checked_root(root: Path, make: bool) -> Path:
 
 
 def check_name(name: str) -> str:
-    """`name` if it can be the name of a folder, else `InputError`."""
+    """Return `name` if it is a valid folder name. Raises `InputError` otherwise."""
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise InputError(
             f"name={name!r} cannot name a cache: use 1 to 120 of the letters a-z and A-Z, digits, '.', '_' and '-', "
@@ -207,22 +206,22 @@ def check_name(name: str) -> str:
 
 
 class SharedFolder:
-    """Attach to the folder `name` below `root`, making it if it is not there.
+    """An attachment to the folder `name` below `root`, which is created if it does not exist.
 
     Args:
         name: letters, digits, `.`, `_` and `-`.
-        root: the folder above; `default_root()` if None.
-        initialize: called with the path of a new, still private folder to put files into it. Not called when the folder
+        root: the parent folder; `default_root()` if None.
+        initialize: called with the path of a new, still private folder to create its files. Not called if the folder
             exists.
-        persist: keep the folder when the last process leaves. Once anyone has asked for that, it holds for all.
+        persist: keep the folder when the last process leaves. Once set by any process, it holds for all.
 
     Attributes:
         path: the folder.
-        created: whether this call made it.
+        created: whether this call created it.
 
-    A forked child shares its parent's attachment and must not close it for the parent: `close` in a child only drops
-    the child's part. Raises `WaitError` when another process has been making or removing the folder for 10 s,
-    `StorageError` when something else has that name or the folder cannot be made.
+    A forked child shares its parent's attachment: `close` in the child drops only the child's part. Raises `WaitError`
+    if another process has been creating or removing the folder for 10 s, `StorageError` if the name is taken by
+    something else or the folder cannot be created.
     """
 
     def __init__(
@@ -237,7 +236,7 @@ class SharedFolder:
         self._fd = self._attach_or_create(initialize) if shares_memory() else self._take(initialize)
 
     def _take(self, initialize: Callable[[Path], None]) -> int:
-        """Attach to a folder of this process, or make it. A number that stands for the attachment."""
+        """Attach to a folder that is private to this process, creating it if needed; returns a dummy descriptor."""
         with _users_lock:
             if not self.path.exists():
                 try:
@@ -282,13 +281,13 @@ class SharedFolder:
         return None
 
     def _is_free(self) -> bool:
-        """Whether there is nothing at `path`, or an empty folder. Raises `StorageError` if something else is there."""
+        """Return whether `path` is missing or an empty folder. Raises `StorageError` if anything else is there."""
         moved = False
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 found = os.listdir(fd)
-                moved = not _same_file(fd, self.path)  # and being emptied under another name
+                moved = not _same_file(fd, self.path)  # renamed, and being removed
             finally:
                 os.close(fd)
         except FileNotFoundError:
@@ -322,11 +321,11 @@ class SharedFolder:
         return None
 
     def fileno(self) -> int:
-        """The descriptor by which this process is attached; -1 once it has left."""
+        """Return the descriptor that holds this process's attachment; -1 after `close`."""
         return self._fd
 
     def close(self) -> None:
-        """Leave the folder; the last one out removes it unless it persists. May be called twice."""
+        """Leave the folder; the last process removes it unless it persists. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
@@ -343,7 +342,7 @@ class SharedFolder:
 
 
 def attach(path: Path) -> SharedFolder:
-    """Attach to the folder `path`. Raises `StorageError` if it is not there any more."""
+    """Attach to the folder `path`. Raises `StorageError` if it no longer exists."""
     return SharedFolder(path.name, root=path.parent, initialize=_must_exist)
 
 
@@ -357,7 +356,7 @@ def _keep(path: Path) -> None:
 
 
 def _renamed(making: Path, path: Path) -> bool:
-    """Give the new folder its name; False if another process was faster."""
+    """Rename the new folder to its final name; returns False if another process created it first."""
     try:
         os.rename(making, path)
     except OSError as error:
@@ -374,7 +373,7 @@ def _discard(fd: int, making: Path) -> None:
 
 
 def sweep(root: Path) -> list[str]:
-    """Remove the folders below `root` that no process is attached to and that need not persist; their names."""
+    """Remove unattached, non-persistent folders below `root`; returns their names."""
     removed: list[str] = []
     if not shares_memory() or not is_root(root):
         return removed
@@ -385,7 +384,7 @@ def sweep(root: Path) -> list[str]:
             if entry.name.startswith(_REMOVING):
                 shutil.rmtree(entry, ignore_errors=True)
             elif entry.name.startswith(_MAKING):
-                # Whoever makes it may not have locked it yet, so its number counts too.
+                # The process that creates it may not have locked it yet, so its PID is checked too.
                 if not _pid_alive(entry.name) and not in_use(entry):
                     shutil.rmtree(entry, ignore_errors=True)
             elif not is_persistent(entry) and remove_unused(entry):
@@ -394,12 +393,12 @@ def sweep(root: Path) -> list[str]:
 
 
 def is_persistent(path: Path) -> bool:
-    """Whether the folder `path` stays when nobody is attached to it."""
+    """Return whether the folder `path` is kept when no process is attached to it."""
     return (path / _PERSIST).exists()
 
 
 def in_use(path: Path) -> bool:
-    """Whether any process is attached to the folder `path`."""
+    """Return whether any process is attached to the folder `path`."""
     if not shares_memory():
         return _users[path] > 0
     try:
@@ -414,7 +413,7 @@ def in_use(path: Path) -> bool:
 
 @contextmanager
 def short_path(folder: Path) -> Iterator[str]:
-    """Another path of `folder`: the address of a socket has room for 107 bytes."""
+    """Yield a short path of `folder`: a socket address has room for 107 bytes."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}"
@@ -423,7 +422,7 @@ def short_path(folder: Path) -> Iterator[str]:
 
 
 def remove_unused(path: Path) -> bool:
-    """Remove the folder `path` if no process is attached to it; whether it was removed."""
+    """Remove the folder `path` if no process is attached to it; returns whether it was removed."""
     if not shares_memory():
         with _users_lock:
             if not _users[path]:

@@ -1,4 +1,4 @@
-"""What forked children must leave to their parent: its connections, and its objects."""
+"""Fork guard: keeps forked children from using their parent's connections and objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stallfree.platform import at_fork
 
 
 class HasDescriptor(Protocol):
-    """A socket, for instance. Closed, it has no descriptor: `fileno` returns -1 or raises `OSError`."""
+    """An object with a descriptor, such as a socket. Once closed, `fileno` returns -1 or raises `OSError`."""
 
     def fileno(self) -> int: ...
 
@@ -20,10 +20,10 @@ _kept: weakref.WeakSet[HasDescriptor] = weakref.WeakSet()
 
 
 def keep_from_children(*owners: HasDescriptor) -> None:
-    """Children that are forked from now on have /dev/null in the place of these descriptors.
+    """Replace these descriptors by /dev/null in children forked from now on.
 
-    An open copy of a connection would hide from its other end that this process has ended, and one of a lock would hold
-    it. The copy is not closed: objects that the child inherits would close the file that has the number by then.
+    An inherited copy of a connection would hide the end of this process from the other end; a copy of a lock would hold
+    the lock. The copy is not closed, because inherited objects would later close another file with the same number.
     """
     for owner in owners:
         _kept.add(owner)
@@ -48,19 +48,19 @@ at_fork(after_in_child=_replace)
 
 
 class Owner:
-    """The process that made an object."""
+    """The process that created an object."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """False in a forked child."""
+        """Whether this is that process; False in a forked child."""
         return self.pid == os.getpid()
 
 
 def finalize(owned: object, function: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
-    """`weakref.finalize`, for this process only: in a forked child `function` is not called."""
+    """Like `weakref.finalize`, for this process only: `function` is not called in a forked child."""
     return weakref.finalize(owned, _call, Owner(), function, *arguments)
 
 

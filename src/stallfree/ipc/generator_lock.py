@@ -1,7 +1,7 @@
-"""Forks that do not copy the lock of torch's generator while another thread holds it: the child could never take it.
+"""Makes forks wait until the lock of torch's generator is free: a child could never take a lock copied while held.
 
-The lock is taken by threads that have released Python's global lock to draw numbers. A fork holds the global lock, so
-it waits until those threads are through; none can begin meanwhile. This costs 2 ms where other threads draw nothing.
+Threads take the lock after they have released the GIL to draw random numbers. The fork holds the GIL, so it waits until
+those threads are done; no thread can start meanwhile. This costs 2 ms where other threads draw nothing.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import torch
 from stallfree.platform import at_fork
 
 _WINDOW = 0.05
-"""Seconds for which no other thread can make this one release the global lock."""
+"""Seconds for which no other thread can make this one release the GIL."""
 
 _LIMIT = 2.0
-"""Seconds after which the fork is made in any case."""
+"""Seconds after which the fork proceeds in any case."""
 
 _LOOKS = 4
 _PAUSES = (0.0005, 0.005)
-"""Seconds between two looks, at first and once the lock was seen in use: for threads that are about to take it."""
+"""Seconds between two checks, first and after the lock was found in use: for threads that are about to take it."""
 
 _IN_USE = 0.0002
-"""Seconds after which the lock was not free."""
+"""Seconds of waiting above which the lock counts as in use."""
 
-_usable = True  # in this process, as far as is known
+_usable = True  # whether the lock is known to be usable in this process
 _switch_interval = 0.0
 _pause = getattr(ctypes.PyDLL(None), "usleep", None) if sys.platform.startswith("linux") else None
 
 
 def check_generator() -> None:
-    """Take the lock of torch's generator once, which a forked process does before it forks others.
+    """Take the lock of torch's generator once; a forked process does so before it forks others.
 
-    Hangs if the fork has copied a lock in use; its parent must replace it.
+    Hangs if the fork has copied a held lock; the parent must then replace the process.
     """
     global _usable
     torch.default_generator.get_state()
@@ -52,7 +52,7 @@ def _before() -> None:
     sys.setswitchinterval(_WINDOW)
     pause, deadline = _PAUSES[0], time.perf_counter() + _LIMIT
     while time.perf_counter() < deadline:
-        time.sleep(0.001)  # another thread gets the global lock, so the window begins when it comes back
+        time.sleep(0.001)  # another thread gets the GIL, so the window begins when this one reacquires it
         began = time.perf_counter()
         longest = max(_look(pause) for _ in range(_LOOKS))
         if longest < _IN_USE and time.perf_counter() - began < 0.8 * _WINDOW:
@@ -61,7 +61,7 @@ def _before() -> None:
 
 
 def _look(pause: float) -> float:
-    """Seconds until the generator's lock was free, after a pause. Both keep the global lock."""
+    """Pause, then return the seconds until the generator's lock was free. Holds the GIL throughout."""
     assert _pause is not None
     _pause(int(1e6 * pause))
     began = time.perf_counter()

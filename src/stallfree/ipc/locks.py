@@ -1,9 +1,9 @@
-"""A lock between processes that a dead process cannot keep.
+"""A lock between processes that is released when its holder dies.
 
-POSIX record locks belong to a process: the kernel frees them when it dies, and a forked child does not inherit them.
-They have one trap: a process loses *all* its locks on a file when it closes *any* descriptor of it. Hence one
-descriptor per file and process, shared by all `FileLock` objects of that file, together with a thread lock for the
-threads of the process.
+POSIX record locks belong to a process: the kernel releases them at its death, and a forked child does not inherit them.
+A process loses *all* its locks on a file when it closes *any* descriptor of that file. There is therefore one
+descriptor per file and process, shared by all `FileLock` objects of that file, with a thread lock for the threads of
+the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence,
 
 
 CLAIMS = 255
-"""Bytes that `claim_any` gives."""
+"""Number of bytes that `claim_any` can return."""
 
 
 class _Open:
@@ -40,7 +40,7 @@ _registry_lock = threading.RLock()
 
 
 def _after_fork() -> None:
-    # A thread of the parent may have held these; the child has no such thread, and none of the parent's record locks.
+    # A thread of the parent may have held these locks; it does not exist in the child, and neither do the record locks.
     global _registry_lock
     _registry_lock = threading.RLock()
     for entry in _open_files.values():
@@ -52,7 +52,7 @@ at_fork(after_in_child=_after_fork)
 
 
 class FileLock:
-    """The lock on byte 0 of the file at `path` (made if missing), and claims on its other bytes."""
+    """The lock on byte 0 of the file at `path` (created if missing), and claims on its other bytes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,7 +62,7 @@ class FileLock:
             self._entry: _Open | None = self._open()
 
     def _open(self) -> _Open:
-        # Looked up before it is opened: a second descriptor could never be closed without losing the locks.
+        # Looked up before opening: a second descriptor could not be closed without losing the locks.
         found: os.stat_result | None = None
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(self.path)
@@ -75,12 +75,12 @@ class FileLock:
             if entry is None:
                 entry = _open_files[self._key] = _Open(os.open(self.path, os.O_RDWR | OPEN))
             entry.users += 1
-            if _open_files.get(self._key) is entry:  # else a finalizer has just closed it in this very thread
+            if _open_files.get(self._key) is entry:  # else a finalizer has closed it in this thread
                 return entry
 
     @contextmanager
     def hold(self, seconds: float, what: str) -> Iterator[None]:
-        """Hold the lock. Raises `WaitError`, naming `what`, when it is not free within `seconds`."""
+        """Hold the lock. Raises `WaitError`, naming `what`, if it is not free within `seconds`."""
         entry = self._entry
         if entry is None:
             raise ValueError(f"the lock {self.path} is closed")
@@ -105,7 +105,7 @@ class FileLock:
             entry.thread_lock.release()
 
     def claim(self, byte: int) -> bool:
-        """Take `byte` (1 or more) until this process dies, releases it or closes; False if anyone has it already."""
+        """Claim `byte` (1 or more) until this process dies, releases or closes it; returns False if it is taken."""
         entry = self._entry
         if entry is None:
             return False
@@ -113,21 +113,21 @@ class FileLock:
             if byte in entry.claims or not _try(entry.fd, byte):
                 return False
             entry.claims.add(byte)
-        if self._pid != os.getpid():  # what the parent claimed is not ours
+        if self._pid != os.getpid():  # the parent's claims are not this process's
             self._claims, self._pid = set(), os.getpid()
         self._claims.add(byte)
         return True
 
     def release(self, byte: int) -> None:
-        """Give `byte` back."""
+        """Release the claim on `byte`."""
         if self._entry is not None and self._pid == os.getpid() and byte in self._claims:
-            with _registry_lock:  # or another thread could claim it in between, and lose it
+            with _registry_lock:  # prevents another thread from claiming it in between and losing it
                 self._claims.discard(byte)
                 self._entry.claims.discard(byte)
                 _free(self._entry.fd, byte)
 
     def claim_any(self) -> int:
-        """Claim the lowest byte that is free; its number. Raises `WaitError` when all of them are claimed."""
+        """Claim the lowest free byte and return its number. Raises `WaitError` if all are claimed."""
         for byte in range(1, CLAIMS + 1):
             if self.claim(byte):
                 return byte
@@ -136,11 +136,11 @@ class FileLock:
         )
 
     def claimed_elsewhere(self) -> bool:
-        """Whether another process has claimed any byte."""
+        """Return whether another process has claimed any byte."""
         return self._asked(1, 0)
 
     def count_claims(self) -> int:
-        """How many of the bytes that `claim_any` gives are claimed by other processes."""
+        """Return how many of the bytes 1 to `CLAIMS` other processes have claimed."""
         return sum(self._asked(byte, 1) for byte in range(1, CLAIMS + 1))
 
     def _asked(self, start: int, length: int) -> bool:
@@ -151,7 +151,7 @@ class FileLock:
         return bool(kind != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Release the claims of this object; close the file when it was the last one of this process that uses it."""
+        """Release this object's claims; the last object of this process for the file closes it."""
         entry = self._entry
         if entry is None:
             return
@@ -167,7 +167,7 @@ class FileLock:
 
 def _try(fd: int, byte: int) -> bool:
     if not shares_memory():
-        return True  # there are only the threads of this process
+        return True  # only threads of this process compete
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
     except (BlockingIOError, PermissionError):

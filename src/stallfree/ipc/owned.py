@@ -1,8 +1,8 @@
-"""Folders that no other user can replace.
+"""Checks that no other user can replace a folder.
 
-Records of a cache may hold pickles, so its folder must stay the one that was checked. A path is safe if no part of it
-can be renamed by another user: each folder on the way belongs to this user or to root, and either no other user may
-write to it or it is sticky. The check goes from the top down on open descriptors, so nothing can be swapped behind it.
+Records of a cache may contain pickles, so its folder must stay the one that was checked. A path is safe if no other
+user can rename any part of it: each folder above belongs to this user or to root, and either is not writable by others
+or is sticky. The check walks from the root down on open descriptors, so no part can be swapped after its check.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _EVERY_ID = (1 << 32) - 1
 
 @contextmanager
 def opened_base(base: Path) -> Iterator[int]:
-    """A descriptor of the folder `base`, whose entries no other user can replace. `base` must be a real path.
+    """Yield a descriptor of the folder `base`, whose entries no other user can replace. `base` must be a real path.
 
-    Raises `FingerprintError` if another user could, and `OSError` if it cannot be opened.
+    Raises `FingerprintError` if another user could replace them, and `OSError` if `base` cannot be opened.
     """
     flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(base.anchor, flags)
@@ -64,7 +64,7 @@ def _others_may_write(found: os.stat_result, fd: int) -> bool:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether `group` is the one of this user alone, in which many systems make folders that the group may write to."""
+    """Return whether `group` is this user's private group; on many systems new folders are writable by it."""
     import grp
     import pwd
 
@@ -75,17 +75,17 @@ def _is_own_group(group: int) -> bool:
 
 
 def _has_acl(fd: int) -> bool:
-    """Whether further users or groups have rights, which the mode does not show one by one."""
+    """Return whether an ACL gives rights to further users or groups, which the mode does not list."""
     try:
         return "system.posix_acl_access" in os.listxattr(f"/proc/self/fd/{fd}")
     except OSError:
-        return False  # this file system has none
+        return False  # the file system has no ACLs
 
 
 def _trusted() -> set[int]:
-    """The users who may replace anything: this one and root.
+    """Return the users that may replace anything: this one and root.
 
-    In a container with user numbers of its own, what belongs to the root of the host has the number of no user.
+    In a container with its own UID range, files of the host's root have the overflow UID.
     """
     users = {0, user_id()}
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -1,11 +1,12 @@
-"""Processes that end with the one that started them, and the messages between the two.
+"""Child processes that end with their parent, and the messages between the two.
 
     child = Child(main, setup, context=context, name="stallfree-worker")
 
-starts a process that calls `main(parent, setup)`. `Child` is the parent's view of it: nothing in it waits, but for
-`wait_until_reported` and `end`. `Parent` is the child's view of the process that started it, and may wait.
-Messages are bytes. A process may be forked while another thread holds a lock, and then hangs at its start; so each
-process reports in, and its parent replaces one that is `overdue`.
+starts a process that calls `main(parent, setup)`. `Child` is the parent's view of it: it never blocks, except in
+`wait_until_reported`, `join` and `end`. `Parent` is the child's view of its parent, and may block.
+
+Messages are bytes. A process that was forked while another thread held a lock may hang at its start. Each process
+therefore reports in, and its parent replaces one that is `overdue`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from stallfree.ipc.generator_lock import check_generator
 from stallfree.platform import at_fork, begin_child, interrupts_later
 
 REPORT_SECONDS = 2.0
-"""Time for the first fork to report in; twice as long after each that did not, as the machine may be busy."""
+"""Seconds for the first fork to report in; doubled after each one that did not, since the machine may be busy."""
 
-_LOOK_MILLISECONDS = 1000  # for the death of a parent that has no descriptor of its own
+_LOOK_MILLISECONDS = 1000  # interval of checks for the death of a parent without a pidfd
 _END_LOOK_MILLISECONDS = 100
 _LEADER_SECONDS = 10.0
 
@@ -42,7 +43,7 @@ _leaders: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
 def context_of(given: Any) -> BaseContext:
-    """The context that `multiprocessing_context` stands for; Python's default for None."""
+    """Return the context for `multiprocessing_context`; Python's default for None."""
     if isinstance(given, BaseContext):
         return given
     if given is not None and not isinstance(given, str):
@@ -54,22 +55,22 @@ def context_of(given: Any) -> BaseContext:
 
 
 class Child:
-    """A process that this one has started.
+    """A process started by this one.
 
     Args:
         main: called there with its `Parent` and `arguments`; defined at the top level of a module.
-        context: of `multiprocessing`; starts the process.
-        name: of the process.
-        parts: descriptions and objects among `arguments` which may be impossible to pickle, for the message.
-        attempt: number of processes before this one that did not report in.
-        leads: whether the process may start others. It has a session of its own; they are killed with it.
+        context: `multiprocessing` context that starts the process.
+        name: name of the process.
+        parts: descriptions and objects among `arguments` that may be impossible to pickle, for the message.
+        attempt: number of earlier processes that did not report in.
+        leads: whether the process may start others. It gets its own session; its processes are killed with it.
 
     Attributes:
-        pid: of the process.
-        reported: whether it has reported in, as far as was received.
-        exit_code: once it was ended; minus the number of a signal.
+        pid: PID of the process.
+        reported: whether its report has been received.
+        exit_code: exit code after the end; negative for a signal number.
 
-    In a forked child of this process, which has a copy of this object, `end` does nothing. Raises `InputError` when one
+    In a forked child of this process, which has a copy of this object, `end` does nothing. Raises `InputError` if one
     of `parts` cannot be pickled.
     """
 
@@ -108,36 +109,36 @@ class Child:
         self._ended = False
         self._channel = Channel(ours)
         if leads:
-            if not _leaders:  # `multiprocessing` waits for processes that may start others, when this one ends
+            if not _leaders:  # otherwise `multiprocessing` would wait at exit for non-daemon processes
                 Finalize(None, _end_leaders, exitpriority=100)
             _leaders.add(self)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """Readable when there is a message, or the process has ended."""
+        """Return the descriptor, readable when there is a message or the process has ended."""
         return self._channel.fileno()
 
     @property
     def events(self) -> int:
-        """What to wait for at the descriptor: events of `poll`."""
+        """The `poll` events to wait for at the descriptor."""
         return select.POLLIN | (select.POLLOUT if self._channel.writing else 0)
 
     @property
     def writing(self) -> bool:
-        """Whether a message is still to be sent: call `flush` when the descriptor is writable."""
+        """Whether data is still to be sent: call `flush` when the descriptor is writable."""
         return self._channel.writing
 
     def send(self, *messages: bytes) -> None:
-        """Send messages, or what can be sent of them now. Those to a process that has ended are lost."""
+        """Send messages as far as possible without blocking. They are lost if the process has ended."""
         self._channel.send(*messages)
 
     def flush(self) -> None:
-        """Send what has not been sent."""
+        """Send pending data as far as possible."""
         self._channel.flush()
 
     def receive(self) -> bytearray | None:
-        """The next message, or None if there is none yet. Raises `EOFError` when the process has ended."""
+        """Return the next message, or None if there is none yet. Raises `EOFError` if the process has ended."""
         while (message := self._channel.receive()) is not None:
             if message:
                 return message
@@ -148,18 +149,18 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs, as far as this one can find out: a forked child of it cannot."""
+        """Whether the process is running; always False in a forked child of this process, which cannot check."""
         return not self._ended and self._owner.is_here and self._process.is_alive()
 
     @property
     def overdue(self) -> bool:
-        """Whether the process should have reported in and has not: it hangs."""
+        """Whether the process has missed the deadline for its report: it hangs."""
         return not self.reported and time.monotonic() > self._due
 
     def wait_until_reported(self, seconds: float) -> bytearray | None:
         """Wait until the process has reported in, and return None; or return the message that it sent instead.
 
-        Raises `EOFError` if it has ended or is overdue, and `TimeoutError` after so many seconds.
+        Raises `EOFError` if it has ended or is overdue, and `TimeoutError` after `seconds`.
         """
         deadline = time.monotonic() + seconds
         while not self.reported:
@@ -173,20 +174,20 @@ class Child:
         return None
 
     def join(self, seconds: float) -> int | None:
-        """Wait up to so many seconds for the process to end by itself; its exit code, or None if it has not."""
+        """Wait up to `seconds` for the process to end by itself; returns its exit code, or None if it is running."""
         if self._ended or not self._owner.is_here:
             return None
         self._process.join(seconds)
         return self._process.exitcode  # type: ignore[no-any-return]
 
     def ask_to_end(self) -> None:
-        """Send nothing more: the process ends when it has done what it was sent before."""
+        """Send nothing more: the process ends after handling the messages sent before."""
         self._channel.finish()
 
     def end(self, deadline: float) -> None:
-        """Ask the process to end, and wait for that; kill it at `deadline` of `time.monotonic`, or if it is overdue.
+        """Request the process to end and wait; kill it at `deadline` (`time.monotonic`), or if it is overdue.
 
-        What it still sends is read and thrown away, so that it does not wait for that. May be called twice.
+        Its remaining messages are read and discarded, so that it does not block on sending. Idempotent.
         """
         if self._ended or not self._owner.is_here:
             return
@@ -211,7 +212,7 @@ class Child:
 
     def _kill(self) -> None:
         if self._leads:
-            with contextlib.suppress(OSError):  # it has no session yet
+            with contextlib.suppress(OSError):  # it may not have its own session yet
                 os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
 
@@ -225,7 +226,7 @@ class Child:
 
 
 def end_all(children: Iterable[Child], seconds: float) -> None:
-    """Ask processes to end, wait for them together, and kill those that have not ended after so many seconds."""
+    """Request processes to end, wait for them together, and kill those that are running after `seconds`."""
     children, deadline = list(children), time.monotonic() + seconds
     for child in children:
         child.ask_to_end()
@@ -241,7 +242,7 @@ at_fork(after_in_child=_leaders.clear)
 
 
 def _unsendable(parts: Sequence[tuple[str, object]], method: str) -> InputError | None:
-    """The error that names the part that cannot be pickled, if there is one."""
+    """Return the error that names the part that cannot be pickled, or None."""
     for what, part in parts if method != "fork" else ():
         try:
             ForkingPickler.dumps(part)
@@ -253,7 +254,7 @@ def _unsendable(parts: Sequence[tuple[str, object]], method: str) -> InputError 
     return None
 
 
-# -- in the process that was started ----------------------------------------------------------------------------------
+# -- in the child process ---------------------------------------------------------------------------------------------
 
 
 def _run(
@@ -265,10 +266,10 @@ def _run(
     arguments: tuple[Any, ...],
 ) -> None:
     begin_child()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of the parent's
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # reset a handler inherited from the parent
     if leads:
         with contextlib.suppress(OSError):
-            os.setsid()  # what a terminal sends to the parent is not for this process
+            os.setsid()  # signals of the parent's terminal do not reach this process
     check_generator()
     main(Parent(connection, pid, direct), *arguments)
 
@@ -277,9 +278,9 @@ class Parent:
     """The process that started this one.
 
     Args:
-        connection: to it.
-        pid: of it.
-        direct: whether this process is its direct child, and not that of a fork server.
+        connection: connection to the parent.
+        pid: PID of the parent.
+        direct: whether this process is the parent's direct child, not the child of a fork server.
     """
 
     def __init__(self, connection: socket.socket, pid: int, direct: bool) -> None:
@@ -288,30 +289,30 @@ class Parent:
         self._poller = select.poll()
         self._poller.register(connection, select.POLLIN)
         self._process = -1
-        with contextlib.suppress(OSError, AttributeError):  # not in every kernel and sandbox
+        with contextlib.suppress(OSError, AttributeError):  # missing in some kernels and sandboxes
             self._process = os.pidfd_open(pid)
             self._poller.register(self._process, select.POLLIN)
 
     @property
     def descriptors(self) -> list[int]:
-        """Readable when the parent has sent something, asks this process to end, or has ended."""
+        """Descriptors that are readable when the parent has sent a message, requests the end, or has ended."""
         return [fd for fd in (self._connection.fileno(), self._process) if fd >= 0]
 
     def report(self) -> None:
-        """Report in: this process does not hang at its start."""
+        """Report in: the start of this process has succeeded."""
         self.send()
 
     def send(self, *pieces: bytes | memoryview) -> None:
-        """Send a message that consists of `pieces`. Raises `OSError` if the parent has ended."""
+        """Send a message made of `pieces`. Raises `OSError` if the parent has ended."""
         send_message(self._connection.fileno(), pieces)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the parent has sent something, asks this process to end, or has ended; whether it has."""
+        """Wait until the parent has sent a message, requests the end, or has ended; returns False after `seconds`."""
         return bool(self._poller.poll(1000 * seconds)) or self.ended
 
     @property
     def ended(self) -> bool:
-        """Whether the parent is gone."""
+        """Whether the parent has ended."""
         if self._direct:
             return os.getppid() != self._pid
         try:
@@ -323,7 +324,7 @@ class Parent:
         return False
 
     def receive(self) -> bytearray | None:
-        """Wait for the next message; None if this process shall end. Raises `EOFError` if the parent has ended."""
+        """Wait for the next message; returns None if this process must end. Raises `EOFError` if the parent is gone."""
         while True:
             ready = [fd for fd, _ in self._poller.poll(_LOOK_MILLISECONDS)]
             if self._process in ready or self.ended:
@@ -335,7 +336,7 @@ class Parent:
                     return None
 
     def listen(self, take: Callable[[bytearray | None], object]) -> None:
-        """Have a thread call `take` with what `receive` returns, up to None. It ends this process with its parent."""
+        """Start a thread that calls `take` with each result of `receive`, and ends this process with its parent."""
         threading.Thread(target=self._listen, args=(take,), name="stallfree-inbox", daemon=True).start()
 
     def _listen(self, take: Callable[[bytearray | None], object]) -> None:

@@ -1,7 +1,7 @@
-"""Errors on their way from one process to another, both of one user.
+"""Errors sent from one process to another, both of one user.
 
-Between the processes of one job they are pickled. Those of other jobs receive a plain description, out of which nothing
-is imported.
+Between the processes of one job they are pickled. Other jobs receive a plain description, from which nothing is
+imported.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _LENGTH = struct.Struct("<Q")
 
 
 class RemoteTraceback(Exception):
-    """Where in another process an error came up, as text: the cause of that error here."""
+    """The traceback of an error in another process, as text: the cause of that error here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def pack_error(error: BaseException) -> bytes:
-    """The traceback as text, and the error if it can be pickled.
+    """Return the traceback as text, and the error if it can be pickled.
 
-    Of an error of this package that has a cause, the text is that of the cause: it says itself what happened.
+    For a stallfree error with a cause, the traceback is that of the cause, since the error describes itself.
     """
     shorten(error)
     told = error.__cause__ if isinstance(error, StallfreeError) and error.__cause__ is not None else error
@@ -46,7 +46,7 @@ def pack_error(error: BaseException) -> bytes:
 
 
 def unpack_error(packed: bytes) -> tuple[Exception | None, str]:
-    """The error, None if it could not be brought over or is none that a program may end in, and its traceback."""
+    """Return the error and its traceback; None for an error that cannot be unpickled or is not an `Exception`."""
     end = _LENGTH.size + _LENGTH.unpack_from(packed)[0]
     trace = packed[_LENGTH.size : end].decode(errors="replace")
     try:
@@ -60,7 +60,7 @@ def unpack_error(packed: bytes) -> tuple[Exception | None, str]:
 
 
 def pack_plain_error(error: BaseException | None, trace: str) -> bytes:
-    """The error and its traceback as text."""
+    """Return the error and its traceback as text."""
     packed: dict[str, object] = {
         "message": "" if error is None else text_of(error),
         "trace": trace,
@@ -74,7 +74,7 @@ def pack_plain_error(error: BaseException | None, trace: str) -> bytes:
         packed["types"] = [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__]
         own = {"id": error.id, "where": error.where} if isinstance(error, SampleError) else {}
         packed["fields"] = {name: value for name, value in fields_of(error).items() if _plain(value)} | own
-    return json.dumps(packed, default=str).encode()  # a user's error may hold anything
+    return json.dumps(packed, default=str).encode()  # a user's error may hold any object
 
 
 def _plain(value: object) -> bool:
@@ -84,7 +84,7 @@ def _plain(value: object) -> bool:
 
 
 def unpack_plain_error(packed: bytes | bytearray | memoryview) -> tuple[StallfreeError, str]:
-    """The error that was packed, of its original type too if that is known here, and its traceback as text."""
+    """Return the packed error, also of its original type if that is loaded here, and its traceback as text."""
     found = json.loads(bytes(packed))
     base = _BASES.get(found["kind"], StallfreeError)
     if base is WorkerError:
@@ -100,10 +100,10 @@ _BASES = {
 
 
 def _loaded(module: str, name: str) -> type | None:
-    """The type of that name, if its module has been imported: a message must not import anything. Not our own types."""
+    """Return an exception type of a loaded module, or None: a message must not import anything. Excludes our types."""
     if module.split(".")[0] == "stallfree":
         return None
     found: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = vars(found).get(part) if isinstance(found, (ModuleType, type)) else None  # runs no code of theirs
+        found = vars(found).get(part) if isinstance(found, (ModuleType, type)) else None  # runs no code of the module
     return found if isinstance(found, type) and issubclass(found, Exception) and found is not Exception else None

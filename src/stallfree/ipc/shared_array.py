@@ -1,4 +1,4 @@
-"""Arrays in memory that the processes of a host share."""
+"""Arrays in shared memory of the processes of a host."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from stallfree.platform import OPEN, allocate
 
 
 def shared_array(file: Path, dtype: Any, count: int) -> npt.NDArray[Any]:
-    """`count` zeros of `dtype` for all processes that give the same `file`, which is created if it is missing.
+    """Return `count` zeros of `dtype`, shared by all processes that give the same `file`, created if it is missing.
 
-    Without room for the file, this process shares them with its children alone.
+    Without room for the file, this process shares them only with its forked children.
     """
     size = count * np.dtype(dtype).itemsize
     try:
         fd = os.open(file, os.O_RDWR | os.O_CREAT | OPEN, 0o600)
         try:
             if os.fstat(fd).st_size < size:
-                allocate(fd, 0, size)  # writing to a file that has no memory yet could be SIGBUS
+                allocate(fd, 0, size)  # writing to an unallocated part could raise SIGBUS
             memory = mmap.mmap(fd, size)
         finally:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""Counts that forked and spawned processes share, wherever there is a folder to write to."""
+"""Counters shared by forked and spawned processes, wherever there is a writable folder."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Counts = npt.NDArray[np.int32]
 
 
 class SharedCounts:
-    """`length` counts, 0 at first. A process that gets them when it is started shares them; any other gets a copy.
+    """`length` counters, initially 0. A process that receives them when it is started shares them; others get a copy.
 
-    torch's `share_memory_` would do the same, but not without a `/dev/shm` to write to.
+    torch's `share_memory_` would do the same, but requires a writable `/dev/shm`.
 
     Attributes:
-        array: the counts, int32.
+        array: the counters, int32.
 
-    Raises `StorageError` when there is no room for them.
+    Raises `StorageError` if there is no room for them.
     """
 
     def __init__(self, length: int) -> None:
@@ -54,7 +54,7 @@ class SharedCounts:
         self.array, self._fd = array, fd
 
     def close(self) -> None:
-        """Let go of them: what is left is one 0 of this process's own."""
+        """Unmap the counters; a single private 0 remains."""
         if self._fd is not None:
             self._end()
         self._use(np.zeros(1, np.int32), None)

@@ -1,4 +1,4 @@
-"""The Unix socket in a folder of several processes, which only its user can reach: the folder has mode 0700."""
+"""The Unix socket in a shared folder. Only the folder's user can reach it: the folder has mode 0700."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODE = 0o600
 
 
 def listen(folder: Path) -> socket.socket:
-    """A listening socket, in place of what a process that ended left there. It does not block."""
+    """Return a non-blocking listening socket; it replaces the socket of an ended process."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         making = f"{_NAME}-{os.getpid()}"
@@ -31,7 +31,7 @@ def listen(folder: Path) -> socket.socket:
 
 
 def connect(folder: Path) -> socket.socket | None:
-    """A connection to whoever listens there; None if nobody does."""
+    """Connect to the process that listens in `folder`; returns None if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         with short_path(folder) as short:
@@ -46,6 +46,6 @@ def connect(folder: Path) -> socket.socket | None:
 
 
 def process_of(connection: socket.socket) -> int:
-    """The process at the other end; 0 if it is in another name space."""
+    """Return the PID at the other end; 0 if it is in another PID namespace."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int.from_bytes(credentials[:4], sys.byteorder)

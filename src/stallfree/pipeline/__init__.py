@@ -1,4 +1,4 @@
-"""The pipeline of a sample: its steps, which of them may be cached, under which key, and their randomness."""
+"""The transform pipeline of a sample: its steps, their cacheable part and its key, and their random generators."""
 
 from stallfree.pipeline.classify.determinism import (
     Split,

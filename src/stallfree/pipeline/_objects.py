@@ -1,4 +1,4 @@
-"""Looking into Python objects: where their code comes from, and which names a function uses."""
+"""Inspection of Python objects: the origin of their code, and the names that a function uses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 
 @functools.cache
 def library_version(module: str) -> str | None:
-    """The version of the installed library that `module` is part of; None when it is the user's own code.
+    """Return the version of the installed library that contains `module`; None for the user's own code.
 
-    Code counts as a library's when it is Python's own, this package's, or lies among installed packages with a version.
+    Library code is the standard library, this package, and installed packages with a version.
     """
     top = module.partition(".")[0]
     if top == "builtins" or top in sys.stdlib_module_names:
         return "python"
-    if top == "stallfree":  # wherever it lies: its own tables, such as that of the marks, are no part of a transform
+    if top == "stallfree":  # its own tables, such as that of the marks, are not part of a transform
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(top)
         return "unknown"
@@ -39,19 +39,19 @@ def library_version(module: str) -> str | None:
 
 
 def is_library(thing: object) -> bool:
-    """Whether the function, class or module `thing` belongs to an installed library and not to the user."""
+    """Return whether the function, class or module `thing` belongs to an installed library, not to the user."""
     name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
     return isinstance(name, str) and library_version(name) is not None
 
 
 def comes_from(thing: type, library: str) -> bool:
-    """Whether class `thing` is defined in the package `library`, such as `"monai"`, or in a part of it."""
+    """Return whether class `thing` is defined in the package `library`, such as `"monai"`, or in a part of it."""
     module = str(getattr(thing, "__module__", ""))
     return module == library or module.startswith(library + ".")
 
 
 def code_names(code: CodeType) -> set[str]:
-    """The names of globals and attributes that `code` and the code nested in it use."""
+    """Return the names of globals and attributes used by `code` and the code nested in it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -60,7 +60,7 @@ def code_names(code: CodeType) -> set[str]:
 
 
 def used_globals(function: FunctionType) -> dict[str, Any]:
-    """The module-level values that `function` uses, by name, also those in modules of the user's (`tools.scale`)."""
+    """Return the module-level values that `function` uses, by name, including those of user modules (`tools.scale`)."""
     names = code_names(function.__code__)
     found: dict[str, Any] = {}
     for name in sorted(names & function.__globals__.keys()):
@@ -71,7 +71,7 @@ def used_globals(function: FunctionType) -> dict[str, Any]:
 
 
 def closure_values(function: FunctionType) -> dict[str, Any]:
-    """The values that `function` captured from the functions around it, by name, without cells that are still empty."""
+    """Return the closure values of `function` by name, without empty cells."""
     found: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -82,7 +82,7 @@ def closure_values(function: FunctionType) -> dict[str, Any]:
 
 
 def class_functions(cls: type) -> Iterator[FunctionType]:
-    """The functions defined in the body of `cls`, also those beneath properties, class methods and static methods."""
+    """Yield the functions defined in the body of `cls`, including properties, class methods and static methods."""
     for member in vars(cls).values():
         for name in ("__func__", "fget", "fset", "func"):
             inner = getattr(member, name, None)
@@ -93,7 +93,7 @@ def class_functions(cls: type) -> Iterator[FunctionType]:
 
 
 def attributes(thing: object) -> dict[str, Any]:
-    """The attributes that `thing` itself holds, in its `__dict__` or in slots."""
+    """Return the attributes that `thing` itself holds, in its `__dict__` or in slots."""
     found: dict[str, Any] = dict(getattr(thing, "__dict__", ()))
     for cls in type(thing).__mro__:
         slots = vars(cls).get("__slots__", ())
@@ -105,7 +105,7 @@ def attributes(thing: object) -> dict[str, Any]:
 
 
 def describe(transform: Any) -> str:
-    """A short name of `transform` for messages, such as `torchvision.transforms.Resize` or `load.<locals>.<lambda>`."""
+    """Return a short name for messages, such as `torchvision.transforms.Resize` or `load.<locals>.<lambda>`."""
     if isinstance(transform, functools.partial):
         return f"partial({describe(transform.func)})"
     thing = transform if hasattr(transform, "__qualname__") else type(transform)

@@ -1,4 +1,4 @@
-"""The plain content of a tensor, of whatever kind it is."""
+"""The plain bytes of a tensor of any kind."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def plain_bytes(tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-    """What the values of `tensor` are, as its quantizer in words ("" without one) and its bytes, flat, on the CPU.
+    """Return the values of `tensor`: a description of its quantizer ("" without one) and its flat bytes on the CPU.
 
-    None for a layout without plain bytes, such as sparse and nested ones. A quantized tensor is never viewed as other
-    types: that ends the process.
+    None for layouts without plain bytes, such as sparse and nested ones. A quantized tensor is never viewed as another
+    dtype, which would crash the process.
     """
     quantizer = ""
     try:

@@ -1,15 +1,15 @@
-"""Values to flat bytes and back, without pickle.
+"""Converts values to flat bytes and back, without pickle.
 
 A *value* is a tree of dict, list, tuple and named tuple. Its leaves are tensors, arrays, NumPy scalars, numbers,
-strings, bytes; None belongs to the tree. `encode` takes a value apart into a `Structure`, which says everything but the
-data, and one flat array of bytes per leaf, which shares memory with the value where it can:
+strings, bytes; None belongs to the tree. `encode` splits a value into a `Structure`, which describes everything but the
+data, and one flat array of bytes per leaf, which shares memory with the value where possible:
 
     structure, arrays = encode((image, label))
     out = np.empty(record_size(structure, arrays), np.uint8)
     write_record(structure, arrays, out)
     image, label = read_record(out, copy=True)
 
-A *record* describes itself. All numbers are in the byte order of the host (another one fails at the magic number):
+A *record* describes itself. All numbers are in the host's byte order (others fail at the magic number):
 
     u32 magic, u32 length of the key, u32 number of variable leaves, u32 zero
     the key of the structure
@@ -17,8 +17,8 @@ A *record* describes itself. All numbers are in the byte order of the host (anot
     the data, from the next multiple of 64; a leaf of 64 bytes or more begins at a multiple of 64, one of 16 or more
     at a multiple of 16 (torch's complex numbers need it), others at a multiple of 8
 
-Types are taken exactly: a subclass of a type above is not that type, because a cache hit has to give what a miss gave.
-Structures and their keys are described in structure.py.
+Types match exactly: a subclass of a type above is not that type, because a cache hit must return the same as a miss.
+structure.py describes structures and their keys.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ __all__ = [
     "write_record",
 ]
 
-# --- taking a value apart -------------------------------------------------------------------------------------------
+# --- encoding a value -----------------------------------------------------------------------------------------------
 #
-# The walk appends to `signature` a flat run of hashable tokens that says what the key says but is cheaper to make, and
-# the key is looked up by it: a leaf is (kind, shape, dtype as text) or its kind alone, a container its type, then its
+# The walk appends to `signature` a flat list of hashable tokens that is equivalent to the key but cheaper to make, and
+# the key is looked up by it: a leaf is (kind, shape, dtype as text) or its kind only, a container its type, then its
 # length or its keys.
 
 
 class _Unstorable(Exception):
-    """`value`, somewhere in the tree, cannot be stored; never leaves this module."""
+    """Raised if `value`, somewhere in the tree, cannot be stored; never leaves this module."""
 
     def __init__(self, value: Any, reason: str) -> None:
         super().__init__(reason)
@@ -97,22 +97,22 @@ class _Unstorable(Exception):
         self.reason = reason
 
 
-_Other = Callable[[Any, str, list[Any], list[Bytes]], None]  # what is done with a value that is none of ours, and why
+_Other = Callable[[Any, str, list[Any], list[Bytes]], None]  # handles an unsupported value; receives the reason
 
 
 def encode(value: Any, *, allow_pickle: bool = False) -> tuple[Structure, list[Bytes]]:
-    """Take `value` apart: its structure, and the bytes of each leaf as a 1-D uint8 array.
+    """Split `value` into its structure and the bytes of each leaf, as 1-D uint8 arrays.
 
-    The arrays share memory with the value where it is contiguous, so write them before the value changes. What has no
-    form of its own is pickled when `allow_pickle` is true; otherwise CodecError says what it is and where it is.
+    The arrays share memory with the value where it is contiguous, so write them before the value changes. Values of
+    other types are pickled if `allow_pickle` is true; otherwise CodecError names their type and position.
     """
     return _encode(value, _pickled if allow_pickle else _refused)
 
 
 def encode_own(value: Any) -> tuple[Structure, list[Bytes]]:
-    """As `encode` with `allow_pickle`, for values that only processes of this job read.
+    """Like `encode` with `allow_pickle`, for values read only by processes of this job.
 
-    Lists, tuples and dicts of many strings and numbers become one pickle: a batch may hold thousands.
+    Lists, tuples and dicts of many strings and numbers become one pickle, since a batch may hold thousands of them.
     """
     return _encode(value, _pickled_whole)
 
@@ -189,7 +189,7 @@ def _take_tensor(value: torch.Tensor, signature: list[Any], arrays: list[Bytes],
 
 
 def _carried(value: torch.Tensor) -> torch.Tensor:
-    if value.requires_grad:  # which the view would hide
+    if value.requires_grad:  # the view would hide it
         raise TypeError
     return value.resolve_conj().resolve_neg().view(CARRIERS[value.dtype])
 
@@ -291,7 +291,7 @@ def _pickled(value: Any, reason: str, signature: list[Any], arrays: list[Bytes])
 
 
 def _pickled_whole(value: Any, reason: str, signature: list[Any], arrays: list[Bytes]) -> None:
-    """As `_pickled`; containers of plain values are not taken apart either."""
+    """Like `_pickled`; containers of plain values are pickled whole."""
     _pickled(value, reason, signature, arrays)
 
 
@@ -301,7 +301,7 @@ _MANY = 8
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a container holds nothing but strings, numbers and None."""
+    """Return whether a container holds only strings, numbers and None."""
     return _PLAIN.issuperset(map(type, value.values() if type(value) is dict else value))
 
 
@@ -322,7 +322,7 @@ def _advice(kind: type) -> str:
 
 
 def _find(value: Any, wanted: Any, place: str, depth: int) -> str:
-    """Where in `value` the object `wanted` is, as an expression; "" when it is not there."""
+    """Return the position of the object `wanted` in `value` as an expression; "" if it is not there."""
     if value is wanted:
         return place if len(place) <= 200 else f"{place[:100]}...{place[-90:]}"
     pairs: Any = ()
@@ -344,7 +344,7 @@ def _find(value: Any, wanted: Any, place: str, depth: int) -> str:
 
 
 def record_size(structure: Structure, arrays: Sequence[Bytes]) -> int:
-    """Bytes of the record of these leaves."""
+    """Return the size in bytes of the record of these leaves."""
     if structure.fixed:
         return structure.head.size + structure.size
     return _variable_layout(structure, [array.size for array in arrays])[1]
@@ -358,7 +358,7 @@ def _variable_layout(structure: Structure, nbytes: Sequence[int]) -> tuple[tuple
 def write_record(structure: Structure, arrays: Sequence[Bytes], out: Bytes) -> int:
     """Write the record of these leaves at the start of `out` (1-D uint8, writable); returns the bytes used.
 
-    Bytes between leaves are left as they are in `out`.
+    Bytes between leaves keep the contents of `out`.
     """
     head = structure.head
     used = head.size
@@ -381,8 +381,8 @@ def write_record(structure: Structure, arrays: Sequence[Bytes], out: Bytes) -> i
 def open_record(structure: Structure, out: Bytes) -> list[Bytes]:
     """Write the head of a record of this fixed structure at the start of `out` (1-D uint8, writable).
 
-    Returns, for each leaf, the part of `out` that takes its data: a record that is composed in place. Bytes between
-    leaves are left as they are in `out`. Raises CodecError if the structure is not fixed or `out` is too small.
+    Returns the part of `out` for each leaf's data, so that the record is composed in place. Bytes between leaves keep
+    the contents of `out`. Raises CodecError if the structure is not fixed or `out` is too small.
     """
     if not structure.fixed:
         raise CodecError("open_record needs a structure whose leaves do not vary in size")
@@ -394,12 +394,13 @@ def open_record(structure: Structure, out: Bytes) -> list[Bytes]:
 
 
 def read_record(buffer: Bytes, *, copy: bool, allow_pickle: bool = False) -> Any:
-    """The value of the record at the start of `buffer` (1-D uint8, may be longer than the record).
+    """Return the value of the record at the start of `buffer` (1-D uint8, may be longer than the record).
 
-    With `copy`, arrays and tensors have memory of their own, one block for all of one value. Without, they are views
-    on `buffer`, and keep it alive: a `weakref.finalize` on it runs when the last of them is gone. For that, `buffer`
-    must be an array whose base is no array (made by `np.frombuffer` or `np.empty`, not a slice), since NumPy lets a
-    view refer to the topmost array. A read-only buffer is copied in either case, for tensors cannot be read-only.
+    With `copy`, all arrays and tensors of a value share one new block of memory. Without, they are views of `buffer`
+    and
+    keep it alive: a `weakref.finalize` on it runs when the last of them is freed. For that, `buffer` must be an array
+        whose base is not an array (made by `np.frombuffer` or `np.empty`, not a slice), since NumPy views refer to the
+        topmost array. A read-only buffer is always copied, because tensors cannot be read-only.
 
     A malformed or truncated record raises CodecError, as does a pickled leaf unless `allow_pickle`. Nothing is
     imported: a named tuple whose class is not imported yet raises `MissingClassError`.
@@ -425,9 +426,9 @@ def _read_record(buffer: Bytes, copy: bool, allow_pickle: bool) -> Any:
 
 
 def read_own_record(buffer: Bytes, *, copy: bool) -> Any:
-    """`read_record` for what a worker of this job wrote: as with pickle, classes are imported.
+    """Like `read_record`, for records of this job's workers: as with pickle, classes are imported.
 
-    An import that fails raises what it raises.
+    Exceptions of a failed import are raised.
     """
     while True:
         try:
@@ -439,15 +440,15 @@ def read_own_record(buffer: Bytes, *, copy: bool) -> Any:
 
 
 def read_leaves(structure: Structure, data: Bytes) -> Any:
-    """The value of a fixed structure out of its packed data, that is a record without its head. Views on `data`."""
+    """Return the value of a fixed structure from packed data (a record without head). Leaves are views of `data`."""
     pairs = zip(structure.readers, structure.offsets, structure.nbytes, strict=True)
     return structure.make([read(data, at, nbytes) for read, at, nbytes in pairs])
 
 
 def split_record(buffer: Bytes) -> tuple[Structure, list[Bytes]]:
-    """What `encode` gave for the record at the start of `buffer`: its structure, and views on the bytes of each leaf.
+    """Return the structure of the record at the start of `buffer`, and views of each leaf's bytes, as `encode` does.
 
-    Nothing is loaded, pickled leaves neither. Raises CodecError for a malformed or truncated record.
+    Nothing is unpickled. Raises CodecError for a malformed or truncated record.
     """
     try:
         structure, starts, nbytes, _ = _described(buffer)
@@ -457,7 +458,7 @@ def split_record(buffer: Bytes) -> tuple[Structure, list[Bytes]]:
 
 
 def _described(buffer: Bytes) -> tuple[Structure, Sequence[int], Sequence[int], int]:
-    """What a record says of itself: structure, start and bytes of each leaf, and where it ends."""
+    """Return a record's structure, the start and size of each leaf, and the end of the record."""
     available = buffer.size
     if available < HEAD.size or buffer.dtype != U8 or buffer.ndim != 1:
         raise CodecError(f"malformed record: {available} elements of {buffer.dtype}, expected uint8 and a header")
@@ -484,10 +485,12 @@ def _described(buffer: Bytes) -> tuple[Structure, Sequence[int], Sequence[int], 
 
 
 def stack_build(structure: Structure, columns: Sequence[Bytes], count: int) -> list[Any]:
-    """`count` values of a fixed structure, out of one column per leaf: uint8, shape (count, leaf.nbytes), C-contiguous.
+    """Return `count` values of a fixed structure, from one uint8 column per leaf, shape (count, leaf.nbytes),
+    C-contiguous.
 
-    Tensors and arrays are views on the columns, which should belong to the caller alone. The tensors of one column are
-    views of one tensor: to keep a few of many, clone them.
+    Tensors and arrays are views of the columns, which should belong to the caller only. The tensors of one column are
+    views
+    of one tensor: to keep a few of many, clone them.
     """
     if not structure.fixed or len(columns) != len(structure.leaves):
         raise CodecError("stack_build needs a fixed structure and one column per leaf")

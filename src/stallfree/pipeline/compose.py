@@ -1,4 +1,4 @@
-"""A pipeline as a flat row of steps."""
+"""`Compose`: a pipeline as a flat sequence of steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Transform: TypeAlias = Callable[[Any], Any]
 class Compose:
     """Applies `transforms` one after the other.
 
-    Nested compositions are taken apart (see `flatten`), so `.transforms` is the flat row of steps. An albumentations
-    transform may stand as a step: it gets a mapping as its named arguments, or a NumPy array as `image`.
+    Nested compositions are flattened (see `flatten`), so `.transforms` is a flat sequence of steps. An albumentations
+    transform can be a step: it gets a mapping as its named arguments, or a NumPy array as `image`.
 
-    Raises `InputError` when `transforms` is no iterable of callables.
+    Raises `InputError` if `transforms` is not an iterable of callables.
     """
 
     transforms: tuple[Transform, ...]
@@ -47,7 +47,7 @@ class Compose:
         return value
 
     def into(self, value: Any, out: Any) -> Any:
-        """As a call, with steps that all take `out=`: see in_place.py."""
+        """Like a call, with steps that all take `out=`: see in_place.py."""
         for step in self.transforms:
             value = step(value, out=out)  # type: ignore[call-arg]
         return value
@@ -70,14 +70,14 @@ class Compose:
 
 
 class OnItem:
-    """Applies `transform` to one element of a container and leaves the others as they are.
+    """Applies `transform` to one element of a container and leaves the others unchanged.
 
     The container is a tuple, named tuple or list (`key` is a position) or a mapping (`key` is any of its keys). The
-    result is a new container of the same type; the one given is not changed. `transform` may be whatever can stand in
-    a `Compose`.
+    result is a new container of the same type; the input is not changed. `transform` may be anything that a `Compose`
+    accepts.
 
-    Raises `InputError` when it is made with something that cannot be called, and when the value that it is called with
-    is no container or has no element `key`.
+    Raises `InputError` if it is created with a `transform` that is not callable, and when it is called with a value
+    that is not a container or has no element `key`.
     """
 
     key: Any
@@ -113,15 +113,15 @@ class OnItem:
 
 
 def flatten(transform: Transform | None) -> tuple[Transform, ...]:
-    """The steps that `transform` applies one after the other; `()` for None, `(transform,)` when it is a single step.
+    """Return the steps that `transform` applies in sequence; `()` for None, `(transform,)` for a single step.
 
-    Taken apart are our `Compose`, `OnItem` of something that can be taken apart, torchvision's `Compose` (v1 and v2),
-    `torch.nn.Sequential`, and MONAI's `Compose` with default settings, nested to any depth. A step out of MONAI's
-    `Compose` stays wrapped in a `Compose` of one, which maps it over lists as MONAI does.
+    Flattened, at any depth, are our `Compose`, `OnItem` of anything that can be flattened, torchvision's `Compose` (v1
+    and v2), `torch.nn.Sequential`, and MONAI's `Compose` with default settings. A step of MONAI's `Compose` stays
+    wrapped in a `Compose` of one, which maps it over lists as MONAI does.
 
-    Kept whole are: what the user marked; subclasses, and modules with hooks; all that choose at random
-    (`RandomApply`, `OneOf`, ...); albumentations' `Compose`, whose steps take named arguments; MONAI's `Compose` that
-    is lazy or has `map_items`, `unpack_items` or `overrides` of its own.
+    Not flattened are marked transforms; subclasses, and modules with hooks; transforms that choose at random
+    (`RandomApply`, `OneOf`, ...); albumentations' `Compose`, whose steps take named arguments; and MONAI's `Compose`
+    that is lazy or sets `map_items`, `unpack_items` or `overrides`.
     """
     if transform is None:
         return ()
@@ -143,9 +143,9 @@ def flatten(transform: Transform | None) -> tuple[Transform, ...]:
 
 
 def halves_of(step: Transform) -> tuple[Transform, Transform] | None:
-    """A deterministic and a random step that do the same as `step` one after the other; None if it names none.
+    """Return a deterministic and a random step that together equal `step`; None if it defines none.
 
-    Asked is its method `halves()`, unless a subclass has another `__call__` than the class that wrote it.
+    They come from its method `halves()`, unless a subclass overrides `__call__` of the class that defines the method.
     """
     if type(step) is OnItem:
         inner = halves_of(step.transform)
@@ -160,12 +160,12 @@ def halves_of(step: Transform) -> tuple[Transform, Transform] | None:
 
 
 def is_monai_compose(transform: Any) -> bool:
-    """Whether `transform` is exactly MONAI's `Compose`, not a subclass such as `OneOf`."""
+    """Return whether `transform` is exactly MONAI's `Compose`, not a subclass such as `OneOf`."""
     return type(transform).__name__ == "Compose" and comes_from(type(transform), "monai.transforms")
 
 
 def is_albumentations(transform: object) -> bool:
-    """Whether `transform` is a transform or a composition of albumentations."""
+    """Return whether `transform` is a transform or a composition of albumentations."""
     return any(
         cls.__name__ in ("BasicTransform", "BaseCompose") and comes_from(cls, "albumentations")
         for cls in type(transform).__mro__
@@ -173,12 +173,12 @@ def is_albumentations(transform: object) -> bool:
 
 
 def as_call(step: Transform) -> Transform:
-    """`step` as a callable of one value."""
+    """Return `step` as a callable of one value."""
     return functools.partial(call_albumentations, step) if is_albumentations(step) else step
 
 
 def call_albumentations(step: Callable[..., Any], value: Any) -> Any:
-    """Apply an albumentations `step` to a mapping of named arguments, or to an array, which is its `image`."""
+    """Apply an albumentations `step` to a mapping of named arguments, or to an array as its `image`."""
     if isinstance(value, Mapping):
         return step(**value)
     if isinstance(value, np.ndarray):
@@ -190,7 +190,7 @@ def call_albumentations(step: Callable[..., Any], value: Any) -> Any:
 
 
 def with_item(container: Any, key: Any, item: Any) -> Any:
-    """A copy of `container` (tuple, named tuple, list or mapping) with `item` at `key`."""
+    """Return a copy of `container` (tuple, named tuple, list or mapping) with `item` at `key`."""
     if isinstance(container, tuple):
         items = list(container)
         items[key] = item
@@ -201,7 +201,7 @@ def with_item(container: Any, key: Any, item: Any) -> Any:
 
 
 def describe_step(step: Transform) -> str:
-    """A short name of `step` for messages."""
+    """Return a short name of `step` for messages."""
     if type(step) is OnItem:
         return repr(step)
     if is_monai_compose(step) and len(step.transforms) == 1:  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ def describe_step(step: Transform) -> str:
 
 
 def _sequence_in(transform: Any) -> tuple[Transform, ...] | None:
-    """The parts of a torchvision `Compose` or a `torch.nn.Sequential`; None for anything else."""
+    """Return the parts of a torchvision `Compose` or a `torch.nn.Sequential`; None for anything else."""
     cls = type(transform)
     if getattr(transform, "_forward_hooks", None) or getattr(transform, "_forward_pre_hooks", None):
         return None
@@ -224,7 +224,7 @@ def _sequence_in(transform: Any) -> tuple[Transform, ...] | None:
 
 
 def _flatten_monai(compose: Any) -> tuple[Transform, ...]:
-    """One `Compose` per step, so that MONAI itself maps each step over lists of samples as it did."""
+    """Return one `Compose` per step, so that MONAI maps each step over lists of samples as before."""
     usual = (
         compose.map_items in (True, 1)
         and not getattr(compose, "unpack_items", False)
@@ -241,7 +241,7 @@ def _flatten_monai(compose: Any) -> tuple[Transform, ...]:
         elif len(compose.transforms) == 1:
             steps.append(compose)
         else:
-            single = copy.copy(compose)  # not the constructor, which would reseed the step
+            single = copy.copy(compose)  # the constructor would reseed the step
             single.transforms = (part,)
             steps.append(single)
     return tuple(steps)

@@ -1,4 +1,4 @@
-"""A short text that stands for code and parameters: the key under which prepared samples are cached."""
+"""Fingerprints of code and parameters: short texts that serve as cache keys of prepared samples."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from stallfree.pipeline.generators import GENERATOR_TYPES
 from stallfree.pipeline.marks import DREW, MARK
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list"})
-"""What albumentations notes in a transform while it runs, or only about its generators."""
+"""State that albumentations stores in a transform while it runs, or that concerns only its generators."""
 _MANY = 256
-"""From this length on, a list of plain values is fed at once: data sets list a million samples."""
+"""Length from which a list of plain values is hashed in bulk: data sets list a million samples."""
 _VALUES = (list, tuple, dict, set, frozenset, np.ndarray, np.generic, torch.Tensor, enum.Enum, functools.partial)
 
 
 def fingerprint(*objects: Any) -> str:
-    """32 hexadecimal digits that change when the code or a parameter of one of `objects` changes.
+    """Return 32 hexadecimal digits that change when the code or a parameter of one of `objects` changes.
 
-    The same in every process and under every hash seed, for one version of Python. Covered are plain values (`1`, `1.0`
-    and `True` differ), arrays, tensors and containers; functions with their defaults, closures and the module-level
-    values that they use; the user's classes with the code of their methods; instances with their attributes; of
-    libraries, names and versions. File names, line numbers, the order of a mapping's keys and the states of random
-    generators do not count.
+    The result is the same in every process and under every hash seed, for one version of Python. Covered are plain
+    values (`1`, `1.0` and `True` differ), arrays, tensors and containers; functions with their defaults, closures and
+    the module-level values that they use; user classes with the code of their methods; instances with their attributes;
+    for libraries, names and versions. File names, line numbers, the order of a mapping's keys and the states of random
+    generators are ignored.
 
-    An object with a method `fingerprint()` that needs no argument is stood for by what that returns, together with its
-    `pipeline` if it is a source.
+    An object with a method `fingerprint()` without required arguments is represented by that method's result, together
+    with its `pipeline` if it is a source.
 
-    Raises `InputError`, which names the object, for one that has no state to look at, such as a lock or an open file.
-    Within `tolerant`, only the type of such an object counts.
+    Raises `InputError`, which names the object, for an object without inspectable state, such as a lock or an open
+    file. Within `tolerant`, only the type of such an object is hashed.
     """
     walker = _Walker({}, 0)
     try:
@@ -60,13 +60,13 @@ def fingerprint(*objects: Any) -> str:
                 f"{what} cannot be fingerprinted, as it is nested too deeply: give it a method fingerprint()"
             ) from error
         unknown.append(f"{what}, which is nested too deeply,")
-        walker = _Walker({}, 0)  # how much was fed depends on how deep the caller is
+        walker = _Walker({}, 0)  # the part that was hashed depends on the caller's stack depth
         walker.visit([f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in objects])
     return walker.hash.hexdigest()
 
 
 class NoFingerprintError(InputError):
-    """An object has no fingerprint."""
+    """Raised for an object without a fingerprint."""
 
 
 _unknown: ContextVar[list[str] | None] = ContextVar("unknown", default=None)
@@ -74,7 +74,7 @@ _unknown: ContextVar[list[str] | None] = ContextVar("unknown", default=None)
 
 @contextmanager
 def tolerant() -> Iterator[list[str]]:
-    """Within it, of an object without a fingerprint only the type counts. Gives the list of those that were met."""
+    """Hash only the type of objects without a fingerprint inside the block. Yields the list of such objects."""
     found: list[str] = []
     token = _unknown.set(found)
     try:
@@ -84,13 +84,13 @@ def tolerant() -> Iterator[list[str]]:
 
 
 def key_of(**parts: Any) -> str:
-    """The fingerprint of `parts`, with one for each part: texts as they are, and of other objects the fingerprint."""
+    """Return the fingerprint of `parts`, followed by one per part: texts unchanged, other objects as fingerprints."""
     told = {name: part if isinstance(part, str) else fingerprint(part) for name, part in parts.items()}
     return f"{fingerprint(sorted(told.items()))} " + ";".join(f"{name}={part}" for name, part in told.items())
 
 
 def differing_parts(there: str, wanted: str) -> str:
-    """In which parts two keys of `key_of` differ, in words; empty for other texts."""
+    """Return the parts in which two keys of `key_of` differ, as text; empty for other texts."""
     parts = [dict(pair.split("=", 1) for pair in key[33:].split(";") if "=" in pair) for key in (there, wanted)]
     if not all(parts):
         return ""
@@ -106,16 +106,16 @@ _SHOWN = ("form", "format", "window")
 
 
 class _Walker:
-    """Feeds objects to a hash, one after the other, each as a tag, a length and its content."""
+    """Feeds objects to a hash in sequence, each as a tag, a length and its content."""
 
     def __init__(self, numbers: dict[int, tuple[int, object]], count: int) -> None:
         self.hash = xxhash.xxh3_128()
         self._numbers = numbers
-        """What is being fed or need not be fed again, by identity, with its number; held, so that ids stay theirs."""
+        """Objects in progress or already fed, by identity, with their number; kept alive so that ids stay unique."""
         self._count = count
-        """The number that the next one gets."""
+        """The number of the next object."""
         self._path: list[str] = []
-        """The names that lead to what is being fed, for messages."""
+        """The names that lead to the object in progress, for messages."""
 
     def visit(self, thing: Any) -> None:
         if self._plain(thing):
@@ -135,7 +135,7 @@ class _Walker:
             self._compound(thing)
         except (RecursionError, StallfreeError):
             raise
-        except Exception as error:  # out of code of the user's
+        except Exception as error:  # raised by user code
             del self._path[depth:]
             self._give_up(thing, f"{type(error).__name__}: {error}", error)
         if isinstance(thing, _VALUES) or not hasattr(thing, "__dict__"):
@@ -146,7 +146,7 @@ class _Walker:
         self.hash.update(content)
 
     def _plain(self, thing: Any) -> bool:
-        """Feed `thing` if it is a value without parts; whether it was."""
+        """Feed `thing` if it is a value without parts; returns whether it was."""
         kind = type(thing)
         if thing is None or kind is bool:
             self._feed(kind.__name__, repr(thing).encode())
@@ -183,7 +183,7 @@ class _Walker:
             self._feed("own", type(thing).__qualname__.encode())
             self.visit(own())
             if callable(pipeline := getattr(thing, "pipeline", None)):
-                self.visit(pipeline)  # a source speaks for its records alone
+                self.visit(pipeline)  # a source's fingerprint covers only its records
         elif isinstance(thing, enum.Enum):
             self._feed("enum", f"{type(thing).__qualname__}.{thing.name}".encode())
             self.visit(thing.value)
@@ -209,7 +209,7 @@ class _Walker:
             self._instance(thing)
 
     def _give_up(self, thing: Any, why: str, error: Exception | None) -> None:
-        """`thing` has no fingerprint: raise that, or count its type alone."""
+        """Handle an object without a fingerprint: raise, or within `tolerant` feed its type."""
         kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
         name = ".".join(self._path)
         what = f"{name} ({reprlib.repr(thing)} of type {kind})" if name else f"{reprlib.repr(thing)} of type {kind}"
@@ -241,14 +241,14 @@ class _Walker:
         self._feed(tag, b"".join(digests))
 
     def _apart(self, thing: Any) -> bytes:
-        """The digest of `thing` alone, the same wherever among its siblings it stands."""
+        """Return the digest of `thing`, independent of its position among its siblings."""
         walker = _Walker(dict(self._numbers), self._count)
         walker._path = list(self._path)
         walker.visit(thing)
         return walker.hash.digest()
 
     def _leniently(self, thing: Any) -> None:
-        """Feed `thing`, or only its type if it cannot be fed: a name in the code around may mean a lock or a file."""
+        """Feed `thing`, or only its type if it has no fingerprint: a name in the code may refer to a lock or a file."""
         walker = _Walker(dict(self._numbers), self._count)
         token = _unknown.set(None)
         try:
@@ -262,7 +262,7 @@ class _Walker:
             _unknown.reset(token)
 
     def _library(self, thing: Any) -> bool:
-        """Feed name and version of a class or function of a library; whether it was one."""
+        """Feed name and version of a class or function of a library; returns whether it was one."""
         version = library_version(thing.__module__ or "builtins")
         if version is None:
             return False
@@ -346,7 +346,7 @@ class _Walker:
             self._parts("items", container)
 
     def _in_bulk(self, items: Any) -> bool:
-        """Feed the many items of a list or tuple at once; whether they are of one kind, so that this can be done."""
+        """Feed the items of a long list or tuple in bulk, if all have one supported type; returns whether they have."""
         kinds = set(map(type, items))
         kind = kinds.pop()
         if kinds:
@@ -372,7 +372,7 @@ class _Walker:
         return True
 
     def _instance(self, thing: Any) -> None:
-        """Feed class and state of `thing`, as `copy` and `pickle` would take them."""
+        """Feed the class and the state of `thing`, as `copy` and `pickle` see it."""
         try:
             reducer = copyreg.dispatch_table.get(type(thing))
             reduced = reducer(thing) if reducer else thing.__reduce_ex__(2)
@@ -401,7 +401,7 @@ class _Walker:
 
 
 def _own_fingerprint(thing: Any) -> Callable[[], Any] | None:
-    """The method `fingerprint()` of `thing` if it has one that needs no argument."""
+    """Return the method `fingerprint()` of `thing` if it has one without required arguments."""
     method = getattr(thing, "fingerprint", None)
     if not inspect.ismethod(method):
         return None

@@ -1,4 +1,4 @@
-"""The generators of random numbers that a transform draws from, as things that can be saved, seeded and restored."""
+"""The random generators that a transform draws from, as handles that can be saved, seeded and restored."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _OPAQUE = (
 )
 _INERT = frozenset({str, bytes, int, float, bool, complex, type(None), type(PurePath()), type(Path())})
 _MOST = 4096
-"""Items of a container that are looked at: data sets list a million samples, and no generator lies among them."""
+"""Items of a container that are searched: data sets list a million samples, without generators among them."""
 
 CONTAINERS = (dict, list, tuple, set, frozenset)  # no others: iterating over a data set would load it
 
 
 @dataclass(frozen=True)
 class Handle:
-    """How to save, seed and restore one generator."""
+    """Saves, seeds and restores one generator."""
 
     generator: object
     seed: Callable[[int], Any]
@@ -52,7 +52,7 @@ class Handle:
 
 
 def handle_of(generator: Any) -> Handle:
-    """The handle of a generator of one of `GENERATOR_TYPES`."""
+    """Return the handle of a generator of one of `GENERATOR_TYPES`."""
     if isinstance(generator, random.Random):
         return Handle(generator, generator.seed, generator.getstate, generator.setstate)
     if isinstance(generator, torch.Generator):
@@ -70,18 +70,18 @@ def handle_of(generator: Any) -> Handle:
 
 
 def global_generators() -> list[Handle]:
-    """Python's, NumPy's legacy and torch's default CPU generator, in this order."""
+    """Return handles of Python's, NumPy's legacy and torch's default CPU generator, in this order."""
     python: random.Random = random.seed.__self__  # type: ignore[attr-defined]
     legacy: np.random.RandomState = np.random.mtrand._rand
     return [handle_of(python), handle_of(legacy), handle_of(torch.default_generator)]
 
 
 def find_generators(transform: object) -> list[Handle]:
-    """The generators that `transform` owns or refers to, each once, without the global ones.
+    """Return the generators that `transform` owns or refers to, each once, without the global ones.
 
-    Looks through attributes, slots, containers, closures, partial functions, bound methods and, in the user's own code,
-    default values and module-level names. What a library keeps inside compiled code is not seen, nor is a generator
-    that is only made while the transform runs.
+    Searches attributes, slots, containers, closures, partial functions, bound methods and, in user code, default values
+    and module-level names. Generators inside compiled library code, and those created only while the transform runs,
+    are not found.
     """
     known = {id(handle.generator) for handle in global_generators()}
     return [
@@ -93,7 +93,7 @@ def find_generators(transform: object) -> list[Handle]:
 
 @contextlib.contextmanager
 def preserved(handles: list[Handle]) -> Iterator[None]:
-    """Puts the generators of `handles` back to their present states at the end."""
+    """Restore the generators of `handles` to their initial states at the end of the block."""
     states = [handle.get() for handle in handles]
     try:
         yield
@@ -111,8 +111,8 @@ def _set_bits(bits: Any, state: Any) -> None:
 
 
 def reachable(root: object) -> Iterator[object]:
-    """Everything that can be reached from `root` along its own references, in a fixed order, each once."""
-    seen: dict[int, object] = {}  # holds what it has seen, so that no identity is given to another object meanwhile
+    """Yield all objects reachable from `root` through references, in a fixed order, each once."""
+    seen: dict[int, object] = {}  # keeps objects alive, so that no identity is reused meanwhile
     todo = [root]
     while todo:
         thing = todo.pop()
@@ -124,12 +124,12 @@ def reachable(root: object) -> Iterator[object]:
 
 
 def is_opaque(thing: object) -> bool:
-    """Whether `thing` is a value, class or module, which refers to no generator of its own."""
+    """Return whether `thing` is a value, class or module, which refers to no generator of its own."""
     return isinstance(thing, _OPAQUE)
 
 
 def references(thing: Any) -> Iterator[object]:
-    """What `thing` refers to."""
+    """Yield the objects that `thing` refers to."""
     if isinstance(thing, (*GENERATOR_TYPES, *_OPAQUE)):
         return
     if isinstance(thing, FunctionType):
@@ -156,7 +156,7 @@ def references(thing: Any) -> Iterator[object]:
 
 
 def _inert(thing: object) -> bool:
-    """Whether `thing` refers to nothing of interest; quick, for data sets that list a million samples."""
+    """Return whether `thing` refers to nothing relevant; fast, for data sets that list a million samples."""
     kind = type(thing)
     return kind in _INERT or (kind in (tuple, list) and all(type(item) in _INERT for item in thing))  # type: ignore[attr-defined]
 

@@ -1,8 +1,8 @@
-"""Notices draws from the generators that are global to a process, without moving them, in about a microsecond.
+"""Detects draws from the process-wide generators, without moving them, in about a microsecond.
 
-`random.getstate` takes 8 µs, `np.random.get_state` 30 µs and `torch.get_rng_state` 3 µs, which is longer than many
-samples take. So the positions of the three Mersenne twisters are read where they lie in memory. How they lie there is
-found out once, with a generator made for that; where that fails, whole states are compared.
+`random.getstate` takes 8 µs, `np.random.get_state` 30 µs and `torch.get_rng_state` 3 µs, longer than many samples take.
+The positions of the three Mersenne twisters are therefore read directly from memory. Their memory layout is determined
+once, with a separate generator; if that fails, whole states are compared.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 import torch
 
 _WORDS = 624
-"""32-bit words of the state of a Mersenne twister."""
+"""Number of 32-bit words in the state of a Mersenne twister."""
 
 _TORCH_HEAD = 256
-"""Bytes of torch's generator within which its state begins; the state itself is longer."""
+"""Bytes of torch's generator that are searched for the start of its state; the state itself is longer."""
 
 Position = Callable[[], Any]
-"""Returns what changes with each draw: the place in the state, and a word of it, which changes with each pass."""
+"""Returns a value that changes with each draw: the position in the state, and a word that changes with each pass."""
 
 
 class GlobalDraws:
-    """Says whether anything drew from Python's, NumPy's legacy or torch's default CPU generator.
+    """Detects draws from Python's, NumPy's legacy and torch's default CPU generator.
 
     draws = GlobalDraws()
     draws.mark()
@@ -43,11 +43,11 @@ class GlobalDraws:
         self._mark: tuple[Any, ...] = ()
 
     def mark(self) -> None:
-        """Remember the states of now."""
+        """Record the current states."""
         self._mark = self._now()
 
     def moved(self) -> bool:
-        """Whether something has drawn since `mark`, or since the last call of this."""
+        """Return whether anything has drawn since `mark`, or since the last call."""
         before, self._mark = self._mark, self._now()
         return before != self._mark
 
@@ -57,7 +57,7 @@ class GlobalDraws:
             self._bits, self._at_numpy, self._reserve = legacy._bit_generator, _numpy_position(legacy), True
         at_numpy = self._at_numpy()
         if self._reserve or self._mark[:1] != (at_numpy,):
-            # A normal number in reserve is taken without a step of the generator, so whether there is one counts.
+            # Taking a cached normal number does not step the generator, so its presence is part of the position.
             self._reserve = bool(legacy.get_state(legacy=False)["has_gauss"])
         return (
             at_numpy,
@@ -81,7 +81,7 @@ def _python_position(generator: random.Random) -> Position:
 
 @lru_cache(maxsize=1)
 def _python_offset() -> int | None:
-    """Where in a `random.Random` its position lies, with the first word of its state behind it; None if not there."""
+    """Return the offset of the position in a `random.Random`, followed by its state; None if it is not found."""
     trial = random.Random(5)
     trial.random()
     words = trial.getstate()[1]
@@ -112,7 +112,7 @@ def _torch_position(generator: torch.Generator) -> Position:
     offset = _torch_offset()
     if offset is None:
         return lambda: generator.get_state().numpy().tobytes()
-    # What is left of the state, a flag, the next word, the state; then normal numbers in reserve.
+    # The remaining words of the state, a flag, the next word, the state; then cached normal numbers.
     address = generator._cdata + offset  # type: ignore[attr-defined]
     head = (ctypes.c_uint32 * 4).from_address(address - 12)
     reserve = (ctypes.c_uint64 * 3).from_address(address + 4 * _WORDS)
@@ -121,7 +121,7 @@ def _torch_position(generator: torch.Generator) -> Position:
 
 @lru_cache(maxsize=1)
 def _torch_offset() -> int | None:
-    """Where in torch's CPU generator its state begins; None if it is not found there."""
+    """Return the offset of the state in torch's CPU generator; None if it is not found."""
     trial = torch.Generator()
     trial.manual_seed(77)
     torch.rand(3, generator=trial)

@@ -1,11 +1,11 @@
-"""Steps that write their result where it is needed: into a batch.
+"""In-place steps: steps that write their result directly into a batch.
 
-A loader that composes a batch in place calls such steps with `out=`, the rows of the batch that the sample will fill. A
-step that makes an array asks `empty` for the memory, and gets such a row if one of that shape and type is still free,
-else memory of its own. Steps after it work on the row itself (`given`).
+A loader that composes a batch in place calls these steps with `out=`, the batch rows that the sample will fill. A step
+that makes an array calls `empty`, which returns such a row if a free one has that shape and dtype, else new memory.
+Later steps modify the row itself (`given`).
 
-The row belongs to the batch, so `out` is passed only if all steps are of classes that say `in_place`: these neither
-keep nor change what they are given, beside rows of this sample.
+The row belongs to the batch, so `out` is passed only if the classes of all steps are marked `in_place`: such steps
+neither keep nor change their input, except for rows of this sample.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Out:
 
 
 def in_place(cls: C) -> C:
-    """Say of a class, but not of its subclasses, that its steps take `out=` and keep to the rules above."""
+    """Mark a class, but not its subclasses: its steps take `out=` and follow the rules above."""
     setattr(cls, _MARK, cls)
     return cls
 
 
 def works_in_place(step: Transform) -> bool:
-    """Whether the class of `step` says so."""
+    """Return whether the class of `step` is marked."""
     inner: Any = step.transform if type(step) is OnItem else step
     return getattr(inner, _MARK, None) is type(inner)
 
 
 def empty(out: Out | None, shape: tuple[int, ...], dtype: Any = np.uint8) -> Array:
-    """An array that holds anything, to be filled: a free row of `out`, or a new one."""
+    """Return an uninitialised array: a free row of `out`, or a new one."""
     if out is not None:
         for at, row in enumerate(out.free):
             if row.shape == shape and row.dtype == dtype:
@@ -55,5 +55,5 @@ def empty(out: Out | None, shape: tuple[int, ...], dtype: Any = np.uint8) -> Arr
 
 
 def given(out: Out | None, array: Array) -> bool:
-    """Whether `array` is one that `empty` took from `out`, so that it may be changed."""
+    """Return whether `array` is a row that `empty` took from `out`, so that it may be changed."""
     return out is not None and any(array is row for row in out.taken)

@@ -1,4 +1,4 @@
-"""What the user says about a transform: that it is random, or that it is deterministic."""
+"""The user's marks on transforms: random or deterministic."""
 
 from __future__ import annotations
 
@@ -10,41 +10,40 @@ from stallfree.errors import InputError
 T = TypeVar("T")
 
 MARK = "_stallfree_random"
-"""The attribute that carries a mark: True for random, False for deterministic."""
+"""Name of the attribute that carries a mark: True for random, False for deterministic."""
 
 DREW = "_stallfree_drew"
-"""The attribute of a transform or data set that was seen to draw random numbers."""
+"""Name of the attribute of a transform or data set that was observed to draw random numbers."""
 
 _refusers: dict[tuple[int, ...], tuple[object, bool]] = {}
-"""Marks of objects that take no attributes. The object is held, so that its identity is never given to another."""
+"""Marks of objects that accept no attributes. The object is kept alive, so that its identity is never reused."""
 
 
 _drew: dict[tuple[int, ...], object] = {}
-"""Objects that drew and take no attributes."""
+"""Objects that drew random numbers and accept no attributes."""
 
 
 def mark_random(transform: T) -> T:
-    """Say that `transform` may give another output for the same input; returns `transform` itself.
+    """Mark `transform` as random: its output may differ for the same input. Returns `transform` itself.
 
-    Works on functions, classes (also as a decorator) and instances, and counts before any other sign. A class that is
-    marked random marks its subclasses too. The mark is an attribute of `transform`; for an object that refuses
-    attributes (a builtin, a bound method, an instance with slots) it is kept in a table of this process, which also
-    keeps the object alive and which does not travel with a pickle.
+    Works on functions, classes (also as a decorator) and instances, and takes precedence over any other evidence. A
+    class marked random marks its subclasses too. The mark is an attribute of `transform`. For an object that rejects
+    attributes (a builtin, a bound method, an instance with slots), a table of this process holds it; the table keeps
+    the object alive and is not pickled.
     """
     return _mark(transform, True)
 
 
 def mark_deterministic(transform: T) -> T:
-    """Say that `transform` always gives the same output for the same input; returns `transform` itself.
+    """Mark `transform` as deterministic: its output is the same for the same input. Returns `transform` itself.
 
-    Works as `mark_random` does, but a class that is marked deterministic does not mark its subclasses, which may have
-    added randomness.
+    Works like `mark_random`, but a class marked deterministic does not mark its subclasses, which may add randomness.
     """
     return _mark(transform, False)
 
 
 def mark_of(transform: object) -> bool | None:
-    """True when `transform` is marked random, False when it is marked deterministic, None when it is not marked."""
+    """Return True if `transform` is marked random, False if it is marked deterministic, None without a mark."""
     entry = _refusers.get(_identity(transform))
     if entry is not None:
         return entry[1]
@@ -55,7 +54,7 @@ def mark_of(transform: object) -> bool | None:
 
 
 def note_drew(transform: object) -> bool:
-    """Remember, in this process and in what is pickled, that `transform` drew. False if that is known already."""
+    """Record, in this process and in pickles, that `transform` drew. Returns False if this is known already."""
     if drew(transform):
         return False
     try:
@@ -66,7 +65,7 @@ def note_drew(transform: object) -> bool:
 
 
 def drew(transform: object) -> bool:
-    """Whether `note_drew` was called with `transform`."""
+    """Return whether `note_drew` was called with `transform`."""
     return _identity(transform) in _drew or getattr(transform, DREW, False) is True
 
 
@@ -83,13 +82,13 @@ def _mark(transform: T, random: bool) -> T:
 
 
 def _identity(transform: object) -> tuple[int, ...]:
-    if isinstance(transform, MethodType):  # every access to a method makes a new object
+    if isinstance(transform, MethodType):  # each access to a method makes a new object
         return id(transform.__self__), id(transform.__func__)
     return (id(transform),)
 
 
 def _own(transform: Any) -> bool:
-    """Whether the mark lies on `transform` itself or on its very class, and is not inherited from a base class."""
+    """Return whether the mark is on `transform` itself or on its class, not inherited from a base class."""
     if isinstance(transform, MethodType):
         transform = transform.__func__
     if MARK in getattr(transform, "__dict__", ()):

@@ -1,7 +1,7 @@
-"""What a source of samples looks like to the cache and the loader.
+"""The interface of a source of samples, as used by the cache and the loader.
 
-A sample is `random_part(deterministic_part(fetch(id)))`. A *source* keeps the two apart: `fetch` does the I/O and
-nothing else, `pipeline` does the rest. Any other map-style data set works too; there `fetch` is its `__getitem__`.
+A sample is `random_part(deterministic_part(fetch(id)))`. A *source* separates the two stages: `fetch` does only I/O,
+`pipeline` does the rest. Any other map-style data set works too; its `__getitem__` then serves as `fetch`.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from stallfree.pipeline.compose import Compose
 class Source(Protocol):
     """A map-style data set that separates fetch from prep.
 
-    `fetch` must be safe to call from several threads. `source[id]` equals `source.pipeline(source.fetch(id))`.
+    `fetch` must be thread-safe. `source[id]` equals `source.pipeline(source.fetch(id))`.
     """
 
     pipeline: Compose
-    """Turns what `fetch` returned into the sample, one step after the other."""
+    """Converts the result of `fetch` into the sample, step by step."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, id: int) -> Any: ...
 
     def fetch(self, id: int) -> Any:
-        """The record of sample `id` as storage holds it, for instance `(encoded bytes, label)`. I/O only."""
+        """Return the record of sample `id` as stored, for instance `(encoded bytes, label)`. I/O only."""
 
     def where(self, id: int) -> str:
-        """Where the record lies (a path or URL), for error messages."""
+        """Return the location of the record (a path or URL), for error messages."""
 
     def fingerprint(self) -> str:
-        """A text that changes when the records change. Need not cover `pipeline`."""
+        """Return a text that changes when the records change. It need not cover `pipeline`."""
 
 
 def sample_error(error: BaseException, source: object, id: int, doing: str) -> SampleError:
-    """The error to raise from `error`, which happened while `doing` (fetching, preparing) sample `id` of `source`.
+    """Return the error to raise from `error`, which occurred while `doing` (fetching, preparing) sample `id` of
+    `source`.
 
-    It is of the type of `error` too. A `SampleError` is returned as it is: it names the sample already.
+    It also has the type of `error`. A `SampleError` is returned unchanged: it names the sample already.
     """
     if isinstance(error, SampleError):
         return error
     where = ""
     if isinstance(source, Source):
-        # The place only helps to find the sample; failing to tell it must not hide what went wrong.
+        # The location only helps to find the sample; an error of `where` must not hide the original one.
         with contextlib.suppress(Exception):
             where = source.where(id)
     place = f" ({where})" if where else ""

@@ -1,4 +1,4 @@
-"""Randomness of a sample as a pure function of (seed, epoch, id)."""
+"""Sample randomness as a pure function of (seed, epoch, id)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def before_drawing(wait: Callable[[], None]) -> Iterator[None]:
-    """Within it, this thread calls `wait` before it touches a generator that is global to the process."""
+    """Make this thread call `wait`, inside the block, before it uses a process-wide generator."""
     _thread.wait = wait
     try:
         yield
@@ -30,9 +30,9 @@ def before_drawing(wait: Callable[[], None]) -> Iterator[None]:
 
 
 def wait_to_draw() -> None:
-    """Called before a global generator is seeded: returns when nothing else in the process draws. See `before_drawing`.
+    """Wait until nothing else in the process draws; called before a global generator is seeded. See `before_drawing`.
 
-    In a thread that is not within `before_drawing`, returns at once.
+    Returns at once in a thread outside `before_drawing`.
     """
     wait = getattr(_thread, "wait", None)
     if wait is not None:
@@ -40,63 +40,64 @@ def wait_to_draw() -> None:
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
-    """A seed of 0 to 2**63 - 1, drawn from `generator`, or from torch's default one, which `torch.manual_seed` governs.
+    """Draw a seed of 0 to 2**63 - 1 from `generator`, or from torch's default one, which `torch.manual_seed` controls.
 
-    torch's `DataLoader` and `RandomSampler` draw theirs in the same way, so each call moves the generator as one of
-    theirs does.
+    torch's `DataLoader` and `RandomSampler` draw their seeds in the same way, so each call moves the generator as one
+    of theirs does.
     """
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def peek_seed() -> int:
-    """The seed that `draw_seed` would draw now; torch's generator stays as it is."""
+    """Return the seed that `draw_seed` would draw now, without moving torch's generator."""
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
     return draw_seed(generator)
 
 
 def sample_seed(seed: int, epoch: int, id: int) -> int:
-    """A number of 0 to 2**64 - 1 that depends on all bits of the three, which count modulo 2**64.
+    """Return a number of 0 to 2**64 - 1 that depends on all bits of the three, taken modulo 2**64.
 
-    For one seed and one epoch no two ids share a number.
+    For one seed and one epoch, no two ids share a number.
     """
     return _mix(_mix(_mix(int(seed) + _STEP) + int(epoch) + _STEP) + int(id) + _STEP)
 
 
 class Drew(Exception):
-    """What was made without a seed drew random numbers: it has to be made again, with one."""
+    """Raised if unseeded samples drew random numbers: they must be recomputed with a seed."""
 
 
 class Randomness:
-    """Makes whatever `transform` draws depend on (seed, epoch, id) alone, and leaves no trace.
+    """Makes the random draws of `transform` depend only on (seed, epoch, id), and restores the generators afterwards.
 
         with Randomness(transform) as randomness:
             for id in ids:
                 randomness.seed(seed, epoch, id)
                 sample = transform(record)
 
-    Seeded are Python's, NumPy's legacy and torch's default CPU generator, and the generators that the steps of
-    `transform` own, as MONAI's, albumentations' and many users' do. These are found once, when the object is made: a
-    generator that a step makes later is not seeded, so let steps make theirs in their constructors. At the end of the
-    block all get back the state that they had at its start.
+    Seeded are Python's, NumPy's legacy and torch's default CPU generator, and the generators owned by the steps of
+    `transform`, as in MONAI, albumentations and much user code. These are found once, when the object is created: a
+    generator that a step creates later is not seeded, so create generators in the constructors of steps. At the end of
+    the block all generators are restored to their states at its start.
 
-    The seed of an owned generator depends on its place in `pipeline`: the first part that refers to it, and its number
-    there. So it is the same whatever part of the pipeline is left to do, and generators of other parts do not move it.
+    The seed of an owned generator depends on its position in `pipeline`: the first part that refers to it, and its
+    number there. It is therefore independent of which part of the pipeline remains to run, and of generators in other
+    parts.
 
-    When `transform` is None or has no steps, nothing is saved, seeded or restored.
+    If `transform` is None or has no steps, nothing is saved, seeded or restored.
 
-    Three of the generators are global to the process, so only one thread of a process may prepare samples at a time.
+    Three of the generators are process-wide, so only one thread of a process may prepare samples at a time.
 
-    Seeding takes longer than many samples do. So `lazy` looks in the first block whether anything draws. If not, later
-    blocks seed nothing, and their end raises `Drew` should something draw there after all: make them again then.
+    Seeding takes longer than many samples. With `lazy`, the first block detects whether anything draws. If not, later
+    blocks seed nothing, and raise `Drew` at their end if something draws after all: recompute their samples then.
 
     Args:
-        transform: what draws.
-        pipeline: the parts of the whole that `transform` is taken from; the steps of `transform` if None.
-        lazy: seed nothing for as long as nothing draws. Not if `transform` owns generators.
+        transform: the transform that draws.
+        pipeline: the parts of the whole pipeline that contains `transform`; the steps of `transform` if None.
+        lazy: seed nothing as long as nothing draws. Ignored if `transform` owns generators.
 
     Attributes:
-        draws: whether anything drew; None if that is not known yet. Only with False nothing is seeded.
+        draws: whether anything drew; None if unknown. Seeding is skipped only if it is False.
     """
 
     def __init__(
@@ -112,16 +113,16 @@ class Randomness:
         self._owned = [(handle.seed, _mix(place + _STEP)) for handle, place in zip(owned, places, strict=True)]
         self._handles = [*shared, *owned]
         self._saved: list[list[Any] | None] = []
-        self.draws: bool | None = None if lazy and shared and not owned else True  # None: to be found out
+        self.draws: bool | None = None if lazy and shared and not owned else True  # None: not known yet
         self._looks = GlobalDraws() if self.draws is None else None
 
     def seed(self, seed: int, epoch: int, id: int) -> None:
-        """Put all generators into the state that belongs to sample `id` in `epoch`. Takes about 10 µs."""
+        """Set all generators to the state of sample `id` in `epoch`. Takes about 10 µs."""
         if self._seeders and self.draws is not False:
             self._look()
             number = sample_seed(seed, epoch, id)
             for seeder in self._seeders:
-                number = _mix(number + _STEP)  # one for each: equal seeds would make equal streams
+                number = _mix(number + _STEP)  # one per generator: equal seeds would make equal streams
                 seeder(number)
             for seeder, place in self._owned:
                 seeder(_mix(number + place))
@@ -130,7 +131,7 @@ class Randomness:
                 self._looks.mark()
 
     def _look(self) -> None:
-        """While that is to be found out: whether something drew since the last call of `seed`."""
+        """Check, while it is unknown, whether anything has drawn since the last call of `seed`."""
         if self._looks is not None and self.draws is None and self._looks.moved():
             self.draws, self._looks = True, None
 
@@ -161,7 +162,7 @@ class Randomness:
 
 
 def _places(parts: Sequence[object], owned: Sequence[Handle]) -> list[int]:
-    """The place of each generator among `parts`; those that none of these refers to are numbered behind them."""
+    """Return the position of each generator among `parts`; generators not referred to by a part come after them."""
     known: dict[int, int] = {}
     for part, thing in enumerate(parts):
         for number, handle in enumerate(find_generators(thing)):
@@ -171,7 +172,7 @@ def _places(parts: Sequence[object], owned: Sequence[Handle]) -> list[int]:
 
 
 def _mix(number: int) -> int:
-    """The finaliser of SplitMix64: maps 64-bit numbers one to one, each bit changing about half of the others."""
+    """Apply the finaliser of SplitMix64, a bijection of 64-bit numbers; each bit changes about half of the others."""
     number &= _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,4 @@
-"""The structure of a value: everything about it but its data, and its key, which is text.
+"""The structure of a value: everything except its data, described by a text key.
 
 A key is the same in every process: a line of JSON for the tree, then one line per leaf, `kind shape dtype`.
 """
@@ -29,14 +29,14 @@ U8 = np.dtype(np.uint8)
 MAGIC = 0x5AFE0C01
 HEAD = struct.Struct("=IIII")
 INT, FLOAT, COMPLEX = struct.Struct("=q"), struct.Struct("=d"), struct.Struct("=dd")
-DEPTH = 100  # nesting beyond this is taken for a value that contains itself
-_REMEMBERED = 4096  # structures, trees and leaves that are kept parsed; of those with long descriptions only a few,
-_LONG, _HUGE, _FEW = 1024, 65536, 64  # and of those with huge ones none, so that they stay within some megabytes
+DEPTH = 100  # deeper nesting is treated as a value that contains itself
+_REMEMBERED = 4096  # parsed structures, trees and leaves in the cache; only `_FEW` of those with long descriptions
+_LONG, _HUGE, _FEW = 1024, 65536, 64  # and none with huge ones, which limits the cache to some megabytes
 _LARGEST = 1 << 62
 
 _INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 _PLAIN_DTYPES = (*_INTEGERS, "float16", "float32", "float64", "complex64", "complex128", "bool")
-_OTHER_DTYPES = {  # torch dtypes that NumPy has not, and the dtype of the same width that carries them
+_OTHER_DTYPES = {  # torch dtypes that NumPy lacks, and the dtype of the same width that carries them
     "bfloat16": "int16",
     "complex32": "int32",
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), "uint8"),
@@ -56,22 +56,23 @@ KEY_TYPES = {str, int, bool, type(None), float, bytes}
 class Leaf(NamedTuple):
     """One leaf of a structure.
 
-    `kind` is "tensor", "array", "scalar" (a NumPy scalar), "int", "float", "bool", "complex", or one of those whose
-    length varies from value to value: "bytes", "bytearray", "str", "bigint" (an int beyond 64 bits), "npstr" and
-    "npbytes" (`np.str_`, `np.bytes_`), "pickle".
+    `kind` is "tensor", "array", "scalar" (a NumPy scalar), "int", "float", "bool", "complex", or one of those of
+    variable
+    length: "bytes", "bytearray", "str", "bigint" (an int beyond 64 bits), "npstr" and "npbytes" (`np.str_`,
+        `np.bytes_`), "pickle".
     """
 
     kind: str
-    dtype: str  # the name of a torch dtype, or a NumPy dtype as text (JSON when it has fields); "" for other kinds
+    dtype: str  # the name of a torch dtype, or a NumPy dtype as text (JSON if it has fields); "" for other kinds
     shape: tuple[int, ...]
-    nbytes: int  # bytes of the data; -1 when it varies per value
+    nbytes: int  # bytes of the data; -1 if variable
 
 
 class MissingClassError(CodecError):
-    """A record holds a named tuple whose class is not imported here.
+    """Raised if a record contains a named tuple whose class is not imported here.
 
     Attributes:
-        module: where the class is defined.
+        module: the module that defines the class.
     """
 
     def __init__(self, message: str, module: str = "") -> None:
@@ -79,28 +80,28 @@ class MissingClassError(CodecError):
         self.module = module
 
 
-Reader = Callable[[Any, int, int], Any]  # (buffer, start, nbytes) -> the leaf's value, a view on buffer if it can be
+Reader = Callable[[Any, int, int], Any]  # (buffer, start, nbytes) -> the leaf's value, a view of buffer if possible
 
 
 class Structure:
-    """Everything about a value but its data. Immutable; there is one object per key, so `is` compares structures.
+    """Everything about a value except its data. Immutable; there is one object per key, so `is` compares structures.
 
     Attributes:
-        key: the whole description as bytes, the same in every process; `structure_of(key)` gives the structure back.
+        key: the whole description as bytes, the same in every process; `structure_of(key)` returns the structure.
         leaves: the leaves, in order.
-        fixed: no leaf varies, so all values of this structure have the same size.
-        offsets: where each leaf's data starts in the packed data (multiples of 64 for leaves of 64 bytes or more, of 16
-            for 16 or more, else of 8); empty when not fixed.
-        size: bytes of the packed data, a multiple of 8; -1 when not fixed.
+        fixed: no leaf is of variable length, so all values of this structure have the same size.
+        offsets: start of each leaf's data in the packed data (multiples of 64 for leaves of 64 bytes or more, of 16 for
+            16 or more, else of 8); empty if not fixed.
+        size: bytes of the packed data, a multiple of 8; -1 if not fixed.
         pickled: some leaf is a pickle.
-        tree: how the leaves hang together. A node is the index of a leaf (an int), `("none",)`, `("list", children)`,
+        tree: the tree of the leaves. A node is the index of a leaf (an int), `("none",)`, `("list", children)`,
             `("tuple", children)`, `("dict", keys, children)` or `("namedtuple", module, qualname, fields, children)`,
-            where `keys`, `fields` and `children` are tuples. Leaves are numbered in the order of a walk from the left.
+            where `keys`, `fields` and `children` are tuples. Leaves are numbered from left to right.
 
-    For those who read and write records:
-        head: the bytes with which each record of this structure begins.
-        nbytes, readers: per leaf, the bytes of its data (-1 when it varies) and how its value is read.
-        starts: where each leaf's data starts in a record; empty when not fixed.
+    For code that reads and writes records:
+        head: the first bytes of each record of this structure.
+        nbytes, readers: per leaf, the bytes of its data (-1 if variable) and its reader.
+        starts: start of each leaf's data in a record; empty if not fixed.
         has_views: some leaf is a tensor or an array.
         make: `build` without checks.
     """
@@ -136,7 +137,7 @@ class Structure:
         self.starts = tuple([len(head) + offset for offset in self.offsets])
 
     def build(self, parts: Sequence[Any]) -> Any:
-        """The value made of these leaf values, one per leaf, in order."""
+        """Return the value made of these leaf values, one per leaf, in order."""
         if len(parts) != len(self.leaves):
             raise CodecError(f"{len(parts)} leaf values were given for a structure of {len(self.leaves)} leaves")
         return self.make(parts)
@@ -152,7 +153,7 @@ _alive: weakref.WeakValueDictionary[bytes, Structure] = weakref.WeakValueDiction
 
 
 def structure_of(key: bytes) -> Structure:
-    """The structure that a key describes. Raises CodecError when the key is malformed."""
+    """Return the structure that a key describes. Raises CodecError if the key is malformed."""
     return _structure_of_short(key) if len(key) <= _LONG else _structure_of_long(key)
 
 
@@ -170,7 +171,7 @@ def _structure_of_long(key: bytes) -> Structure:
 
 
 def lay_out(nbytes: Sequence[int], start: int = 0) -> tuple[tuple[int, ...], int]:
-    """Where leaves of these sizes begin when the data begins at `start`, and where the data ends."""
+    """Return the start of each leaf of these sizes if the data starts at `start`, and the end of the data."""
     offsets = []
     for size in nbytes:
         start = start + 63 & ~63 if size >= 64 else start + 15 & ~15 if size >= 16 else start + 7 & ~7
@@ -184,7 +185,7 @@ def lay_out(nbytes: Sequence[int], start: int = 0) -> tuple[tuple[int, ...], int
 
 @lru_cache(_REMEMBERED)
 def dtype_text(dtype: np.dtype[Any]) -> tuple[str, str]:
-    """A NumPy dtype as text, and why it cannot be stored ("" when it can)."""
+    """Return a NumPy dtype as text, and the reason why it cannot be stored ("" if it can)."""
     if dtype.hasobject:
         return "", "has the dtype object; give its elements a type, or make it a list"
     text = dtype.str if dtype.names is None else json.dumps(dtype.descr, separators=(",", ":"))
@@ -200,7 +201,7 @@ def dtype_of(text: str) -> np.dtype[Any]:
 
 
 def _as_descr(node: Any) -> Any:
-    """JSON back to what `np.dtype.descr` gives: a list of tuples (name or (title, name), type, shape if any)."""
+    """Convert JSON to the form of `np.dtype.descr`: tuples of name or (title, name), type, and an optional shape."""
     if not isinstance(node, list):
         return node
     fields = []
@@ -221,10 +222,11 @@ def why_not_named_tuple(kind: type) -> str:
 
 
 def _named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type:
-    """The named tuple class of that name, if it is imported and has these fields.
+    """Return the named tuple class of that name, if it is imported and has these fields.
 
-    The name may come from a forged record. So nothing is imported, and names are looked up in the
-    dictionaries of modules and classes alone: no descriptor and no `__getattr__` runs.
+    The name may come from a forged record. Therefore nothing is imported, and names are looked up only in the
+    dictionaries
+    of modules and classes: no descriptor and no `__getattr__` runs.
     """
     found: Any = sys.modules.get(module)
     names = _MODULE_DICT(found) if issubclass(type(found), ModuleType) else {}
@@ -256,7 +258,7 @@ _MRO: Callable[[Any], tuple[type, ...]] = vars(type)["__mro__"].__get__
 
 
 def structure_of_signature(signature: tuple[Any, ...]) -> Structure:
-    """The structure of a value that `encode` has walked; `signature` is its run of tokens."""
+    """Return the structure of a value from the token sequence `signature` that `encode` has made."""
     return _known_signature(signature) if 4 * len(signature) <= _LONG else _structure_of_signature(signature)
 
 
@@ -292,7 +294,7 @@ def _tree_json(tokens: Iterator[Any], leaves: list[str]) -> Any:
 
 
 def _key_json(key: Any) -> Any:
-    """A key of a dict as JSON that is exact: itself, or a pair of a letter and hexadecimal digits."""
+    """Return a dict key as exact JSON: the key itself, or a pair of a letter and hexadecimal digits."""
     if isinstance(key, float):
         return ["f", FLOAT.pack(key).hex()]
     if isinstance(key, bytes):
@@ -319,7 +321,7 @@ def _key_of_json(node: Any) -> Any:
 
 
 def _parse_tree(text: str) -> tuple[Tree, Callable[[Sequence[Any]], Any], int]:
-    """The tree of a key's first line, a function that puts leaf values together, the number of leaves."""
+    """Parse a key's first line; returns the tree, the function that builds the value, and the number of leaves."""
     counter = [0]
     tree = _tree_of_json(json.loads(text), counter, 0)
     return tree, _maker(tree), counter[0]
@@ -355,7 +357,7 @@ def _tree_of_json(node: Any, counter: list[int], depth: int) -> Tree:
 
 
 def _maker(tree: Tree) -> Callable[[Sequence[Any]], Any]:
-    """A function that makes the value out of the leaf values; flat trees, which most are, have short ones."""
+    """Return a function that builds the value from its leaf values, with shortcuts for flat trees, the common case."""
     if tree == 0:
         return lambda parts: parts[0]
     children = tree[-1]
@@ -385,7 +387,7 @@ def _node_maker(tree: Tree) -> Callable[[Iterator[Any]], Any]:
         pairs = list(zip(tree[1], makers, strict=True))
         return lambda parts: {key: make(parts) for key, make in pairs}
     _, module, qualname, fields, _ = tree
-    # looked up each time: a class may be defined again; `tuple.__new__` runs no code of that class
+    # Looked up each time, since a class may be redefined; `tuple.__new__` runs no code of that class.
     return lambda parts: tuple.__new__(_named_tuple(module, qualname, fields), [make(parts) for make in makers])
 
 
@@ -408,7 +410,7 @@ def _parse_leaf(text: str) -> tuple[Leaf, Reader]:
 
 
 def leaf_dtypes(kind: str, text: str) -> tuple[np.dtype[Any], torch.dtype | None]:
-    """The NumPy dtype of a leaf's data, and the torch dtype to see it as when NumPy does not have it."""
+    """Return the NumPy dtype of a leaf's data, and the torch dtype to view it as if NumPy lacks that dtype."""
     if kind == "tensor":
         torch_dtype = TORCH_DTYPES[text]
         return np.dtype(_OTHER_DTYPES.get(text, text)), torch_dtype if torch_dtype in CARRIERS else None
@@ -418,7 +420,7 @@ def leaf_dtypes(kind: str, text: str) -> tuple[np.dtype[Any], torch.dtype | None
     return dtype, None
 
 
-# --- leaves out of bytes --------------------------------------------------------------------------------------------
+# --- reading leaves -------------------------------------------------------------------------------------------------
 
 
 def _reader(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seen_as: torch.dtype | None) -> Reader:
@@ -434,7 +436,7 @@ def _reader(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seen_as: to
 
 
 def aligned_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    """torch reads complex128 with instructions that fault unless the address is a multiple of 16."""
+    """Return a tensor of `array`, copied if misaligned: torch faults on complex128 that is not aligned to 16 bytes."""
     return torch.from_numpy(array if array.__array_interface__["data"][0] % 16 == 0 else array.copy())
 
 
@@ -469,7 +471,7 @@ _SIMPLE_READERS: dict[str, Reader] = {
 
 
 def decode_leaf(leaf: Leaf, data: Bytes, *, allow_pickle: bool = False) -> Any:
-    """The value of one leaf; `data` is its bytes and nothing more. Tensors and arrays are views on `data`."""
+    """Return the value of one leaf; `data` is exactly its bytes. Tensors and arrays are views of `data`."""
     if leaf.kind == "pickle" and not allow_pickle:
         raise CodecError("a pickled leaf is loaded only with allow_pickle=True")
     if leaf.nbytes not in (-1, data.size):

@@ -1,4 +1,4 @@
-"""Copies of samples: nested lists, tuples and dicts with tensors and arrays in them."""
+"""Copies of samples: nested lists, tuples and dicts that contain tensors and arrays."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 _UNCHANGING = frozenset({bytes, str, int, float, bool, complex, type(None)})
 
 _CLONED_ALONE = 32768
-"""Elements from which on torch's threads share a copy."""
+"""Number of elements from which torch copies with several threads."""
 
 
 def private(value: Any) -> Any:
-    """A copy of `value` that shares no memory with it; `value` itself where it cannot change or cannot be copied."""
+    """Return a copy of `value` without shared memory; `value` itself if it is immutable or cannot be copied."""
     kind = type(value)
     if kind in _UNCHANGING:
         return value
@@ -25,18 +25,18 @@ def private(value: Any) -> Any:
         return [private(item) for item in value]
     if kind is dict:
         return {key: private(item) for key, item in value.items()}
-    if kind is torch.Tensor:  # deepcopy would copy all that a view is a part of
+    if kind is torch.Tensor:  # deepcopy would copy the whole storage of a view
         return _cloned(value).requires_grad_(value.requires_grad)
     try:
         return copy.deepcopy(value)
-    except Exception:  # a lock, an open file, a handle of a C library
+    except Exception:  # such as a lock, an open file or a handle of a C library
         return value
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with memory of its own.
+    """Return a copy with its own memory.
 
-    For large tensors, `Tensor.clone` starts torch's threads, which then spin for milliseconds beside everything else.
+    For large tensors, `Tensor.clone` starts torch's threads, which then spin for milliseconds and slow other work.
     """
     tensor = tensor.detach()
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
@@ -48,7 +48,7 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_cached(value: Any) -> Any:
-    """`value` with the strides that a cache gives it: what a step draws for a tensor may follow its strides."""
+    """Return `value` with the strides that a cache restores: a step's draws for a tensor may depend on its strides."""
     kind = type(value)
     if kind is torch.Tensor:
         plain = value.layout is torch.strided and not value.is_nested

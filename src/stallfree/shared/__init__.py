@@ -1,4 +1,4 @@
-"""Coordinated prep: a batch is prepared once for all jobs of a host."""
+"""Coordinated prep: each batch is prepared once for all jobs of a host."""
 
 from stallfree.shared.shared_loader import SharedLoader
 

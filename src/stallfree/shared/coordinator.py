@@ -1,7 +1,7 @@
-"""The process that prepares a group's batches: it has the ring and the workers, and grants each batch to every member.
+"""The coordinator process: owns a group's ring and workers, prepares its batches and grants each to every member.
 
-It is a child of one of the jobs, started by the first that finds none, and ends with that job, or when no member is
-left. It keeps nothing that could be lost with it: every batch can be made again from its number.
+It is a child process of one of the jobs, started by the first job that finds none. It ends with that job, or when no
+member is left. It holds no state that could be lost: every batch can be recomputed from its number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stallfree.shared.protocol import VERSION, Hello, Kind, unpack_hello
 from stallfree.shared.schedule import Answer
 
 _RETURN_SECONDS = 1.0
-"""How long a new coordinator waits for the members of the one before, whose locks say that they live."""
+"""Seconds a new coordinator waits for its predecessor's members, whose locks show that they are alive."""
 
 _FIRST_WAIT = 60.0
 _CHECK_SECONDS = 1.0
@@ -39,17 +39,17 @@ def coordinate(parent: Parent, setup: Setup, attached: SharedFolder | None) -> N
     """Run a coordinator.
 
     Args:
-        parent: the process that started this one. It reports in when members may come, or sends a plain error.
-        setup: what to do.
-        attached: the parent's attachment to the folder, which a fork brought along.
+        parent: the parent process. Receives a report once members may connect, or a plain error.
+        setup: configuration of the group.
+        attached: the parent's attachment to the folder, inherited by a fork; None without a fork.
     """
-    torch.set_num_threads(1)  # those of the parent are not here, and OpenMP would wait for them
+    torch.set_num_threads(1)  # the parent's threads do not survive a fork; OpenMP would wait for them
     if attached is not None:
         attached.close()
     coordinator = None
     try:
         coordinator = Coordinator(parent, setup)
-        with contextlib.suppress(OSError):  # the parent has ended: `run` will find out
+        with contextlib.suppress(OSError):  # the parent has ended: `run` detects it
             parent.report()
         coordinator.run()
     except Exception as error:
@@ -67,7 +67,7 @@ def coordinate(parent: Parent, setup: Setup, attached: SharedFolder | None) -> N
 
 
 class Coordinator:
-    """See the module."""
+    """Serves the members of one group and prepares its batches. See the module."""
 
     def __init__(self, parent: Parent, setup: Setup) -> None:
         self._setup = setup
@@ -76,7 +76,7 @@ class Coordinator:
         self._members_lock = FileLock(setup.folder / "members")
         self._preparation = Preparation(setup, self._warn_of)
         self._pool, self._schedule = self._preparation.pool, self._preparation.schedule
-        self._hellos: dict[Peer, Hello] = {}  # of members, and of those that wait to be
+        self._hellos: dict[Peer, Hello] = {}  # of members and of pending members
         self._begun = time.monotonic()
         self._going = self._had_members = False
         self._ended = False  # the parent
@@ -90,7 +90,7 @@ class Coordinator:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until no member is left, or the parent ends, or no worker can be started here."""
+        """Run until no member is left, the parent ends, or no worker can be started."""
         preparation = self._preparation
         while not self._is_over():
             if not self._going:
@@ -109,14 +109,14 @@ class Coordinator:
         if self._ended:
             return True
         if self._server.peers:
-            if self._last is not None:  # another one came just then
+            if self._last is not None:  # another member has joined meanwhile
                 self._last.close()
                 self._last = None
             return False
         return self._had_members or time.monotonic() - self._begun > _FIRST_WAIT
 
     def _wait(self) -> None:
-        """Wait until something has happened, but not for long."""
+        """Wait for the next event, for a bounded time."""
         nothing = not self._pool.prepare_wait()
         lanes = self._pool.descriptors
         for fd, events in lanes:
@@ -130,7 +130,7 @@ class Coordinator:
         self._ended = any(fd in self._lifeline for fd, _ in ready)
 
     def _patience(self) -> float:
-        """Seconds until something is to be looked after."""
+        """Seconds until the next periodic check is due."""
         return min(_CHECK_SECONDS if self._going else 0.01, self._preparation.patience)
 
     # -- members ------------------------------------------------------------------------------------------------------
@@ -142,22 +142,22 @@ class Coordinator:
                     self._serve(peer, message)
                 else:
                     self._drop(peer)
-            except Exception as error:  # what is wrong with one member must not end the others
+            except Exception as error:  # an error of one member must not end the others
                 log.warning("a member of the group %s is put out: %s", self._setup.folder.name, error)
                 self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:
-        """A member has left, or died: all that it held is free."""
+        """Free everything held by a member that has left or died."""
         was_member = self._hellos.pop(peer, None) is not None
         self._preparation.free(self._schedule.leave(peer))
         self._preparation.resize()
         last = was_member and not self._server.peers - {peer}
         self._server.drop(peer, hang_up=not last)
         if last:
-            self._last = peer  # it receives the end when all is cleaned up
+            self._last = peer  # its connection closes after the cleanup
 
     def _begin_when_all_are_back(self) -> None:
-        """At first, wait for the members that another coordinator left behind, but not for long."""
+        """Start once the previous coordinator's members are back, or after `_RETURN_SECONDS`."""
         back = len(self._hellos)
         if back and (back >= self._members_lock.count_claims() or time.monotonic() - self._begun > _RETURN_SECONDS):
             self._going = True
@@ -165,14 +165,14 @@ class Coordinator:
             self._welcome_newcomers()
 
     def _greet(self, peer: Peer, message: Message) -> None:
-        """A process wants to be a member: one that was in the group before is let in at once."""
+        """Register a process as a pending member; a member of the previous coordinator is admitted at once."""
         self._hellos[peer] = unpack_hello(message.body)
         if message.number >= 0:
             self._let_in(peer, message.number)
         self._welcome_newcomers()
 
     def _welcome_newcomers(self) -> None:
-        """Let newcomers in when the group is going, ranks of one job all at once."""
+        """Admit newcomers once the group has started; the ranks of one job are admitted together."""
         for hello in set(self._hellos.values()) if self._going else ():
             job = [
                 peer
@@ -221,7 +221,7 @@ class Coordinator:
         self._server.send(peer, kind, serial, number, keep, body)
 
     def _explain(self, batch: int) -> str:
-        """Why a batch is not there, in words."""
+        """Return why a batch is not ready, as text for a message."""
         names = ", ".join(map(self._describe, self._schedule.laggards()))
         held = f"the ring is full, and not all of it was taken by {names}" if names else "it has not been started"
         return self._preparation.explain(batch) or held
@@ -240,13 +240,13 @@ class Coordinator:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def break_off(self, error: Exception, trace: str) -> None:
-        """Send all members the error because of which it cannot go on."""
+        """Send all members the error that ends this coordinator."""
         for peer in list(self._server.peers):
             self._server.refuse(peer, error, trace)
 
     def close(self) -> None:
-        """End workers and connections, remove the ring."""
-        self._server.close()  # first: members look for another coordinator
+        """Stop the workers, close the connections and remove the ring."""
+        self._server.close()  # first, so that members look for another coordinator
         self._pool.close()
         self._members_lock.close()
         self._folder.close()

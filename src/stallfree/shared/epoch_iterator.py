@@ -1,4 +1,8 @@
-"""One epoch of one job: what the group serves of it, and what the job has to prepare by itself."""
+"""One epoch of one job: yields the batches that the group serves, then those that the job prepares locally.
+
+Chunks come from `Member.take`, or from a local worker pool for gaps, pass through `Rebatching`, and are yielded as the
+job's own batches.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +30,19 @@ from stallfree.workers.worker_pool import Counts, Options, WorkerPool, new_count
 
 @dataclass
 class JobContext:
-    """What the epochs of a job have in common.
+    """State shared by all epochs of a job.
 
     Attributes:
-        member: the job's part in its group.
-        rebatching: divides the chunks of an epoch.
-        options: how this job prepares what the group does not serve to it.
-        with_ids: hand out `Batch`.
-        transform: of this job, or None.
-        pin: hand out pinned memory.
-        counts: of what the group served.
-        alone_counts: of what was prepared here.
-        alone: chunks that were prepared here.
-        next_epoch: the one that the next pass begins with.
+        member: the job's membership in its group.
+        rebatching: returns the `Rebatching` of an epoch.
+        options: options of the local worker pool, for chunks that the group does not serve to this job.
+        with_ids: yield `Batch` objects.
+        transform: the job's own transform, or None.
+        pin: yield pinned memory.
+        counts: counters of the batches served by the group.
+        alone_counts: counters of the chunks prepared locally.
+        alone: number of chunks prepared locally.
+        next_epoch: epoch of the next pass.
     """
 
     member: Member
@@ -54,22 +58,22 @@ class JobContext:
 
     @cached_property
     def drawing(self) -> Randomness:
-        """Seeds what `transform` draws."""
+        """Seeds the random draws of `transform`."""
         return Randomness(self.transform)
 
 
 class EpochIterator:
-    """Yields the batches: first what the group serves, then what it does not.
+    """Yields the batches that the group serves, then prepares the remaining ones locally.
 
     Args:
-        context: of the job.
-        epoch: to begin with; another one, if the group is further on.
-        done: numbers of the batches that were handed out before, in an epoch that is resumed.
+        context: state shared by the job's epochs.
+        epoch: epoch to start with; replaced by the group's if the group is further on.
+        done: numbers of the batches already yielded, if the epoch is resumed.
 
     Attributes:
-        done: numbers of the batches that were handed out.
-        through: whether it has ended.
-        epoch: the group's.
+        done: numbers of the batches yielded.
+        through: whether the pass has ended.
+        epoch: the group's epoch.
     """
 
     def __init__(self, context: JobContext, epoch: int, done: frozenset[int]) -> None:
@@ -77,7 +81,7 @@ class EpochIterator:
         self._context = context
         self._batches = len(context.member.setup.order)
         self._ready: deque[tuple[int, Any, Ids]] = deque()
-        self._gaps: deque[tuple[int, int]] = deque()  # numbers in the epoch
+        self._gaps: deque[tuple[int, int]] = deque()  # ranges of chunk numbers within the epoch
         self._pool: WorkerPool | None = None
         self._own: tuple[Epoch | DirectEpoch, Progress, int] | None = None
         self.through = False
@@ -123,7 +127,7 @@ class EpochIterator:
         return Batch(data, torch.from_numpy(np.array(ids)), None) if context.with_ids else data
 
     def _next_chunk(self) -> None:
-        """Bring one more chunk, and the batches that are complete with it. Raises `StopIteration` at the end."""
+        """Fetch one more chunk and queue the batches that it completes. Raises `StopIteration` at the end."""
         while self._at < self._end:
             started = time.monotonic()
             try:
@@ -132,7 +136,7 @@ class EpochIterator:
                 self._context.counts["wait_seconds"] += time.monotonic() - started
             if isinstance(got, EpochAdvanced) and not self.done:
                 self._begin(got.epoch)
-            elif isinstance(got, EpochAdvanced):  # of an epoch that was begun, the rest has to come
+            elif isinstance(got, EpochAdvanced):  # the rest of an active epoch is still required
                 self._gaps.append((self._at - self._first, self._end - self._first))
                 self._at = self._end
             elif isinstance(got, Skipped):
@@ -158,13 +162,13 @@ class EpochIterator:
             raise chunk.error
 
     def _leave_rest(self) -> None:
-        """Nothing more of this epoch is needed from the group."""
+        """Notify the group that no more of this epoch is needed."""
         if not self._skipped:
             self._skipped = True
             self._context.member.skip(self._first + self._batches)
 
     def _next_alone(self) -> None:
-        """One chunk that the group does not serve to this job, prepared here."""
+        """Prepare one chunk locally that the group does not serve to this job."""
         while True:
             if self._own is None:
                 if not self._gaps:
@@ -206,7 +210,7 @@ class EpochIterator:
         return begin_epoch(self._pool, progress), progress, start
 
     def close(self) -> None:
-        """End this pass. May be called twice."""
+        """End this pass. Idempotent."""
         if self.through:
             return
         self.through = True

@@ -1,4 +1,4 @@
-"""A group of jobs on this host: its folder, what its jobs must agree on, and the coordinators that this job starts."""
+"""A group of jobs on this host: its shared folder, the terms its jobs agree on, and the coordinators started here."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Terms:
-    """What the first job of a group decides, and the others find.
+    """The settings that the first job of a group decides and later jobs read.
 
     Attributes:
-        same: what all jobs must give alike, or not at all (None); values are shown in messages, those of `_WORDS` are
-            fingerprints.
-        chunk: samples that are prepared as one batch.
-        workers: of the group.
-        ahead: batches under way.
+        same: values that all jobs must give alike, or not at all (None). Messages show the values, except for the keys
+            of `_WORDS`, which are fingerprints.
+        chunk: samples prepared as one batch.
+        workers: number of worker processes of the group.
+        ahead: batches in flight.
         staging: bytes of the ring, or None.
     """
 
@@ -55,13 +55,13 @@ class Terms:
 
 
 class Group:
-    """One job's part in the group `name`. Makes it if it is not there.
+    """One job's attachment to the group `name`, which is created if it does not exist.
 
     Attributes:
-        folder: the group's.
-        terms: those of the group.
+        folder: the group's folder.
+        terms: the group's terms.
 
-    Raises `InputError` when the group's jobs do something else.
+    Raises `InputError` if this job's terms differ from the group's.
     """
 
     def __init__(self, name: str, terms: Terms) -> None:
@@ -85,7 +85,7 @@ class Group:
             raise
 
     def agree_on_seed(self, seed: int) -> int:
-        """The seed of the group: `seed`, if it has none yet."""
+        """Return the group's seed, after setting it to `seed` if the group has none."""
         file, draft = self.folder / "seed", self.folder / f"seed-{os.getpid()}-{secrets.token_hex(4)}"
         given = self.terms.same["seed"]
         try:
@@ -101,17 +101,17 @@ class Group:
             draft.unlink(missing_ok=True)
 
     def claim(self) -> int:
-        """A sign of life as a member, which ends with this process or with `release`."""
+        """Take a lock that marks this process as a live member; it ends with the process or with `release`."""
         return self._members.claim_any()
 
     def release(self, claim: int) -> None:
-        """Take back what `claim` gave."""
+        """Release the lock that `claim` returned."""
         self._members.release(claim)
 
     def reach(self, setup: Setup, connect: Callable[[Path], _Found | None]) -> _Found:
-        """What `connect` returns for the folder, once there is a coordinator, which is started if there is none.
+        """Return the result of `connect` for the folder; starts a coordinator first if there is none.
 
-        Raises `Gone` if it died at once.
+        Raises `Gone` if the new coordinator died at once.
         """
         found = connect(self.folder)
         if found is None:
@@ -125,11 +125,11 @@ class Group:
         return found
 
     def close(self) -> None:
-        """Leave. The last one out removes the folder."""
+        """Leave the group. The last member removes the folder."""
         self._members.close()
         self._starting.close()
         self._attached.close()
-        sweep(self.folder.parent)  # what a killed coordinator left
+        sweep(self.folder.parent)  # remove the folders of killed coordinators
 
     def __reduce__(self) -> Any:
         raise TypeError("a group belongs to the process that joined it")
@@ -175,7 +175,7 @@ _started: list[Child] = []
 
 
 def _start(setup: Setup, attached: SharedFolder) -> None:
-    """Start a coordinator, and wait until members may come. One that hangs at its start is replaced."""
+    """Start a coordinator and wait until it accepts members. One that hangs at its start is replaced."""
     options, deadline = setup.options, time.monotonic() + _START_SECONDS
     inherited = attached if options.context.get_start_method() == "fork" else None
     parts = (("the data set", options.dataset), ("collate_fn", options.collate))
@@ -190,7 +190,7 @@ def _start(setup: Setup, attached: SharedFolder) -> None:
             attempt=attempt,
             leads=True,
         )
-        error: Exception = Gone()  # killed before it could begin
+        error: Exception = Gone()  # the child was killed before it reported
         with contextlib.suppress(EOFError, TimeoutError):
             problem = child.wait_until_reported(deadline - time.monotonic())
             if problem is None:
@@ -204,7 +204,7 @@ def _start(setup: Setup, attached: SharedFolder) -> None:
 
 
 def reap(seconds: float) -> None:
-    """Wait for the end of coordinators of this process that are ending, up to so many seconds each."""
+    """Wait up to `seconds` for each coordinator of this process that is ending."""
     for child in list(_started):
         if child.join(seconds) is not None:
             _started.remove(child)
@@ -212,7 +212,7 @@ def reap(seconds: float) -> None:
 
 
 def difference_of_sizes(group: str, chunk: int, batch_size: int, ranks: int) -> str:
-    """What is wrong with a batch size, if anything."""
+    """Return why a batch size does not match the chunk size, or "" if it does."""
     unit = batch_size * ranks
     if chunk % unit == 0 or unit % chunk == 0:
         return ""

@@ -1,4 +1,7 @@
-"""A job in its group: asks the coordinator for batches, and gets the group another one when that has died."""
+"""A job's membership in its group: requests batches from the coordinator and replaces a coordinator that died.
+
+`Member` sends requests over a `Link`; granted batches are views of the coordinator's ring, released as they are freed.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +37,25 @@ Bytes = npt.NDArray[np.uint8]
 log = logging.getLogger("stallfree")
 
 LIVES = 10
-"""Coordinators that may die one after the other, before a batch came of any, until that is an error."""
+"""Coordinators that may die in a row without delivering a batch before `WorkerError` is raised."""
 
 _WAITING = 1
-"""Releases that are sent with the next request, which comes soon in a loop, and not at once."""
+"""Releases that are held back for the next request, which follows soon in a training loop."""
 
 _RELEASE_SECONDS = 0.002
-"""How long a batch is waited for before they are sent in any case."""
+"""Seconds of waiting for a batch after which pending releases are sent in any case."""
 
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _STOPPED_SECONDS = 10.0
-"""A coordinator that is stopped (SIGSTOP) for so long while a batch is waited for is ended, and another one started."""
+"""A coordinator that stays stopped (SIGSTOP) for so many seconds while a batch is awaited is killed and replaced."""
 
 _LEAVE_SECONDS = 30.0
 
 
 @dataclass
 class Chunk:
-    """What the group prepared as one batch. `error` is what went wrong with it, if anything."""
+    """A batch prepared by the group. `error` is set if its preparation failed."""
 
     number: int
     result: Result
@@ -61,13 +64,13 @@ class Chunk:
 
 
 class Skipped(NamedTuple):
-    """The group does not serve the batch that was asked for, but batch `start` of the row and those after it."""
+    """The group does not serve the requested batch; it serves from batch `start` on."""
 
     start: int
 
 
 class EpochAdvanced(NamedTuple):
-    """The group is through with the epoch that this job was about to begin; it is in `epoch` now."""
+    """The group has finished the epoch that this job was about to start; it is in `epoch` now."""
 
     epoch: int
 
@@ -75,7 +78,7 @@ class EpochAdvanced(NamedTuple):
 class Link(Connection):
     """The connection to one coordinator, and the views of its ring.
 
-    Batches may be freed by any thread, at any instant, so `release` may be called by finalisers.
+    Any thread may free batches at any time, so `release` is safe to call from finalisers.
     """
 
     def __init__(self, connection: socket.socket, watch: bool = True) -> None:
@@ -85,28 +88,28 @@ class Link(Connection):
         self._let_go: deque[int] = deque()
         self._leases: dict[int, weakref.ref[Bytes]] = {}
         self._owner = Owner()
-        self._stopped = float("inf")  # since when, as far as is known
+        self._stopped = float("inf")  # time since when the coordinator is known to be stopped
 
     def send(self, kind: int, serial: int = 0, number: int = 0, value: int = 0, body: bytes = b"") -> None:
-        """Send a message, and the releases."""
+        """Send a message and the pending releases."""
         with self._lock:
             self.channel.send(*self._releases(), pack(kind, serial, number, value, body))
         self._send_releases(_WAITING)
 
     def ask(self, serial: int, number: int) -> None:
-        """Ask for a batch, and send the releases; one of them needs no message of its own."""
+        """Request a batch and send the pending releases; the request itself carries one of them."""
         with self._lock:
             released = self._let_go.popleft() if self._let_go else -1
             self.channel.send(*self._releases(), pack(Kind.ASK, serial, number, released))
         self._send_releases(_WAITING)
 
     def flush(self) -> None:
-        """Send what has not been sent."""
+        """Send the buffered data."""
         with self._lock:
             self.channel.flush()
 
     def receive(self, deadline: float = 0.0) -> Message | None:
-        """The next message; None at the deadline. Raises `Gone` when there will be none."""
+        """Return the next message, or None at the deadline. Raises `Gone` if the connection has ended."""
         wait = _RELEASE_SECONDS
         while (message := super().receive(min(deadline, time.monotonic() + wait))) is None:
             if time.monotonic() >= deadline:
@@ -124,9 +127,9 @@ class Link(Connection):
             self.end(f"has been stopped for {_STOPPED_SECONDS:g} s")
 
     def end(self, why: str) -> None:
-        """End the process, which may be stopped, so that it does nothing more when it goes on; then raises `Gone`.
+        """Kill the coordinator, so that a stopped one cannot resume later, then raise `Gone`.
 
-        Does nothing for a process of another name space, which cannot be ended from here.
+        Does nothing for a process of another PID namespace, which cannot be killed from here.
         """
         if self.process < 0:
             return
@@ -141,13 +144,13 @@ class Link(Connection):
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def may_keep(self, count: int) -> bool:
-        """Whether fewer than `count` batches are in use here, as far as the coordinator knows."""
+        """Return whether this process holds fewer than `count` batches, as seen by the coordinator."""
         if len(self._leases) + len(self._let_go) >= count:
             self._send_releases(0)
         return len(self._leases) + len(self._let_go) < count
 
     def lease(self, number: int, slot: int, memory: Bytes) -> None:
-        """Batch `number` is released when `memory` is freed, on which its tensors are views."""
+        """Release batch `number` when `memory`, which its tensors view, is freed."""
         size = memory.nbytes
 
         def end(_: object) -> None:
@@ -160,7 +163,7 @@ class Link(Connection):
         self._leases[number] = weakref.ref(memory, end)
 
     def release(self, number: int) -> None:
-        """Batch `number` is not used here any more. In any thread, also in the midst of `send`."""
+        """Release batch `number`. Safe in any thread, also during `send`."""
         self._let_go.append(number)
         self._send_releases(_WAITING)
 
@@ -171,8 +174,9 @@ class Link(Connection):
         return messages
 
     def _send_releases(self, waiting: int) -> None:
-        """Send the releases, if there are more than `waiting`."""
-        # A thread that cannot get the lock leaves them to the one that has it, which looks again afterwards.
+        """Send the pending releases if there are more than `waiting`."""
+        # A thread that cannot get the lock leaves the releases to the lock's holder, which checks again after releasing
+        # it.
         while len(self._let_go) > waiting and self._lock.acquire(blocking=False):
             try:
                 messages = self._releases()
@@ -182,7 +186,7 @@ class Link(Connection):
                 self._lock.release()
 
     def close(self) -> None:
-        """End the connection. Batches that are kept stay valid."""
+        """Close the connection. Batches that are still held stay valid."""
         if self._owner.is_here:
             with self._lock:
                 super().close()
@@ -191,7 +195,7 @@ class Link(Connection):
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process."""
+    """Return whether the process is stopped by a signal."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):
@@ -199,18 +203,18 @@ def is_stopped(pid: int) -> bool:
 
 
 class Member:
-    """See the module. One thread at a time.
+    """A job's membership in a group. See the module. Not thread-safe.
 
     Args:
-        group: to be a member of.
-        setup: for a coordinator, if there is none.
-        hello: how to introduce itself.
+        group: the group to join.
+        setup: setup for a coordinator, used if there is none.
+        hello: description of this member, sent to the coordinator.
         seconds: longest wait for a batch.
 
     Attributes:
         setup: as given.
-        jobs: members of the group, as last received.
-        deaths: coordinators that died.
+        jobs: number of members of the group, as last received.
+        deaths: number of coordinators that died.
     """
 
     def __init__(self, group: Group, setup: Setup, hello: Hello, seconds: float) -> None:
@@ -229,7 +233,7 @@ class Member:
         self._in_a_row = 0
 
     def join(self, position: int) -> int:
-        """Become a member, that needs the batch at `position` of the row next, or a newcomer; the epoch of this job."""
+        """Join as a member whose next batch is `position`, or as `NEWCOMER`; returns the epoch of this job."""
         self._position = position
         self._claim = self._group.claim()
         while True:
@@ -239,7 +243,7 @@ class Member:
                 self._lost()
 
     def _enter(self) -> Message:
-        """Connect, and wait until the coordinator lets this job in; its answer."""
+        """Connect, wait until the coordinator admits this job, and return its answer."""
 
         def connect(folder: Path) -> Link | None:
             return Link.open(folder, VERSION, self._position, body=self._hello.pack())
@@ -260,11 +264,11 @@ class Member:
         return answer
 
     def _lost(self) -> None:
-        """The coordinator is dead. Nothing that it sent and that was not handed out counts."""
+        """Handle a dead coordinator: batches that it sent but that were not yielded are discarded."""
         self._in_a_row += 1
         pid = -1
         if self._link is not None:
-            self.deaths += self._link.views is not None  # else it was dying when it was found
+            self.deaths += self._link.views is not None  # else it was already dying at the connection
             pid = self._link.pid
             self._link.close()
             self._link = None
@@ -278,7 +282,7 @@ class Member:
         reap(0.0)
 
     def take(self, number: int, end: int) -> Chunk | Skipped | EpochAdvanced:
-        """Wait for batch `number` of the row, and ask for the one after it if that is below `end`."""
+        """Wait for batch `number`, and request the next one if it is below `end`."""
         self._position = number
         while True:
             deadline = time.monotonic() + self._seconds
@@ -309,14 +313,14 @@ class Member:
                 if number + 1 < end:
                     self._ask(link, number + 1)
                 return self._open(link, message)
-            link.release(message.number)  # asked for before an interrupt
+            link.release(message.number)  # requested before an interrupt
 
     def _ask(self, link: Link, number: int) -> None:
         self._asked = number
         link.ask(self._serial, number)
 
     def _open(self, link: Link, message: Message) -> Chunk:
-        """The batch in a message: as a view on the ring while not too many are held, else as a copy."""
+        """Open the batch of a message: as a view of the ring, or as a copy if too many views are held."""
         number, result = message.number, unpack_result(message.body)
         chunk = Chunk(number, result)
         assert link.views is not None
@@ -344,7 +348,7 @@ class Member:
         return chunk
 
     def skip(self, cursor: int) -> None:
-        """Nothing before batch `cursor` is needed."""
+        """Notify the coordinator that no batch before `cursor` is needed."""
         self._position = max(self._position, cursor)
         self._serial += 1
         self._asked = None
@@ -352,7 +356,7 @@ class Member:
             self._link.send(Kind.SKIP, self._serial, cursor, self._taken)
 
     def _why(self, link: Link, number: int) -> str:
-        """The message for a batch that did not come. Raises `Gone` if the coordinator did not answer and is ended."""
+        """Return the message for a batch that timed out. Raises `Gone` after killing an unresponsive coordinator."""
         batch = "batch {1} of epoch {0}".format(*divmod(number, len(self.setup.order)))
         answer = ask(self._group.folder, VERSION, Kind.WHY, number, _ANSWER_SECONDS)
         why = f"process {link.pid}, which prepares for the group, does not answer: it may be stopped"
@@ -367,12 +371,12 @@ class Member:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the ring."""
+        """Size of the ring in bytes."""
         link = self._link
         return 0 if link is None or link.views is None else link.views.ring_bytes
 
     def close(self) -> None:
-        """Leave the group. If no member is left, wait until its process has ended."""
+        """Leave the group. The last member waits until the coordinator has ended."""
         link, self._link = self._link, None
         if link is not None:
             link.send(Kind.BYE)

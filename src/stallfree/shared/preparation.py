@@ -1,4 +1,7 @@
-"""The batches of a group: built ahead of what members ask for, and kept in the ring while one needs or holds them."""
+"""The batches of a group: built ahead of the members' requests, kept in the ring while a member needs or holds them.
+
+The `Schedule` selects the next batch, the worker pool builds it, and `collect` returns the answers to waiting members.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,22 @@ from stallfree.shared.schedule import Answer, Schedule
 from stallfree.workers.worker_pool import Options, WorkerPool, new_counts
 
 SLOTS_PER_MEMBER = 4
-"""Slots for each member beyond those under way: batches that it may hold, and one on its way to it."""
+"""Slots per member beyond the batches in flight: the batches that it may hold, and one being sent to it."""
 
 KEPT = SLOTS_PER_MEMBER - 1
 
 
 @dataclass
 class Setup:
-    """What a coordinator is started with.
+    """The configuration of a coordinator.
 
     Attributes:
-        folder: of the group.
-        options: how batches are made.
-        base_seed: of the workers' own generators.
-        order: of the chunks.
-        detach: leave laggards behind at once.
-        lag_seconds: else, how long they may hold up the others.
+        folder: the group's folder.
+        options: options of the worker pool.
+        base_seed: seed of the workers' own generators.
+        order: order of the chunks.
+        detach: detach laggards at once.
+        lag_seconds: otherwise, seconds that laggards may hold up the other members.
     """
 
     folder: Path
@@ -45,22 +48,22 @@ class Setup:
 
 @dataclass
 class _Made:
-    """A batch that is ready: its slot, and the result as members receive it."""
+    """A ready batch: its slot, and the packed result for the members."""
 
     slot: int
     message: bytes
 
 
 class Preparation:
-    """See the module.
+    """Builds a group's batches and keeps them in the ring. See the module.
 
     Args:
-        setup: of the group.
-        leave_behind: called with each member that is left behind.
+        setup: configuration of the group.
+        leave_behind: called with each member that is detached.
 
     Attributes:
-        pool: builds.
-        schedule: says what to build next, and what is free.
+        pool: worker pool that builds the batches.
+        schedule: selects the next batch, and the batches to free.
     """
 
     def __init__(self, setup: Setup, leave_behind: Callable[[Any], object]) -> None:
@@ -74,32 +77,32 @@ class Preparation:
         self._tasks: dict[int, Task] = {}
         self._largest = 0
         self._epoch = -1
-        self._plan: list[Ids] = []  # of that epoch
+        self._plan: list[Ids] = []  # of `_epoch`
         self._blocked: float | None = None
 
     def begin(self) -> None:
-        """Start with the epoch after the last one of the group, or with what its members need."""
+        """Start with the epoch after the group's last one, or with the batches that its members need."""
         self.schedule.begin(_next_epoch(self._setup.folder))
 
     @property
     def patience(self) -> float:
-        """Seconds that laggards may go on to hold up the others."""
+        """Seconds that laggards may still hold up the other members."""
         if self._blocked is None:
             return float("inf")
         limit = 0.0 if self._setup.detach else self._setup.lag_seconds
         return max(0.001, self._blocked + limit - time.monotonic())
 
     def explain(self, batch: int) -> str:
-        """What is done about a batch; "" if it is not being built."""
+        """Return the state of a batch as text, or "" if it is not being built."""
         task = self._tasks.get(batch)
         return "" if task is None else f"it is with {self.pool.describe(task)}; its samples are {task.ids.tolist()}"
 
     def message(self, number: int) -> bytes:
-        """The result that is batch `number`."""
+        """Return the packed result of batch `number`."""
         return self._made[number].message
 
     def start_more(self) -> None:
-        """Start what can be started."""
+        """Start as many batches as the slots and the limit in flight allow."""
         while True:
             number = self.schedule.next_to_start()
             if number is None or len(self._tasks) >= self._setup.options.ahead:
@@ -112,7 +115,7 @@ class Preparation:
                 return
 
     def _make_room(self) -> bool:
-        """No slot is free: whether something has been done about it. If nobody waits, nothing need be done."""
+        """Try to free a slot; returns whether anything changed. Does nothing if no member is waiting."""
         if self._tasks or not self.schedule.hungry:
             self._blocked = None
             return False
@@ -125,7 +128,7 @@ class Preparation:
             self._leave_behind(member)
             self.free(self.schedule.leave_behind(member))
         coming = self.schedule.next_to_start()
-        if not laggards and coming is not None:  # all slots are held for good: go on without them
+        if not laggards and coming is not None:  # all slots are held indefinitely: build without one
             self._start(coming)
         return True
 
@@ -137,12 +140,12 @@ class Preparation:
             self._plan = list(self._setup.order.batches(epoch, 0))
             _note_epoch(self._setup.folder, epoch)
         ids = self._plan[batch]
-        # The token tells epochs apart: two may be under way at once.
+        # Tokens distinguish epochs, since two may be in flight at once.
         task = self._tasks[number] = Task(epoch + 1, batch, NO_SLOT, epoch, ids)
         self.pool.submit(task, gather=self.pool.builder.can_gather(ids))
 
     def collect(self) -> list[Answer]:
-        """Take the batches that are ready; what to send of them to the members that wait."""
+        """Collect finished batches; returns the answers to the members that wait for them."""
         answers = []
         for result in self.pool.poll():
             number = (result.token - 1) * self.schedule.batches + result.number
@@ -179,14 +182,14 @@ class Preparation:
         return grants
 
     def free(self, numbers: list[int]) -> None:
-        """These batches are not needed any more."""
+        """Free the slots of batches that are no longer needed."""
         for number in numbers:
             self.pool.ring.give(self._made.pop(number).slot)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def resize(self) -> None:
-        """As many slots as the members need, or as their bytes allow."""
+        """Resize the ring to the slots that the members need, within the limit of bytes."""
         members = len(self.schedule.members)
         count = self._setup.options.ahead + SLOTS_PER_MEMBER * max(1, members)
         staging = self._setup.options.staging
@@ -196,20 +199,20 @@ class Preparation:
 
     @property
     def keep(self) -> int:
-        """How many batches a member may hold, so that slots are left to go on with."""
+        """Number of batches a member may hold, so that enough slots remain for new batches."""
         members, count = len(self.schedule.members), self.pool.ring.count
         spare = count - max(1, min(self._setup.options.ahead, count // 2)) - members
         return max(0, min(KEPT, spare // max(1, members)))
 
     def publish(self) -> None:
-        """Show what the group does, now and then."""
+        """Publish the group's status periodically."""
         now = time.monotonic()
         if now >= self.pool.status.due:
             self.pool.status.publish(now, max(0, self.schedule.epoch), self._counts)
 
 
 def _next_epoch(folder: Path) -> int:
-    """The epoch after the last one of which a batch was prepared here."""
+    """Return the epoch after the last one of which a batch was prepared."""
     try:
         return int((folder / "epoch").read_text()) + 1
     except (OSError, ValueError):
@@ -217,7 +220,7 @@ def _next_epoch(folder: Path) -> int:
 
 
 def _note_epoch(folder: Path, epoch: int) -> None:
-    """A batch of this epoch was prepared: the next coordinator goes on after it."""
+    """Record that a batch of this epoch was prepared; the next coordinator resumes after it."""
     with contextlib.suppress(OSError):
         new = folder / f"epoch-{os.getpid()}"
         new.write_text(str(epoch))

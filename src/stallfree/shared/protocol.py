@@ -1,7 +1,7 @@
-"""What a member of a group and its coordinator send to each other. See `stallfree.ipc.consumers`.
+"""The messages between a member of a group and its coordinator. See `stallfree.ipc.consumers`.
 
-A member asks for batches one by one, always one ahead of what it has handed out. So its request says how far it is, and
-the coordinator can take back all that it has not sent yet, without a message.
+A member requests batches one by one, always one ahead of the batch it has yielded. Each request therefore reports the
+member's progress, and the coordinator can revoke any batch that it has not sent, without a message.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from typing import NamedTuple
 VERSION = 2
 
 NEWCOMER = -1
-"""In the place of the number of a member's first message, which is the batch that it needs next."""
+"""Sent by a newcomer as the number of its first message; other members send the batch that they need next."""
 
 
 class Kind(enum.IntEnum):
-    """What a message is. Answers have the serial of the request."""
+    """Kind of a message. Answers carry the serial of the request."""
 
-    # of a member
-    ASK = 3  # for batch `number`; batch `value`, or -1, is released
-    SKIP = 4  # nothing before batch `number` is needed, nothing that was granted after batch `value` will be taken
-    RELEASE = 5  # of batch `number`
+    # sent by a member
+    ASK = 3  # request batch `number`; batch `value` is released, unless it is -1
+    SKIP = 4  # batches before `number` are not needed; grants after batch `value` are discarded
+    RELEASE = 5  # batch `number` is released
     BYE = 6
-    # of a visitor
-    WHY = 7  # is batch `number` not there?
-    # of the coordinator
-    WELCOME = 11  # to epoch `number`, with `value` members; the body is the ring's folder
-    BATCH = 12  # `number`; the body is a result; so many as `value` says may be held
+    # sent by a visitor
+    WHY = 7  # request the reason why batch `number` is not ready
+    # sent by the coordinator
+    WELCOME = 11  # admitted to epoch `number`, with `value` members; the body is the ring's folder
+    BATCH = 12  # batch `number`; the body is a result; the member may hold `value` batches
     SKIPPED = 13  # the group serves from batch `number` on
     EPOCH_ADVANCED = 14  # the group is in epoch `number`
-    BECAUSE = 15  # text in the body
+    BECAUSE = 15  # the body is the reason as text
     FAREWELL = 16  # other members remain
 
 
 class Hello(NamedTuple):
-    """A member introduces itself.
+    """The description that a member sends when it connects.
 
     Attributes:
-        job: the same for all ranks of a job.
-        ranks: how many of its processes are on this host.
-        catchup: whether a newcomer is to take part in the epoch under way.
-        name: of its script, for messages.
+        job: identifier shared by all ranks of a job.
+        ranks: number of the job's processes on this host.
+        catchup: whether a newcomer joins the active epoch.
+        name: name of its script, for messages.
     """
 
     job: str
@@ -51,10 +51,10 @@ class Hello(NamedTuple):
     name: str
 
     def pack(self) -> bytes:
-        """As bytes."""
+        """Return the description as bytes."""
         return json.dumps(self).encode()
 
 
 def unpack_hello(packed: bytes | memoryview) -> Hello:
-    """The member that was packed."""
+    """Unpack the bytes that `Hello.pack` returned."""
     return Hello(*json.loads(bytes(packed)))

@@ -1,4 +1,4 @@
-"""From the batches that a group prepares, its *chunks*, to those of one job: split, joined, and shared among ranks."""
+"""Rebatching: splits and joins a group's batches (*chunks*) into the batches of one job, partitioned by rank."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from stallfree.sampling.ranks import Ranks
 
 @dataclass(frozen=True)
 class Portion:
-    """Rows `start` to `stop` - 1 of a chunk."""
+    """Contiguous rows of a chunk, with their ids."""
 
     data: Any
     ids: Ids
 
 
 class Rebatching:
-    """Makes the batches of one epoch of one rank.
+    """Makes the batches of one rank in one epoch.
 
-    A *unit* is what all ranks of the job take at once: `batch_size` samples each. The last unit may be smaller; its
-    samples are dealt out evenly. If it has fewer samples than there are ranks, they are given out more than once, as
-    torch's `DistributedSampler` does, so that all ranks have equally many batches.
+    A *unit* is what all ranks of the job consume in one step: `batch_size` samples each. The last unit may be smaller;
+    its samples are split evenly. If it has fewer samples than ranks, samples are repeated, as in torch's
+    `DistributedSampler`, so that all ranks have the same number of batches.
 
     Args:
-        samples: of the data set.
-        chunk: samples of a chunk.
-        batch_size: of a rank.
-        rank: which one.
-        ranks: how many.
-        drop_last: leave out a last unit that is not full.
-        planned: gives the ids that chunk n was meant to have. Asked only for chunks that lack samples.
+        samples: number of samples of the data set.
+        chunk: samples per chunk.
+        batch_size: samples per batch of one rank.
+        rank: rank of this process.
+        ranks: number of ranks.
+        drop_last: drop an incomplete last unit.
+        planned: returns the planned ids of chunk n. Called only for chunks with missing samples.
     """
 
     def __init__(
@@ -56,25 +56,25 @@ class Rebatching:
         self._units = samples // self._unit if drop_last else -(-samples // self._unit)
         self._planned = planned
         self._whole = self._unit == chunk and ranks == 1
-        self._waiting: dict[int, dict[int, Portion]] = {}  # unit -> chunk -> part of it
+        self._waiting: dict[int, dict[int, Portion]] = {}  # unit -> chunk -> its part
 
     def __len__(self) -> int:
         return self._units
 
     @property
     def chunks(self) -> int:
-        """Chunks that are needed, from the first on."""
+        """Number of chunks needed, counted from the first."""
         return -(-min(self._units * self._unit, self._samples) // self._chunk)
 
     def first_chunk(self, done: Collection[int]) -> int:
-        """The first chunk that is needed when the batches `done` are not."""
+        """Return the first chunk that is needed if the batches `done` are not."""
         missing = next((unit for unit in range(self._units) if unit not in done), None)
         return self.chunks if missing is None else missing * self._unit // self._chunk
 
     def feed(self, number: int, data: Any, ids: Ids) -> Iterator[tuple[int, Any, Ids]]:
-        """Chunk `number` has come, in any order, with the samples `ids` (none, if it failed).
+        """Add chunk `number`, in any order, with the samples `ids` (empty if the chunk failed).
 
-        Yields number, data and ids of the batches that are complete with it.
+        Yields (number, data, ids) of the batches that it completes.
         """
         if self._whole:
             if len(ids) and number < self._units:
@@ -101,7 +101,7 @@ class Rebatching:
         return -(-end // self._chunk) - first // self._chunk
 
     def _mine(self, unit: int) -> tuple[int, int]:
-        """The places in the epoch that this rank takes of a unit."""
+        """Return this rank's range of positions in a unit, counted from the start of the epoch."""
         first = unit * self._unit
         count = min(self._unit, self._samples - first)
         if count < self._ranks:
@@ -110,7 +110,7 @@ class Rebatching:
         return first + self._rank * count // self._ranks, first + (self._rank + 1) * count // self._ranks
 
     def _rows(self, number: int, ids: Ids, count: int) -> Ids:
-        """For each place of a chunk, and its end, the row that the sample has; some may have been left out."""
+        """Map each position of a chunk, and its end, to a row of the data; skipped samples have no row."""
         if len(ids) == count:
             return np.arange(count + 1)
         there = np.isin(self._planned(number), ids) if len(ids) else np.zeros(count, bool)
@@ -120,7 +120,7 @@ class Rebatching:
 def rebatching_of(
     order: Order, samples: int, chunk: int, batch_size: int, ranks: Ranks, drop_last: bool, epoch: int
 ) -> Rebatching:
-    """The rebatching of an epoch whose chunks come in `order`."""
+    """Return the rebatching of an epoch whose chunks come in `order`."""
 
     def planned(number: int) -> Ids:
         return next(iter(order.batches(epoch, number)))
@@ -129,7 +129,7 @@ def rebatching_of(
 
 
 def cut(data: Any, start: int, stop: int, rows: int) -> Any:
-    """Rows `start` to `stop` - 1 of a batch that torch's `default_collate` made of `rows` samples, without a copy."""
+    """Slice rows `start` to `stop` - 1 of a batch that `default_collate` made of `rows` samples, without a copy."""
     if start == 0 and stop == rows:
         return data
     if isinstance(data, torch.Tensor):
@@ -144,7 +144,7 @@ def cut(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def join(batches: list[Any]) -> Any:
-    """Batches that `default_collate` made, one after the other, as one."""
+    """Concatenate batches that `default_collate` made."""
     first = batches[0]
     if len(batches) == 1:
         return first
@@ -163,7 +163,7 @@ _SAME = "give the group's chunk size as batch_size"
 
 
 def _is_column(data: Any) -> bool:
-    """Whether a list holds one item per sample: strings and bytes are not stacked."""
+    """Return whether a list holds one item per sample: strings and bytes are not stacked."""
     return len(data) > 0 and all(isinstance(item, (str, bytes)) for item in data)
 
 

@@ -1,8 +1,8 @@
-"""Who gets which batch of a group, which is prepared next, and when a slot is free: pure bookkeeping, no processes.
+"""The schedule of a group: which member gets which batch, which batch is next, which slots are free. Pure bookkeeping.
 
-The batches of all epochs stand in one row: batch n of epoch e is number `e * batches + n`. Members ask for numbers that
-only rise, so one number per member, its *cursor*, says what it still needs: everything from there on. A batch is
-prepared if a present member needs it, and forgotten when nobody needs or holds it any more.
+The batches of all epochs form one sequence: batch n of epoch e has the number `e * batches + n`. Members request rising
+numbers, so one number per member, its *cursor*, describes what it still needs: that batch and all later ones. A batch
+is prepared if a present member needs it, and forgotten when no member needs or holds it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from stallfree.shared.protocol import Kind
 
 @dataclass
 class Member:
-    """What is known of one consumer.
+    """The state of one member.
 
     Attributes:
         cursor: number of the next batch that it needs from the group.
-        asked: number that it waits for, or None.
-        serial: of its last request; answers carry it.
-        granted: number that it was given last, or None.
-        away: left behind: it prepares the rest of its epoch itself and needs nothing until its next one.
+        asked: number of the batch that it waits for, or None.
+        serial: serial of its last request; answers carry it.
+        granted: number of the batch last granted to it, or None.
+        away: whether it is detached: it prepares the rest of its epoch locally and needs no batch until the next one.
     """
 
     cursor: int
@@ -35,9 +35,9 @@ class Member:
 
 
 class Answer(NamedTuple):
-    """What to send to `member`: `Kind.BATCH`, `Kind.SKIPPED` or `Kind.EPOCH_ADVANCED`.
+    """A message for `member`: `Kind.BATCH`, `Kind.SKIPPED` or `Kind.EPOCH_ADVANCED`.
 
-    With SKIPPED, it prepares by itself what is before `number` in its epoch.
+    After SKIPPED, the member prepares the batches of its epoch before `number` locally.
     """
 
     kind: Kind
@@ -50,8 +50,8 @@ class Schedule:
     """The state of a group.
 
     Args:
-        batches: of an epoch.
-        ahead: batches prepared beyond the last one asked for.
+        batches: batches per epoch.
+        ahead: batches prepared beyond the last one requested.
     """
 
     def __init__(self, batches: int, ahead: int) -> None:
@@ -59,13 +59,13 @@ class Schedule:
         self.ahead = ahead
         self.members: dict[Hashable, Member] = {}
         self.entries: dict[int, bool] = {}
-        """The batches that are being prepared (False) or are ready."""
+        """The batches that are being prepared (False) or are ready (True)."""
         self._leases = Leases()
-        self._next = -1  # of the numbers below it, none will be prepared any more; -1 before `begin`
+        self._next = -1  # lower numbers will not be prepared any more; -1 before `begin`
         self._last_asked = -1
 
     def begin(self, epoch: int) -> None:
-        """All who were in this group before are in; if nobody was, it begins with `epoch`."""
+        """Start with the lowest batch that a returning member needs, or with `epoch` if there is no member."""
         low = self._low
         self._next = epoch * self.batches if low is None else low
         self._last_asked = max(self._last_asked, self._next - 1)
@@ -73,12 +73,12 @@ class Schedule:
     # -- members ------------------------------------------------------------------------------------------------------
 
     def join(self, member: Hashable, *, position: int | None, catchup: bool) -> int:
-        """Let `member` in; the epoch that it begins with, or is in.
+        """Add a member; returns the epoch that it starts with, or is in.
 
         Args:
-            member: stands for one that was not there before.
+            member: key of the new member.
             position: the batch that it needs next, if it was in this group before; None for a newcomer.
-            catchup: a newcomer takes part in the epoch in which the last of the others are, even in mid-epoch.
+            catchup: a newcomer joins the epoch of the slowest member, even in the middle of it.
         """
         if position is None:
             position = self._epoch_for_newcomer(catchup) * self.batches
@@ -90,14 +90,14 @@ class Schedule:
     def _epoch_for_newcomer(self, catchup: bool) -> int:
         epoch = self.epoch
         low = self._low
-        if low is not None:  # those who wait for the next epoch have asked for its first batch
+        if low is not None:  # members that wait for the next epoch have requested its first batch
             epoch = min(epoch, low // self.batches)
         first = self._served_from(epoch * self.batches)
         whole = first == epoch * self.batches
         return epoch if whole or (catchup and first < (epoch + 1) * self.batches) else epoch + 1
 
     def _served_from(self, number: int) -> int:
-        """The first number, not below `number`, from which on all batches are there or still to come."""
+        """Return the first number, at least `number`, from which on all batches are ready or still to be prepared."""
         if number >= self._next:
             return number
         first = self._next
@@ -106,18 +106,18 @@ class Schedule:
         return first
 
     def leave(self, member: Hashable) -> list[int]:
-        """`member` is gone, or dead; the batches whose slots are free now."""
+        """Remove a member; returns the batches whose slots are now free."""
         if self.members.pop(member, None) is not None:
             self._leases.leave(member)
         return self.free()
 
     def ask(self, member: Hashable, serial: int, number: int) -> Answer | None:
-        """`member` asks for batch `number`; the answer, if there is one already."""
+        """Register a request for batch `number`; returns the answer if there is one already."""
         known = self.members[member]
         known.serial = serial
         end = (number // self.batches + 1) * self.batches
         if number % self.batches == 0:
-            known.away = True  # it does not count among those who say where the group is
+            known.away = True  # exclude it from the members that determine the group's epoch
             epoch = max(number // self.batches, self._epoch_for_newcomer(catchup=True))
             known.away = False
             if self._served_from(number) >= end:  # that epoch is over
@@ -127,7 +127,7 @@ class Schedule:
             return Answer(Kind.SKIPPED, member, serial, end)
         first = self._served_from(number)
         if first > number:
-            known.cursor = first  # maybe in a later epoch: what is gone is nobody's need
+            known.cursor = first  # possibly in a later epoch: batches that are gone are not needed
             return Answer(Kind.SKIPPED, member, serial, min(first, end))
         known.cursor = known.asked = number
         self._last_asked = max(self._last_asked, number)
@@ -139,9 +139,9 @@ class Schedule:
         return Answer(Kind.BATCH, member, known.serial, number)
 
     def skip(self, member: Hashable, cursor: int, taken: int) -> list[int]:
-        """`member` needs nothing before `cursor`, and will not take what it was given after batch `taken`.
+        """Advance a member to `cursor` and revoke the batch granted to it after batch `taken`.
 
-        Returns the batches whose slots are free now.
+        Returns the batches whose slots are now free.
         """
         known = self.members[member]
         known.asked, known.cursor = None, max(known.cursor, cursor)
@@ -151,7 +151,7 @@ class Schedule:
         return self.free()
 
     def release(self, member: Hashable, number: int) -> list[int]:
-        """`member` has let go of batch `number`; the batches whose slots are free now."""
+        """Release a member's lease on batch `number`; returns the batches whose slots are now free."""
         self._leases.release(number, member)
         return self._free([number])
 
@@ -159,16 +159,16 @@ class Schedule:
 
     @property
     def epoch(self) -> int:
-        """The last one that was asked for; -1 before the first."""
+        """The last epoch of which a batch was requested; -1 before the first request."""
         return self._last_asked // self.batches
 
     @property
     def _low(self) -> int | None:
-        """The lowest number that a present member needs."""
+        """The lowest number that an attached member needs."""
         return min((known.cursor for known in self.members.values() if not known.away), default=None)
 
     def next_to_start(self) -> int | None:
-        """The batch to prepare next; None if no more are wanted for now."""
+        """Return the batch to prepare next, or None if no more are needed for now."""
         low = self._low
         if low is None or self._next < 0:
             return None
@@ -177,25 +177,25 @@ class Schedule:
         return number if number < end else None
 
     def start(self, number: int) -> None:
-        """Batch `number` is being prepared."""
+        """Mark batch `number` as being prepared."""
         self.entries[number] = False
         self._next = number + 1
 
     def finish(self, number: int) -> tuple[list[Answer], list[int]]:
-        """Batch `number` is ready: what to tell whom, and the batches whose slots are free now."""
+        """Mark batch `number` as ready; returns the answers to waiting members, and the batches to free."""
         self.entries[number] = True
         grants = [self._grant(member, known, number) for member, known in self.members.items() if known.asked == number]
         return grants, self._free([number])
 
     def free(self) -> list[int]:
-        """Forget the batches that nobody needs or holds; their slots are free now.
+        """Forget the batches that no member needs or holds; returns them, since their slots are now free.
 
-        To be called after an `ask` that was not answered with a batch.
+        Call it after an `ask` that was not answered with a batch.
         """
         return self._free(list(self.entries))
 
     def _free(self, numbers: Iterable[int]) -> list[int]:
-        """The same, of some batches."""
+        """Free those of `numbers` that no member needs or holds."""
         low = self._low
         freed = [
             number
@@ -214,7 +214,7 @@ class Schedule:
         return any(known.asked is not None for known in self.members.values())
 
     def laggards(self) -> list[Any]:
-        """The members that are furthest behind while others wait, and do not wait themselves."""
+        """Return the members that are furthest behind and are not waiting, while others wait."""
         low = self._low
         return [
             member
@@ -223,6 +223,6 @@ class Schedule:
         ]
 
     def leave_behind(self, member: Hashable) -> list[int]:
-        """`member` prepares the rest of its epoch itself; the batches whose slots are free now."""
+        """Detach a member for the rest of its epoch; returns the batches whose slots are now free."""
         self.members[member].away = True
         return self.free()

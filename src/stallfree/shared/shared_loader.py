@@ -1,4 +1,4 @@
-"""`SharedLoader`: jobs of one host that train on the same data share the work of preparing it."""
+"""`SharedLoader`: jobs on one host that train on the same data share its preparation."""
 
 from __future__ import annotations
 
@@ -64,61 +64,62 @@ _SUMMED = (
 class SharedLoader:
     """A loader whose batches are prepared once for all jobs of this host that give the same `group`.
 
-    Used in each job like a `DataLoader`. The first job starts a process that runs the workers and holds the ring of
-    ready batches; the others find it by the group's name. Each job gets every sample exactly once per epoch, prepared
-    anew for that epoch, and all jobs get the same batches. That is the coordinated prep of CoorDL (Mohan et al., VLDB
-    2021, section 4.3), with leases in the place of counts of hand-outs, and with failures handled.
+    Used in each job like a `DataLoader`. The first job starts a coordinator process, which runs the workers and holds
+    the ring of ready batches; the other jobs find it by the group's name. Each job gets every sample exactly once per
+    epoch, with that epoch's augmentation, and all jobs get the same batches. This is the coordinated prep of CoorDL
+    (Mohan et al., VLDB 2021, section 4.3), with leases instead of hand-out counts, and with failure handling.
 
-    Jobs may come, leave and die at any time. When the process that prepares ends with the job that started it, or dies,
-    the next job that notices starts another; since a batch is a function of (seed, epoch, ids), none is lost or
-    repeated. A job is in the group from its first iteration until `close`, or until the loader is freed: close it when
-    training is over and the process goes on, or the others wait for it. `with` does that even where somebody keeps the
-    frame of a failed or pruned trial, as Optuna does.
+    Jobs may join, leave and die at any time. When the coordinator ends with the job that started it, or dies, the next
+    job that notices starts another. A batch is a function of (seed, epoch, ids), so none is lost or repeated. A job is
+    in the group from its first iteration until `close`, or until the loader is freed. Close the loader if the process
+    continues after training; otherwise the other jobs wait for it. Used as a context manager, the loader is closed even
+    if the frame of a failed or pruned trial is kept alive, as Optuna does.
 
-    What a job does to the tensors of its batch is not seen by others.
+    A job's changes to the tensors of its batch are invisible to other jobs.
 
     Args:
         dataset: a `CachedDataset`, a source, or any map-style data set, the same in all jobs.
         group: name of the group: letters, digits, `.`, `_` and `-`.
         batch_size: samples per batch of this job (of each rank, if the job has several). It may differ between jobs: a
             multiple or a divisor of `chunk_size`.
-        shuffle: another order each epoch, a function of (seed, epoch).
+        shuffle: shuffle in each epoch; the order is a function of (seed, epoch).
         num_workers: worker processes of the group, 1 or more. The first job decides.
-        chunk_size: samples that are prepared as one batch, and then divided or joined for each job. None: as the group
-            does; in its first job, `batch_size` times the number of ranks.
-        collate_fn: makes a batch of a list of samples; torch's default if None. With another one all jobs must have
-            batches of `chunk_size`, and no ranks.
-        drop_last: leave out a last batch that is not full; each job's own choice.
-        pin_memory: yield batches in pinned memory, when there is an accelerator.
+        chunk_size: samples prepared as one batch, then split or joined for each job. None: the group's; in its first
+            job, `batch_size` times the number of ranks.
+        collate_fn: makes a batch of a list of samples; torch's default if None. Any other one requires that all jobs
+            have batches of `chunk_size`, and no ranks.
+        drop_last: drop an incomplete last batch; decided by each job.
+        pin_memory: yield batches in pinned memory, if there is an accelerator.
         timeout: seconds to wait for a batch before `WaitError`; 0 means 300. With `on_lag="wait"` a slow job may hold
             up the others for half of that.
         worker_init_fn: called in each worker with its number.
         multiprocessing_context: "fork", "forkserver", "spawn" or a context; Python's default if None.
-        prefetch_factor: batches under way per worker; 2 if None. The first job decides.
-        seed: of order and augmentation. If None, that of the `CachedDataset`, or that of the group: the first job that
-            iterates draws one from torch's generator.
+        prefetch_factor: batches in flight per worker; 2 if None. The first job decides.
+        seed: seed of order and augmentation. If None, that of the `CachedDataset`, or that of the group: the first job
+            that iterates draws one from torch's generator.
         with_ids: yield `Batch(data, ids, weights)`.
-        on_error: "raise" a `SampleError` for a sample that cannot be had, at every job, or "skip" it. A rank of whose
-            part of a batch nothing is left then has one batch less than the others.
-        staging: bytes for the ring of ready batches, as an int or such as "256MiB". None: twice `num_workers` batches,
-            and four for each job in the group. The first job decides.
-        join: a job that comes in the middle of an epoch waits for the "next" one, or does a "catchup": it gets what is
-            still to come of this epoch with the others, and then what it missed, prepared by its own `num_workers`.
+        on_error: "raise" a `SampleError` in every job for a sample that cannot be read, or "skip" the sample. If all of
+            a rank's samples of a batch are skipped, that rank has one batch less than the others.
+        staging: bytes for the ring of ready batches, as an int or a string such as "256MiB". None: twice `num_workers`
+            batches, and four for each job in the group. The first job decides.
+        join: a job that joins in the middle of an epoch waits for the "next" one, or does a "catchup": it gets the
+            remaining batches of this epoch with the others, then prepares the missed ones with its own `num_workers`.
         on_lag: a slow job holds up the others when the ring is full of batches that it has not taken. "wait" for it, or
-            "detach" it: it prepares the rest of its epoch by itself, and is with the others again in the next.
-        job_transform: applied to each batch of this job after the shared prep, in this process. What it draws is a
+            "detach" it: it prepares the rest of its epoch locally, and rejoins the others in the next one.
+        job_transform: applied in this process to each batch of this job, after the shared prep. Its random draws are a
             function of (seed, epoch, number of the batch).
 
     Attributes:
         group: the group's name.
-        chunk_size: the group's.
+        chunk_size: the group's chunk size.
 
-    The ranks of a job are found by `torch.distributed` if that is initialised, else by the variables `RANK` and
-    `WORLD_SIZE`: each gets its rows of every `batch_size` times `WORLD_SIZE` samples, and all get equally many batches.
+    The ranks of a job come from `torch.distributed` if it is initialised, else from the variables `RANK` and
+    `WORLD_SIZE`. Each rank gets its rows of every `batch_size` times `WORLD_SIZE` samples, and all ranks get the same
+    number of batches.
 
-    Raises `InputError` for arguments that cannot be used, and for a job whose data set, transform, seed or batches
-    differ from the group's; while iterating `SampleError`, `WorkerError` and `WaitError`, and for what `collate_fn`
-    raised a `StallfreeError` that is of that type too.
+    Raises `InputError` for invalid arguments, and for a job whose data set, transform, seed or batches differ from the
+    group's. Iteration raises `SampleError`, `WorkerError` and `WaitError`; an exception of `collate_fn` is raised as a
+    `StallfreeError` that also has the exception's type.
     """
 
     @short_traceback
@@ -181,7 +182,7 @@ class SharedLoader:
         self._end = finalize(self, _close, self._context.member, self._group)
 
     def _join(self, options: Options, chunk_size: int | None, on_error: str, on_lag: str) -> Group:
-        with tolerant():  # the group has a name: what has no fingerprint is taken for the same
+        with tolerant():  # the group is identified by name: objects without a fingerprint are assumed to be equal
             same = {
                 "data set": fingerprint(options.reader.source.fingerprint()),
                 "transform": fingerprint(_steps(self.dataset)),
@@ -211,7 +212,7 @@ class SharedLoader:
             base_seed=0,
             order=Order(SourceSetup(self._samples, self.chunk_size, self._shuffle, seed=self.seed)),
             detach=detach,
-            lag_seconds=options.seconds / 2,  # less than the others wait
+            lag_seconds=options.seconds / 2,  # less than the other jobs wait
         )
         job = f"{os.getpid()}-{next(_made)}" if ranks.count == 1 else job_name() or f"child of {os.getppid()}"
         script = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
@@ -240,15 +241,15 @@ class SharedLoader:
 
     @property
     def epoch(self) -> int:
-        """The group's epoch in which this job is or, between two, which it will begin.
+        """The group's epoch of the active pass or, between two passes, of the next one.
 
-        It may go up by more than one, if the group was further on.
+        It may rise by more than one, if the group was further on.
         """
         iteration = None if self._pass is None else self._pass()
         return self._context.next_epoch if iteration is None or iteration.through else iteration.epoch
 
     def __len__(self) -> int:
-        """Number of batches of an epoch."""
+        """Number of batches per epoch."""
         return len(self._context.rebatching(0))
 
     @short_traceback
@@ -260,7 +261,7 @@ class SharedLoader:
             before.close()
         drawn = draw_seed()
         if self._shuffle:
-            draw_seed()  # as torch's RandomSampler
+            draw_seed()  # torch's RandomSampler draws a second seed
         done = self._done
         if not self._joined:
             self._context.member.setup.base_seed = drawn
@@ -274,7 +275,7 @@ class SharedLoader:
         return iteration
 
     def _agree_on_seed(self, group: Group, seed: int) -> None:
-        """Raise `InputError` if the group has another seed than `seed`."""
+        """Raise `InputError` if the group's seed differs from `seed`."""
         agreed = group.agree_on_seed(seed)
         if agreed != seed:
             raise InputError(
@@ -289,7 +290,7 @@ class SharedLoader:
         self._context.options = replace(self._context.options, seed=seed)
 
     def _first_needed(self, done: frozenset[int]) -> int:
-        """The number in the row of the first chunk that is needed when the batches `done` are not; or `NEWCOMER`."""
+        """Return the number of the first chunk needed if the batches `done` are not, or `NEWCOMER`."""
         if self._resumed is None:
             return NEWCOMER
         order = self._context.member.setup.order
@@ -298,7 +299,7 @@ class SharedLoader:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this job is: the group's epoch, and which of its batches were handed out. It is fit for JSON."""
+        """Return the job's position: the group's epoch and the batches already yielded, as JSON-compatible data."""
         iteration = None if self._pass is None else self._pass()
         under_way = iteration is not None and not iteration.through
         done = iteration.done if iteration is not None and under_way else self._done
@@ -306,10 +307,10 @@ class SharedLoader:
 
     @short_traceback
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, before the first iteration: the next one gives what was left.
+        """Resume from a state that `state_dict` returned; call it before the first iteration.
 
-        A group that is new begins there. In one that is further on, this job prepares by itself what it has missed of
-        that epoch. Raises `InputError` for a state of another loader, and after the first iteration.
+        A new group starts there. If the group is further on, this job prepares the missed part of that epoch locally.
+        Raises `InputError` for a state of another loader, and after the first iteration.
         """
         if self._joined:
             raise InputError("this loader is in its group already: load the state before the first iteration")
@@ -328,7 +329,7 @@ class SharedLoader:
         self._done = frozenset(number for start, stop in state["done"] for number in range(start, stop))
 
     def _terms(self) -> dict[str, Any]:
-        """What must be the same for a position in one loader to be that position in another."""
+        """Return the settings that must be equal for a position to mean the same in two loaders."""
         same = {"seed": self.seed, "shuffle": self._shuffle}
         sizes = {"samples": self._samples, "batch_size": self.batch_size, "chunk_size": self.chunk_size}
         return {**same, **sizes, "ranks": self._ranks.count, "drop_last": self.drop_last}
@@ -336,7 +337,7 @@ class SharedLoader:
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> SharedStats:
-        """What this job's loader has done since it was made."""
+        """Return the statistics of this job's loader since its creation."""
         context = self._context
         counts = dict(context.counts)
         for name in _SUMMED:
@@ -345,7 +346,7 @@ class SharedLoader:
         return SharedStats(**counts, alone=context.alone, takeovers=context.member.deaths, jobs=context.member.jobs)
 
     def close(self) -> None:
-        """Leave the group; kept batches stay valid. The last one out ends its processes. May be called twice."""
+        """Leave the group; batches that are still held stay valid. The last job ends its processes. Idempotent."""
         iteration = None if self._pass is None else self._pass()
         if iteration is not None:
             iteration.close()
@@ -383,7 +384,7 @@ def _check(
 
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """Numbers as a list of [start, stop]."""
+    """Return the numbers as a list of [start, stop] ranges."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number:

@@ -1,4 +1,4 @@
-"""What tests and benchmarks can use: slow sources, and the tests that every cache passes."""
+"""Tools for tests and benchmarks: slow sources, and a test suite for caches."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name != "CacheContract":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        import pytest  # only who tests a cache has it
+        import pytest  # installed only where caches are tested
 
         pytest.register_assert_rewrite(f"{__name__}.cache_contract")
         from stallfree.testing.cache_contract import CacheContract

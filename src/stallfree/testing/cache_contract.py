@@ -1,4 +1,4 @@
-"""`CacheContract`: the tests that every cache passes."""
+"""`CacheContract`: the test suite that every cache passes."""
 
 from __future__ import annotations
 
@@ -39,37 +39,39 @@ Steps = Sequence[tuple[str, Sequence[int]]]
 
 
 class MakeCache(Protocol):
-    """What the fixture `make_cache` gives: makes an empty cache that shares nothing with those made before."""
+    """The fixture `make_cache`: creates an empty cache that shares nothing with earlier ones."""
 
     def __call__(self, num_ids: int, capacity: int, *, example: Any = MISS, allow_pickle: bool = True) -> Cache: ...
 
 
 class NeedsPickle:
-    """A value that the codec does not know."""
+    """A value that the codec does not support."""
 
 
 class CacheContract:
-    """The tests that every `stallfree.cache.Cache` passes, for pytest.
+    """The test suite that every `stallfree.cache.Cache` passes, for pytest.
 
         class TestMyCache(stallfree.testing.CacheContract):
             @pytest.fixture
             def make_cache(self):
                 caches = []
+
                 def make(num_ids, capacity, *, example=MISS, allow_pickle=True):
                     caches.append(MyCache(num_ids, capacity, allow_pickle=allow_pickle))
                     return caches[-1]
+
                 yield make
                 for cache in caches:
                     cache.close()
 
-    The fixture gives a function that makes an empty cache, whose arguments are those of `MyCache` here:
+    The fixture returns a function that creates an empty cache, with the arguments of `MyCache` in this example:
 
     | argument | meaning |
     | --- | --- |
     | `num_ids` | number of samples of the data set |
-    | `capacity` | bytes: 1 MiB where all samples must find room; 64 KiB where a cache should become full, if it can |
+    | `capacity` | bytes: 1 MiB where all samples must fit; 64 KiB where a cache should become full, if it can |
     | `example` | a sample like those that are put, or `MISS`; a cache may derive its `structure` from it |
-    | `allow_pickle` | of the cache |
+    | `allow_pickle` | whether the cache may pickle values |
 
     If Hypothesis is installed, it generates the sequences of calls that are compared with a dict.
 
@@ -81,7 +83,7 @@ class CacheContract:
 
     @pytest.fixture
     def make_cache(self) -> MakeCache:
-        """To be overridden."""
+        """Override this fixture."""
         raise NotImplementedError("override the fixture make_cache: see stallfree.testing.CacheContract")
 
     # -- put and get --------------------------------------------------------------------------------------------------
@@ -183,7 +185,8 @@ class CacheContract:
         cache.flush()
         assert all(found(id, value) for id, value in enumerate(cache.get_many(range(COUNT))))
 
-    # -- what is removed ----------------------------------------------------------------------------------------------
+    # -- removal
+    # ----------------------------------------------------------------------------------------------------------
 
     def test_drop_and_clear(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
@@ -244,7 +247,8 @@ class CacheContract:
         cache.flush()
         assert there(cache) == {id for id, kept in zip(ids, stored.tolist(), strict=True) if kept}
 
-    # -- reading in other ways ----------------------------------------------------------------------------------------
+    # -- other ways of reading
+    # --------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("alike", [True, False])
     def test_gather_copies_what_get_many_gives(self, make_cache: MakeCache, alike: bool) -> None:
@@ -388,34 +392,34 @@ class CacheContract:
 
 
 def ample(make_cache: MakeCache) -> Cache:
-    """An empty cache with room for all samples."""
+    """Create an empty cache with room for all samples."""
     return make_cache(COUNT, AMPLE, example=sample(0))
 
 
 def sample(id: int, number: int = 0) -> tuple[npt.NDArray[np.uint8], int]:
-    """A sample whose content shows its id, beside a number."""
+    """Return a sample whose content is determined by its id, with a number."""
     return np.random.default_rng(id).integers(0, 256, 1000, np.uint8), number
 
 
 def is_right(id: int, value: Any) -> bool:
-    """Whether a value is the sample of `id`."""
+    """Return whether a value is the sample of `id`."""
     return isinstance(value, tuple) and np.array_equal(value[0], sample(id)[0])
 
 
 def found(id: int, value: Any) -> bool:
-    """Whether a value was found, which then is the sample of `id`."""
+    """Return whether a value is not `MISS`; fails if it is not the sample of `id`."""
     assert value is MISS or is_right(id, value), f"not the sample {id}: {value!r:.100}"
     return value is not MISS
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values have the same types and the same content."""
+    """Return whether two values have the same types and the same content."""
     (structure, arrays), (others, parts) = encode(one), encode(other)
     return structure is others and all(map(np.array_equal, arrays, parts))
 
 
 def put(cache: Cache, ids: Sequence[int], values: Sequence[Any], *, all_stored: bool = True) -> None:
-    """Store `values`."""
+    """Store `values` and flush the cache."""
     stored = cache.put_many(ids, values)
     assert stored.shape == (len(ids),)
     assert stored.dtype == bool
@@ -424,12 +428,12 @@ def put(cache: Cache, ids: Sequence[int], values: Sequence[Any], *, all_stored: 
 
 
 def there(cache: Cache) -> set[int]:
-    """The ids whose samples are there, each of which is the right one."""
+    """Return the ids of the cached samples, after checking their values."""
     return {id for id, value in enumerate(cache.get_many(range(cache.num_ids))) if found(id, value)}
 
 
 def begin(cache: Cache, ids: Sequence[int]) -> tuple[list[Any], list[int]]:
-    """Read `ids` with `begin_read`: the values, and the ids that were to be fetched."""
+    """Read `ids` with `begin_read`; returns the values, and the ids that were to be fetched."""
     fetched: list[int] = []
     with ThreadPoolExecutor(2) as executor:
         values = cache.begin_read(np.array(ids, np.int64), lambda: executor, fetched.extend).result()
@@ -454,18 +458,18 @@ def occupied(executor: ThreadPoolExecutor) -> Iterator[None]:
 
 
 def no_pool() -> ThreadPoolExecutor:
-    """Stands for an executor where none is needed."""
+    """Placeholder for an executor that must not be used."""
     raise AssertionError("no thread was needed")
 
 
 def rows_for(cache: Cache, count: int) -> list[npt.NDArray[np.uint8]]:
-    """Arrays that `count` samples can be gathered into; none if there is no structure."""
+    """Return arrays that `count` samples can be gathered into; empty if the cache has no structure."""
     structure = cache.structure
     return [] if structure is None else [np.zeros((count, leaf.nbytes), np.uint8) for leaf in structure.leaves]
 
 
 def walk(cache: Cache, steps: Steps) -> None:
-    """Do the same with a cache, emptied at first, and with a dict."""
+    """Run the same calls on a cache, emptied first, and on a dict, and compare the results."""
     cache.clear()
     model: dict[int, int] = {}
     numbers = itertools.count()

@@ -1,9 +1,9 @@
-"""Everyday transforms of pictures, on bytes.
+"""Common image transforms on bytes.
 
     encoded bytes ─▶ DecodeRandomResizedCrop ─▶ (ColorJitter, ...) ─▶ batch ─▶ device ─▶ Normalize
 
-Pictures are uint8 arrays of shape (H, W, 3). What is drawn comes from Python's generator, which stallfree seeds for
-each sample, so a sample is the same function of (seed, epoch, id) wherever it is prepared.
+Images are uint8 arrays of shape (H, W, 3). Random numbers come from Python's generator, which stallfree seeds for each
+sample, so a sample is the same function of (seed, epoch, id) wherever it is prepared.
 """
 
 from stallfree.vision.crops import DecodeRandomResizedCrop, RandomResizedCrop

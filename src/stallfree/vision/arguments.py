@@ -1,4 +1,4 @@
-"""What steps are given, checked."""
+"""Validation of the arguments and inputs of steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stallfree.vision.native import Layout, Pixels
 
 
 def pixels_of(value: Any, step: object) -> Pixels:
-    """`value`, which `step` was called with, as an array of shape (H, W, 3). Raises `InputError` for anything else."""
+    """Return `value`, the input of `step`, as an array of shape (H, W, 3). Raises `InputError` for anything else."""
     array = None if isinstance(value, (bytes, bytearray, memoryview, str)) else np.asarray(value)
     if array is not None and array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3 and array.size:
         return array
@@ -25,7 +25,7 @@ def pixels_of(value: Any, step: object) -> Pixels:
 
 
 def checked_size(size: int | Sequence[int], name: str = "size") -> tuple[int, int]:
-    """(height, width) out of two numbers, or one for both. Raises `InputError`."""
+    """Return (height, width) from two numbers, or one for both. Raises `InputError`."""
     try:
         if isinstance(size, bool):
             raise TypeError
@@ -38,14 +38,14 @@ def checked_size(size: int | Sequence[int], name: str = "size") -> tuple[int, in
 
 
 def check_layout(layout: Layout) -> Layout:
-    """`layout` itself. Raises `InputError` if it is unknown."""
+    """Return `layout`. Raises `InputError` if it is unknown."""
     if layout not in ("HWC", "CHW"):
         raise InputError(f"layout={layout!r}: give 'HWC' (height, width, channels) or 'CHW' (channels first)")
     return layout
 
 
 def probability(given: float, name: str) -> float:
-    """`given` as a float. Raises `InputError` if it is not 0 to 1."""
+    """Return `given` as a float. Raises `InputError` if it is not within 0 to 1."""
     if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1:
         return float(given)
     raise InputError(f"{name}={given!r}: give a probability, 0 to 1")

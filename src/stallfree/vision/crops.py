@@ -1,4 +1,4 @@
-"""A random part of a picture, resized: from encoded pictures and from decoded ones."""
+"""Random resized crops, from encoded and from decoded images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRIES = 10
 
 
 class _RandomCrop:
-    """What the two have in common: the arguments, and what is drawn."""
+    """Base of both crops: their arguments and random draws."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class _RandomCrop:
         self.layout = check_layout(layout)
 
     def draw(self, height: int, width: int) -> tuple[Crop, bool]:
-        """A part of a picture of that size, and whether to mirror it, out of Python's generator."""
+        """Draw a crop for an image of that size, and whether to mirror it, from Python's generator."""
         crop = self._draw_crop(height, width)
         return crop, self.flip > 0 and random.random() < self.flip
 
@@ -62,22 +62,23 @@ class _RandomCrop:
 @in_place
 @mark_random
 class RandomResizedCrop(_RandomCrop):
-    """A random part of a picture, resized to `size`: torchvision's `RandomResizedCrop` on bytes.
+    """A random crop of an image, resized to `size`: torchvision's `RandomResizedCrop` on bytes.
 
-    The part has a share of the area drawn evenly from `scale` and a ratio of width to height whose logarithm is drawn
-    evenly from that of `ratio`, and lies anywhere; after 10 parts that do not fit, it is the largest central one within
-    `ratio`. Resizing is bilinear with antialiasing, and within 1 of torch's.
+    The crop's share of the area is uniform over `scale`, the logarithm of its aspect ratio is uniform over that of
+    `ratio`, and its position is uniform. After 10 crops that do not fit, it is the largest central one within `ratio`.
+    Resizing is bilinear with antialiasing, and within 1 of torch's result.
 
-    Takes a uint8 array of shape (H, W, 3) or what NumPy can see as one, such as a `PIL.Image`; gives a new one.
+    Takes a uint8 array of shape (H, W, 3) or an object that NumPy can convert to one, such as a `PIL.Image`; returns a
+    new array.
 
     Args:
         size: (height, width) of the result, or one number for both.
         scale: least and largest share of the area.
         ratio: least and largest width / height.
-        flip: how likely the result is mirrored, left to right, 0 to 1.
-        layout: of the result: "HWC" (height, width, 3), or "CHW" (3, height, width).
+        flip: probability of mirroring the result left to right, 0 to 1.
+        layout: layout of the result: "HWC" (height, width, 3), or "CHW" (3, height, width).
 
-    Raises `InputError` for arguments that cannot be used, and when called with something else than a picture.
+    Raises `InputError` for invalid arguments, and when called with anything but an image.
     """
 
     def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
@@ -89,24 +90,24 @@ class RandomResizedCrop(_RandomCrop):
 @in_place
 @mark_random
 class DecodeRandomResizedCrop(_RandomCrop):
-    """Encoded bytes to a random part of the picture: `DecodeImage` and `RandomResizedCrop` in one, and faster.
+    """Decodes a random crop from encoded bytes: `DecodeImage` and `RandomResizedCrop` in one, and faster.
 
-    The part is drawn first. Of a JPEG, only rows and columns of the part are decoded, at 1/2, 1/4 or 1/8 of the
-    resolution where that is twice the `size`, and are resized as they come; damage below the part is not noticed. That
-    needs the compiled part of stallfree, which an install makes where there is a C compiler with the headers of
-    libjpeg-turbo. Without it, and for other formats, pictures are decoded whole.
+    The crop is drawn first. Of a JPEG, only the rows and columns of the crop are decoded, at 1/2, 1/4 or 1/8 of the
+    resolution if that is at least twice the `size`, and are resized while they are decoded; damage below the crop is
+    not detected. This requires the compiled part of stallfree, which is built at installation if there is a C compiler
+    with the headers of libjpeg-turbo. Without it, and for other formats, the whole image is decoded.
 
-    `ImageFolder(root, DecodeRandomResizedCrop(224))` leaves its own decoding out. A cache of fetched samples
-    (`form="fetched"`) holds encoded pictures; one of prepared samples holds decoded ones, as `halves` says, and what
-    is drawn is the same.
+    `ImageFolder(root, DecodeRandomResizedCrop(224))` omits its own decoding. A cache of fetched samples
+    (`form="fetched"`) holds encoded images; one of prepared samples holds decoded ones, as defined by `halves`; the
+    random draws are the same.
 
     Args: those of `RandomResizedCrop`.
 
-    Raises `InputError` for arguments that cannot be used, and when called with bytes that are no whole picture.
+    Raises `InputError` for invalid arguments, and when called with bytes that are not a complete image.
     """
 
     takes_encoded: ClassVar[bool] = True
-    """For `ImageFolder`: this step wants the bytes of the file."""
+    """Read by `ImageFolder`: this step takes the bytes of the file."""
 
     def __call__(self, data: bytes, out: Out | None = None) -> Pixels:
         encoded = _encoded(data, self)
@@ -120,13 +121,13 @@ class DecodeRandomResizedCrop(_RandomCrop):
         return cut(pixels, crop, self, mirror, out)
 
     def halves(self) -> tuple[DecodeImage, RandomResizedCrop]:
-        """A deterministic and a random step that do the same one after the other: decoding, and the rest."""
+        """Return a deterministic and a random step that together equal this one: decoding, and the rest."""
         rest = RandomResizedCrop(self.size, self.scale, self.ratio, flip=self.flip, layout=self.layout)
         return DecodeImage(), rest
 
 
 def cut(pixels: Pixels, crop: Crop, step: _RandomCrop, mirror: bool, out: Out | None) -> Pixels:
-    """The part `crop` of `pixels`, in the size and layout of `step`."""
+    """Return the part `crop` of `pixels`, in the size and layout of `step`."""
     top, left, height, width = crop
     return native.resized(pixels[top : top + height, left : left + width], step.size, step.layout, mirror, out)
 
@@ -148,7 +149,7 @@ def _encoded(data: Any, step: object) -> bytes:
 
 
 def _central(height: int, width: int, low: float, high: float) -> Crop:
-    """The largest part around the middle whose ratio of width to height is within `low` to `high`."""
+    """Return the largest central crop whose aspect ratio, width / height, is within `low` to `high`."""
     down, across = height, width
     if width < low * height:
         down = round(width / low)

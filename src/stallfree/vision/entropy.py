@@ -1,4 +1,4 @@
-"""Whether entropy decoding of our own gives what libjpeg's gives, tried on two small pictures."""
+"""Checks on two small images that stallfree's entropy decoding gives the same pixels as libjpeg's."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 OF_LIBJPEG, OWN, OWN_ALONE = range(3)
-"""What `stallfree_decode` takes: libjpeg's decoding; our own, where that can be; our own or an error."""
+"""Modes of `stallfree_decode`: libjpeg's decoding; our own where possible; our own or an error."""
 
 _REFUSED = 4
 _HEIGHT, _WIDTH = 17, 35
 _PARTS = ((0, 0, _HEIGHT, _WIDTH, _HEIGHT, _WIDTH), (3, 17, 9, 12, 9, 12), (0, 0, _HEIGHT, _WIDTH, 4, 8))
-"""Top, left, height, width, height and width of the result: all, a part of the columns, and at less resolution."""
+"""Top, left, height, width, height and width of the result: the whole, some columns, and a lower resolution."""
 
 _COLOUR = base64.b64decode(
     "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAMCAgMCAgMDAwMEAwMEBQgFBQQEBQoHBwYIDAoMDAsKCwsNDhIQDQ4RDgsLEBYQERMUFRUVDA8XGB"
@@ -29,7 +29,7 @@ _COLOUR = base64.b64decode(
     "VsHWQDbcx8jjPzDJ6112ueOVEhO8bgeB/j+v5VhOk6cWkcGbZHUq020jvptetxKw5ODjO4DNFeLP47kjdlSYbQcD5h/hRXlc9Toz8ulw9Vu9Py"
     "PMLL/j3i/wCAfyNacH+sb/eb+tFFfqNb4JH9M5d8H3fkS2n/ACErT/rqv81re17/AFX/AAOiivi8T8H9djTGfBL5nGt94/WiiivGPz8//9k="
 )
-"""Half as many colours as pixels per side, with the usual tables, which have codes of all lengths."""
+"""A colour image with half as many chroma samples as pixels per side, and the standard tables with all code lengths."""
 
 _GREY = base64.b64decode(
     "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAgGBgcGBQgHBwcJCQgKDBQNDAsLDBkSEw8UHRofHh0aHBwgJC4nICIsIxwcKDcpLDAxNDQ0Hyc5PT"
@@ -37,11 +37,11 @@ _GREY = base64.b64decode(
     "BRMUFUNT0fD/2gAIAQEAAD8AW2qAJJ0IXVWRExuwl0q7W3dEk58xvdbmrdNyQRw2JHqmfZHBc2LzBznRKF15ImYKmF9FxTkzDx3VtbxM5EgcCp"
     "/cgdL46hSVdvL9WK+sqf25RfK3m3unv1g6pW1f/9k="
 )
-"""One component, with tables of its own."""
+"""A greyscale image with custom tables."""
 
 
 def problem_of(library: ctypes.CDLL) -> str:
-    """Why libjpeg should decode the entropy; "" if our own decoding is as good."""
+    """Return why libjpeg must decode the entropy; "" if our own decoding gives the same."""
     for data in (_COLOUR, _GREY):
         for part in _PARTS:
             wanted, right = _decoded(library, data, part, OF_LIBJPEG)

@@ -1,7 +1,7 @@
-"""The compiled part: decoding a part of a JPEG, and resizing, in C. Everything here also works without, only slower.
+"""The compiled part in C: partial JPEG decoding, resizing and pixel operations, with slower fallbacks in Python.
 
-`_native.so` is compiled when the package is installed or built, where there are a C compiler and the headers of
-libjpeg-turbo (see `hatch_build.py`). It knows nothing of Python, and lets other threads run while it works.
+`_native.so` is compiled when the package is installed or built, if there are a C compiler and the headers of
+libjpeg-turbo (see `hatch_build.py`). It does not use the Python API, and runs without the GIL.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Layout: TypeAlias = Literal["HWC", "CHW"]
 LIBRARY = Path(__file__).with_name("_native.so")
 ABI = 3
 GREY = (0.299, 0.587, 0.114)
-"""Weights of red, green and blue in ITU-R BT.601, as Pillow and torchvision have them."""
+"""Weights of red, green and blue in ITU-R BT.601, as in Pillow and torchvision."""
 
 _TAIL = 1024
-"""Bytes at the end of a file among which a JPEG must end: one that was cut short is not decoded in part."""
+"""Bytes at the end of a file that must contain a JPEG's end marker: truncated files are not decoded in part."""
 
 log = logging.getLogger("stallfree")
 
 
 class Crop(NamedTuple):
-    """A part of a picture, in pixels."""
+    """A rectangle of an image, in pixels."""
 
     top: int
     left: int
@@ -46,7 +46,7 @@ class Crop(NamedTuple):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions, or None where they are not there; the log `stallfree` says why, as information."""
+    """Return the compiled functions, or None if they are missing; logs the reason to `stallfree` at level INFO."""
     try:
         found = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
@@ -59,7 +59,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    """`found` with the types of its functions' arguments."""
+    """Declare the argument types of the functions of `found`; returns `found`."""
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     found.stallfree_jpeg_size.argtypes = [ctypes.c_char_p, size, pointer]
     found.stallfree_decode.argtypes = [ctypes.c_char_p, size, *[number] * 9, pointer]
@@ -75,7 +75,7 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
 
 @functools.cache
 def entropy_decoding() -> int:
-    """What `stallfree_decode` is to use: our own decoding if it gives what libjpeg's gives; logs a warning if not."""
+    """Return the mode for `stallfree_decode`: our own decoding if it equals libjpeg's; logs a warning if not."""
     found = library()
     assert found is not None
     problem = entropy.problem_of(found)
@@ -85,7 +85,7 @@ def entropy_decoding() -> int:
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Height and width if `data` is a JPEG to its end that can be decoded in part, else None."""
+    """Return height and width if `data` is a complete JPEG that can be decoded in part, else None."""
     found = library()
     if found is None or data[:3] != b"\xff\xd8\xff" or data.find(b"\xff\xd9", len(data) - _TAIL) < 0:
         return None
@@ -96,10 +96,11 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 def decode_crop(
     data: bytes, crop: Crop, size: tuple[int, int], layout: Layout, mirror: bool, out: Out | None = None
 ) -> Pixels | None:
-    """A part of a JPEG, resized to `size`; None if it cannot be decoded so, such as CMYK, or is damaged there.
+    """Decode a part of a JPEG, resized to `size`; returns None if it is unsupported, such as CMYK, or damaged there.
 
-    Only rows down to the end of `crop` are looked at. Where half, a quarter or an eighth of the resolution still has
-    twice the `size`, no more than that is decoded: values of photographs then differ by less than half on average.
+    Only the rows down to the end of `crop` are read. If half, a quarter or an eighth of the resolution is still at
+    least twice the `size`, only that resolution is decoded: values of photographs then differ by less than half on
+    average.
     """
     found = library()
     assert found is not None
@@ -113,7 +114,7 @@ def decode_crop(
 def resized(
     pixels: Pixels, size: tuple[int, int], layout: Layout = "HWC", mirror: bool = False, out: Out | None = None
 ) -> Pixels:
-    """`pixels` of shape (H, W, 3) in `size`: bilinear, with antialiasing. Mirrored left to right with `mirror`."""
+    """Resize `pixels` of shape (H, W, 3), bilinear with antialiasing. `mirror` flips the result left to right."""
     found = library()
     if found is None:
         return _resized_by_torch(pixels, size, layout, mirror, out)
@@ -126,9 +127,9 @@ def resized(
 
 
 def blend(pixels: Pixels, factor: float, grey: float | None, out: Pixels) -> None:
-    """`pixels * factor + grey * (1 - factor)`, rounded and kept to 0 to 255; `grey` None: that of each pixel itself.
+    """Compute `pixels * factor + grey * (1 - factor)`, rounded and clipped to 0 to 255; `grey` None: each pixel's own.
 
-    Both are contiguous; `out` may be `pixels`.
+    Both arrays are contiguous; `out` may be `pixels`.
     """
     found = library()
     if found is not None:
@@ -142,7 +143,7 @@ def blend(pixels: Pixels, factor: float, grey: float | None, out: Pixels) -> Non
 
 
 def mirror(pixels: Pixels, out: Pixels) -> None:
-    """`pixels` with left and right changed; both are contiguous, and `out` may be `pixels`."""
+    """Flip `pixels` left to right; both arrays are contiguous, and `out` may be `pixels`."""
     found = library()
     if found is None:
         out[...] = pixels[:, ::-1].copy()
@@ -151,7 +152,7 @@ def mirror(pixels: Pixels, out: Pixels) -> None:
 
 
 def mean_grey(pixels: Pixels) -> float:
-    """The mean of the grey of all pixels, 0 to 255."""
+    """Return the mean grey value of all pixels, 0 to 255."""
     found = library()
     pixels = np.ascontiguousarray(pixels)
     count = pixels.size // 3
@@ -164,7 +165,7 @@ def mean_grey(pixels: Pixels) -> float:
 
 
 def version() -> str:
-    """What resizes: it decides the last bit of some pixels."""
+    """Return the name and version of the resizer, which determines the last bit of some pixels."""
     return f"stallfree {ABI}" if library() is not None else f"torch {torch.__version__}"
 
 
@@ -173,7 +174,7 @@ def _empty(out: Out | None, size: tuple[int, int], layout: Layout) -> Pixels:
 
 
 def _resized_by_torch(pixels: Pixels, size: tuple[int, int], layout: Layout, mirror: bool, out: Out | None) -> Pixels:
-    plain = np.require(pixels, requirements=["C", "W"])  # what torch takes without a word
+    plain = np.require(pixels, requirements=["C", "W"])  # torch accepts it without a warning
     view = torch.from_numpy(plain).permute(2, 0, 1)[None]
     with one_thread():
         made = interpolate(view, size, mode="bilinear", antialias=True)[0]

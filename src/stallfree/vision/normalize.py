@@ -1,4 +1,4 @@
-"""Bytes to normalised floats, on the device."""
+"""Converts bytes to normalised floats on the device."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ class Normalize:
 
         sf.DevicePrefetcher(loader, "cuda", transform_on_device=sf.vision.Normalize())
 
-    In a tensor, tuple, list or mapping, nested too, all uint8 tensors of 4 dimensions become floats of shape
-    (N, 3, H, W); all else stays as it is. From "HWC" they get torch's memory format `channels_last`, without a copy.
+    All uint8 tensors of 4 dimensions in a batch, also in nested tuples, lists or mappings, become floats of shape
+    (N, 3, H, W); everything else is left unchanged. With "HWC" the result has torch's memory format `channels_last`,
+    without a copy.
 
     Args:
-        mean, std: of red, green and blue, where values are 0 to 1; those of ImageNet by default.
-        layout: of the bytes: "HWC", (N, H, W, 3), or "CHW", (N, 3, H, W).
-        dtype: of the floats.
+        mean, std: mean and standard deviation of red, green and blue, on a scale of 0 to 1; ImageNet's by default.
+        layout: layout of the bytes: "HWC", (N, H, W, 3), or "CHW", (N, 3, H, W).
+        dtype: dtype of the floats.
 
-    Raises `InputError` for arguments that cannot be used, and for a batch without such a tensor.
+    Raises `InputError` for invalid arguments, and for a batch without such a tensor.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Normalize:
         return changed
 
     def _walk(self, value: Any) -> tuple[Any, int]:
-        """`value` with its pictures changed, and how many tensors of them there are."""
+        """Return `value` with its images converted, and the number of converted tensors."""
         if isinstance(value, torch.Tensor):
             return (self._floats(value), 1) if value.dtype == torch.uint8 and value.ndim == 4 else (value, 0)
         if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""Everyday transforms of pictures that stay bytes: arrays of uint8 and shape (H, W, 3) in, new ones out.
+"""Common image transforms on bytes: they take uint8 arrays of shape (H, W, 3) and return new ones.
 
-In a batch that is composed in place, the results are rows of it, and steps after the first work on these.
+In a batch that is composed in place, the results are rows of the batch, and later steps modify these rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stallfree.vision.native import Pixels
 @in_place
 @mark_random
 class RandomHorizontalFlip:
-    """Mirrors pictures left to right with probability `p`; the others pass as they are."""
+    """Mirrors images left to right with probability `p`; the others are returned unchanged."""
 
     def __init__(self, p: float = 0.5) -> None:
         self.p = probability(p, "p")
@@ -43,10 +43,10 @@ class RandomHorizontalFlip:
 @in_place
 @mark_deterministic
 class Resize:
-    """Resizes pictures, bilinear with antialiasing, within 1 of torch's result.
+    """Resizes images, bilinear with antialiasing, within 1 of torch's result.
 
     Args:
-        size: (height, width) of the result; or one number for the shorter side, and the longer one follows.
+        size: (height, width) of the result; or one number for the shorter side, which keeps the aspect ratio.
     """
 
     def __init__(self, size: int | Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class Resize:
         return (self.size, longer) if height <= width else (longer, self.size)
 
     def fingerprint(self) -> str:
-        """The size, and what resizes, which decides the last bit of some pixels."""
+        """Return the size and the resizer, which determines the last bit of some pixels."""
         return f"Resize({self.size}; {native.version()})"
 
     def __repr__(self) -> str:
@@ -74,7 +74,7 @@ class Resize:
 @in_place
 @mark_deterministic
 class CenterCrop:
-    """The part of `size` around the middle; a picture that is smaller is surrounded by black, as torchvision does.
+    """Crops the central `size` pixels; smaller images are padded with black, as in torchvision.
 
     Args:
         size: (height, width), or one number for both.
@@ -106,8 +106,9 @@ class CenterCrop:
 class ColorJitter:
     """Changes brightness, contrast and saturation by random factors, in random order.
 
-    Each is a number x for a factor of max(0, 1 - x) to 1 + x, or the least and the largest factor; 1 changes nothing.
-    Brightness mixes with black, contrast with the mean grey of the picture, saturation with the grey of each pixel.
+    Each is a number x for a factor of max(0, 1 - x) to 1 + x, or the least and the largest factor; a factor of 1
+    changes nothing. Brightness mixes with black, contrast with the image's mean grey, saturation with the grey of each
+    pixel.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class ColorJitter:
 @in_place
 @mark_deterministic
 class ChannelsFirst:
-    """(H, W, 3) to (3, H, W), still bytes of 0 to 255: the order that convolutions of torch want."""
+    """Converts (H, W, 3) to (3, H, W), still bytes of 0 to 255: the layout that torch's convolutions expect."""
 
     def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
         pixels = pixels_of(picture, self).transpose(2, 0, 1)
@@ -156,7 +157,7 @@ class ChannelsFirst:
 
 
 def _target(pixels: Pixels, out: Out | None) -> Pixels:
-    """Where the changed `pixels` go: themselves, if they are a row of the batch."""
+    """Return the output array for changed `pixels`: `pixels` itself if it is a row of the batch."""
     return pixels if given(out, pixels) else empty(out, pixels.shape)
 
 
@@ -164,7 +165,7 @@ def _factors(wanted: float | Sequence[float], name: str) -> tuple[float, float]:
     try:
         low, high = wanted if isinstance(wanted, Sequence) else (max(0.0, 1 - wanted), 1 + wanted)
         fine = 0 <= low <= high < math.inf
-    except (TypeError, ValueError, RuntimeError):  # of a tensor
+    except (TypeError, ValueError, RuntimeError):  # raised by a tensor
         fine = False
     if not fine or (not isinstance(wanted, Sequence) and wanted < 0):
         raise InputError(f"{name}={wanted!r}: give 0 or more, or (least, largest factor)")

@@ -1,1 +1,1 @@
-"""Which steps of a pipeline are deterministic, and which draw random numbers."""
+"""Classification of pipeline steps as deterministic or random."""

@@ -1,4 +1,4 @@
-"""Which part of a pipeline always gives the same output for the same input, and so may be cached."""
+"""Splits a pipeline into its deterministic prefix, which may be cached, and the rest."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ __all__ = ["Split", "StallfreeWarning", "Verdict", "mark_deterministic", "mark_r
 
 
 class StallfreeWarning(UserWarning):
-    """Something works, but not as well as it could; the message says what to do."""
+    """Warns of something that works, but not optimally; the message recommends an action."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known about one step."""
+    """The classification of one step."""
 
     step: str
-    """Its name."""
+    """Name of the step."""
     random: bool
-    """Whether it may give another output for the same input."""
+    """Whether the output may differ for the same input."""
     reason: str
-    """What says so: `"mark"`, `"torchvision"`, `"albumentations"`, `"monai"` or `"probe"` (a scan of its code and a
-    trial); `"seen"` for a step that drew while a cache was filled, `"halves"` for the two that stand for one random
-    step, `"undecided"` if nothing does, and `"after"` for a step behind the first random one, which is not cached and
-    was not tried."""
+    """Source of the verdict: `"mark"`, `"torchvision"`, `"albumentations"`, `"monai"` or `"probe"` (a scan of the code
+    and a trial); `"seen"` for a step that drew random numbers while a cache was filled, `"halves"` for the two that
+    replace one random step, `"undecided"` without evidence, and `"after"` for a step behind the first random one, which
+    is neither cached nor tried."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A pipeline in two: `random(deterministic(value))` is the whole. `str()` gives a table of the steps.
+    """A pipeline in two parts: `random(deterministic(value))` equals the whole. `str()` gives a table of the steps.
 
-    A step with `halves` that was taken apart may do both at once in another way: then the whole is equal within the
-    error of that, such as a decoder's.
+    A step replaced by its `halves` may compute both at once in another way; the results then agree within that
+    computation's error, such as a decoder's.
     """
 
     deterministic: Compose
-    """The longest run of steps, from the first one, that always give the same output for the same input."""
+    """The longest prefix of steps that always give the same output for the same input."""
     random: Compose
-    """The other steps."""
+    """The remaining steps."""
     verdicts: tuple[Verdict, ...]
-    """One per step of the flattened pipeline, in order; two for a step that was taken apart into its halves."""
+    """One per step of the flattened pipeline, in order; two for a step that was replaced by its halves."""
 
     def __str__(self) -> str:
         lines = [
@@ -60,27 +60,27 @@ class Split:
 
 
 def split(transform: Transform | None, probe: Any = None) -> Split:
-    """Split `transform` into the part that may be cached and the part that must run anew each time.
+    """Split `transform` into a part that may be cached and a part that must run for each access.
 
-    Nested compositions are flattened first (see `flatten`). A step is known to be random or deterministic by the
-    user's mark, then by its library's own sign, then, when `probe` is given, by a scan of its code for unseeded
-    generators, clocks and entropy, and by running it twice from different states of the random generators. `probe` is
-    one value as the first step gets it, for instance what a source's `fetch` returned; it is copied, and generators and
-    steps are left as they were. The steps before one that is tried are run on it too. None stands for no probe.
+    Nested compositions are flattened first (see `flatten`). A step is classified by the user's mark, then by its
+    library's declaration. If `probe` is given, its code is then scanned for unseeded generators, clocks and entropy,
+    and it is run twice from different states of the random generators. `probe` is a value for the first step, for
+    instance what a source's `fetch` returned; it is copied, and generators and steps are left unchanged. The steps
+    before a tried step also run on it. None means no probe.
 
     The verdict holds for this value. While a cache is filled, a step that draws random numbers for another sample
     becomes random; see `CachedDataset`.
 
-    A step that none of these decides counts as random, with a `StallfreeWarning` that names it.
+    An undecided step counts as random, with a `StallfreeWarning` that names it.
 
-    When the first random step has a method `halves() -> (deterministic, random)`, and `random(deterministic(x))` is
-    what the step makes of `x`, these two stand in its place, the first one at the end of the part that may be cached.
+    If the first random step has a method `halves() -> (deterministic, random)`, where `random(deterministic(x))` equals
+    the step's result for `x`, the two replace it; the first one ends the part that may be cached.
     """
     flat = flatten(transform)
     values = _Values(flat, probe)
     steps: list[Transform] = []
     verdicts: list[Verdict] = []
-    count: int | None = None  # deterministic steps, as soon as a random one has come
+    count: int | None = None  # number of deterministic steps, once the first random one is found
     for place, step in enumerate(flat):
         sign = known(step)
         if sign is not None:
@@ -102,7 +102,7 @@ def split(transform: Transform | None, probe: Any = None) -> Split:
 
 
 class _Values:
-    """The value that each step gets when the first one gets `probe`, worked out only as far as it is asked for."""
+    """The input of each step when the first one gets `probe`, computed lazily."""
 
     def __init__(self, steps: Sequence[Transform], probe: Any) -> None:
         self.given = probe is not None
@@ -115,12 +115,12 @@ class _Values:
         return self._value
 
     def learn(self, place: int, output: Any) -> None:
-        """Note that the step at `place` returned `output`."""
+        """Record that the step at `place` returned `output`."""
         self._place, self._value = place + 1, output
 
 
 def _tried(step: Transform, place: int, values: _Values) -> Verdict:
-    """The verdict of a trial; random and with a warning when there can be none or it shows nothing."""
+    """Return the verdict of a trial; random, with a warning, if no trial is possible or it is inconclusive."""
     why = "there is no sample to try it on"
     if values.given:
         try:

@@ -1,6 +1,6 @@
-"""What torchvision, albumentations and MONAI say themselves about their transforms.
+"""The randomness that torchvision, albumentations and MONAI declare for their transforms.
 
-Classes are recognised by name and module, so no library is imported here.
+Classes are recognised by name and module, so that no library is imported here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stallfree.pipeline.marks import drew, mark_of
 _TORCHVISION_RANDOM = {
     *("AugMix", "AutoAugment", "ColorJitter", "CutMix", "ElasticTransform", "GaussianBlur", "GaussianNoise", "JPEG"),
     *("MixUp", "RandAugment", "ScaleJitter", "TrivialAugmentWide"),
-}  # and all whose names start with Random
+}  # and all names that start with Random
 _TORCHVISION_STEADY = {
     *(
         "CenterCrop",
@@ -39,7 +39,7 @@ _MONAI_WRAPPERS = {"Lambda", "Lambdad", "TorchIO", "TorchIOd", "TorchVision", "T
 
 
 def known(transform: Any) -> tuple[bool, str] | None:
-    """Whether `transform` is random by its mark or its library's sign, and which of them says so; None if none does."""
+    """Return whether `transform` is random, and the mark or library that declares it; None if none does."""
     mark = mark_of(transform)
     if mark is not None:
         return mark, "mark"
@@ -61,15 +61,15 @@ def known(transform: Any) -> tuple[bool, str] | None:
 
 
 def may_draw(transform: Any) -> bool:
-    """Whether draws of `transform`, which is deterministic, do not matter: the user or its library says so.
+    """Return whether random draws of the deterministic `transform` are harmless, by its mark or its library.
 
-    A composition of albumentations draws whether to run also if it always runs.
+    A composition of albumentations draws to decide whether to run, even if it always runs.
     """
     return mark_of(transform) is False or known(transform) == (False, "albumentations")
 
 
 def _wrapped(transform: Any) -> Any:
-    """The one transform that `transform` only passes its value to; None for all others."""
+    """Return the transform to which `transform` only passes its value; None if there is none."""
     if type(transform) is OnItem:
         return transform.transform
     if isinstance(transform, functools.partial):
@@ -82,7 +82,7 @@ def _wrapped(transform: Any) -> Any:
 
 
 def _all_of(transforms: Any) -> bool | None:
-    """Whether one of `transforms` is random; None when none is known to be and not all are known."""
+    """Return whether one of `transforms` is random; None if none is known to be random and not all are known."""
     verdicts = [known(transform) for transform in transforms]
     if any(verdict is not None and verdict[0] for verdict in verdicts):
         return True
@@ -105,7 +105,7 @@ def _torchvision(transform: Any) -> bool | None:
 
 
 def _albumentations(transform: Any) -> bool | None:
-    """Steady are the library's own that are always applied (`p=1`) or never, and whose code draws no numbers."""
+    """Deterministic are library transforms that always (`p=1`) or never run, and whose code draws no random numbers."""
     if not is_albumentations(transform):
         return None
     cls = type(transform)
@@ -133,7 +133,7 @@ def _text(value: Any) -> str:
 
 
 def _monai(transform: Any) -> bool | None:
-    """Random are those with `RandomizableTrait`; steady are the library's own others, save wrappers of foreign code."""
+    """Random are subclasses of `RandomizableTrait`; deterministic are other library transforms, except wrappers."""
     cls = type(transform)
     if is_monai_compose(transform):
         return _all_of(transform.transforms)

@@ -1,4 +1,4 @@
-"""Finding out by scan and trial whether a step gives the same output for the same input."""
+"""Determines by code scan and trial runs whether a step gives the same output for the same input."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _SEEDS = (0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D)
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial has shown."""
+    """The result of a trial."""
 
     random: bool | None
-    """None when it could not be decided."""
+    """None if undecided."""
     why: str
-    """Why it is random or could not be decided; empty otherwise."""
+    """Why it is random or undecided; empty otherwise."""
     output: Any
-    """What the first call returned; None if there was none or it raised."""
+    """Result of the first call; None if there was none or it raised."""
 
 
 def try_step(step: Transform, value: Any) -> Trial:
-    """Read the code of `step`, and run a copy of it twice on copies of `value`. See `try_calls`.
+    """Scan the code of `step`, and run a copy of it twice on copies of `value`. See `try_calls`.
 
-    What a scan of the code finds counts whatever is seen, so that chance has no influence on the verdict.
+    A finding of the scan counts regardless of the runs, so that chance does not influence the verdict.
     """
     code = scan(step)
     doubt = "" if code.finding is None else f"it uses {code.finding.what}"
@@ -56,7 +56,7 @@ def try_step(step: Transform, value: Any) -> Trial:
     trial = _copy_of(step)
 
     def call() -> Any:
-        return _copy_of(as_call(trial)(copy.deepcopy(value)))  # it may be a buffer of the step
+        return _copy_of(as_call(trial)(copy.deepcopy(value)))  # the result may be a buffer of the step
 
     try:
         found = try_calls(trial, (call, call), code.read)
@@ -66,11 +66,11 @@ def try_step(step: Transform, value: Any) -> Trial:
 
 
 def try_calls(thing: object, calls: Sequence[Callable[[], Any]], read: Set[str]) -> Trial:
-    """Make `calls`, of which all should return the same, each from another state of all generators.
+    """Make `calls`, which should all return the same, each from a different state of all generators.
 
     The result is random if a generator moved, a new one appeared, entropy was taken, or the outputs differ. It is
-    undecided if a clock was read, or if each call changes a value that the code reads (`read`). All generators are put
-    back. Raises what the calls raise.
+    undecided if a clock was read, or if each call changes a value that the code reads (`read`). All generators are
+    restored. Exceptions of the calls are raised.
     """
     handles = all_generators(thing)
     outputs: list[Any] = []
@@ -103,21 +103,21 @@ def try_calls(thing: object, calls: Sequence[Callable[[], Any]], read: Set[str])
 
 
 def run_step(step: Transform, value: Any) -> Any:
-    """What `step` gives for `value`; step, value and generators stay as they are. Raises what the step raises."""
+    """Return `step(value)`; step, value and generators are left unchanged. Raises the exceptions of the step."""
     trial = _copy_of(step)
     with preserved(all_generators(trial)):
         return as_call(trial)(copy.deepcopy(value))
 
 
 def all_generators(step: object) -> list[Handle]:
-    """The global generators, those of CUDA devices when CUDA is in use, and those that `step` refers to."""
+    """Return the global generators, those of CUDA devices if CUDA is in use, and those that `step` refers to."""
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = torch.cuda.default_generators if in_use else ()
     return [*global_generators(), *map(handle_of, devices), *find_generators(step)]
 
 
 def same(a: Any, b: Any) -> bool | None:
-    """Whether `a` and `b` have the same type and value, NaN being equal to NaN; None when that cannot be told."""
+    """Return whether `a` and `b` have the same type and value, with NaN equal to NaN; None if that is undecidable."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -141,7 +141,7 @@ def same(a: Any, b: Any) -> bool | None:
 
 
 def same_pickles(a: Any, b: Any) -> bool | None:
-    """True if `a` and `b` have the same pickle; None if not, as equal values may have different ones."""
+    """Return True if `a` and `b` have the same pickle; None if not, since pickles of equal values may differ."""
     with contextlib.suppress(Exception):
         return True if pickle.dumps(a) == pickle.dumps(b) else None
     return None
@@ -168,7 +168,7 @@ def _same_object(a: Any, b: Any) -> bool | None:
     if any("__eq__" in vars(cls) for cls in type(a).__mro__[:-1]):
         try:
             return bool(a == b)
-        except Exception:  # an __eq__ that gives no truth value
+        except Exception:  # `__eq__` returns no truth value
             return None
     own = attributes(a)
     return same(own, attributes(b)) if own else None
@@ -186,8 +186,8 @@ def _moved(handles: list[Handle], before: list[Any]) -> bool:
 
 
 def _copy_of(thing: T) -> T:
-    """A deep copy of `thing`, so that a trial leaves no trace in it; `thing` itself when it cannot be copied."""
+    """Return a deep copy of `thing`, so that a trial does not change it; `thing` itself if it cannot be copied."""
     try:
         return copy.deepcopy(thing)
-    except Exception:  # a lock, an open file, a handle of a C library
+    except Exception:  # such as a lock, an open file or a handle of a C library
         return thing

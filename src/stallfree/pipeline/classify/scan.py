@@ -1,8 +1,8 @@
-"""Scans the code that a step can reach for sources of randomness that the states of generators do not show.
+"""Scans the code that a step can reach for sources of randomness that generator states do not show.
 
-The step's own functions are read as bytecode, and those they call, as far as they are the user's. A name is followed to
-the object that it stands for: `np.random.default_rng` is found under any alias. Calls inside libraries are not read;
-`trace` sees those that a trial makes.
+The bytecode of the step's own functions is read, and that of the user functions they call. Each name is resolved to its
+object, so `np.random.default_rng` is found under any alias. Calls inside libraries are not read; `trace` sees those
+that a trial makes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CLOCKS = {
 }
 _NOW = {("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today")}
 _GENERATORS = (random.Random, np.random.RandomState, np.random.SeedSequence, np.random.BitGenerator)
-"""Without a seed they take one from the operating system, as `default_rng` does."""
+"""Without a seed, these take one from the operating system, as `default_rng` does."""
 _MODULES = ("random", "numpy.random", "secrets", "os", "time", "uuid")
 _DEVICES = ("/dev/urandom", "/dev/random")
 
@@ -64,8 +64,8 @@ class Finding:
     """A source of randomness in the code of a step.
 
     Attributes:
-        what: names it, such as `time.time`.
-        certain: whether what it gives is random, as an unseeded generator is. A clock may only measure.
+        what: its name, such as `time.time`.
+        certain: whether its results are random, as those of an unseeded generator are. A clock may only measure.
     """
 
     what: str
@@ -74,12 +74,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Scan:
-    """What the code of a step shows.
+    """The result of scanning a step's code.
 
     Attributes:
-        finding: what makes the step random or doubtful, something certain before all else; None if there is nothing.
-        read: names of attributes and variables that the code reads. One that is only written, such as a counter for
-            statistics, has no influence on the output.
+        finding: what makes the step random or doubtful, certain findings first; None if there is nothing.
+        read: names of attributes and variables that the code reads. A name that is only written, such as a counter for
+            statistics, does not influence the output.
     """
 
     finding: Finding | None
@@ -87,7 +87,7 @@ class Scan:
 
 
 def scan(step: object) -> Scan:
-    """Read the code that `step` can reach: its own functions and methods, and those of the user's that they call."""
+    """Scan the code that `step` can reach: its functions and methods, and the user functions that they call."""
     calls = _Calls(step)
     findings = [*_kept_sources(step), *calls.findings()]
     findings.sort(key=lambda finding: not finding.certain)
@@ -95,7 +95,7 @@ def scan(step: object) -> Scan:
 
 
 def sources() -> dict[object, Finding]:
-    """The functions and classes whose results do not follow from their arguments, of the modules that are loaded."""
+    """Return the functions and classes of loaded modules whose results do not depend on their arguments alone."""
     found: dict[object, Finding] = {}
     for table, certain in ((_ENTROPY, True), (_CLOCKS, False)):
         for module, names in table.items():
@@ -105,7 +105,7 @@ def sources() -> dict[object, Finding]:
 
 
 def _kept_sources(step: object) -> Iterator[Finding]:
-    """Those that the objects hold to which `step` refers."""
+    """Yield the sources held by the objects to which `step` refers."""
     known = sources()
     for thing in reachable(step):
         if isinstance(thing, random.SystemRandom):
@@ -119,7 +119,7 @@ def _kept_sources(step: object) -> Iterator[Finding]:
 
 
 class _Calls:
-    """The functions of the user's own code that a step can call, found by following names."""
+    """The functions of user code that a step can call, found by following names."""
 
     def __init__(self, step: object) -> None:
         self.read: set[str] = set()
@@ -128,7 +128,7 @@ class _Calls:
         self._todo: list[tuple[CodeType, dict[str, Any], dict[str, Any]]] = []
         self._codes: set[CodeType] = set()
         self._names: set[str] = set(_ENTRIES)
-        self._methods: list[FunctionType] = []  # of reachable objects: called if their name is used
+        self._methods: list[FunctionType] = []  # methods of reachable objects: called if their name is used
         self._classes: set[type] = set()
         self._held: dict[int, object] = {}
         self._found: list[Finding] = []
@@ -152,7 +152,7 @@ class _Calls:
         return (name in self._names or special) and name not in _UNCALLED
 
     def _hold(self, thing: Any) -> None:
-        """Whatever `thing` is or holds may be called: functions, also in containers, and methods of objects."""
+        """Register what `thing` is or holds as callable: functions, also in containers, and methods of objects."""
         root, todo = thing, [thing]
         while todo:
             thing = todo.pop()
@@ -161,7 +161,7 @@ class _Calls:
             self._held[id(thing)] = thing
             if thing is not root and _makes_generators(thing):
                 self._found.append(Finding(f"{thing.__module__}.{thing.__name__}, which it keeps", False))
-            if hasattr(thing, "cache_info"):  # what a function of functools.cache returns lives on
+            if hasattr(thing, "cache_info"):  # results of functools.cache outlive the call
                 self._cached.add(getattr(getattr(thing, "__wrapped__", None), "__code__", None))
             if isinstance(thing, FunctionType):
                 self._function(thing)
@@ -175,7 +175,7 @@ class _Calls:
                 todo += attributes(thing).values()
 
     def _made(self, cls: type) -> None:
-        """An instance of `cls` may be made."""
+        """Register that an instance of `cls` may be created."""
         if not is_library(cls):
             self._class(cls)
             for base in cls.__mro__:
@@ -194,7 +194,7 @@ class _Calls:
             self._todo.append((code, names, closure))
 
     def _object(self, thing: Any) -> None:
-        """The methods of `thing` may be called."""
+        """Register that the methods of `thing` may be called."""
         for cls in type(thing).__mro__:
             if not is_library(cls):
                 self._class(cls)
@@ -210,11 +210,11 @@ class _Calls:
                         self._names.add(function.__name__)  # the library calls it
 
     def _follow(self, code: CodeType, names: dict[str, Any], closure: dict[str, Any]) -> Iterator[Finding]:
-        """Go through the instructions of `code`, and say what each of them loads."""
+        """Walk the instructions of `code` and yield findings for the objects that they load."""
         steps = [step for step in dis.get_instructions(code) if step.opname not in _SKIPPED]
         imported: dict[str, Any] = {}
         module: Any = _UNKNOWN
-        there: Any = _UNKNOWN  # what the last instructions have loaded
+        there: Any = _UNKNOWN  # the object loaded by the last instructions
         for place, step in enumerate(steps):
             op, name, owner = step.opname, step.argval, there
             there = _UNKNOWN
@@ -232,7 +232,7 @@ class _Calls:
                 if name == "seed" and _arguments(steps, place + 1) == 0:
                     yield Finding("seed() without a number", True)
             elif op == "IMPORT_NAME":
-                whole = steps[place - 1].argval is not None  # from a.b import ..., and not import a.b
+                whole = steps[place - 1].argval is not None  # from a.b import ..., not import a.b
                 there = module = sys.modules.get(name if whole else name.partition(".")[0], _UNKNOWN)
             elif op == "IMPORT_FROM":
                 there = _attribute(module, name)
@@ -256,7 +256,7 @@ class _Calls:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """What the attribute `name` of a module or class is."""
+    """Return the attribute `name` of a module or class, without calling descriptors."""
     if isinstance(owner, ModuleType):
         return vars(owner).get(name, _UNKNOWN)
     if isinstance(owner, type):
@@ -268,13 +268,13 @@ def _attribute(owner: Any, name: str) -> Any:
 
 
 def _made(thing: Any, steps: list[dis.Instruction], place: int, cached: bool) -> Iterator[Finding]:
-    """Whether `thing`, loaded at `place`, makes a generator without a seed, or one that outlives the call.
+    """Yield a finding if `thing`, loaded at `place`, makes a generator without a seed, or one that outlives the call.
 
-    What a function returns whose results are `cached` does so.
+    The result of a function outlives the call if its results are `cached`.
     """
     if thing is object and _arguments(steps, place + 1) == 0:
         yield Finding("object()", False)
-    elif thing is torch.Generator:  # its seed is a constant until it is given another
+    elif thing is torch.Generator:  # its seed is constant unless it is set
         if cached or _is_kept(steps, place):
             yield Finding("torch.Generator, which a call makes and keeps", False)
     elif _makes_generators(thing):
@@ -297,7 +297,7 @@ def _makes_generators(thing: Any) -> bool:
 
 
 def _is_kept(steps: list[dis.Instruction], place: int) -> bool:
-    """Whether the generator that the statement at `place` makes is stored outside of the call."""
+    """Return whether the generator made by the statement at `place` is stored outside of the call."""
     for step in steps[place + 1 :]:
         if step.opname.startswith("STORE_"):
             return step.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR")
@@ -309,18 +309,18 @@ def _is_kept(steps: list[dis.Instruction], place: int) -> bool:
 
 
 def _is_passed_on(steps: list[dis.Instruction], place: int) -> bool:
-    """Whether what is loaded at `place` is used as a value, and not for one of its attributes."""
+    """Return whether the object loaded at `place` is used as a value, not for one of its attributes."""
     after = steps[place + 1].opname if place + 1 < len(steps) else ""
     return after.startswith(("LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "CALL"))
 
 
 def _arguments(steps: list[dis.Instruction], place: int) -> int | None:
-    """How many arguments the call at `place` has; None if there is none."""
+    """Return the number of arguments of the call at `place`; None if there is no call."""
     return steps[place].arg if place < len(steps) and steps[place].opname in _CALLS else None
 
 
 def _is_update(steps: list[dis.Instruction], place: int) -> bool:
-    """Whether what is loaded at `place` is only updated, as in `n += 1`, `n[k] += 1` and `n.append(1)`."""
+    """Return whether the object loaded at `place` is only updated, as in `n += 1`, `n[k] += 1` and `n.append(1)`."""
     after = [step.opname for step in steps[place + 1 : place + 4]]
     if place and steps[place].opname in _ATTRIBUTES and steps[place - 1].opname in _COPIES:
         return True
@@ -332,7 +332,7 @@ def _is_update(steps: list[dis.Instruction], place: int) -> bool:
 
 
 def _updated(steps: list[dis.Instruction], place: int, code: CodeType) -> str | None:
-    """The name of what lives longer than the call and is updated in place at `place`: a counter."""
+    """Return the name of a variable that outlives the call and is updated in place at `place`, such as a counter."""
     if _in_place(steps[place]):
         for step in steps[place + 1 : place + 3]:
             if step.opname in ("STORE_ATTR", "STORE_GLOBAL") or step.argval in code.co_freevars:

@@ -1,4 +1,4 @@
-"""Sees what a call does while it runs: entropy that it takes, also inside libraries, and state that it changes."""
+"""Traces a running call: entropy that it takes, also inside libraries, and state that it changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stallfree.pipeline.generators import GENERATOR_TYPES, reachable
 
 _SEEDING = {function.__code__ for function in (random.Random.__init__, random.Random.seed)}
 _SYSTEM = {function.__code__ for function in (random.SystemRandom.getrandbits, random.SystemRandom.random)}
-"""NumPy calls these also for a generator that then gets a seed."""
+"""NumPy also calls these for a generator that is seeded afterwards."""
 _ELSEWHERE = frozenset(
     {
         *("asyncio", "concurrent", "http", "logging", "multiprocessing", "shutil", "socket", "ssl", "subprocess"),
@@ -36,7 +36,7 @@ _ELSEWHERE = frozenset(
         *("huggingface_hub", "requests", "s3fs", "urllib3"),
     }
 )
-"""Packages that draw for names of files, requests and retries, which do not change what they return."""
+"""Packages that draw for file names, requests and retries, which do not affect their results."""
 
 _LARGE = 1 << 16
 _MANY = 4096
@@ -50,15 +50,15 @@ class Trace:
 
     @property
     def finding(self) -> Finding | None:
-        """What was found, something certain before all else."""
+        """The most important finding, certain ones first; None without findings."""
         return min(self.found, key=lambda finding: not finding.certain, default=None)
 
 
 @contextlib.contextmanager
 def traced() -> Iterator[Trace]:
-    """Notes clocks that the user's code reads, and entropy that anything takes, in this thread and in new ones.
+    """Record clocks read by user code, and entropy taken by any code, in this thread and in new ones.
 
-    A profiler that is active is set aside meanwhile.
+    An active profiler is suspended meanwhile.
     """
     trace, known = Trace(), sources()
 
@@ -94,7 +94,7 @@ def _of_builtin(called: Any, known: dict[object, Finding]) -> Finding | None:
 
 
 def _is_unseeded(frame: FrameType) -> bool:
-    """Whether this call of `random.Random` gets no seed."""
+    """Return whether this call of `random.Random` gets no seed."""
     values = frame.f_locals
     return values.get("x", values.get("a", 0)) is None and not isinstance(values.get("self"), random.SystemRandom)
 
@@ -115,29 +115,30 @@ State = dict[tuple[int, str], tuple[Any, Any, Any]]
 
 
 def state_of(step: object) -> State:
-    """The values of all attributes and variables that `step` refers to, by the object that holds them and the name.
+    """Return the values of all attributes and variables that `step` refers to, by their holder's identity and their
+    name.
 
-    States of generators do not count. Containers count with what they hold, large arrays by identity.
+    Generator states are excluded. Containers are compared by content, large arrays by identity.
     """
     found: State = {}
     for thing in reachable(step):
         if isinstance(thing, GENERATOR_TYPES) or comes_from(type(thing), "albumentations"):
-            continue  # albumentations notes in a transform what it last did
+            continue  # albumentations records its last application in a transform
         if isinstance(thing, FunctionType):
             if is_library(thing):
                 continue
             held = {**used_globals(thing), **closure_values(thing)}
         elif isinstance(thing, (list, dict, tuple, set, frozenset, MethodType)):
-            continue  # counts with what holds it
+            continue  # included with its holder
         else:
             held = attributes(thing)
         for name, value in held.items():
-            found[id(thing), name] = (_content(value, 3), thing, value)  # held, so that no identity is given again
+            found[id(thing), name] = (_content(value, 3), thing, value)  # kept alive, so that no identity is reused
     return found
 
 
 def changed(before: State, after: State) -> set[str]:
-    """The names under which something is not what it was."""
+    """Return the names whose values differ."""
     return {key[1] for key in before.keys() | after.keys() if _value(before, key) != _value(after, key)}
 
 

@@ -1,9 +1,8 @@
-"""Notices that random numbers were drawn.
+"""Detects that random numbers were drawn.
 
-Reading the state of a generator takes up to 65 µs. So each global generator gets a twin in the same state, and a look
-draws one number from both: the numbers differ as soon as something else has drawn from one of them. A look takes 7 µs
-in a row, but 100 µs between two pictures that are decoded, whose data fill the processor's caches: there is one per
-batch.
+Reading the state of a generator takes up to 65 µs. Each global generator therefore gets a twin in the same state, and a
+check draws one number from both: the numbers differ once something else has drawn from one of them. A check takes 7 µs
+in a loop, but 100 µs between two decoded images, whose data fill the processor's caches; it is made once per batch.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from stallfree.pipeline.randomness import wait_to_draw
 _SEED = 0x5DEECE66
 
 _ALWAYS = 4
-"""Looks for new generators that are made in any case; the others take a 200th of the time at most."""
+"""Number of unconditional searches for new generators; later ones use at most a 200th of the time."""
 
 _SHARE = 200
 
 
 class Watch:
-    """Says whether anything drew from the global generators or from those that `things` own since the last look.
+    """Detects draws from the global generators, and from those that `things` own, since the last check.
 
         with Watch(step) as watch:
             for value in values:
                 step(value)
                 if watch.moved(): ...
 
-    Inside the block the global generators are in a state of the watch; at its end they get back the one they had. A
-    draw by another thread of the process is seen too.
+    Inside the block the global generators are in a state of the watch; at its end their former states are restored. A
+    draw by another thread of the process is detected too.
     """
 
     def __init__(self, *things: object) -> None:
@@ -69,9 +68,9 @@ class Watch:
         self._states = [handle.get() for handle in self._own]
 
     def made(self) -> list[object]:
-        """Those of the things that refer to a generator that was not there at first, as far as that was looked for.
+        """Return the things that refer to a generator created since the start, as far as this was checked.
 
-        Looking goes through all that the things refer to, so it is not done each time. What is found is known then.
+        The check traverses everything that the things refer to, so some calls skip it. Generators found become known.
         """
         began = time.perf_counter()
         if self._looks >= _ALWAYS and began - self._looked < _SHARE * self._took:
@@ -89,7 +88,7 @@ class Watch:
         return found
 
     def moved(self) -> bool:
-        """Whether something has drawn since the block began or the last call of this."""
+        """Return whether anything has drawn since the start of the block or the last call."""
         python, legacy, torchs = self._twins
         ours, theirs = self._numbers
         still = (
@@ -108,9 +107,10 @@ def _twin_of(generator: np.random.RandomState) -> np.random.RandomState:
 
 
 def find_draw(steps: Iterable[Transform], record: Any, ignored: Sequence[bool]) -> int | None:
-    """Which of `steps`, applied to `record` one after the other, draws random numbers; None if none does.
+    """Return the index of the first of `steps` that draws when they are applied to `record` in order; None if none
+    does.
 
-    Those are passed over for which `ignored` is true.
+    Draws of steps for which `ignored` is true are passed over.
     """
     with Watch(*steps) as watch:
         for place, step in enumerate(steps):
