@@ -1,4 +1,4 @@
-"""Where training waits, and what would change that: measurement, model, simulation, replay of policies."""
+"""Analysis of data stalls: measurement, throughput model, simulation, and replay of eviction policies."""
 
 from stallfree.analysis.analyzer import analyze
 from stallfree.analysis.prediction import Prediction

@@ -1,4 +1,4 @@
-"""`analyze`: the rates G, P, S and C of a job, its real speed, and the report that follows from them.
+"""`analyze`: measures the rates G, P, S and C of a job and its real speed, and creates a report.
 
 The differential runs are those of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training",
 VLDB 2021, section 3): with data on the device, with data in memory, with cold files. None needs root.
@@ -40,16 +40,16 @@ from stallfree.platform import cpu_count
 from stallfree.sources.mapped import as_source
 
 _MOST_CACHE = 4 << 30
-"""Bytes of the cache that the samples are put into; only what they need is taken."""
+"""Maximum bytes of the cache for the samples; only the necessary bytes are used."""
 
 MOST_ROUNDS = 5
-"""All runs are made so many times at most, in turns."""
+"""Maximum number of rounds of all runs."""
 
 _NARROW = 0.02
-"""Half width of all intervals, as a share of the rate, at which there are rounds enough."""
+"""Half width of all intervals, as a share of the rate, at which the rounds end."""
 
 _COLD_RESIDENT = 0.05
-"""Share of a file's pages that may be in memory for it to count as cold."""
+"""Maximum share of a cold file's pages in memory."""
 
 
 def analyze(
@@ -66,28 +66,28 @@ def analyze(
 ) -> Report:
     """Measure where a training job waits.
 
-    Eight runs are made in turns, in up to five rounds, until all 95% intervals are within 2%. They are G, batches that
-    are on the device already; P, fetch from memory and no device, without and with a cache; S, cold files and no prep;
-    C, out of the cache; the job itself with cold files, and with all data in memory. Files are put out of memory with
-    `posix_fadvise` and what is there is checked with `mincore`; the report says where that was not possible.
+    Eight runs alternate in up to five rounds, until all 95% intervals are within 2%. They are G, batches already on the
+    device; P, fetch from memory and no device, without and with a cache; S, cold files and no prep; C, reads from the
+    cache; the job itself with cold files, and with all data in memory. Files are dropped from memory with
+    `posix_fadvise` and verified with `mincore`; the report notes where that was not possible.
 
     A data set of stallfree (`CachedDataset`, `ImageFolder`, any `Source`) runs under `stallfree.DataLoader`, any other
-    under `torch.utils.data.DataLoader`, as it is used today. There fetch and prep cannot be separated within a sample;
-    P is then measured with the files in memory, and S by reading the files that were seen to be opened. Each step is
-    waited for before the next batch is asked for, also where the device works asynchronously.
+    under `torch.utils.data.DataLoader`, where fetch and prep of a sample cannot be separated. P is then measured with
+    the files in memory, and S by reading the files that the samples opened. Each step is synchronized before the next
+    batch is requested, also on asynchronous devices.
 
     Args:
         dataset: a map-style data set or source.
-        step: trains on one batch, which it moves to the device itself if need be.
+        step: trains on one batch, and moves it to the device itself if necessary.
         batch_size: samples per batch.
         num_workers: worker processes of the loader.
-        cache: how much the job may cache, as bytes, "4GiB" or a share such as "50%"; a `CachedDataset` has its own.
-        device: where `step` works; the CPU if None.
-        seconds: the longest time for one of the eight runs, in all rounds together.
-        progress: show a bar on standard error, if that is a terminal.
+        cache: cache size of the job, as bytes, "4GiB" or a share such as "50%"; a `CachedDataset` has its own.
+        device: device of `step`; the CPU if None.
+        seconds: maximum time for each of the eight runs, over all rounds.
+        progress: show a progress bar on standard error, if that is a terminal.
         loader_arguments: other arguments of the loader, such as `collate_fn`.
 
-    Raises `InputError` for arguments that cannot be used, a data set smaller than a batch, and a step that raises.
+    Raises `InputError` for invalid arguments, a data set smaller than a batch, and a step that raises.
     """
     job = make_job(dataset, step, batch_size, num_workers, device, loader_arguments)
     if isinstance(dataset, CachedDataset):
@@ -107,21 +107,21 @@ def analyze(
 
 
 def rounds_in(seconds: float) -> int:
-    """Rounds for so many seconds of each run: at most five, and a second at least for each."""
+    """Number of rounds for `seconds` of each run: at most five, of at least one second each."""
     return int(max(1, min(MOST_ROUNDS, seconds)))
 
 
 class Analysis:
-    """The runs of an analysis, all of them in each of several rounds.
+    """The runs of an analysis, all repeated in each of several rounds.
 
-    Alternating the runs keeps a change of the machine's speed from meeting one rate alone, and the spread over the
-    rounds gives intervals that hold such changes as well.
+    Alternating the runs prevents a change of the machine's speed from affecting only one rate, and the spread over the
+    rounds gives intervals that include such changes.
 
     Args:
-        job: what is analysed.
-        seconds: the longest time for one kind of run, in all rounds together.
-        rounds: the most there are.
-        show: is called with the number of the round, the name of a run and how much of it is over.
+        job: the analysed job.
+        seconds: maximum time for one kind of run, over all rounds.
+        rounds: maximum number of rounds.
+        show: called with the number of the round, the name of a run and its progress.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Analysis:
             self._full.close()
 
     def wants_round(self) -> bool:
-        """Whether a further round is due: not all intervals are within 2%, and there is time for as long a round."""
+        """Whether another round is due: not all intervals are within 2%, and there is enough time."""
         done = len(self._rounds)
         if done == 0:
             return True
@@ -159,7 +159,7 @@ class Analysis:
         return done < ROUNDS_FOR_INTERVAL or any(not _narrow(rate) for rate in self._rates().values())
 
     def round(self) -> None:
-        """Each run once."""
+        """Perform each run once."""
         started = time.perf_counter()
         self._rounds.append({})
         if not self._ready:
@@ -171,7 +171,7 @@ class Analysis:
         self._spent += time.perf_counter() - started
 
     def report(self, cache: int | str | None = None) -> Report:
-        """What the rounds found; of a job that may cache so much, `cache="auto"` tried as well."""
+        """The report of the rounds; with a `cache` size, including a trial of `cache="auto"`."""
         rates = self._rates()
         record_bytes = _record_bytes(self._full) or self._some.sample_bytes
         sizes = Sizes(self._some.sample_bytes, record_bytes, self._prepared_bytes)
@@ -185,7 +185,7 @@ class Analysis:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """What all rounds need: some samples, batches of them, and a cache that holds as many as it can."""
+        """Prepare the inputs of all rounds: some samples, batches of them, and a cache with as many as fit."""
         job = self._job
         self._some = some = read_some(job)
         self._few = _first_batches(job, some, 4)
@@ -265,7 +265,7 @@ class Analysis:
             rates["S"] = rates["C"] = Rate(None, note=why)
 
     def _fetch_cost(self, some: Records, slow: ChildTime) -> float:
-        """Seconds of the processor for a fetch: those of the run of S, less what start and loader take."""
+        """CPU seconds per fetch: those of the run of S, minus those of process start and loader."""
         held, job = Held(some.values, Compose([])), self._job
         with ChildTime() as start:
             for _ in self._batches(held, range(min(len(held), job.batch_size)), collate_fn=_count):
@@ -294,9 +294,9 @@ class Analysis:
         self._check_in(some, "the warm job")
 
     def _remedy(self, rates: dict[str, Rate], cache: int | str | None, record_bytes: float) -> Remedy | None:
-        """What `DataLoader(cache="auto")` would choose, with the S and the G that were measured here.
+        """The choice of `DataLoader(cache="auto")`, with the S and the G measured here.
 
-        None for a data set whose samples are random and whose fetch and prep are one: nothing of it can be cached.
+        None for a data set with random samples and inseparable fetch and prep: it cannot be cached.
         """
         job = self._job
         given = free_memory() // 2 if cache is None else parse_cache(cache)
@@ -330,13 +330,13 @@ class Analysis:
             self._rounds[-1][name] = steady_rate(batches, warm_up, self._limits, show)
 
     def _batches(self, dataset: Any, ids: Any, **changed: Any) -> Iterator[int]:
-        """The job's loader, without a device."""
+        """Batch sizes from the job's loader, without a device."""
         with _iterated(self._job.load(dataset, ids, **changed)) as batches:
             for _ in batches:
                 yield self._job.batch_size
 
     def _steps(self, dataset: Any, ids: Any) -> Iterator[int]:
-        """The job."""
+        """Batch sizes from the job, including its steps."""
         with _iterated(self._job.load(dataset, ids)) as batches:
             for batch in batches:
                 self._job.train(batch)
@@ -373,7 +373,7 @@ class Analysis:
 
 @contextmanager
 def _iterated(loader: Any) -> Iterator[Iterator[Any]]:
-    """An iterator over a loader, whose workers end with the block."""
+    """An iterator over a loader, whose workers stop at the end of the block."""
     batches: Any = iter(loader)
     try:
         yield batches
@@ -395,7 +395,7 @@ def _count(samples: list[Any]) -> torch.Tensor:
 
 
 def _file_reads(ids: Iterable[int], some: Records, job: Job) -> Iterator[int]:
-    """Read the files of `ids`, as many at once as there are workers."""
+    """Read the files of `ids`, with one concurrent read per worker."""
 
     def read(id: int) -> None:
         for path in some.paths[id]:
@@ -424,7 +424,7 @@ def _record_bytes(full: CachedDataset | None) -> float | None:
 
 
 def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
-    """Some batches as the loader gives them."""
+    """The first `count` batches of the loader."""
     ids = (some.ids * count)[: count * job.batch_size]
     dataset = Bare(job.source, job.steps) if job.parted else job.dataset
     with _iterated(job.load(dataset, ids)) as batches:
@@ -443,6 +443,6 @@ def _path(where: str) -> list[str]:
 
 
 def _each(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """`batch` with `change` done to its tensors."""
+    """`batch` with `change` applied to its tensors."""
     leaves, rebuild = take_apart(batch)
     return rebuild([change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])

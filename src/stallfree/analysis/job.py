@@ -1,4 +1,4 @@
-"""The job that is analysed: its data set, loader and step, and what is known of them before anything is timed."""
+"""The analysed job: its data set, loader and step, and sample records read before the timed runs."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from stallfree.sources.mapped import MapSource, as_source
 from stallfree.sources.throttle import payload_bytes
 
 OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "drop_last", "persistent_workers")
-"""Arguments of a loader that the analysis sets for its runs."""
+"""Loader arguments that the analysis sets for its runs."""
 
 _PREFETCH = 2
 
 
 @dataclass
 class Job:
-    """What is analysed.
+    """The analysed job.
 
     Attributes:
-        dataset: as the user gave it.
+        dataset: as passed by the user.
         step: trains on a batch.
         batch_size: samples per batch.
-        num_workers: processes of the loader.
-        device: where `step` works.
+        num_workers: worker processes of the loader.
+        device: device of `step`.
         arguments: other arguments of the loader.
-        source: fetches; where fetch and prep are one, both.
-        steps: the prep; empty where they are one.
+        source: the fetch; fetch and prep if they are inseparable.
+        steps: the prep; empty if they are inseparable.
         cached: whether the job has a sample cache.
-        form: what that cache keeps, or would.
+        form: the form of samples in that cache, or in a potential one.
     """
 
     dataset: Any
@@ -65,12 +65,12 @@ class Job:
 
     @property
     def loader(self) -> str:
-        """Whose loader the job uses: "stallfree" for our sources and caches, else "torch"."""
+        """The loader library of the job: "stallfree" for stallfree's sources and caches, else "torch"."""
         return "stallfree" if self.parted or self.cached else "torch"
 
     @property
     def ahead(self) -> int:
-        """Batches under way."""
+        """Batches in flight."""
         return int(self.arguments.get("prefetch_factor") or _PREFETCH) * max(1, self.num_workers)
 
     def load(self, dataset: Any, ids: Iterator[int] | Sequence[int], **changed: Any) -> Any:
@@ -95,7 +95,7 @@ class Job:
         return torch.utils.data.DataLoader(dataset, **known)
 
     def train(self, batch: Any) -> None:
-        """One step, until the device is done with it. Raises `InputError` when it cannot be done."""
+        """Run one step and synchronize the device. Raises `InputError` if the step raises."""
         try:
             self.step(batch)
             self.wait()
@@ -108,7 +108,7 @@ class Job:
             ) from error
 
     def wait(self) -> None:
-        """Wait until the device has done what it was asked for."""
+        """Synchronize the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
@@ -123,7 +123,7 @@ def make_job(
     device: str | torch.device | None,
     arguments: Mapping[str, Any],
 ) -> Job:
-    """Check what the user gave. Raises `InputError`."""
+    """Create a job from the user's arguments. Raises `InputError` if they are invalid."""
     check_numbers(num_workers, batch_size, 0, arguments.get("prefetch_factor"), False)
     if batch_size is None:
         raise InputError("batch_size=None: the analysis counts batches, so give an int of 1 or more")
@@ -153,9 +153,9 @@ def make_job(
 
 
 def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
-    """What `build` gives in "my_job.py:build" or "package.module:build": data set, arguments of the loader, step.
+    """The result of `build` in "my_job.py:build" or "package.module:build": data set, loader arguments, step.
 
-    Raises `InputError` if there is no such function, if it raises, or if it gives something else.
+    Raises `InputError` if there is no such function, if it raises, or if it returns something else.
     """
     place, _, name = where.rpartition(":")
     if not place or not name.isidentifier():
@@ -191,7 +191,7 @@ def _import(place: str) -> dict[str, Any]:
                     f"there is no file {place}: give a file or a module and a function, such as my_job.py:build"
                 )
             sys.path.insert(0, str(path.resolve().parent))
-            return vars(importlib.import_module(path.stem))  # so that worker processes find what is in it
+            return vars(importlib.import_module(path.stem))  # so that worker processes can import from it
         sys.path.insert(0, os.getcwd())
         return vars(importlib.import_module(place))
     except StallfreeError:
@@ -201,7 +201,7 @@ def _import(place: str) -> dict[str, Any]:
 
 
 def _shape(value: Any, depth: int = 2) -> str:
-    """A value in a few words."""
+    """A short description of a value."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (list, tuple)) and depth:
@@ -212,10 +212,10 @@ def _shape(value: Any, depth: int = 2) -> str:
 
 
 class Held(BaseSource):
-    """Some records in memory, with a pipeline: what fetching costs when storage costs nothing.
+    """Records in memory with a pipeline, to measure prep without the cost of storage.
 
     Args:
-        records: as they were fetched.
+        records: as fetched.
         steps: the pipeline.
     """
 
@@ -233,7 +233,7 @@ class Held(BaseSource):
         return ""
 
     def fingerprint(self) -> str:
-        """Of this object: nobody else has the same."""
+        """A fingerprint unique to this object."""
         return f"held-{os.getpid()}-{id(self)}"
 
 
@@ -241,7 +241,7 @@ class Bare(BaseSource):
     """Fetches of another source, without its cache.
 
     Args:
-        source: is fetched from.
+        source: to fetch from.
         steps: the prep.
     """
 
@@ -260,12 +260,12 @@ class Bare(BaseSource):
         return str(self.source.where(id))
 
     def fingerprint(self) -> str:
-        """That of the source."""
+        """The fingerprint of the source."""
         return str(self.source.fingerprint())
 
 
 class Endless:
-    """A sampler without an end: `ids` in ever new orders."""
+    """An infinite sampler: `ids` in a new random order per pass."""
 
     def __init__(self, ids: Sequence[int], seed: int = 0) -> None:
         self._ids = np.asarray(ids)
@@ -278,15 +278,15 @@ class Endless:
 
 
 class Cold:
-    """A sampler without an end: ids in ever new orders, each one's files put out of memory before it is given.
+    """An infinite sampler in random order, which drops the files of each id from memory before yielding it.
 
     Args:
-        ids: to choose from.
-        paths: the files of an id.
+        ids: ids to yield.
+        paths: maps an id to its files.
         seed: of the orders.
 
     Attributes:
-        looked: files that were looked at after they had been put out, and the share of their pages still in memory.
+        looked: files checked after they were dropped, and the share of their pages still in memory.
     """
 
     _LOOKS = 200
@@ -306,19 +306,19 @@ class Cold:
 
 
 class Opened:
-    """Records which files are opened for reading while samples are read. One at a time."""
+    """Records the files opened for reading while samples are read. Only one instance may be active."""
 
     _recorded: list[str] | None = None
     _hooked = False
 
     def __init__(self) -> None:
         Opened._recorded = []
-        if not Opened._hooked:  # an audit hook cannot be taken away, so there is one for all
+        if not Opened._hooked:  # an audit hook cannot be removed, so all instances share one
             Opened._hooked = True
             sys.addaudithook(_record_open)
 
     def take(self) -> list[str]:
-        """Regular files opened since the last call, none of them a part of Python."""
+        """Regular files opened since the last call, without those of Python itself."""
         inside = (sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/shm/stallfree-")
         paths, Opened._recorded = Opened._recorded or [], []
         return [path for path in dict.fromkeys(paths) if not path.startswith(inside) and os.path.isfile(path)]
@@ -338,13 +338,13 @@ def _record_open(event: str, arguments: tuple[Any, ...]) -> None:
 
 @dataclass
 class Records:
-    """Some samples of the job, looked at once.
+    """Some samples of the job, read once.
 
     Attributes:
-        ids: which.
-        values: their records, if fetch and prep can be separated; else none are kept.
+        ids: their ids.
+        values: their records, if fetch and prep can be separated; else empty.
         paths: the files that each was read from, if they cannot be separated.
-        sample_bytes: mean bytes of a fetch; None if not known.
+        sample_bytes: mean bytes of a fetch; None if unknown.
     """
 
     ids: list[int]
@@ -354,7 +354,7 @@ class Records:
 
     @property
     def files(self) -> list[str]:
-        """All of them."""
+        """All files of the samples."""
         return list(dict.fromkeys(path for paths in self.paths.values() for path in paths))
 
 
@@ -362,7 +362,7 @@ MOST_SAMPLES, MOST_BYTES, MOST_SECONDS = 2048, 1 << 28, 5.0
 
 
 def read_some(job: Job) -> Records:
-    """Read samples in random order: at most 2,048, 256 MiB, and 5 seconds, but two batches at least.
+    """Read samples in random order: at most 2,048, 256 MiB, and 5 seconds, but at least two batches.
 
     Raises `InputError` for a sample that cannot be read.
     """

@@ -1,12 +1,12 @@
-"""The model of speed: F, P and G, which of them binds, and what a queue of finite length loses where two are alike.
+"""The throughput model: F, P and G, the bottleneck, and the loss from queues of finite length.
 
     F = 1 / (x / C + (1 - x) / S)      fetch rate, for a share x of hits
     throughput = min(F, P, G)          if fetch, prep and compute overlap
 
 This is the model of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021,
-section 3.4 and appendix). Two things are added to it. A miss costs the processor more than a hit, so P depends on x as
-F does. And how many samples of a batch miss is a matter of chance, so that a loader which looks only a few batches
-ahead runs dry now and then where F is near P or G; `sustained` follows the queues of the loader batch by batch.
+section 3.4 and appendix) with two additions. A miss costs more CPU time than a hit, so P depends on x as F does. And
+the number of misses in a batch is random, so a loader that works only a few batches ahead stalls occasionally if F is
+near P or G; `sustained` simulates the queues of the loader batch by batch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import numpy as np
 from stallfree.errors import InputError
 
 _BATCHES = 1500
-"""Batches that `sustained` follows; the first quarter is warm-up."""
+"""Batches that `sustained` simulates; the first quarter is warm-up."""
 
 _PARTS = 1_000_000
 
 _WORKERS = 128
-"""Workers that `sustained` follows at most; more of them are taken as so many faster ones."""
+"""Maximum workers that `sustained` simulates; more are modelled as this number of faster ones."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What each part does alone, in samples/s; infinite where it takes no time.
+    """The rate of each part alone, in samples/s; infinite if it takes no time.
 
     Attributes:
-        compute: G, steps on batches that are on the device.
-        prep: P of samples that miss: all steps, and what fetching costs the processor.
-        prep_hit: P of samples that hit: the steps that are left, and reading the cache if loading overlaps.
+        compute: G, steps on batches already on the device.
+        prep: P of misses: all steps, and the CPU time of fetching.
+        prep_hit: P of hits: the remaining steps, and reading the cache if loading overlaps.
         storage: S, fetches from cold storage, no prep.
         cache: C, reads from the cache, no prep.
     """
@@ -60,13 +60,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class Loading:
-    """How a loader works.
+    """The configuration of a loader.
 
     Attributes:
         batch_size: samples per batch.
-        workers: processes that prepare; 0 counts as one that does nothing while the device computes.
-        ahead: batches under way.
-        overlap: whether a worker fetches the next batch while it prepares one, as stallfree's do and torch's do not.
+        workers: worker processes; 0 counts as one that is idle while the device computes.
+        ahead: batches in flight.
+        overlap: whether a worker fetches the next batch during prep, as stallfree's workers do and torch's do not.
     """
 
     batch_size: int
@@ -76,10 +76,10 @@ class Loading:
 
 
 def law(rates: Rates, hits: float, *, overlap: bool = True) -> tuple[float, str]:
-    """min(F, P, G) in samples/s, and which binds: "fetch", "prep" or "compute".
+    """min(F, P, G) in samples/s, and the bottleneck: "fetch", "prep" or "compute".
 
-    Without `overlap` fetch and prep of a worker follow each other, and F and P add up to 1 / (1/F + 1/P); which of the
-    two takes longer is named.
+    Without `overlap` a worker alternates fetch and prep, which combine to 1 / (1/F + 1/P); the slower of the two is
+    returned as the bottleneck.
     """
     fetch, prep, compute = rates.fetch_at(hits), rates.prep_at(hits), rates.compute
     slower = "fetch" if fetch <= prep else "prep"
@@ -89,13 +89,13 @@ def law(rates: Rates, hits: float, *, overlap: bool = True) -> tuple[float, str]
 
 @lru_cache(maxsize=512)
 def sustained(rates: Rates, hits: float, loading: Loading, *, seed: int = 0) -> float:
-    """Samples/s that a loader keeps up, when each sample hits with probability `hits`. At most `law`.
+    """Sustained samples/s of a loader if each sample hits with probability `hits`. At most `law`.
 
-    Batch n is asked for when batch n - `ahead` is handed out. Its misses pass one line of rate S; a worker prepares it
-    when they are there; it is handed out in its turn, when the step before is done.
+    Batch n is requested when batch n - `ahead` is delivered. Its misses pass one queue of rate S; a worker prepares it
+    when they have arrived; it is delivered in order, after the previous step.
     """
     bound, _ = law(rates, hits, overlap=loading.overlap)
-    if loading.workers == 0:  # one after the other, in the training process
+    if loading.workers == 0:  # sequentially, in the training process
         return 1 / (1 / rates.fetch_at(hits) + 1 / rates.prep_at(hits) + 1 / rates.compute)
     size, workers = loading.batch_size, min(loading.workers, _WORKERS)
     ahead = math.ceil(loading.ahead * workers / loading.workers)
@@ -108,13 +108,13 @@ def sustained(rates: Rates, hits: float, loading: Loading, *, seed: int = 0) -> 
     preparing = (workers * working).tolist()
     out = _handed_out(fetching, preparing, step, replace(loading, workers=workers, ahead=ahead))
     warm = _BATCHES // 4
-    timed = (_BATCHES - 1 - warm) // workers * workers  # whole rounds: with constant times workers end in bursts
+    timed = (_BATCHES - 1 - warm) // workers * workers  # whole rounds: with constant times workers finish in bursts
     seconds = out[warm + timed] - out[warm]
     return min(bound, size * timed / seconds) if seconds > 0 else bound
 
 
 def _handed_out(fetching: list[float], preparing: list[float], step: float, loading: Loading) -> list[float]:
-    """When each batch is handed out, by the seconds that its fetches take the line and its prep a worker."""
+    """Delivery time of each batch, from the seconds of its fetches in the queue and its prep in a worker."""
     free, ahead, overlap = [0.0] * loading.workers, loading.ahead, loading.overlap
     line = 0.0
     out: list[float] = []
@@ -129,7 +129,7 @@ def _handed_out(fetching: list[float], preparing: list[float], step: float, load
 
 
 def knee(rates: Rates) -> float | None:
-    """The least share of hits at which fetching holds nothing up, F >= min(P, G); None if even 1 is too little."""
+    """The minimum share of hits without a fetch stall, F >= min(P, G); None if even 1 is not enough."""
 
     def enough(hits: float) -> bool:
         return rates.fetch_at(hits) >= min(rates.prep_at(hits), rates.compute)
@@ -138,7 +138,7 @@ def knee(rates: Rates) -> float | None:
 
 
 def least_share(enough: Callable[[float], bool]) -> float:
-    """The least share, in millionths, that is `enough`; 1 if none is. What is above an `enough` is enough too."""
+    """The minimum share, in millionths, that is `enough`; 1 if none is. `enough` must be monotonic."""
     return bisect_left(range(_PARTS), True, key=lambda part: enough(part / _PARTS)) / _PARTS
 
 

@@ -1,4 +1,4 @@
-"""What would be if: F, P and G of a job with another cache, more CPUs, other storage, more devices or more jobs."""
+"""Predicts F, P and G of a job with another cache, more CPUs, other storage, more devices or more jobs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _LIMITS = {"fetch": "fetching", "prep": "prep", "compute": "the device", "cpu": 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer of `Report.predict`.
+    """The result of `Report.predict`.
 
     Attributes:
         throughput: samples/s of one job.
-        binds: "fetch", "prep", "compute", or "cpu" when they share the cores: what gains most when it is doubled.
-            Several with " and " between them where they are alike.
+        binds: the bottleneck, whose doubling gains most: "fetch", "prep", "compute", or "cpu" if they share the cores.
+            Several, joined by " and ", if they are equal.
         F, P, G: fetch rate, prep rate, compute rate of that job, samples/s.
         hits: share of samples that the cache serves.
-        now: samples/s of the job as it was measured, by the same model.
-        reasoning: how the figures came about, a line each.
-        answers: what would help, and what would not, a line each.
-        low, high: the 95% interval for the throughput of such a run, by the spread of the prediction over the rounds of
-            the analysis; None if there were too few.
+        now: samples/s of the measured job, by the same model.
+        reasoning: derivation of the figures, one line each.
+        answers: changes that would help, and that would not, one line each.
+        low, high: the 95% interval for the throughput of such a run, from the spread of the prediction over the rounds
+            of the analysis; None if there were too few.
     """
 
     throughput: float
@@ -55,7 +55,7 @@ class Prediction:
 def explain(
     before: Setting, after: Setting, *, devices: int, storage: float | None, half: float | None = None
 ) -> Prediction:
-    """The prediction for `after`, which `before` became by those changes; `half` is that of its interval."""
+    """The prediction for `after`, which results from `before` by these changes; `half` is its half width."""
     rates, hits, jobs = after.rates, after.hits, after.jobs
     fetch, prep = rates.fetch_at(hits), rates.prep_at(hits)
     throughput, now, binds = after.throughput, before.throughput, " and ".join(after.binding)
@@ -96,12 +96,12 @@ def _bound(setting: Setting) -> str:
 
 
 def limits(setting: Setting) -> str:
-    """What binds, in words: "prep", "fetching and the device"."""
+    """The bottleneck in words: "prep", "fetching and the device"."""
     return " and ".join(_LIMITS[part] for part in setting.binding)
 
 
 def _answers(setting: Setting) -> tuple[str, ...]:
-    """The questions of the paper, one line each."""
+    """Answers to the questions of the paper, one line each."""
     lines = (_on_cache(setting), _on_cpus(setting), _on_storage(setting), _on_device(setting), _on_jobs(setting))
     return tuple(line for line in lines if line)
 
@@ -159,7 +159,7 @@ def _on_device(setting: Setting) -> str:
 
 
 def _on_jobs(setting: Setting) -> str:
-    """How many jobs the host feeds without a stall: each its own loader, and with batches prepared once for all."""
+    """The number of jobs without a stall: with separate loaders, and with batches prepared once for all jobs."""
     slowest = min(setting.rates.fetch_at(setting.hits), setting.limited.prep_at(setting.hits))
     if not setting.loading.overlap:
         slowest = 1 / (1 / setting.rates.fetch_at(setting.hits) + 1 / setting.limited.prep_at(setting.hits))
@@ -170,7 +170,7 @@ def _on_jobs(setting: Setting) -> str:
 
 
 def _nothing(setting: Setting, *parts: str) -> str:
-    """Why something gains nothing that is one of `parts`, or none of them."""
+    """The reason why improving only `parts` gains less than 2%."""
     if len(setting.binding) > 1 and set(setting.binding) & set(parts):
         others = " and ".join(_LIMITS[part] for part in setting.binding if part not in parts)
         return f"less than 2% alone, {others} must gain as well"

@@ -1,4 +1,4 @@
-"""How far an analysis is, on a terminal."""
+"""A progress bar of an analysis on a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUNS = {
 
 
 class Bar:
-    """A bar for the runs of an analysis, on a standard error that is a terminal."""
+    """A progress bar for the runs of an analysis, on standard error if it is a terminal."""
 
     def __init__(self, wanted: bool, rounds: int) -> None:
         self._names = list(RUNS)

@@ -1,7 +1,7 @@
-"""What a policy would do with a trace of ids: the live cache's own bookkeeping, without records.
+"""Replays a trace of ids against a policy: the live cache's decisions, without records.
 
-The decisions are those of the live cache by construction: the same `Space` with the same `Policy` works on the same
-index, and only the copying of bytes is left out.
+The decisions equal those of the live cache by construction: the same `Space` and `Policy` operate on the same index,
+and only the copying of bytes is omitted.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class EpochReplay:
     """One epoch of a replay.
 
     Attributes:
-        accesses: samples that were asked for.
-        hits: those that were resident.
-        misses: the others; each is one storage operation.
-        storage_bytes: bytes that the misses bring; 0 without sizes.
-        evictions: records that were dropped to make room.
+        accesses: requested samples.
+        hits: resident ones.
+        misses: absent ones; each is one storage operation.
+        storage_bytes: bytes of the misses; 0 without sizes.
+        evictions: evicted records.
         rejected: misses that were not stored.
     """
 
@@ -54,13 +54,13 @@ class EpochReplay:
 
 @dataclass(frozen=True)
 class Replay:
-    """The outcome of `replay`.
+    """The result of `replay`.
 
     Attributes:
         policy: its name.
-        capacity_items: records of one size that fit; without `sizes` only, else 0.
-        epochs: one after the other.
-        resident: the ids that are in the cache at the end, ascending.
+        capacity_items: capacity in records of equal size; 0 with `sizes`.
+        epochs: in order.
+        resident: the resident ids at the end, ascending.
     """
 
     policy: str
@@ -70,7 +70,7 @@ class Replay:
 
     @property
     def total(self) -> EpochReplay:
-        """All epochs together."""
+        """The sum of all epochs."""
         names = EpochReplay.__dataclass_fields__
         return EpochReplay(**{name: sum(getattr(epoch, name) for epoch in self.epochs) for name in names})
 
@@ -87,21 +87,21 @@ def replay(
 ) -> Replay:
     """Run `policy` over a trace of ids, without data.
 
-    Each batch is looked up as a whole and what it misses is stored afterwards, as a loader does; so `batch_size` should
-    be the loader's.
+    Each batch is looked up as a whole and its misses are stored afterwards, as by a loader; so `batch_size` should be
+    the loader's.
 
     Args:
         trace_or_plans: a sequence of ids (one epoch), or of epochs: plans, arrays or lists of ids.
-        policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle", or a `Policy`. The oracle sees the
-            next uses in the trace.
-        capacity: what the cache holds. Without `sizes` a number of samples, with them bytes, as an int or such as
-            "4GiB", index included; or a share of all samples or bytes, such as "35%".
-        sizes: bytes of each sample, by id. None: all are alike.
-        scores: for "importance", and for it only: a number for each id, or a row of them for each epoch.
+        policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle", or a `Policy`. The oracle receives
+            the next uses from the trace.
+        capacity: of the cache. Without `sizes` a number of samples, with them bytes, as an int or a string like "4GiB",
+            index included; or a share of all samples or bytes, such as "35%".
+        sizes: bytes of each sample, by id. None: all are equal.
+        scores: only for "importance": a number for each id, or a row of them for each epoch.
         batch_size: ids per batch.
-        on_epoch: is called with each epoch when it is done.
+        on_epoch: called with each finished epoch.
 
-    Every decision is that of a live cache with the same batches. Raises `InputError` for arguments that cannot be used.
+    Every decision equals that of a live cache with the same batches. Raises `InputError` for invalid arguments.
     """
     epochs = _epochs(trace_or_plans)
     policy = make_policy(policy)
@@ -204,7 +204,7 @@ def _importance(given: Any, policy: Policy, epochs: int, num_ids: int) -> Scores
 
 
 def _room(capacity: int | str, num_ids: int, sizes: Ids | None) -> int:
-    """Samples, or bytes if there are sizes."""
+    """The capacity in samples, or in bytes if there are sizes."""
     if isinstance(capacity, str) and capacity.strip().endswith("%"):
         try:
             share = float(capacity.strip()[:-1]) / 100
@@ -213,7 +213,7 @@ def _room(capacity: int | str, num_ids: int, sizes: Ids | None) -> int:
         if not 0 < share <= 1:
             raise InputError(f"capacity={capacity!r}: a share is more than 0% and at most 100%")
         return max(1, int(share * (num_ids if sizes is None else int(sizes.sum()))))
-    if sizes is not None:  # more than all records with their index could take makes no difference
+    if sizes is not None:  # limit it to the bytes of all records with their index
         return min(parse_size(capacity, "capacity"), 2 * int(sizes.sum()) + 512 * num_ids + (1 << 20))
     if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 1:
         raise InputError(

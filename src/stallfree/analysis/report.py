@@ -1,4 +1,4 @@
-"""The report of an analysis: where the time of an epoch goes, which part binds, and what to do about it."""
+"""The report of an analysis: the parts of an epoch's time, the bottleneck, and recommendations."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ FORMAT, VERSION = "stallfree-report", 1
 
 
 class Report:
-    """What `analyze` found.
+    """The result of `analyze`.
 
     Attributes:
-        data: all of it, as `save` writes it: plain dicts, lists, numbers and texts.
+        data: the complete content, as written by `save`: plain dicts, lists, numbers and strings.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class Report:
 
     @staticmethod
     def load(path: str | Path) -> Report:
-        """Read what `save` wrote. Raises `InputError` for another file, and for a report of another version."""
+        """Read a file written by `save`. Raises `InputError` for other files, and for a report of another version."""
         if not is_path(path):
             raise InputError(f"path={path!r:.80}: give the path of a report")
         try:
@@ -59,11 +59,11 @@ class Report:
         return Report(data)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the report as JSON."""
         Path(path).write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
 
     def html(self, path: str | Path) -> None:
-        """Write it as a page that needs no network. Raises `MissingExtraError` without the extra "report"."""
+        """Write the report as a self-contained HTML page. Raises `MissingExtraError` without the extra "report"."""
         Path(path).write_text(report_page(self.data), encoding="utf-8")
 
     def __str__(self) -> str:
@@ -81,16 +81,16 @@ class Report:
         devices: int = 1,
         jobs: int = 1,
     ) -> Prediction:
-        """The job's speed with another cache, CPUs, storage, devices or number of jobs. What is None stays as it is.
+        """Predict the job's speed with another cache, CPUs, storage, devices or number of jobs. None: unchanged.
 
         Args:
             cache: bytes, "4GiB", or a share of the samples such as "50%".
-            cpus: cores that prepare, with a worker on each: P in proportion.
+            cpus: cores for prep, with one worker on each: P in proportion.
             storage: its bandwidth, bytes/s or "530MB/s".
-            devices: that share each batch, compared with the one measured: G in proportion.
-            jobs: equal ones on the host, each with devices of its own, that share S, C, P and the cache.
+            devices: number that share each batch, relative to the measured one: G in proportion.
+            jobs: equal jobs on the host, each with its own devices, that share S, C, P and the cache.
 
-        Raises `InputError` for arguments that cannot be used.
+        Raises `InputError` for invalid arguments.
         """
         cpus = None if cpus is None else parse_whole(cpus, "cpus", 1)
         devices, jobs = parse_whole(devices, "devices", 1), parse_whole(jobs, "jobs", 1)
@@ -115,13 +115,13 @@ class Report:
         return explain(before, after, devices=devices, storage=bandwidth, half=half)
 
     def _rounds(self) -> int:
-        """Rounds in which everything was measured."""
+        """The number of complete rounds."""
         measured = [*self.data["rates"].items(), *self.data["runs"].items()]
         counts = [len(found["rounds"]) for name, found in measured if name not in ("F", "copy") and found["value"]]
         return min(counts, default=0)
 
     def hits_of(self, cache: int | str) -> float:
-        """The share of hits that a cache of this size gives: that of the samples it holds. Raises `InputError`."""
+        """The share of hits with a cache of this size: that of the samples that fit. Raises `InputError`."""
         given = parse_cache(cache)
         if isinstance(given, float):
             return given
@@ -131,7 +131,7 @@ class Report:
         return min(1.0, given / (float(job["record_bytes"]) * int(job["samples"])))
 
     def setting(self, number: int | None = None) -> Setting:
-        """The job as it was measured, in all rounds or in that of this number."""
+        """The measured job, over all rounds or in round `number`."""
         job, machine = self.data["job"], self.data["machine"]
 
         def rate(name: str, group: str = "rates") -> float:
@@ -162,7 +162,7 @@ class Report:
 
 
 def parse_cache(given: int | str) -> float | int:
-    """A size of a cache: a share such as "50%" as a float of 0 to 1, else bytes as an int. Raises `InputError`."""
+    """A cache size: a share such as "50%" as a float from 0 to 1, else bytes as an int. Raises `InputError`."""
     if not isinstance(given, str) or not given.strip().endswith("%"):
         return parse_size(given, "cache")
     try:
@@ -176,7 +176,7 @@ def parse_cache(given: int | str) -> float | int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Mean bytes of a sample as it is fetched, cached and prepared; None if not known."""
+    """Mean bytes of a sample as fetched, cached and prepared; None if unknown."""
 
     sample: float | None
     record: float | None
@@ -185,7 +185,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What `DataLoader(cache="auto")` would choose in so much `room`, and the measurements that say why."""
+    """The choice of `DataLoader(cache="auto")` with `room` bytes, and the measurements behind it."""
 
     measured: Measured
     choice: Choice
@@ -193,7 +193,7 @@ class Remedy:
 
     @property
     def memory(self) -> float:
-        """Bytes of the records in the cache."""
+        """Bytes of the cached records."""
         share = self.choice.share or 0.0
         parts = zip((1 - share, share), self.measured.sizes, strict=True)
         return self.choice.hits * self.measured.samples * sum(part * size for part, size in parts if part)
@@ -208,7 +208,7 @@ def make_report(
     notes: Sequence[str],
     remedy: Remedy | None = None,
 ) -> Report:
-    """The report that follows from the runs of an analysis; `fetch_seconds` of the processor are for each fetch."""
+    """Create the report of the runs of an analysis; `fetch_seconds` are CPU seconds per fetch."""
     data: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -247,7 +247,7 @@ def make_report(
 
 
 def _job(job: Job, sizes: Sizes, fetch_seconds: float) -> dict[str, Any]:
-    """What a report says of the job itself, without a cache."""
+    """The report's description of the job itself, without a cache."""
     return {
         "dataset": type(job.dataset).__name__,
         "samples": len(job.source),
@@ -268,16 +268,16 @@ def _job(job: Job, sizes: Sizes, fetch_seconds: float) -> dict[str, Any]:
 
 
 def _apart(rates: Rates) -> Rates:
-    """Rates of a data set whose prep cannot be run without reading: P out of memory has the reading C in it."""
+    """Rates of a data set whose prep includes reading: P from memory contains the read rate C."""
     seconds = max(1e-12, 1 / rates.prep - 1 / rates.cache)
     return Rates(rates.compute, 1 / seconds, 1 / seconds, rates.storage, rates.cache)
 
 
 def _sharing(setting: Setting, fastest: float, *, own_cpu: bool) -> Sharing | None:
-    """How prep, compute and the loader share the CPUs, if the job does not reach what they give alone.
+    """How prep, compute and the loader share the CPUs, if the job is slower than each of them alone.
 
-    The CPUs work on a sample as long as the job takes for it at its fastest. What is not prep is the step, where that
-    runs on them and not on a device of its own, and the loader.
+    The CPU time of a sample is that of the job at its fastest. The part that is not prep is the step, if it runs on the
+    CPUs instead of a separate device, and the loader.
     """
     alone = setting.with_hits(1.0)
     if not setting.loading.workers or fastest >= 0.99 * alone.limit:
@@ -302,7 +302,7 @@ def _fetch_rate(setting: Setting, rates: dict[str, Rate]) -> Rate:
 
 
 def _shares(rate: float, rates: dict[str, Rate], *, cold: bool) -> dict[str, float]:
-    """Where the time of a sample goes: what each part adds to the one before it."""
+    """The parts of a sample's time: what each part adds to the previous one."""
     step = 1 / float(rates["G"])
     copied = step + (1 / float(rates["copy"]) if rates["copy"].value else 0.0)
     warm = max(1 / float(rates["warm"]), step)
@@ -317,7 +317,7 @@ def _shares(rate: float, rates: dict[str, Rate], *, cold: bool) -> dict[str, flo
 
 
 def _too_few(few: dict[str, int]) -> str:
-    """Why there is no advice."""
+    """The reason why there is no advice."""
     most = max(few.values())
     return (
         f"Too few batches to say what limits: {most} more needed for {', '.join(few)}. Give more `seconds`, "
@@ -342,14 +342,14 @@ def _slower_warm(cold: Rate, warm: Rate) -> list[str]:
 
 
 class _Offers:
-    """What gains something, with what it takes: first what needs no other hardware, then the rest, by gain."""
+    """Recommendations with gain and cost: first those without other hardware, then the rest, by gain."""
 
     def __init__(self, now: Setting) -> None:
         self._now = now
         self._found: list[tuple[bool, float, dict[str, Any]]] = []
 
     def add(self, do: str, why: str, then: Setting, *, memory: float = 0.0, hardware: bool = False) -> None:
-        """Take it, if it gains 2%."""
+        """Add a recommendation if it gains 2%."""
         gain = self._now.gain(then)
         if gain > WORTH:
             why += f"; takes {format_size(memory)} of memory" if memory else ""
@@ -357,12 +357,12 @@ class _Offers:
             self._found.append((hardware, -gain, item))
 
     def items(self) -> list[dict[str, Any]]:
-        """All of them, in their order."""
+        """All recommendations, in order."""
         return [item for *_, item in sorted(self._found, key=lambda found: found[:2])]
 
 
 def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[dict[str, Any]]:
-    """What to do: first the remedies of the library, then other hardware, each in the order of what it gains."""
+    """The recommendations: first those of the library, then other hardware, each by gain."""
     offers = _Offers(now)
     if not now.loading.overlap:
         offers.add(
@@ -396,7 +396,7 @@ def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[d
 
 
 def _offer_caches(offers: _Offers, now: Setting, remedy: Remedy | None) -> None:
-    """What `cache="auto"` would choose, and a cache of what is fetched, unless that takes more and gains less."""
+    """Offer the choice of `cache="auto"`, and a cache of fetched samples unless it is larger and gains less."""
     auto, taken = now, math.inf
     if remedy is not None and remedy.choice.share is not None:
         choice, taken = remedy.choice, remedy.memory

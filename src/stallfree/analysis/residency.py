@@ -1,4 +1,4 @@
-"""Which files lie in memory, and putting them out of it. Neither needs root."""
+"""Page cache residency of files, and their removal from it, without root."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from stallfree.platform import OPEN, shares_memory
 
 
 def resident_share(paths: Iterable[str]) -> float | None:
-    """The share of the bytes of these files that the operating system holds in memory (`mincore`), by pages.
+    """The share of the pages of these files in the page cache (`mincore`).
 
-    None if no file has bytes or none can be looked at, as nowhere but on Linux.
+    None if all files are empty or none can be checked; always None on systems other than Linux.
     """
     if not shares_memory():
         return None
@@ -28,7 +28,7 @@ def resident_share(paths: Iterable[str]) -> float | None:
 
 
 def _pages(fd: int, size: int) -> tuple[int, int]:
-    """Pages of a file that are in memory, and all of them."""
+    """The number of pages of a file in memory, and of all its pages."""
     if size == 0:
         return 0, 0
     count = -(-size // mmap.PAGESIZE)
@@ -47,10 +47,10 @@ def _pages(fd: int, size: int) -> tuple[int, int]:
 
 
 def put_out(paths: Sequence[str]) -> None:
-    """Ask the operating system to forget what it holds of these files (`posix_fadvise`, DONTNEED).
+    """Advise the operating system to drop these files from the page cache (`posix_fadvise`, DONTNEED).
 
-    Pages that are not written back yet are, first. It is a wish: see `resident_share`, before and after. Files that
-    cannot be opened are left out, and so are all where there is no such call.
+    Dirty pages are written back first. The call is only advisory: check `resident_share` before and after. Files that
+    cannot be opened are skipped, and so are all files on systems without this call.
     """
     if not hasattr(os, "posix_fadvise"):
         return
@@ -66,7 +66,7 @@ def put_out(paths: Sequence[str]) -> None:
 
 
 def read_file(path: str) -> None:
-    """Read a file from beginning to end, if it can be read."""
+    """Read a whole file, if it is readable."""
     with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
         while file.read(1 << 20):
             pass

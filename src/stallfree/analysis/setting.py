@@ -1,4 +1,4 @@
-"""A job on a machine, and the same job with more of one thing: what its parts give, and which of them binds."""
+"""A job on a machine, and variants of it with other resources: the rates of its parts, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from stallfree.analysis.model import Loading, Rates, knee, law, least_share, sus
 from stallfree.autotune.choice import Choice
 
 WORTH = 1.02
-"""What gains less is not advised, and is said to gain less than 2%."""
+"""Minimum gain of a recommendation; smaller gains are reported as less than 2%."""
 
 _ALIKE = 0.99
-"""Parts that gain within 1% of the best bind alike."""
+"""Parts whose gain is within 1% of the best count as equal bottlenecks."""
 
 _MOST = 4096
-"""How many times as many CPUs, or as fast a storage, counts as without a limit."""
+"""Factor of CPUs or storage bandwidth that counts as unlimited."""
 
 _STEPS = 8192
-"""Bandwidths that are looked at on the way there, each 0.1% above the one before."""
+"""Number of bandwidths tried up to that, each 0.1% above the previous one."""
 
 _FAR = 256
-"""No machine has so many times as many CPUs."""
+"""Factor of CPUs that no machine reaches."""
 
 _TRIES = 12
 _NEAR = 1.04
-"""What queues of finite length lose where the parts are nearly equal may be left."""
+"""Tolerance for the loss from finite queues if the parts are nearly equal."""
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What others than prep take of the CPUs that they share with it: seconds per sample.
+    """CPU seconds per sample used by other parts that share the CPUs with prep.
 
     Attributes:
         step: of the training step, less on a faster device.
@@ -50,13 +50,13 @@ class Setting:
     """A job on a machine.
 
     Attributes:
-        rates: of one job, alone.
+        rates: of one job alone.
         loading: its loader.
         hits: share of samples that the cache serves.
-        cpus: cores that prepare.
-        sharing: set where prep, compute and the loader share the cores, so that together they are slower than each.
-        sample_bytes: mean bytes of a fetch; None if not known.
-        record_bytes: mean bytes of a cached sample; None if not known.
+        cpus: cores for prep.
+        sharing: set if prep, compute and the loader share the cores, so that together they are slower than each alone.
+        sample_bytes: mean bytes of a fetch; None if unknown.
+        record_bytes: mean bytes of a cached sample; None if unknown.
         samples: of the data set.
         jobs: equal jobs on the machine; the rates are those of one of them.
     """
@@ -73,25 +73,25 @@ class Setting:
 
     @cached_property
     def throughput(self) -> float:
-        """Samples/s that the job keeps up."""
+        """Sustained samples/s of the job."""
         return sustained(self.limited, self.hits, self.loading)
 
     @property
     def limit(self) -> float:
-        """Samples/s by the law, without what short queues lose."""
+        """Samples/s by the law, without the loss from short queues."""
         if not self.loading.workers:
             return self.throughput
         return law(self.limited, self.hits, overlap=self.loading.overlap)[0]
 
     @property
     def limited(self) -> Rates:
-        """The rates; P is no higher than what the shared CPUs give."""
+        """The rates, with P limited by the shared CPUs."""
         rates = self.rates
         return replace(rates, prep=self._shared(rates.prep), prep_hit=self._shared(rates.prep_hit))
 
     @property
     def together(self) -> float:
-        """Samples/s that the CPUs give to prep, compute and the loader together; infinite where they do not share."""
+        """Samples/s of prep, compute and the loader together on shared CPUs; infinite if they do not share."""
         return math.inf if self.sharing is None else self._work(self.rates.prep_at(self.hits))
 
     def _shared(self, prep: float) -> float:
@@ -104,9 +104,9 @@ class Setting:
 
     @cached_property
     def binding(self) -> tuple[str, ...]:
-        """What limits: the parts whose doubling gains most, of "fetch", "prep" or "cpu", and "compute".
+        """The bottleneck: the parts whose doubling gains most, of "fetch", "prep" or "cpu", and "compute".
 
-        Where doubling one part gains less than 2%, several bind alike: the fewest that gain when they are doubled
+        If doubling any single part gains less than 2%, several are equal: the smallest set that gains when doubled
         together.
         """
         cpu = "cpu" if self.together < self.rates.prep_at(self.hits) else "prep"
@@ -130,13 +130,13 @@ class Setting:
         return self.gain(then)
 
     def gain(self, then: Setting) -> float:
-        """How many times as fast `then` is."""
+        """The throughput of `then` relative to this one."""
         return then.throughput / self.throughput
 
-    # -- the same job with other things -------------------------------------------------------------------------------
+    # -- variants -----------------------------------------------------------------------------------------------------
 
     def with_cpus(self, cpus: int) -> Setting:
-        """With so many cores that prepare, and a worker on each: P in proportion, and what the cores share."""
+        """With `cpus` cores for prep, and one worker on each: P and the shared work in proportion."""
         if cpus == self.cpus:
             return self
         factor = cpus / self.cpus
@@ -148,7 +148,7 @@ class Setting:
         return replace(self, rates=rates, loading=loading, cpus=cpus, sharing=sharing)
 
     def with_workers(self, workers: int) -> Setting:
-        """With so many workers on the same machine: P in proportion, and what the cores share stays."""
+        """With `workers` workers on the same machine: P in proportion, with the same shared work."""
         then = self.with_cpus(workers)
         if self.sharing is None:
             return then
@@ -161,17 +161,17 @@ class Setting:
         return replace(self, rates=replace(rates, storage=2 * rates.storage, cache=2 * rates.cache))
 
     def with_storage(self, bandwidth: float) -> Setting:
-        """With storage of so many bytes/s. `sample_bytes` must be known."""
+        """With storage of `bandwidth` bytes/s. `sample_bytes` must be known."""
         assert self.sample_bytes
         return replace(self, rates=replace(self.rates, storage=bandwidth / self.sample_bytes / self.jobs))
 
     def with_devices(self, devices: float) -> Setting:
-        """With so many devices that share each batch: G in proportion."""
+        """With `devices` devices that share each batch: G in proportion."""
         sharing = self.sharing and replace(self.sharing, step=self.sharing.step / devices)
         return replace(self, rates=replace(self.rates, compute=self.rates.compute * devices), sharing=sharing)
 
     def with_jobs(self, jobs: int) -> Setting:
-        """What one of so many equal jobs on the host gets, each with a device of its own: 1/jobs of S, C and P."""
+        """One of `jobs` equal jobs on the host, each with its own device: 1/jobs of S, C and P."""
         rates = self.rates
         shared = replace(
             rates,
@@ -188,13 +188,13 @@ class Setting:
         return replace(self, hits=hits)
 
     def with_overlap(self) -> Setting:
-        """With a loader that fetches and prepares at once."""
+        """With a loader that overlaps fetch and prep."""
         return replace(self, loading=replace(self.loading, overlap=True))
 
     def with_choice(self, choice: Choice, nothing: Choice) -> Setting:
-        """With the cache that was chosen, by what it changes against `nothing` in the same model."""
+        """With the chosen cache, scaled by its change relative to `nothing` in the same model."""
         prep = self.rates.prep
-        if not self.loading.overlap:  # there a sample is fetched and prepared in turn
+        if not self.loading.overlap:  # fetch and prep alternate
             prep = 1 / (1 / self.rates.storage + 1 / prep)
         if math.isfinite(nothing.prep):
             prep *= choice.prep / nothing.prep
@@ -203,17 +203,17 @@ class Setting:
         loading = Loading(size, workers, max(self.loading.ahead, 2 * workers), overlap=True)
         return replace(self, rates=rates, loading=loading, hits=choice.hits, cpus=workers)
 
-    # -- what is enough -----------------------------------------------------------------------------------------------
+    # -- sufficient resources -----------------------------------------------------------------------------------------
 
     def enough_cpus(self) -> int | None:
-        """The fewest cores that prepare with which more gain less than 2%; None if these are enough, or none are."""
+        """The minimum cores for prep beyond which more gain less than 2%; None if these suffice, or no number does."""
         goal = self.with_cpus(_MOST * self.cpus).limit
         need = bisect_left(
             range(_MOST * self.cpus), True, lo=self.cpus, key=lambda cpus: self.with_cpus(cpus).limit * WORTH >= goal
         )
         if need == self.cpus:
             return None
-        for _ in range(_TRIES):  # what short queues lose takes some more
+        for _ in range(_TRIES):  # the loss from short queues needs some more
             there = self.with_cpus(need)
             if there.gain(there.with_cpus(4 * need)) <= _NEAR:
                 break
@@ -221,7 +221,7 @@ class Setting:
         return need if need <= _FAR * self.cpus else None
 
     def enough_storage(self) -> float | None:
-        """The least bandwidth with which more gains less than 2%, bytes/s; None if this is enough."""
+        """The minimum bandwidth beyond which more gains less than 2%, bytes/s; None if the current one suffices."""
         assert self.sample_bytes
         now = self.rates.storage * self.sample_bytes * self.jobs
         goal = self.with_storage(_MOST * now).limit
@@ -238,10 +238,10 @@ class Setting:
         return need
 
     def enough_cache(self) -> float | None:
-        """The least share of hits at which fetching holds nothing up; None if even 1 is too little.
+        """The minimum share of hits without a fetch stall; None if even 1 is not enough.
 
-        Where a worker fetches and prepares in turn, each miss costs its time: there it is the least share within 2% of
-        what caching all samples gives.
+        If a worker alternates fetch and prep, each miss costs its time: the result is then the minimum share within 2%
+        of the rate with all samples cached.
         """
         if self.loading.overlap and self.loading.workers:
             return knee(self.limited)
@@ -249,12 +249,12 @@ class Setting:
         return least_share(lambda hits: self.with_hits(hits).limit >= goal)
 
     def whole_share(self) -> float | None:
-        """`enough_cache` in whole percents, which are enough as well."""
+        """`enough_cache`, rounded up to whole percents."""
         enough = self.enough_cache()
         return None if enough is None else min(1.0, math.ceil(round(100 * enough, 6)) / 100)
 
     def best_share(self) -> float | None:
-        """The share of samples to cache: the least that ends the fetch stall; None if that gains less than 2%."""
+        """The minimum share of samples to cache that ends the fetch stall; None if that gains less than 2%."""
         enough = self.enough_cache()
         share = 1.0 if enough is None else enough
         return share if self.with_hits(0.0).gain(self.with_hits(share)) > WORTH else None

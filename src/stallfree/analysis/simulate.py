@@ -2,7 +2,7 @@
 
 Loader processes prepare batches and put them into a queue; the training loop takes one, copies it to the device and
 computes. With a prefetcher the next batch is copied while the device computes. The model is that of articles on device
-prefetching; its law for the steady state is min(W / l, 1 / (t + m)) without and min(W / l, 1 / max(t, m)) with a
+prefetching. Its law for the steady state is min(W / l, 1 / (t + m)) without and min(W / l, 1 / max(t, m)) with a
 prefetcher, for W loaders that take l seconds per batch, a copy of t and a step of m seconds.
 """
 
@@ -22,7 +22,7 @@ from stallfree.units import parse_whole
 
 _WARM_BATCHES = 150
 _STEADY_BATCHES = 600
-_ROUNDS = 10  # loads by every loader that the warm-up and the measurement last at least
+_ROUNDS = 10  # minimum loads per loader in the warm-up and in the measurement
 _MOST_BATCHES = 2_000_000
 _Z95 = 1.96
 
@@ -31,7 +31,7 @@ Steps = Generator[Any, Any, None]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is simulated. Times are means in seconds per batch.
+    """The simulated pipeline. Times are means in seconds per batch.
 
     Attributes:
         loaders: loader processes.
@@ -39,11 +39,11 @@ class Pipeline:
         transfer: the copy to the device.
         compute: the step.
         prefetch: copy the next batch while the device computes.
-        depth: batches on the device beside the one in use, with `prefetch`.
-        queue: ready batches that the queue holds; two per loader if None.
+        depth: batches on the device in addition to the one in use, with `prefetch`.
+        queue: capacity of the queue in ready batches; two per loader if None.
         variation: coefficient of variation of all three times, which are gamma distributed; 0: constant.
 
-    Raises `InputError` for what is no pipeline.
+    Raises `InputError` for invalid values.
     """
 
     loaders: int
@@ -68,12 +68,12 @@ class Pipeline:
 
     @property
     def queue_size(self) -> int:
-        """Ready batches that the queue holds."""
+        """Capacity of the queue in ready batches."""
         return self.queue or 2 * self.loaders
 
     @property
     def law(self) -> float:
-        """Batches per second in the steady state, if times were constant."""
+        """Batches per second in the steady state with constant times."""
         step = max(self.transfer, self.compute) if self.prefetch else self.transfer + self.compute
         return min(self.loaders / self.load, 1 / step)
 
@@ -83,10 +83,10 @@ class Run:
     """One run of a simulation.
 
     Attributes:
-        pipeline: what was simulated.
-        seconds: how long.
-        events: in the order of their ends; those that had not ended are left out.
-        unfinished: those, with the ends they would have had.
+        pipeline: the simulated pipeline.
+        seconds: simulated time.
+        events: finished events, in the order of their ends.
+        unfinished: other events, with their projected ends.
     """
 
     pipeline: Pipeline
@@ -100,9 +100,9 @@ class Run:
 
 
 def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
-    """Run the pipeline for so many seconds. The same seed gives the same run.
+    """Run the pipeline for `seconds`. The same seed gives the same run.
 
-    Raises `InputError` for a time that is none, `MissingExtraError` if `simpy` is not installed.
+    Raises `InputError` for an invalid time, `MissingExtraError` if `simpy` is not installed.
     """
     _check_seconds(seconds)
     try:
@@ -171,7 +171,7 @@ class _World:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and its 95% interval of confidence (normal)."""
+    """A mean over seeds and its 95% confidence interval (normal)."""
 
     mean: float
     low: float
@@ -179,7 +179,7 @@ class Interval:
 
     @staticmethod
     def of(figures: Sequence[float]) -> Interval:
-        """That of some figures."""
+        """The interval of some figures."""
         mean = statistics.fmean(figures)
         half = _Z95 * statistics.stdev(figures) / math.sqrt(len(figures)) if len(figures) > 1 else 0.0
         return Interval(mean, mean - half, mean + half)
@@ -187,17 +187,17 @@ class Interval:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A pipeline without and with a prefetcher; of each pair the first is without.
+    """A pipeline without and with a prefetcher; the first of each pair is without.
 
     Attributes:
-        seeds: runs of each.
-        seconds: what counts as the beginning.
-        first: batches in the beginning, mean over the seeds.
-        singles: the fewest and the most that one seed gave.
+        seeds: number of runs of each.
+        seconds: length of the initial phase.
+        first: batches in the initial phase, mean over the seeds.
+        singles: minimum and maximum over the seeds.
         steady: batches per second after the warm-up.
-        law: what the law gives for these.
-        advice: what follows, in a sentence.
-        caution: what one run is worth, in a sentence.
+        law: the rates of the law.
+        advice: the conclusion, in a sentence.
+        caution: the reliability of a single run, in a sentence.
     """
 
     seeds: int
@@ -213,9 +213,9 @@ class Comparison:
 def compare(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> Comparison:
     """Simulate `pipeline` without and with a prefetcher, each with the seeds 0 to `seeds` - 1.
 
-    The first `seconds` are counted as an article would. The steady state is counted after them, and after a warm-up.
+    The first `seconds` are counted as in the articles. The steady state is counted after them, and after a warm-up.
 
-    Raises `InputError` for no seeds, for no time, and for one in which over 2,000,000 batches would pass.
+    Raises `InputError` for no seeds, for no time, and for a time with over 2,000,000 batches.
     """
     _check_seconds(seconds)
     seeds = parse_whole(seeds, "seeds", 1)

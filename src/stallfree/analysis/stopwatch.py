@@ -1,4 +1,4 @@
-"""Rates with an interval of confidence, measured for as long as it takes and no longer."""
+"""Rates with a confidence interval, measured until the interval is narrow enough."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import numpy.typing as npt
 
 _BLOCKS, _FEW_BLOCKS = 10, 5
 _T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Student's t for so many figures, two-sided 95%; that of ten for more, which errs on the wide side."""
+"""Student's t by number of figures, two-sided 95%; the value for ten is used for more, which is conservative."""
 
 _WIDE = 0.5
-"""Half width, as a share of the rate, of an interval that says nothing: it is wider than the value."""
+"""Half width, as a share of the rate, from which an interval is meaningless: it is wider than the value."""
 
 _USEFUL = 0.25
-"""Half width that as many batches aim at as are said to be needed."""
+"""Target half width for the reported number of further batches."""
 
 ROUNDS_FOR_INTERVAL = 3
-"""Rounds from which their spread gives the interval; before, it is that of the batches within them."""
+"""Rounds from which their spread gives the interval; for fewer, that of the batches within them does."""
 
 _LOOK_SECONDS = 0.1
 
@@ -36,12 +36,12 @@ class Rate:
     """A rate in samples/s.
 
     Attributes:
-        value: the mean over the run; None if it could not be measured, and then `note` says why.
-        low: lower end of its 95% interval of confidence.
+        value: the mean over the run; None if it could not be measured: `note` then has the reason.
+        low: lower end of its 95% confidence interval.
         high: upper end.
-        repeats: batches that were timed.
-        note: what to know about it; may be empty.
-        more: batches that are missing for an interval that says something; 0 if there is one.
+        repeats: number of timed batches.
+        note: a remark; may be empty.
+        more: further batches required for a meaningful interval; 0 if there is one.
         rounds: the value of each round, if there were several.
     """
 
@@ -54,7 +54,7 @@ class Rate:
     rounds: tuple[float, ...] = ()
 
     def json(self) -> dict[str, Any]:
-        """As a report holds it."""
+        """The rate as stored in a report."""
         return asdict(self) | {"rounds": list(self.rounds)}
 
     def __float__(self) -> float:
@@ -63,12 +63,12 @@ class Rate:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a run may last.
+    """Time limits of a run.
 
     Attributes:
-        least: seconds that are timed at least.
-        most: seconds after which it ends in any case, warm-up included; but half as long is timed after a longer one.
-        warm: seconds after which warm-up ends in any case; half of `most` if None.
+        least: minimum timed seconds.
+        most: maximum seconds, warm-up included; after a longer warm-up, half of this is still timed.
+        warm: maximum seconds of the warm-up; half of `most` if None.
     """
 
     least: float = 1.0
@@ -82,12 +82,12 @@ def steady_rate(
     limits: Limits,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Rate:
-    """The rate at which samples are delivered by `batches`, an iterator that gives the size of each batch.
+    """The rate at which `batches`, an iterator over batch sizes, delivers samples.
 
-    The first `warm_up` batches wait for the start of workers or come out of queues that were filled before, and are not
-    timed, unless they take longer than `limits.warm`. The run ends when the interval (batch means: ten blocks,
-    Student's t) is within 1% of the rate and `limits.least` seconds have been timed, after `limits.most`, or with the
-    iterator. `on_progress` is called with how much is over at the most, 0 to 1.
+    The first `warm_up` batches wait for the start of workers or come from filled queues, and are not timed, unless they
+    take longer than `limits.warm`. The run ends when the interval (batch means: ten blocks, Student's t) is within 1%
+    of the rate and `limits.least` seconds have been timed, after `limits.most`, or with the iterator. `on_progress` is
+    called with an upper bound of the progress, 0 to 1.
     """
     warm = limits.most / 2 if limits.warm is None else limits.warm
     ends: list[float] = []
@@ -121,7 +121,7 @@ def _over(ends: Sequence[float], sizes: Sequence[int], warmed: float, limits: Li
 
 
 def rate_of(ends: Sequence[float], sizes: Sequence[int]) -> Rate:
-    """The rate of batches that ended `ends` seconds after the beginning."""
+    """The rate of batches that ended `ends` seconds after the start."""
     if not ends or ends[-1] <= 0:
         return Rate(None, note="no batch could be timed")
     value = sum(sizes) / ends[-1]
@@ -137,21 +137,21 @@ def rate_of(ends: Sequence[float], sizes: Sequence[int]) -> Rate:
 
 
 def half_width(figures: Sequence[float] | npt.NDArray[Any]) -> float:
-    """Half of the 95% interval of the mean of some figures, two at least."""
+    """Half width of the 95% interval of the mean of at least two figures."""
     count = len(figures)
     return _T95[min(count, max(_T95))] * float(np.std(figures, ddof=1)) / math.sqrt(count)
 
 
 def next_half_width(figures: Sequence[float]) -> float:
-    """Half of the 95% interval, about the mean of some figures, for another one that is found like them."""
+    """Half width of the 95% prediction interval, about the mean of some figures, for another such figure."""
     return half_width(figures) * math.sqrt(len(figures) + 1)
 
 
 def combined(rounds: Sequence[Rate]) -> Rate:
-    """The rate of several rounds, with an interval that holds what changes from round to round as well.
+    """The rate of several rounds, with an interval that includes the variation between rounds.
 
-    From three rounds on that is the interval of their mean, by their spread. Of fewer, it is all that their own
-    intervals hold.
+    From three rounds on this is the interval of their mean, from their spread. For fewer rounds, it is the union of
+    their own intervals.
     """
     known = [rate for rate in rounds if rate.value is not None]
     if len(known) < 2:
@@ -179,7 +179,7 @@ def _too_few(value: float, repeats: int, more: int) -> Rate:
 
 
 class ChildTime:
-    """Seconds of the processor that worker processes took, which have ended at the end of the block."""
+    """CPU seconds of worker processes that have exited by the end of the block."""
 
     def __enter__(self) -> ChildTime:
         self._before = self._now()
@@ -191,11 +191,11 @@ class ChildTime:
         self.seconds = self._now() - self._before
 
     def each(self, start: ChildTime) -> float:
-        """Seconds per sample that was counted, without those that `start` took."""
+        """Seconds per counted sample, minus those of `start`."""
         return max(0.0, self.seconds - start.seconds) / max(1, self._samples)
 
     def count(self, ids: Iterable[int]) -> Iterator[int]:
-        """`ids`, counted as they go by."""
+        """Yield and count `ids`."""
         for id in ids:
             self._samples += 1
             yield id

@@ -1,4 +1,4 @@
-"""`DataLoader(cache="auto")`: measures a data set in its first epoch, chooses how to cache it, and keeps to that."""
+"""`DataLoader(cache="auto")`: measures a data set in its first epoch, then chooses and creates its cache."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from stallfree.workers.worker_pool import Options
 
 _FILE = "choice.json"
 _INDEX = 20
-"""Bytes of a cache's index per sample, about."""
+"""Approximate bytes of a cache's index per sample."""
 
 _SLOWER = 1.5
-"""An epoch so many times as slow as expected has the rates measured again."""
+"""Slowdown of an epoch against the prediction from which the rates are measured again."""
 
 _BETTER = 1.1
-"""Another cache must gain so much, since it begins empty."""
+"""Minimum gain of a new cache, since it starts empty."""
 
 _WAITS = 0.1
-"""The share of an epoch that the training loop waits, above which the loader is what limits."""
+"""Share of an epoch spent waiting above which the loader is the bottleneck."""
 
 _STEADY = 2
-"""The epoch that says what G is: the first one compiles, tunes and fills caches."""
+"""Number of the epoch that measures G: the first one compiles, tunes and fills caches."""
 
 _SECONDS = 1.0
 
@@ -53,7 +53,7 @@ log = logging.getLogger("stallfree")
 
 @dataclass(frozen=True)
 class _Epoch:
-    """What an epoch took: samples, seconds, and seconds of them that the training loop waited."""
+    """The statistics of an epoch: samples, seconds, and seconds that the training loop waited."""
 
     samples: int
     seconds: float
@@ -61,30 +61,30 @@ class _Epoch:
 
     @property
     def compute(self) -> float:
-        """G: samples/s of the training loop alone."""
+        """G: samples/s of the training loop without waits."""
         return self.samples / max(1e-9, self.seconds - self.waited)
 
 
 class AutoCache:
-    """The cache that a loader makes for itself.
+    """The cache that a loader creates automatically.
 
-    The first iteration measures and decides, before it starts any worker. After the second epoch G is known too, and
-    decides how many workers there are, if that is left open. When an epoch is 1.5 times as slow as the second one, or
-    that one as the model expects, and it is the loader that the training waits for, the rates are measured again before
-    the next one.
+    The first iteration measures and decides, before it starts any worker. After the second epoch G is also known, and
+    determines the number of workers if that is not given. The rates are measured again before the next epoch if the
+    loader limits the training and an epoch is 1.5 times as slow as the second one, or the second one as the model
+    predicts.
 
-    Processes of a host with the same data set, pipeline and capacity share one decision and one cache: the first one
-    decides, and another decision waits until the others have left.
+    Processes of a host with the same data set, pipeline and capacity share one decision and one cache: the first
+    process decides, and a new decision waits until the others have exited.
 
     Args:
         dataset: a source or any map-style data set, without a cache.
         room: bytes of the cache.
-        workers: number of worker processes; None leaves it open.
-        tier: a disk that may be used below memory, where that pays.
+        workers: number of worker processes; None: chosen automatically.
+        tier: a disk to use below memory if that is faster.
 
     Attributes:
-        cached: the data set with the cache; None before the first iteration, and where no cache pays.
-        decision: one line that says what was decided and why; "" before the first iteration.
+        cached: the data set with the cache; None before the first iteration, and if no cache is faster.
+        decision: one line with the decision and its reason; "" before the first iteration.
         num_workers: worker processes.
     """
 
@@ -101,7 +101,7 @@ class AutoCache:
         self._cpus = cpu_count()
         self.num_workers = self._cpus if workers is None else workers
         self._folder: SharedFolder | None = None
-        self._records: dict[int, Any] = {}  # fetched to measure, until they are cached
+        self._records: dict[int, Any] = {}  # fetched for the measurement, until they are cached
         self._measured: Measured | None = None
         self._choice: Choice | None = None
         self._expected = math.inf
@@ -110,7 +110,7 @@ class AutoCache:
         self._reader: Reader | None = None
 
     def tuned(self, options: Options) -> Options:
-        """The options of a loader's next epoch, in which this cache gives the samples. Decides, if that is due."""
+        """The options of a loader's next epoch, which reads from this cache. Decides if a decision is due."""
         reader = self.begin(options.seed)
         if reader is options.reader and self.num_workers == options.workers:
             return options
@@ -118,7 +118,7 @@ class AutoCache:
         return replace(options, reader=reader, workers=self.num_workers, ahead=each * max(1, self.num_workers))
 
     def begin(self, seed: int) -> Reader:
-        """Before an iteration: decide, if that is due. What gives the samples.
+        """Return the reader of the next iteration. Decides if a decision is due.
 
         Args:
             seed: of the loader.
@@ -135,7 +135,7 @@ class AutoCache:
         return self._reader
 
     def end(self, samples: int, seconds: float, waited: float) -> None:
-        """An epoch is through."""
+        """Record a finished epoch."""
         if samples:
             self._last = _Epoch(samples, seconds, waited)
             self._epochs += 1
@@ -146,7 +146,7 @@ class AutoCache:
             first = look(source, source.pipeline)
         except SampleError:
             raise
-        except InputError as error:  # samples are random, and cannot be separated from their prep
+        except InputError as error:  # samples are random, and inseparable from their prep
             self._reader = _without(source)
             self._say(f"no cache, {self._count()}: {error}")
             return
@@ -162,13 +162,13 @@ class AutoCache:
         self._adopt(source, measured, choice)
 
     def _decide_afresh(self) -> None:
-        """A step or the data set turned out to be random: what is known of them now decides."""
+        """Decide again after a step or the data set proved random."""
         self.close()
         self._last, self._epochs = None, 0
         self._decide()
 
     def _attach(self, name: str, source: Source, first: FirstLook) -> SharedFolder:
-        """The folder with the decision; made here, with the decision in it, if it is not there."""
+        """The folder with the decision; created here, with a new decision, if missing."""
         self._folder = SharedFolder(name, initialize=lambda folder: self._publish(folder, source, first))
         weakref.finalize(self, self._folder.close)
         return self._folder
@@ -195,7 +195,7 @@ class AutoCache:
         return max(0, self._room - _INDEX * len(self._dataset))
 
     def _adopt(self, source: Source, measured: Measured, choice: Choice, why: str = "") -> None:
-        """Do from now on what was chosen."""
+        """Apply a choice."""
         self._measured, self._choice = measured, choice
         self.num_workers, self._expected = choice.workers, choice.rate
         if choice.share is None:
@@ -210,7 +210,7 @@ class AutoCache:
         self._say(f"{why}{explain(measured, choice, self._bytes)}")
 
     def _keep_records(self) -> None:
-        """Those that were fetched to measure need not be fetched again."""
+        """Cache the records that were fetched for the measurement."""
         records, self._records = self._records, {}
         if self.cached is None:
             return
@@ -223,13 +223,13 @@ class AutoCache:
                 try:
                     value = reader.deterministic(private(record)) if wanted else record
                     if watch.moved() or watch.made():
-                        return  # it will be found out what draws when the sample is asked for
+                        return  # the random step is detected when the sample is requested
                     reader.store([id], [value])
-                except Exception:  # it will come again, and be heard of, when the sample is asked for
+                except Exception:  # raised again, and reported, when the sample is requested
                     return
 
     def _learn(self, epoch: _Epoch) -> None:
-        """Look at the epoch that is over."""
+        """Evaluate a finished epoch."""
         if self._measured is None or self._choice is None or self._folder is None:
             return
         if self._epochs == _STEADY:
@@ -242,7 +242,7 @@ class AutoCache:
             return
         fine = not limits or rate * _SLOWER >= min(self._expected, epoch.compute)
         if not fine or self._epochs == _STEADY:
-            self._expected = rate  # which the model knows only about; and if nothing better is found, it is as it is
+            self._expected = rate  # the model is approximate; kept if no better choice is found
         if fine:
             return
         self._decide_again(self._folder, replace(self._measured, compute=epoch.compute), self._choice)
@@ -257,10 +257,10 @@ class AutoCache:
             self._say(f"G={measured.compute:,.0f}/s: {self._count()} from now on")
 
     def _decide_again(self, folder: SharedFolder, measured: Measured, old: Choice) -> None:
-        """Measure anew, and change the cache if that gains much and no other process uses the old decision."""
+        """Measure again, and change the cache if the gain is large and no other process uses the old decision."""
         self._measured = measured
         source = as_source(self._dataset)
-        folder.close()  # the last one out decides anew
+        folder.close()  # the last process to detach decides again
         try:
             first = look(source, source.pipeline)
             folder = self._attach(folder.path.name, source, first)
@@ -288,7 +288,7 @@ class AutoCache:
         print(f"stallfree: {text}", file=sys.stderr)
 
     def close(self) -> None:
-        """Leave the cache and the decision. A further iteration decides anew."""
+        """Detach from the cache and the decision. A further iteration decides again."""
         if self.cached is not None:
             self.cached.close()
         if self._folder is not None:

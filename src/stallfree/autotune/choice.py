@@ -1,13 +1,13 @@
-"""What to cache, and who fetches and prepares it: the choice that the model of speed makes of measured rates.
+"""Chooses what to cache, and the numbers of workers and threads, by a throughput model of measured rates.
 
     F = 1 / (x / C + (1 - x) / S)      fetch rate, for a share x of hits
     throughput = min(F, P, G)          if fetch, prep and compute overlap
 
 This is the model of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021,
-section 3.4 and appendix). Here P depends on what is cached: a sample that hits prepared needs its random steps only,
-one that hits as it was fetched needs all steps, and one that misses costs the processor the work of fetching as well.
-A share y of the samples is kept prepared and the others as fetched. Prepared records are the larger ones as a rule, so
-y trades hits for prep, and the best y is where F and P meet, or at one end.
+section 3.4 and appendix). Here P depends on what is cached: a hit on a prepared sample needs only its random steps, a
+hit on a fetched sample needs all steps, and a miss also costs the CPU work of fetching.
+A share y of the samples is stored prepared and the others as fetched. Prepared records are usually larger, so y trades
+hits for prep, and the best y is where F equals P, or 0 or 1.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from dataclasses import dataclass, replace
 from stallfree.units import format_size
 
 SHARES = 16
-"""The shares y that are tried are multiples of 1/16."""
+"""The evaluated shares y are multiples of 1/16."""
 
 WORTH = 1.02
-"""What takes memory, or a process more, has to gain 2%."""
+"""Minimum gain (2%) for using memory or one more process."""
 
 
 FEWEST = 2
-"""Where there are cores for more: one worker alone gave 7 to 8% less than the model says."""
+"""Minimum workers if there are enough cores: a single worker was 7 to 8% slower than the model predicts."""
 
 SPARE = 2.0
-"""Workers that only just keep up fall behind now and then: how many samples of a batch miss is a matter of chance."""
+"""Required surplus of the workers' rate, because the number of misses varies randomly between batches."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a data set, its pipeline and its storage. Seconds are those of one processor per sample.
+    """The measured rates of a data set, its pipeline and its storage. Times are CPU seconds per sample on one core.
 
     Attributes:
         samples: of the data set.
-        storage: S in samples/s by the number of fetches under way at once; infinite where no wait was seen.
-        fetching: seconds of processor for a fetch.
+        storage: S in samples/s by the number of concurrent fetches; infinite if no wait was observed.
+        fetching: CPU seconds for a fetch.
         whole: seconds for all steps, on a record as fetched.
         deterministic: seconds for the deterministic steps.
-        random: seconds for the steps after them, on a prepared record.
-        reading: seconds to get a record out of the cache, as fetched and prepared.
+        random: seconds for the following steps, on a prepared record.
+        reading: seconds to read a record from the cache, as fetched and prepared.
         sizes: bytes of a record in the cache, as fetched and prepared; infinite for a form that cannot be stored.
-        disk: samples/s that a disk below memory gives, as fetched and prepared; 0 where there is none.
-        compute: G in samples/s; infinite as long as it is not known.
+        disk: samples/s from a disk below memory, as fetched and prepared; 0 without a disk.
+        compute: G in samples/s; infinite until it is known.
     """
 
     samples: int
@@ -63,14 +63,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do, and what the model expects of it.
+    """A configuration, and its predicted rates.
 
     Attributes:
-        share: y, the share of the samples that is kept prepared; the others are kept as fetched. None: no cache.
+        share: y, the share of the samples stored prepared; the others are stored as fetched. None: no cache.
         hits: x, the share of the samples that the cache holds in memory.
-        on_disk: the share that it holds on a disk; 0 where a disk does not pay, or there is none.
-        workers: processes that prepare.
-        threads: fetches under way at once, in all workers together.
+        on_disk: the share that it holds on a disk; 0 if a disk is not faster, or there is none.
+        workers: number of worker processes.
+        threads: concurrent fetches in all workers together.
         fetch: F in samples/s.
         prep: P in samples/s.
     """
@@ -85,19 +85,19 @@ class Choice:
 
     @property
     def rate(self) -> float:
-        """Samples/s that the loader delivers: min(F, P)."""
+        """Samples/s of the loader: min(F, P)."""
         return min(self.fetch, self.prep)
 
 
 def choose(measured: Measured, room: int, *, workers: int | None, cpus: int, disk: int = 0) -> Choice:
-    """The choice with the highest throughput. Among those within 2% the one with least of cache, workers and threads.
+    """The choice with the highest throughput; within 2%, the one with the least cache, workers and threads.
 
     Args:
         measured: the rates.
         room: bytes for records.
-        workers: processes that prepare, if that is settled; None: as many as pay, at most `cpus`.
-        cpus: cores there are.
-        disk: bytes for records on a disk below memory. It is used where that gains 2%.
+        workers: number of worker processes, if given; None: the best number, at most `cpus`.
+        cpus: number of cores.
+        disk: bytes for records on a disk below memory. It is used if it gains 2%.
     """
     most = max(1, cpus if workers is None else workers)
     best = _form(measured, room, most, 0)
@@ -117,9 +117,9 @@ def choose(measured: Measured, room: int, *, workers: int | None, cpus: int, dis
 
 
 def expect(measured: Measured, share: float | None, room: int, workers: int, disk: int = 0) -> Choice:
-    """What the model says of one way to cache, with as many threads as storage takes.
+    """The model's prediction for one configuration, with the best number of threads for the storage.
 
-    What a disk gives costs the processor twice as much as what memory gives: it is copied once more, and checked.
+    A record from a disk costs twice the CPU time of one from memory: it is copied once more, and its checksum verified.
     """
     threads = max(measured.storage, key=lambda count: measured.storage[count])
     storage = measured.storage[threads]
@@ -146,9 +146,9 @@ def expect(measured: Measured, share: float | None, room: int, workers: int, dis
 
 
 def _form(measured: Measured, room: int, workers: int, disk: int) -> Choice:
-    """The form of the highest rate. Among those within 2% the one that leaves most of the processor to others.
+    """The form with the highest rate; within 2%, the one with the least CPU load.
 
-    A cache has to gain 2% of the one or the other over none, and a mixture over one form for all.
+    A cache must gain 2% in rate or CPU load over none, and a mixture over a single form.
     """
     enough = _enough(measured)
     shares = [None, 0.0, 1.0, *(number / SHARES for number in range(1, SHARES))]
@@ -164,12 +164,12 @@ def _form(measured: Measured, room: int, workers: int, disk: int) -> Choice:
 
 
 def _enough(measured: Measured) -> float:
-    """A rate beyond which nothing is gained: a loader that is just as fast as the device runs dry now and then."""
+    """The rate beyond which there is no gain: a loader exactly as fast as the device stalls occasionally."""
     return 1.25 * measured.compute
 
 
 def _threads(measured: Measured, choice: Choice, room: int, disk: int) -> Choice:
-    """The least number of fetches at once that keeps the choice's rate."""
+    """`choice` with the least number of concurrent fetches that keeps its rate."""
     for threads in sorted(measured.storage):
         fewer = replace(measured, storage={threads: measured.storage[threads]})
         there = expect(fewer, choice.share, room, max(1, choice.workers), disk)
@@ -179,7 +179,7 @@ def _threads(measured: Measured, choice: Choice, room: int, disk: int) -> Choice
 
 
 def explain(measured: Measured, choice: Choice, room: int) -> str:
-    """One line: what was chosen, and the figures that say why."""
+    """One line with the choice, and the figures behind it."""
     nothing = expect(measured, None, room, max(1, choice.workers))
     what = {None: "no cache", 0.0: "samples cached as fetched", 1.0: "samples cached prepared"}.get(
         choice.share,

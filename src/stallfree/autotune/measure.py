@@ -1,4 +1,4 @@
-"""Measures what the choice of a cache needs to know: S, P and C on a few samples, in the process that trains."""
+"""Measures S, P and C on a few samples in the training process, for the choice of a cache."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from stallfree.pipeline.values import private
 from stallfree.sources.throttle import payload_bytes
 
 LEVELS = (8, 16, 32, 64)
-"""Fetches at once that are tried, each level with twice as many samples."""
+"""Numbers of concurrent fetches to try, each with twice as many samples."""
 
 SECONDS = 1.0
-"""For all fetches, and as long again for prep; each level and each part takes at least four samples."""
+"""Time budget for all fetches, and again for prep; each level and each part uses at least four samples."""
 
 BYTES = 256 << 20
-"""Of records that are held meanwhile."""
+"""Maximum bytes of records held during the measurement."""
 
 _BUSY = 0.7
 _PREPARED = 64
@@ -47,11 +47,11 @@ _LEAST = 4
 
 @dataclass
 class Probe:
-    """What was measured, and the records that were fetched for it: they need not be fetched again.
+    """The measurement, and the records fetched for it, which need not be fetched again.
 
     Attributes:
         measured: the rates and sizes.
-        records: as they were fetched, by id.
+        records: as fetched, by id.
     """
 
     measured: Measured
@@ -59,10 +59,10 @@ class Probe:
 
 
 def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int, disk: Path | None = None) -> Probe:
-    """Fetch and prepare some samples, drawn at random, and time it. Samples that cannot be had are left out.
+    """Fetch and prepare some random samples, and time it. Samples that fail are left out.
 
-    Takes about two seconds at most if single samples are quick. Raises `SampleError` if no sample can be had. With a
-    folder on a `disk`, some are written there and read again, out of the page cache.
+    Takes about two seconds at most if single samples are fast. Raises `SampleError` if all samples fail. With a folder
+    on a `disk`, some are written there and read again, bypassing the page cache.
     """
     ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source))[: 2 * sum(LEVELS)].tolist()
     with Watch(source) as watch:
@@ -91,12 +91,12 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int, disk
         sizes=sizes,
         disk=(0.0, 0.0) if disk is None else (_rate_of_disk(disk, values), _rate_of_disk(disk, prepared)),
     )
-    return Probe(measured, {} if drew else fetched.records)  # a cache for random ones would freeze them
+    return Probe(measured, {} if drew else fetched.records)  # a cache would freeze random records
 
 
 @dataclass
 class _Fetched:
-    """Records, S by the number of fetches at once, and the seconds of processor per fetch."""
+    """Records, S by the number of concurrent fetches, and the CPU seconds per fetch."""
 
     source: Source
     storage: dict[int, float]
@@ -106,7 +106,7 @@ class _Fetched:
     problem: SampleError | None = None
 
     def take(self, id: int, fetch: Callable[[], Any]) -> bool:
-        """Keep the record that `fetch` gives, if it can be had."""
+        """Store the record that `fetch` returns; return whether it succeeded."""
         try:
             self.records[id] = private(fetch())
         except Exception as error:
@@ -116,14 +116,14 @@ class _Fetched:
         return True
 
     def checked(self) -> _Fetched:
-        """This, if any sample could be had. Raises `SampleError`."""
+        """Return self. Raises `SampleError` if all samples failed."""
         if self.problem is not None and not self.records:
             raise self.problem
         return self
 
 
 def _fetch_some(source: Source, ids: list[int]) -> _Fetched:
-    """With more and more at once, as long as that is faster."""
+    """Fetch with increasing concurrency while that is faster."""
     fetched, ids_left, best, busy, reads = _Fetched(source, {}), iter(ids), 0.0, 0.0, 0
     end = time.monotonic() + SECONDS
     for level in LEVELS:
@@ -149,7 +149,7 @@ def _fetch_some(source: Source, ids: list[int]) -> _Fetched:
 
 
 def _fetch_in_turn(source: Source, ids: list[int]) -> _Fetched:
-    """A data set that is not made for threads: its fetches take the workers' time, waits included."""
+    """Fetch sequentially, for a data set without thread support: fetches take worker time, waits included."""
     fetched, began = _Fetched(source, {1: math.inf}), time.monotonic()
     for id in ids:
         if len(fetched.records) >= _LEAST and (time.monotonic() - began > SECONDS or fetched.held > BYTES):
@@ -160,14 +160,14 @@ def _fetch_in_turn(source: Source, ids: list[int]) -> _Fetched:
 
 
 def _seconds(steps: Callable[[Any], Any], values: list[Any]) -> tuple[float, list[Any]]:
-    """Seconds per value for `steps`, and what they gave. The first is done twice: it may load libraries."""
+    """Seconds per value for `steps`, and their results. The first value is processed twice: it may load libraries."""
     copies = [private(value) for value in values]
     made = []
     with contextlib.suppress(Exception):
         steps(private(values[0]))
     began = time.monotonic()
     for value in copies:
-        with contextlib.suppress(Exception):  # it will come again when the sample is asked for
+        with contextlib.suppress(Exception):  # raised again when the sample is requested
             made.append(steps(value))
         if len(made) >= _LEAST and time.monotonic() - began > SECONDS / 2:
             break
@@ -175,7 +175,7 @@ def _seconds(steps: Callable[[Any], Any], values: list[Any]) -> tuple[float, lis
 
 
 def _sizes(values: list[Any]) -> list[int]:
-    """Bytes of their records; none if they cannot be stored."""
+    """Record bytes of the values; empty if they cannot be stored."""
     try:
         return [record_size(*encode(value, allow_pickle=True)) for value in values]
     except (CodecError, RecursionError):
@@ -184,7 +184,7 @@ def _sizes(values: list[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def _holding(values: list[Any], sizes: list[int], store: str | Path) -> Iterator[SampleCache]:
-    """A cache with these values in it, for as long as they are measured."""
+    """A temporary cache with these values."""
     room, name = sum(size + size // 4 + 4096 for size in sizes) + (1 << 20), f"measure-{secrets.token_hex(8)}"
     cache = SampleCache(len(values), capacity=room, fingerprint=name, store=store, name=name, example=values[0])
     try:
@@ -211,7 +211,7 @@ def _cost_in_cache(values: list[Any], rest: Compose) -> tuple[float, float]:
 
 
 def _rate_of_disk(folder: Path, values: list[Any]) -> float:
-    """Samples/s that a cache on this disk gives to 8 threads; 0 if it cannot be used."""
+    """Samples/s of a cache on this disk with 8 threads; 0 if the disk is not usable."""
     sizes, rate = _sizes(values), 0.0
     with contextlib.suppress(StallfreeError, OSError, IndexError), _holding(values, sizes, folder) as cache:
         _out_of_memory(cache.path / "data")
@@ -224,7 +224,7 @@ def _rate_of_disk(folder: Path, values: list[Any]) -> float:
 
 
 def _out_of_memory(file: Path) -> None:
-    """Have the system forget what it holds of a file."""
+    """Drop a file from the page cache."""
     if not hasattr(os, "posix_fadvise"):
         return
     fd = os.open(file, os.O_RDONLY)
@@ -237,7 +237,7 @@ def _out_of_memory(file: Path) -> None:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """As workers have it."""
+    """Limit torch to one thread, as in workers."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""`BaseCache`: the methods of a `Cache` that most implementations do not need to write."""
+"""`BaseCache`: default methods of a `Cache`, and `DirectReading`, which reads without threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 
 class BaseCache:
-    """A cache that gathers nothing, writes at once, and whose reads need no threads. A context manager.
+    """A cache without `gather`, with synchronous writes, whose reads need no threads. A context manager.
 
     A subclass has the attributes `num_ids`, `name`, `path`, `fingerprint`, `allow_pickle`, `capacity` and
     `uncached_steps`, and the methods `resident`, `get_many`, `put_many`, `drop`, `uncache_steps`, `count_fetch`,
@@ -57,7 +57,7 @@ class BaseCache:
         return np.zeros(len(checked_ids(ids, self.num_ids)), bool)
 
     def flush(self: Cache) -> None:
-        """See `Cache`: nothing is written in the background."""
+        """See `Cache`: there are no background writes."""
 
     def set_scores(self: Cache, ids: Any, scores: Any) -> None:
         """See `Cache`: no policy uses scores."""
@@ -83,7 +83,7 @@ class _Readable(Protocol):
 
 
 class DirectReading:
-    """The `Reading` of a cache that needs no threads: what is not resident is fetched, and `result` reads."""
+    """The `Reading` of a cache that needs no threads: missing samples are fetched, and `result` reads."""
 
     def __init__(self, cache: _Readable, ids: Array, fetch: Fetch) -> None:
         self._cache, self._ids, self._fetch = cache, ids, fetch
@@ -94,18 +94,18 @@ class DirectReading:
             self.start(ids[~there])
 
     def start(self, missing: Array) -> None:
-        """Start to bring ids that are not resident."""
+        """Start fetching ids that are not resident."""
         self.start_fetching(missing.tolist())
 
     def start_fetching(self, ids: list[int]) -> None:
-        """Pass `ids` to `fetch`, but for those that were passed before."""
+        """Pass `ids` to `fetch`, except those already passed."""
         new = [id for id in dict.fromkeys(ids) if id not in self._fetched]
         if new and not self._cancelled:
             self._fetched.update(new)
             self._fetch(new)
 
     def start_fetching_missing(self, values: Sequence[Any]) -> None:
-        """Pass those ids to `fetch` whose value is `MISS`."""
+        """Pass the ids whose value is `MISS` to `fetch`."""
         missing = [at for at, value in enumerate(values) if value is MISS]
         if missing:
             self.start_fetching(self._ids[missing].tolist())

@@ -1,4 +1,4 @@
-"""What a sample cache is given, checked; what it gives for a sample that is not there; what is left of a closed one."""
+"""Argument checks of sample caches, the `MISS` value, and the stub of a closed cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Miss:
 
 
 MISS = _Miss()
-"""Stands for a sample that is not in the cache, where None might be a sample."""
+"""The value of a sample that is not in the cache; None may be a sample."""
 
 
 EVERY_STEP = 1 << 20
@@ -37,7 +37,7 @@ EVERY_STEP = 1 << 20
 
 
 def check_same(meta: Meta, path: Path, fingerprint: str, num_ids: int, policy: str) -> None:
-    """Raise `FingerprintError` if the cache in the folder `path` is not the one that is wanted."""
+    """Raise `FingerprintError` if the cache in the folder `path` is not the requested one."""
     for what, there, wanted in (
         ("fingerprint", meta.fingerprint, fingerprint),
         ("number of samples", meta.num_ids, num_ids),
@@ -52,7 +52,7 @@ def check_same(meta: Meta, path: Path, fingerprint: str, num_ids: int, policy: s
 
 
 def warn_of_capacity(meta: Meta, path: Path, size: int) -> None:
-    """Warn of a cache that was there already, in the folder `path`, with another capacity than `size` bytes."""
+    """Warn if the existing cache in the folder `path` has another capacity than `size` bytes."""
     if abs(meta.capacity - size) > size // 16:
         warnings.warn(
             f"the cache {path.name!r} is there already, with a capacity of {format_size(meta.capacity)}: the "
@@ -64,7 +64,7 @@ def warn_of_capacity(meta: Meta, path: Path, size: int) -> None:
 
 
 def checked_ids(ids: Any, num_ids: int) -> Array:
-    """`ids` as an array of int64. Raises `InputError` for what is no list of integers from 0 to `num_ids` - 1."""
+    """`ids` as an array of int64. Raises `InputError` unless they are integers from 0 to `num_ids` - 1."""
     try:
         array = np.asarray(ids)
     except ValueError:
@@ -80,7 +80,7 @@ def checked_ids(ids: Any, num_ids: int) -> Array:
 
 
 def checked_pairs(ids: Any, values: Sequence[Any], num_ids: int) -> Array:
-    """`ids` as an array of int64. Raises `InputError` as `checked_ids` does, and if there are not as many `values`."""
+    """`ids` as an array of int64. Raises `InputError` as `checked_ids` does, and if `values` has another length."""
     wanted = checked_ids(ids, num_ids)
     if len(wanted) != len(values):
         raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values: give one for each")
@@ -88,7 +88,7 @@ def checked_pairs(ids: Any, values: Sequence[Any], num_ids: int) -> Array:
 
 
 def checked_scores(scores: Any, count: int) -> Array:
-    """`scores` as an array of float64. Raises `InputError` for what is not `count` numbers."""
+    """`scores` as an array of float64. Raises `InputError` unless they are `count` numbers."""
     try:
         values = np.asarray(scores, np.float64)
     except (TypeError, ValueError):
@@ -101,7 +101,7 @@ def checked_scores(scores: Any, count: int) -> Array:
 
 
 class Closed:
-    """Stands for the parts of a cache that was closed, so that they are not kept in memory."""
+    """Replaces the parts of a closed cache, so that their memory is freed."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,8 +1,7 @@
-"""What the processes attached to a cache have done, summed without a lock and without losing what dead ones counted.
+"""Lock-free counters of all processes attached to a cache, which include those of dead processes.
 
-Each process adds to a row of its own, which it has claimed with a lock that the kernel drops when the process dies. A
-row is never emptied: the next process that claims it goes on from there, so the sum of all rows is exact at any
-instant.
+Each process adds to its own row, which it claims with a lock that the kernel releases when the process dies. A row is
+never reset: the next process that claims it continues from its values, so the sum of all rows is always exact.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Array = npt.NDArray[Any]
 
 
 class Count(enum.IntEnum):
-    """What stands where in a row."""
+    """Indices into a row."""
 
     HITS = 0
     MISSES = 1
@@ -36,20 +35,20 @@ class Count(enum.IntEnum):
 
 
 class Counters:
-    """The counts of this process and of all.
+    """The counts of this process, and the totals of all.
 
     Args:
-        rows: one row per process. Row 0 is shared by those that find no other: beyond 255 processes counts may be lost.
+        rows: one row per process. Processes without a free row share row 0: beyond 255 processes counts may be lost.
     """
 
     def __init__(self, rows: Array) -> None:
         self._rows = rows
         self._row = rows[0]
         self._lock = threading.Lock()
-        self._claimed: tuple[int, FileLock] | None = None  # by which process, with which lock
+        self._claimed: tuple[int, FileLock] | None = None  # process id and lock
 
     def claim(self, file_lock: FileLock) -> None:
-        """Take a row for this process."""
+        """Claim a row for this process."""
         self._lock = threading.Lock()  # a thread of the parent may have held the old one
         self._claimed = os.getpid(), file_lock
         for row in range(1, len(self._rows)):
@@ -59,7 +58,7 @@ class Counters:
         self._row = self._rows[0]
 
     def follow_fork(self) -> None:
-        """In a forked child, take a row for it."""
+        """Claim a new row in a forked child."""
         if self._claimed is not None and self._claimed[0] != os.getpid():
             with _after_fork:
                 if self._claimed[0] != os.getpid():
@@ -72,11 +71,11 @@ class Counters:
                 self._row[column] += number
 
     def totals(self) -> list[int]:
-        """The sums over all processes that are or were attached, by `Count`."""
+        """The sums over all processes, current and past, by `Count`."""
         return [int(n) for n in np.asarray(self._rows).sum(axis=0)]
 
     def stats(self, **state: int) -> CacheStats:
-        """The sums, with `state`: the fields of `CacheStats` that are no counts."""
+        """The sums, with `state`: the fields of `CacheStats` that are not counts."""
         sums = self.totals()
         return CacheStats(
             hits=sums[Count.HITS],

@@ -1,6 +1,6 @@
-"""Packages: files that hold many samples each, so that one sequential read brings all of them.
+"""Packages: files of many samples each, which are read with one sequential read.
 
-One file is one package. Its numbers are in the byte order of the host (another one fails at the magic number):
+One file is one package, in the byte order of the host (another byte order fails at the magic number):
 
     u64 magic, u64 checksum (xxh3-64 of all that follows)
     u32 version, u32 length of the fingerprint, u64 number of records, u64 bytes of the file
@@ -8,9 +8,9 @@ One file is one package. Its numbers are in the byte order of the host (another 
     from the next multiple of 8: i64 id of each record, i64 length of each record
     from the next multiple of 64: the records as `pipeline.codec` writes them, each from a multiple of 64
 
-A package is written under another name, and renamed when it is whole. It is never changed, only deleted; no name is
-used twice. So processes and jobs share a folder without messages. What is read is checked: a damaged package is deleted
-and counted, and is never an error. Files of other names, of other users or of other data are left alone.
+A package is written under another name, and renamed when it is complete. It is never changed, only deleted; no name is
+used twice. So processes and jobs share a folder without messages. Reads verify the checksum: a damaged package is
+deleted and counted, and is never an error. Files with other names, of other users or of other data are ignored.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ VERSION = 1
 
 _HEAD = struct.Struct("=QQIIQQ")
 _CHECKED = 16
-"""The checksum covers all bytes from here. Those before are the magic number and itself."""
+"""The checksum covers all bytes from here on, after the magic number and the checksum."""
 
 _ALIGN = 64
 _DRAFT = re.compile(r"\.stallfree-[0-9a-f]{16}-[0-9a-f]{16}-[0-9a-f]{8}\.package\.new")
 _DRAFT_SECONDS = 3600.0
-"""Seconds after which a draft that is not written to is what a killed writer left."""
+"""Seconds after its last write when a draft counts as left by a killed writer."""
 
 _UNCHANGED = 2_000_000_000
-"""Nanoseconds after which a folder whose time has not changed holds what it held: file systems count in seconds."""
+"""Age in nanoseconds from which an unchanged folder time is reliable: some file systems count in seconds."""
 
 
 class Count(enum.IntEnum):
-    """What stands where among the counts of packages; the order of `PackageStats`."""
+    """Indices into the counts of packages; the order of `PackageStats`."""
 
     WRITTEN = 0
     BYTES_WRITTEN = 1
@@ -75,15 +75,15 @@ class Count(enum.IntEnum):
 
 @dataclass(frozen=True)
 class PackageStats:
-    """What was done with packages.
+    """Statistics of package operations.
 
     Attributes:
         packages_written: files written.
-        package_bytes_written: their bytes. A writer that was killed may have written less.
+        package_bytes_written: their bytes. A killed writer may have written less.
         packages_read: files read, each with one sequential read.
         package_bytes_read: their bytes.
-        packages_dropped: files that were damaged and were deleted.
-        samples_packed: samples in the files that were written.
+        packages_dropped: damaged files that were deleted.
+        samples_packed: samples in the written files.
     """
 
     packages_written: int
@@ -95,21 +95,20 @@ class PackageStats:
 
 
 class Packages:
-    """The packages in a folder, as one process sees them. For one thread at a time.
+    """One process's view of the packages in a folder. Not thread-safe.
 
-    A package is numbered when it is first seen; other processes have other numbers.
+    Packages are numbered per process, in the order of discovery.
 
     Args:
-        folder: made if it is missing. Packages that are there already, of the same data, are used.
+        folder: created if missing. Existing packages of the same data are used.
         fingerprint: of the data.
         num_ids: number of samples of the data set; ids are 0 to `num_ids` - 1.
-        allow_pickle: whether samples that the codec does not know may be pickled, and are loaded. Only packages that
-            are this user's alone (mode 0600, no link) are read at all.
-        write_budget: bytes that may be written.
-        counts: numbers (int64, one per `Count`) that are added to, and that say what of the budget is spent; new ones
-            if None.
+        allow_pickle: whether samples that the codec does not support may be pickled and unpickled. Only packages
+            private to this user (mode 0600, no link) are read.
+        write_budget: maximum bytes to write.
+        counts: int64 per `Count`, incremented by all operations, which also track the spent budget; new ones if None.
 
-    Raises `StorageError` when the folder cannot be made or listed.
+    Raises `StorageError` if the folder cannot be created or listed.
     """
 
     def __init__(
@@ -129,10 +128,10 @@ class Packages:
         digest = xxhash.xxh3_64_hexdigest(self._fingerprint, VERSION)
         self._stem = f"stallfree-{digest}-"
         self._name = re.compile(rf"{self._stem}[0-9a-f]{{16}}-[0-9a-f]{{8}}\.package")
-        self._names: list[str | None] = []  # by number; None when it is gone
+        self._names: list[str | None] = []  # by number; None once deleted
         self._sizes, self._bytes = array("q"), array("q")
         self._numbers: dict[str, int] = {}
-        self._strange: set[str] = set()  # names like ours, and not ours
+        self._strange: set[str] = set()  # files with package names that are not ours
         self._newest = np.full(num_ids, -1, np.int32)
         self._memory = np.empty(0, np.uint8)
         self._warned = False
@@ -140,17 +139,17 @@ class Packages:
         _sweep(self._folder)
         self.refresh()
 
-    # -- what is there ------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def sizes(self) -> Array:
-        """The number of samples of each package, 0 for one that is gone."""
+        """The number of samples of each package, 0 for a deleted one."""
         return np.array(self._sizes, np.int64)
 
     def holding(self, ids: Any) -> Array:
-        """The number of the newest package that holds each of `ids` (integers), -1 where there is none.
+        """The number of the newest package that holds each of `ids` (integers), -1 if there is none.
 
-        When that one is gone it is -1 too, though an older one may hold the sample.
+        It is also -1 if that package was deleted, even if an older one holds the sample.
         """
         return self._newest[ids]  # type: ignore[no-any-return]
 
@@ -159,24 +158,24 @@ class Packages:
         return package_stats(self.counts)
 
     def refresh(self) -> None:
-        """See packages that others have written or deleted since the last look."""
+        """Update the view with packages that other processes have written or deleted."""
         try:
             stamp = os.stat(self._folder).st_mtime_ns
             if stamp == self._stamp:
                 return
             now = time.time_ns()
             names = {name for name in os.listdir(self._folder) if self._name.fullmatch(name)}
-        except OSError:  # somebody has removed it
+        except OSError:  # another process has removed it
             names, now, stamp = set(), 0, 0
         for name in self._numbers.keys() - names:
             self._forget(name)
         self._strange &= names
-        for name in sorted(names - self._numbers.keys() - self._strange):  # by the time of writing
+        for name in sorted(names - self._numbers.keys() - self._strange):  # in the order of writing
             self._look(name)
         self._stamp = stamp if now - stamp > _UNCHANGED else -1
 
     def _look(self, name: str) -> None:
-        """Number the package `name`, if it is one."""
+        """Register the package `name`, if it is one."""
         with _opened(self._folder / name) as opened:
             if opened is None:
                 self._strange.add(name)
@@ -187,7 +186,7 @@ class Packages:
                 ids, intact = None, False
         if ids is not None:
             self._enter(name, ids, opened[1])
-        elif intact:  # of other data, under a name that is ours
+        elif intact:  # of other data, under one of our names
             self._strange.add(name)
         else:
             self._delete(name)
@@ -206,7 +205,7 @@ class Packages:
             self._sizes[number] = 0
 
     def _delete(self, name: str) -> None:
-        """Delete a damaged package; whoever does it counts it."""
+        """Delete a damaged package; the process that deletes it counts it."""
         with contextlib.suppress(OSError):
             os.unlink(self._folder / name)
             self.counts[Count.DROPPED] += 1
@@ -216,11 +215,11 @@ class Packages:
 
     @property
     def left(self) -> int:
-        """Bytes that may still be written."""
+        """The remaining write budget in bytes."""
         return self._budget - int(self.counts[Count.BYTES_WRITTEN])
 
     def has_room(self, size: int) -> bool:
-        """Whether the write budget and the file system have room for `size` bytes. The first time not, it is logged."""
+        """Whether budget and file system have space for `size` bytes. The first failure is logged."""
         if size > self.left:
             return self._refuse(f"the write budget of {format_size(self._budget)} is spent")
         try:
@@ -236,13 +235,13 @@ class Packages:
     def add(self, ids: Any, values: Sequence[Any]) -> bool:
         """Write `values` as the samples of `ids` into one package.
 
-        False, and one warning in the log, when the write budget has no room for it, or the disk. Raises `CodecError`
-        for a value that would need pickle where it is not allowed, and `InputError` for ids outside of the data set.
+        Returns False, with one logged warning, if the write budget or the disk is exhausted. Raises `CodecError` for a
+        value that needs pickle where it is not allowed, and `InputError` for ids outside the data set.
         """
         return self.add_records(ids, [encode(value, allow_pickle=self._allow_pickle) for value in values])
 
     def add_records(self, ids: Any, records: Sequence[Record]) -> bool:
-        """The same for values that `pipeline.codec.encode` has taken apart."""
+        """As `add`, for values encoded by `pipeline.codec.encode`."""
         wanted = np.asarray(ids, np.int64)
         if wanted.shape != (len(records),) or len(records) == 0:
             raise InputError(f"a package was given {wanted.size} ids and {len(records)} values: give one for each")
@@ -258,7 +257,7 @@ class Packages:
         for start, length, (structure, arrays) in zip(starts.tolist(), lengths.tolist(), records, strict=True):
             write_record(structure, arrays, memory[start : start + length])
         _finish_head(memory, self._fingerprint, len(wanted))
-        self.counts[Count.BYTES_WRITTEN] += size  # before the file: a writer that is killed has not written more
+        self.counts[Count.BYTES_WRITTEN] += size  # before the file: a killed writer has not written more
         try:
             name = self._write(memory)
         except OSError as error:
@@ -276,7 +275,7 @@ class Packages:
         return False
 
     def _write(self, data: Array) -> str:
-        """Write a file and give it its name when it is whole; the name."""
+        """Write a file, rename it when it is complete, and return its name."""
         name = f"{self._stem}{time.time_ns():016x}-{secrets.token_hex(4)}.package"
         draft = self._folder / f".{name}.new"
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -293,7 +292,7 @@ class Packages:
         return name
 
     def _scratch(self, size: int) -> Array:
-        """`size` bytes of memory that is used again and again."""
+        """`size` bytes of reusable memory."""
         if len(self._memory) < size:
             self._memory = np.empty(size + size // 4, np.uint8)
         return self._memory[:size]
@@ -301,13 +300,13 @@ class Packages:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(self, number: int, wanted: Callable[[Array], Array] | None = None) -> tuple[Array, list[Any]] | None:
-        """The ids and the samples of package `number`, which have memory of their own.
+        """The ids and the samples of package `number`, in newly allocated memory.
 
-        None if it is gone, or damaged: then it is deleted. Samples that cannot be loaded here are left out.
+        None if it was deleted, or is damaged: it is then deleted. Samples that cannot be loaded here are left out.
 
         Args:
-            number: as `holding` gave it.
-            wanted: given the ids, returns which samples to make of them, as an array of bool; all if None.
+            number: as returned by `holding`.
+            wanted: maps the ids to an array of bool, which selects the samples to decode; all if None.
         """
         name = self._names[number]
         if name is None:
@@ -325,7 +324,7 @@ class Packages:
             self._delete(name)
             return None
         found = self._content(size)
-        if found is None:  # it is of other data now
+        if found is None:  # it now holds other data
             self._forget(name)
             return None
         self.counts[Count.READ] += 1
@@ -335,20 +334,20 @@ class Packages:
         return self._make(number, ids[chosen], starts[chosen], lengths[chosen])
 
     def _make(self, number: int, ids: Array, starts: Array, lengths: Array) -> tuple[Array, list[Any]]:
-        """The samples of records that lie in standing memory."""
+        """Decode the records in the scratch memory."""
         made, values = [], []
         for id, start, length in zip(ids.tolist(), starts.tolist(), lengths.tolist(), strict=True):
             try:
                 record = self._memory[start : start + length]
                 values.append(read_record(record, copy=True, allow_pickle=self._allow_pickle))
                 made.append(id)
-            except Exception:  # it is what was written: a pickle that is not allowed, or of a class that is not here
+            except Exception:  # an intact record: a pickle that is not allowed, or of a missing class
                 if self._newest[id] == number:
                     self._newest[id] = -1
         return np.array(made, np.int64), values
 
     def _ids_in(self, fd: int, size: int) -> tuple[Array | None, bool]:
-        """The ids that the header of a package says, unchecked, or None; whether it can be, or is, a whole package."""
+        """The unverified ids in a package header, or None; and whether it may be a complete package."""
         head = os.pread(fd, _HEAD.size + len(self._fingerprint), 0)
         if len(head) < _HEAD.size or _HEAD.unpack_from(head)[5] != size:
             return None, False
@@ -361,7 +360,7 @@ class Packages:
         return None, self._load(fd, size)
 
     def _records_in(self, head: bytes, size: int) -> int:
-        """How many records a file of `size` bytes has that begins like that; 0 if it is no package of this data."""
+        """The number of records of a file of `size` bytes with this header; 0 if it is not a package of this data."""
         if len(head) < _HEAD.size:
             return 0
         magic, _, version, named, records, total = _HEAD.unpack_from(head)
@@ -372,7 +371,7 @@ class Packages:
         return bool(ids.min() >= 0 and ids.max() < len(self._newest))
 
     def _load(self, fd: int, size: int) -> bool:
-        """Read a package into standing memory; whether it is whole."""
+        """Read a package into the scratch memory; return whether it is complete."""
         memory = self._scratch(size)
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, 0, size, os.POSIX_FADV_SEQUENTIAL)
@@ -385,7 +384,7 @@ class Packages:
         return (magic, total, check) == (MAGIC, size, xxhash.xxh3_64_intdigest(memory[_CHECKED:].data))
 
     def _content(self, size: int) -> tuple[Array, Array, Array] | None:
-        """Ids, starts and lengths of the whole package in standing memory; None if it is of other data."""
+        """Ids, starts and lengths of the package in the scratch memory; None if it is of other data."""
         named = len(self._fingerprint)
         records = self._records_in(self._memory[: _HEAD.size + named].tobytes(), size)
         at = _round(_HEAD.size + named, 8)
@@ -396,12 +395,12 @@ class Packages:
 
 
 def package_stats(counts: Array) -> PackageStats:
-    """The statistics of `counts`, one number per `Count`, or of the sum of several rows of them."""
+    """The statistics of `counts`, one number per `Count`, or of the sum of several rows."""
     return PackageStats(*counts.reshape(-1, len(Count)).sum(0).tolist())
 
 
 def prepare_folder(folder: str | Path) -> Path:
-    """Make the folder for packages with mode 0700 if it is missing. Raises `StorageError` if it cannot be used."""
+    """Create the folder for packages with mode 0700 if missing. Raises `StorageError` if it is not usable."""
     path = Path(folder).expanduser().absolute()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -412,18 +411,18 @@ def prepare_folder(folder: str | Path) -> Path:
 
 
 def _finish_head(memory: Array, fingerprint: bytes, records: int) -> None:
-    """Write the header of a package whose other bytes are there."""
+    """Write the header of a package after its other bytes."""
     named = len(fingerprint)
     memory[_HEAD.size : _HEAD.size + named] = np.frombuffer(fingerprint, np.uint8)
     check = 0
-    for _ in range(2):  # the second time with the checksum of what the first one wrote
+    for _ in range(2):  # the second time with the checksum of the first header
         _HEAD.pack_into(memory.data, 0, MAGIC, check, VERSION, named, records, len(memory))
         check = xxhash.xxh3_64_intdigest(memory[_CHECKED:].data)
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[int, int] | None]:
-    """Descriptor and bytes of a package; None if it is gone or is not this user's alone."""
+    """Descriptor and size of a package; None if it was deleted or is not private to this user."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -442,7 +441,7 @@ def _round(size: int, align: int) -> int:
 
 
 def _layout(named: int, lengths: Array) -> tuple[int, Array, int]:
-    """Where the ids and each record begin, and the bytes of the file, for a fingerprint of `named` bytes."""
+    """The offsets of the ids and of each record, and the file size, for a fingerprint of `named` bytes."""
     at = _round(_HEAD.size + named, 8)
     ends = np.cumsum(-(-lengths // _ALIGN) * _ALIGN)
     starts = _round(at + 16 * len(lengths), _ALIGN) + np.concatenate((np.zeros(1, np.int64), ends[:-1]))
@@ -450,7 +449,7 @@ def _layout(named: int, lengths: Array) -> tuple[int, Array, int]:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete what killed writers left: old drafts of this user's."""
+    """Delete this user's old drafts of killed writers."""
     with contextlib.suppress(OSError):
         for name in filter(_DRAFT.fullmatch, os.listdir(folder)):
             with contextlib.suppress(OSError):

@@ -1,15 +1,15 @@
-"""Which record goes when the cache is full. A policy is a score per id and a rule of admission.
+"""Eviction policies. A policy is a score per id and an admission rule.
 
 | policy | score | admission when full | source |
 | --- | --- | --- | --- |
 | minio | none | never | Mohan et al., "Analyzing and Mitigating Data Stalls", VLDB 2021, section 4.1 |
 | fifo / lru / lfu | time of entry / time of last use / number of uses | always | |
-| random | the score of the last that went, plus an exponential draw at entry | always | |
+| random | the score of the last evicted record, plus an exponential draw at entry | always | |
 | importance | given by the user | above the lowest resident | Chen et al., "iCACHE", HPCA 2023 |
 | oracle | minus the next use, given | above the lowest resident | Belady, IBM Systems Journal 5 (2), 1966 |
 
-The resident of lowest score goes; of several, the one of lowest id. Victims are found many at a time (`Victims`), by
-one look at the scores of all residents, so that an eviction costs the same however many there are.
+The resident with the lowest score is evicted; of equal scores, the one with the lowest id. Victims are selected in bulk
+(`Victims`), by one scan of the scores of all residents, so the cost of an eviction does not depend on their number.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ Array = npt.NDArray[Any]
 
 
 class Policy:
-    """Never evicts: what is resident stays (`minio`). The base of the others."""
+    """Never evicts: residents stay (`minio`). The base class of the others."""
 
     name = "minio"
     scored = False
     """Whether the policy keeps a score per id."""
     evicts = False
-    """Whether it makes room for a newcomer when the cache is full."""
+    """Whether it evicts for a new record when the cache is full."""
     given = False
-    """Whether the scores are given from outside, and a newcomer must be above the residents whose place it takes."""
+    """Whether the caller sets the scores, and a new record must be above the residents that it replaces."""
 
     def entered(self, score: Array, ids: Array, tick: int, level: float) -> None:
-        """`ids` have just become resident.
+        """Update the scores of `ids` after they became resident.
 
-        `tick` is the number of uses before, `level` the score of the last record that was evicted.
+        `tick` is the number of uses so far, `level` the score of the last evicted record.
         """
 
     def used(self, score: Array, ids: Array, tick: int) -> None:
-        """`ids` were hit."""
+        """Update the scores of `ids` after hits."""
 
 
 class Fifo(Policy):
-    """The oldest goes."""
+    """Evicts the oldest record."""
 
     name, scored, evicts = "fifo", True, True
 
@@ -56,7 +56,7 @@ class Fifo(Policy):
 
 
 class Lru(Fifo):
-    """The one not used for longest goes."""
+    """Evicts the least recently used record."""
 
     name = "lru"
 
@@ -65,7 +65,7 @@ class Lru(Fifo):
 
 
 class Lfu(Policy):
-    """The one used least often since it came goes; the newcomer itself counts as one use."""
+    """Evicts the record with the fewest uses since its admission, which counts as one use."""
 
     name, scored, evicts = "lfu", True, True
 
@@ -78,11 +78,11 @@ class Lfu(Policy):
 
 
 class Random(Policy):
-    """Any resident goes, each with the same probability.
+    """Evicts any resident, each with the same probability.
 
-    A score is a time of death: `level`, which is the present, plus a time to live that is exponential. Such a time has
-    no memory: what is left to those who have lived for long is distributed as the whole life of a newcomer. So the next
-    one to go is any of them, and no score needs to be drawn again.
+    A score is an expiry time: `level`, the current time, plus an exponentially distributed lifetime. The exponential
+    distribution is memoryless: the remaining lifetime of an old record has the same distribution as that of a new one.
+    So all residents are equally likely to be next, and no score needs to be drawn again.
     """
 
     name, scored, evicts = "random", True, True
@@ -92,15 +92,15 @@ class Random(Policy):
 
 
 class Importance(Policy):
-    """The one of lowest importance goes, if a more important one comes. The user says how important each id is."""
+    """Evicts the record of lowest importance for a more important one. The user sets the importance of each id."""
 
     name, scored, evicts, given = "importance", True, True, True
 
 
 class Oracle(Importance):
-    """The one that is needed last goes, if one comes that is needed sooner: no policy that hits more is possible.
+    """Evicts the record that is needed last for one that is needed sooner, which maximizes the hits.
 
-    The scores are minus the next uses (`next_uses`), so somebody who knows the plan has to give them.
+    The scores are minus the next uses (`next_uses`), which the caller computes from the plan.
     """
 
     name = "oracle"
@@ -112,7 +112,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def make_policy(policy: str | Policy) -> Policy:
-    """The policy of that name. Raises `InputError` for an unknown one."""
+    """The policy of this name. Raises `InputError` for an unknown one."""
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str) or policy not in POLICIES:
@@ -121,13 +121,13 @@ def make_policy(policy: str | Policy) -> Policy:
 
 
 def next_uses(epochs: list[Array], num_ids: int) -> list[Array]:
-    """When each access of a plan is followed by the next one to the same id; infinity if by none.
+    """The time of the next access to the same id, for each access of a plan; infinity if there is none.
 
     Args:
         epochs: ids in the order of their use, epoch after epoch.
         num_ids: number of samples.
 
-    Accesses are counted from 0 through all epochs. The scores of the policy "oracle" are minus these numbers.
+    Accesses are numbered from 0 over all epochs. The scores of the policy "oracle" are minus these numbers.
     """
     following = np.full(num_ids, np.inf)
     end = sum(len(ids) for ids in epochs)
@@ -146,7 +146,7 @@ def next_uses(epochs: list[Array], num_ids: int) -> list[Array]:
 
 
 def _uniform(tick: int, count: int) -> Array:
-    """`count` numbers in [0, 1): each tick has its own (a counter mixed as SplitMix64 does)."""
+    """`count` pseudorandom numbers in [0, 1), one per tick (a counter mixed as by SplitMix64)."""
     mixed = np.arange(tick + 1, tick + 1 + count, dtype=np.uint64)
     mixed *= np.uint64(0x9E37_79B9_7F4A_7C15)
     for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB)):
@@ -158,7 +158,7 @@ def _uniform(tick: int, count: int) -> Array:
 
 
 class VictimState(Protocol):
-    """The arrays that `Victims` works on; in a live cache they lie in shared memory."""
+    """The arrays of `Victims`; in a live cache they are in shared memory."""
 
     victims: Array
     victims_limit: Array
@@ -166,16 +166,15 @@ class VictimState(Protocol):
 
 
 class Victims:
-    """A queue of residents in order of rising (score, id); the cheapest way to the lowest of all.
+    """A queue of residents in ascending order of (score, id), which finds the lowest cheaply.
 
-    An entry is the complex number score + id * i, because NumPy orders complex numbers by the real part and then by
-    the imaginary one. The queue holds every resident that is not above `victims_limit`. It may hold others: an entry is
-    good only if its id is resident and still has this score, and counts once. A resident whose score has risen since is
-    put where it belongs when its turn comes; a newcomer, or a resident whose score has fallen, is put in at once. When
-    the queue is empty it is filled again. So each choice is the one that sorting all residents anew would give.
+    An entry is the complex number score + id * i, because NumPy orders complex numbers by the real part and then by the
+    imaginary one. The queue holds every resident that is not above `victims_limit`, and may hold stale entries: an
+    entry is valid only if its id is resident and still has this score, and counts once. A resident whose score has
+    risen is reinserted when it reaches the front; a new record, or a resident whose score has fallen, is inserted
+    immediately. An empty queue is refilled. So each choice equals that of sorting all residents again.
 
-    `span` is a pair of integers (position, end) that may lie in shared memory. All calls are made under the lock of
-    writers.
+    `span` is a pair of integers (position, end) that may be in shared memory. All calls are made under the writer lock.
     """
 
     def __init__(self, state: VictimState, span: Array) -> None:
@@ -188,14 +187,14 @@ class Victims:
         self._span[:] = 0
 
     def entered(self, score: Array, ids: Array) -> None:
-        """`ids` are resident and may have scores below the limit that they had not before."""
+        """Insert resident `ids` whose scores may have fallen below the limit."""
         if self._span[0] < self._span[1]:
             self._insert(_keys(score[ids], ids))
 
     def choose(self, count: int, score: Array) -> Array:
-        """Up to `count` residents of lowest score, lowest first; fewer only when no more are resident.
+        """Up to `count` residents of lowest score, in ascending order; fewer only if no more are resident.
 
-        The caller must make them absent before the next call, or give them back.
+        The caller must drop them before the next call, or return them with `give_back`.
         """
         chosen: list[Array] = []
         while count > 0:
@@ -208,14 +207,14 @@ class Victims:
         return chosen[0] if len(chosen) == 1 else np.concatenate([np.empty(0, np.int64), *chosen])
 
     def give_back(self, score: Array, ids: Array) -> None:
-        """`ids`, the last ones of those just chosen, stay after all."""
+        """Return `ids`, the last of those just chosen, to the queue."""
         if len(ids) <= len(self._places):
             self._span[0] = self._places[-len(ids)]
         else:
             self.entered(score, ids)
 
     def _take(self, count: int, score: Array, chosen: list[Array]) -> Array:
-        """Some of the next ones, none if the queue had to be put in order first; `chosen` were taken before."""
+        """Some of the next victims, none if the queue had to be sorted first; `chosen` were taken before."""
         state = self._state
         at, end = (int(n) for n in self._span)
         stop = min(at + count + count // 2 + 8, end)
@@ -223,7 +222,7 @@ class Victims:
         ids = keys.imag.astype(np.int64)
         now = score[ids]
         there = state.first[ids] != 0
-        if chosen:  # these are resident still, and older entries of theirs may follow
+        if chosen:  # these are still resident, and stale entries of them may follow
             there &= ~np.isin(ids, np.concatenate(chosen))
         good = there & (now == keys.real)
         moved = there > good
@@ -261,7 +260,7 @@ class Victims:
         self._span[:] = 0, len(queue)
 
     def _fill(self, score: Array, chosen: list[Array]) -> bool:
-        """Queue the lowest of all residents, with some room left for those that come. Returns whether there are any."""
+        """Queue the lowest of all residents, with spare space for insertions. Returns whether there are any."""
         state = self._state
         there = state.first != 0
         for gone in chosen:
@@ -273,7 +272,7 @@ class Victims:
         if len(ids) > room * 3 // 4:
             low = scores <= np.partition(scores, room * 3 // 4)[room * 3 // 4]
             ids, scores = ids[low], scores[low]
-        order = np.argsort(scores, kind="stable")[:room]  # of equal scores, those of lower ids come first
+        order = np.argsort(scores, kind="stable")[:room]  # ties in the order of ids
         state.victims[: len(order)] = _keys(scores[order], ids[order])
         state.victims_limit[:] = state.victims[len(order) - 1]
         self._span[:] = 0, len(order)

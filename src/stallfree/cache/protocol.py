@@ -1,7 +1,6 @@
-"""The `Cache` protocol: what loaders require of a cache. Optional capabilities are small protocols of their own.
+"""The `Cache` protocol that loaders require. Optional capabilities are separate small protocols.
 
-`stallfree.testing.CacheContract` tests a class against this page. `BaseCache` has the methods that most caches do not
-need to write.
+`stallfree.testing.CacheContract` tests a class against this module. `BaseCache` has default methods.
 """
 
 from __future__ import annotations
@@ -21,44 +20,44 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 Pool = Callable[[], Executor]
-"""Returns the executor of the caller, whose threads may wait for storage."""
+"""Returns the executor of the caller, whose threads may block on storage."""
 Fetch = Callable[[list[int]], object]
-"""Starts fetching these ids from the source, and returns at once."""
+"""Starts fetching these ids from the source, and returns immediately."""
 
 
 class Reading(Protocol):
-    """A batch that is being read; see `Cache.begin_read`."""
+    """A batch read in progress; see `Cache.begin_read`."""
 
     def result(self) -> list[Any]:
-        """Returns the samples in the order of the ids, `MISS` for those that no tier holds.
+        """Returns the samples in the order of the ids, `MISS` for those in no tier.
 
-        Waits for the reads that are under way. Each id that has no value has been passed to `fetch`; one that was
-        passed to `fetch` may have a value all the same, if another process stored it meanwhile. May be called again:
-        it then returns what the cache holds at that moment.
+        Waits for the reads in flight. Each id without a value has been passed to `fetch`; an id passed to `fetch` may
+        still have a value if another process stored it in the meantime. May be called again: it then returns the
+        content of the cache at that time.
         """
 
     def cancel(self) -> None:
-        """Stops: no further `fetch` is called, and `result` is not called any more. May be called at any time."""
+        """Stops calling `fetch`. `result` must not be called afterwards. May be called at any time."""
 
 
 class Cache(Protocol):
     """The samples of one data set, by id.
 
-    Ids are integers from 0 to `num_ids` - 1. Where a method takes `ids`, it takes a sequence or an array of them, and
-    equal ids may occur. Ids that are no integers or are out of range raise `InputError`, which is an `IndexError` as
-    well in the latter case. After `close`, reading and storing raise `InputError`.
+    Ids are integers from 0 to `num_ids` - 1. Methods take `ids` as a sequence or an array, which may contain equal
+    ids. Ids that are not integers or are out of range raise `InputError`, which in the latter case is also an
+    `IndexError`. After `close`, reading and storing raise `InputError`.
 
-    Methods may be called from several threads at once. A forked child uses the object of its parent. A cache that
-    processes started by "spawn" or "forkserver" are to use can be pickled, and attaches to the same samples there.
+    Methods are thread-safe. A forked child uses the object of its parent. A cache for processes started by "spawn" or
+    "forkserver" can be pickled, and attaches to the same samples there.
 
     Attributes:
         num_ids: number of samples of the data set.
         name: of the cache, for messages and for the processes that share it.
         path: folder of this cache, which the processes of this host share.
         fingerprint: identifies the data and their preparation.
-        allow_pickle: whether samples that the codec does not know are pickled.
-        policy: which sample makes room when the cache is full. Nothing is lost while `policy.evicts` is False.
-        capacity: bytes of this host's memory that the cache may take; of its disk, for a cache on a disk alone.
+        allow_pickle: whether samples that the codec does not support are pickled.
+        policy: eviction policy. Nothing is evicted while `policy.evicts` is False.
+        capacity: maximum bytes of this host's memory; of its disk, for a cache on a disk only.
         structure: the structure of the samples that `gather` can copy; None if it copies none.
     """
 
@@ -77,9 +76,9 @@ class Cache(Protocol):
 
     @property
     def uncached_steps(self) -> int:
-        """How many steps of the pipeline the stored samples are made without, counted from the last cached one.
+        """The number of pipeline steps, counted back from the last cached one, that the stored samples do not include.
 
-        0 at first. More after a step turned out to be random; see `uncache_steps`.
+        0 initially; increases after a step proved random; see `uncache_steps`.
         """
 
     def resident(self, ids: Any) -> Array:
@@ -88,23 +87,23 @@ class Cache(Protocol):
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def get_many(self, ids: Any) -> list[Any]:
-        """Returns the samples of `ids`, `MISS` for those that are not there.
+        """Returns the samples of `ids`, `MISS` for absent ones.
 
-        The values belong to the caller: changing them changes neither the cache nor what another call returned, and
-        equal ids get a value each. Values of one call may share one piece of memory.
+        The caller owns the values: changing them affects neither the cache nor the values of other calls, and equal
+        ids have separate values. Values of one call may share one memory block.
         """
 
     def begin_read(self, ids: Array, pool: Pool, fetch: Fetch) -> Reading:
-        """Starts to read `ids`, an array of int64. Returns at once; `Reading.result` returns the samples.
+        """Starts reading `ids`, an array of int64. Returns immediately; `Reading.result` returns the samples.
 
         Args:
             ids: of a batch that is needed soon.
             pool: called at most once, in this thread, and only if threads are needed. The executor may be shut down at
-                any time; `result` then reads what is left.
-            fetch: called for ids that are known to be in no tier, as soon as that is known, so that the caller starts
-                to fetch them from the source. It is called in this thread, in threads of the executor and in
-                `result`; each time with other ids, and with none twice. It is not called for samples that are on their
-                way into this cache from a process of this host. What it raises, this method or `result` raises.
+                any time; `result` then reads the rest.
+            fetch: called for ids as soon as they are known to be in no tier, so that the caller starts fetching them
+                from the source. It is called in this thread, in threads of the executor and in `result`, at most once
+                per id. It is not called for samples that a process of this host is writing to this cache. Its
+                exceptions are raised by this method or by `result`.
         """
 
     def aim(self, outs: Sequence[Array]) -> Aim:
@@ -113,40 +112,39 @@ class Cache(Protocol):
     def gather(self, ids: Any, into: Aim | Sequence[Array]) -> Array:
         """Copies the samples of `ids` leaf by leaf. Returns which of them were copied, as an array of bool.
 
-        Only samples of the `structure` that are resident are copied; without a `structure`, none. Rows of the others
-        hold anything afterwards.
+        Only resident samples of the `structure` are copied; without a `structure`, none. The rows of others are
+        undefined afterwards.
 
         Args:
             ids: of the samples.
-            into: an array per leaf of `structure`: (number of ids, bytes of the leaf) of uint8, contiguous. Or what
-                `aim` made of them.
+            into: an array per leaf of `structure`: (number of ids, bytes of the leaf) of uint8, contiguous; or the
+                result of `aim` for them.
         """
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int = 0) -> Array:
-        """Stores `values` as the samples of `ids`. Returns which of them are stored now, as an array of bool.
+        """Stores `values` as the samples of `ids`. Returns which of them are stored, as an array of bool.
 
-        What is stored already stays as it is; of equal ids, the first counts. Values are copied. A cache that writes
-        in the background returns True for what it is about to write; `flush` waits for that. A sample for which there
-        is no room, or that a lower tier does not take, is not stored and counts as rejected.
+        Samples that are already stored are unchanged; of equal ids, the first counts. Values are copied. A cache that
+        writes in the background returns True for queued samples; `flush` waits for them. A sample that does not fit,
+        or that a lower tier rejects, is not stored and counts as rejected.
 
         Args:
             ids: of the samples.
             values: a sample for each id.
-            uncached: the `uncached_steps` with which the values were made. Nothing is stored if it is another number
-                now.
+            uncached: the `uncached_steps` with which the values were prepared. Nothing is stored if it has changed.
 
-        Raises `CodecError` for a value that needs pickle where `allow_pickle` is False; then nothing is stored.
+        Raises `CodecError` for a value that needs pickle if `allow_pickle` is False; then nothing is stored.
         """
 
     def flush(self) -> None:
-        """Waits until all that this process has put is stored or rejected."""
+        """Waits until all samples that this process has put are stored or rejected."""
 
     def set_scores(self, ids: Any, scores: Any) -> None:
-        """Sets how much each sample is worth, resident or not, for a policy whose scores are `given`.
+        """Sets the scores of samples, resident or not, for a policy whose scores are `given`.
 
-        Raises `InputError` for scores that are not as many numbers, or are NaN.
+        Raises `InputError` unless there is one number per id, and none is NaN.
         """
 
     def drop(self, ids: Any) -> None:
@@ -156,28 +154,28 @@ class Cache(Protocol):
         """Removes all samples."""
 
     def uncache_steps(self, count: int) -> bool:
-        """Removes all samples, for all processes, since one of the last `count` cached steps turned out to be random.
+        """Removes all samples, for all processes, because one of the last `count` cached steps proved random.
 
-        `uncached_steps` is `count` or more then; a cache that several hosts use is not used any more. Returns False,
-        and removes nothing, if that was so before.
+        Afterwards `uncached_steps` is at least `count`; a cache shared by several hosts is disabled. Returns False,
+        and removes nothing, if that was already the case.
         """
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def count_fetch(self, reads: int, size: int) -> None:
-        """Counts `reads` fetches from the source that brought `size` bytes."""
+        """Counts `reads` fetches of `size` bytes from the source."""
 
     def stats(self) -> CacheStats:
-        """Returns the counts over all processes of this host; after `close`, those of that moment.
+        """Returns the counts over all processes of this host; after `close`, those at that time.
 
         Each id that was requested counts once, as a hit or as a miss.
         """
 
     def populate(self) -> None:
-        """Maps what is in memory in the background, so that the first reads are fast. May do nothing."""
+        """Maps the memory in the background, so that the first reads are fast. May do nothing."""
 
     def close(self) -> None:
-        """Writes what was put, and leaves the cache. May be called twice."""
+        """Flushes writes and detaches from the cache. Idempotent."""
 
 
 @runtime_checkable
@@ -185,11 +183,11 @@ class Lends(Protocol):
     """A cache whose samples can be read in place, without a copy."""
 
     def borrow(self, ids: Any) -> Borrowed | None:
-        """Returns the samples of `ids` as `get_many` has them, but not copied: read them at once, and do not write.
+        """Returns the samples of `ids` as `get_many` does, but without copying; do not modify them.
 
-        None if this cache lends nothing, such as one on a disk. Another process may overwrite a sample at any moment:
-        ask `Borrowed.unchanged` after the use.
+        None if this cache does not support it, such as one on a disk. Another process may overwrite a sample at any
+        time: check `Borrowed.unchanged` after use.
         """
 
     def count_changed(self, samples: int) -> None:
-        """Counts as misses `samples` that were borrowed and turned out to be changed."""
+        """Counts `samples` borrowed samples that have changed as misses."""

@@ -1,4 +1,4 @@
-"""The command line, one command per file. Nothing but this package imports typer."""
+"""The command line, one command per file. Only this package imports typer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stallfree.errors import StallfreeError
 __all__ = ["app", "main"]
 
 USER_ERROR = 2
-"""Exit code for what the user can put right, the same as for a wrong option."""
+"""Exit code of errors that the user can fix, the same as for an invalid option."""
 
 app = typer.Typer(
     name="stallfree",
@@ -58,10 +58,9 @@ def _stallfree(
 
 
 def main() -> None:
-    """Run the command that the arguments of this process name, and exit with its code.
+    """Run the command in the arguments of this process, and exit with its code.
 
-    An error that stallfree raises on purpose is one clear line and exit code 2; any other is a bug and keeps its
-    traceback.
+    A `StallfreeError` is printed as one line, with exit code 2; any other error is a bug and keeps its traceback.
     """
     try:
         app(prog_name="stallfree")

@@ -9,7 +9,7 @@ from stallfree.errors import InputError
 
 
 def writable(path: Path | None) -> None:
-    """Raise `InputError` if `path` cannot be written: better before a measurement than after it."""
+    """Raise `InputError` if `path` cannot be written. Called before a measurement."""
     if path is None:
         return
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""`stallfree analyze`: where a job waits, and what to do."""
+"""`stallfree analyze`: measures where a job waits, with recommendations."""
 
 from __future__ import annotations
 

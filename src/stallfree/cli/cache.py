@@ -1,4 +1,4 @@
-"""`stallfree cache`: what caches there are, and getting rid of them."""
+"""`stallfree cache`: lists and removes caches."""
 
 from __future__ import annotations
 

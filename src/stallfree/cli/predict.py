@@ -1,4 +1,4 @@
-"""`stallfree predict`: what another cache, more CPUs, faster storage, more devices or more jobs would give."""
+"""`stallfree predict`: predicts the effect of another cache, more CPUs, faster storage, more devices or more jobs."""
 
 from __future__ import annotations
 

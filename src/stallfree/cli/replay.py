@@ -1,4 +1,4 @@
-"""`stallfree replay`: what policies would do with shuffled epochs, without data."""
+"""`stallfree replay`: simulates eviction policies over shuffled epochs, without data."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _plans(samples: int, epochs: int) -> list[Plan]:
 def _progress(
     console: Console, names: Sequence[str], total: int
 ) -> Iterator[Callable[[str], Callable[[EpochReplay], None]]]:
-    """Bars on a terminal, nothing elsewhere. Gives what makes the hook of a policy."""
+    """Progress bars, on a terminal only. Yields a function that creates the hook of a policy."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         tasks = {name: progress.add_task(name, total=total, start=False) for name in names}
@@ -148,7 +148,7 @@ def _table(found: Sequence[Replay], per_epoch: bool) -> Table:
 
 
 def _rows(epochs: Sequence[EpochReplay], every: bool) -> Iterator[tuple[str, Sequence[EpochReplay]]]:
-    """The name of each row, and the epochs whose mean it shows; of the last one the sum."""
+    """The name of each row, and the epochs that it averages; the last row is the sum."""
     last = len(epochs)
     if every or last <= 2:
         for number, epoch in enumerate(epochs, 1):
@@ -161,7 +161,7 @@ def _rows(epochs: Sequence[EpochReplay], every: bool) -> Iterator[tuple[str, Seq
 
 
 def _figures(found: Sequence[Replay], capacity: str, batch_size: int) -> dict[str, Any]:
-    """What `--json` writes."""
+    """The content of the `--json` file."""
 
     def figures(epoch: EpochReplay) -> dict[str, Any]:
         return {**asdict(epoch), "storage_operations": epoch.misses, "hit_ratio": epoch.hit_ratio}

@@ -1,4 +1,4 @@
-"""`stallfree run`: an unchanged script, its data loaders timed from outside."""
+"""`stallfree run`: runs an unchanged script and times its data loaders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from stallfree.errors import InputError
 
 SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
-"""For the registration of this command: what follows the script belongs to the script."""
+"""Registration settings of this command: arguments after the script belong to the script."""
 
 
 def run(

@@ -1,4 +1,4 @@
-"""`stallfree simulate`: loaders, queue, copy and device, simulated or as a real loader recorded them."""
+"""`stallfree simulate`: loaders, queue, copy and device, simulated or from the log of a real loader."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _recorded(path: Path, seconds: float | None, console: Console) -> dict[str, 
 
 
 def _show_log(run: dict[str, Any], console: Console) -> None:
-    """Who did what, how often and how long, in what the page shows."""
+    """Print the number and duration of each process's events within the shown time."""
     spent: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for start, end, actor, what, *_ in run["events"]:
         spent[actor, what].append(end - start)

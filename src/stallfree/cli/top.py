@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from stallfree.observe.servers import ServerRow
 
 _FILE_WIDTH = 140
-"""Columns of a table that goes to a file or a pipe."""
+"""Columns of a table written to a file or a pipe."""
 
 _SILENT = 3.0
-"""Seconds without a word from a loader that are worth showing."""
+"""Seconds without an update of a loader after which its age is shown."""
 
 
 def top(
@@ -63,7 +63,7 @@ def top(
 
 
 def tables(look: Look) -> RenderableType:
-    """The loaders, caches and servers of one look."""
+    """The tables of loaders, caches and servers of one snapshot."""
     parts: list[RenderableType] = []
     if look.loaders:
         parts.append(_loaders(look.loaders))

@@ -1,1 +1,1 @@
-"""Parts for other libraries. Each module imports its library, so they are imported by name when they are wanted."""
+"""Integrations with other libraries. Each module imports its library, so import the modules by name as needed."""

@@ -1,11 +1,12 @@
-"""Hugging Face's `accelerate`: deals out the samples of a loader among the processes.
+"""Hugging Face's `accelerate`: partitions the samples of a loader among the processes.
 
     from stallfree.integrations.accelerate import prepare
 
     model, optimizer = accelerator.prepare(model, optimizer)
     loader = prepare(accelerator, sf.DataLoader(dataset, batch_size=16, shuffle=True))
 
-`Accelerator.prepare` itself leaves a stallfree loader as it is, and raises `InputError` if there are several processes.
+`Accelerator.prepare` itself leaves a stallfree loader unchanged, and raises `InputError` if there are several
+processes.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from stallfree.loader import DataLoader
 from stallfree.sampling.plans import ImportanceSampler
 
 _DECIDED = {"batch_size": 1, "shuffle": None, "sampler": None, "drop_last": False, "ranks": (0, 1)}
-"""Arguments of the loader in Accelerate's: its batch sampler has decided all of this."""
+"""Arguments of the inner loader, which Accelerate's batch sampler determines."""
 
 
 def prepare(accelerator: Any, loader: DataLoader) -> Any:
-    """What `accelerator.prepare` makes of torch's loader, with stallfree's loader in it.
+    """The equivalent of `accelerator.prepare` for torch's loader, with stallfree's loader inside.
 
-    Each process gets the samples that it would get from torch's loader with the same arguments. The batches are put on
-    the device of the process, and `accumulate` and `gather_for_metrics` see the end of each epoch. What decides the
-    order is what decides it for torch's loader: `generator`, `seed`, or the settings of the accelerator.
+    Each process gets the same samples as from torch's loader with the same arguments. The batches are moved to the
+    device of the process, and `accumulate` and `gather_for_metrics` detect the end of each epoch. The order depends on
+    the same settings as for torch's loader: `generator`, `seed`, or the settings of the accelerator.
 
-    Use and close what this returns, and not `loader`. `skip_first_batches` makes torch's loader of it, for one epoch.
+    Use and close the returned object instead of `loader`. `skip_first_batches` converts it to torch's loader for one
+    epoch.
 
-    Raises `InputError` for another loader, and for one whose samples are dealt out already.
+    Raises `InputError` for another loader, and for one whose samples are already partitioned.
     """
     _check(accelerator, loader)
     sampler = loader.sampler
@@ -48,7 +50,7 @@ def prepare(accelerator: Any, loader: DataLoader) -> Any:
 
 
 class _Prepared(DataLoader):
-    """A loader without a state: Accelerate would take one for each batch, which reads the rest of the sampler."""
+    """A loader without a state: Accelerate would save one per batch, each of which reads the rest of the sampler."""
 
     @property
     def state_dict(self) -> Any:

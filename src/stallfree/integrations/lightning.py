@@ -20,11 +20,11 @@ from stallfree.stats import LoaderStats
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 _SMALL_SHARE = 0.05
-"""Stalls below this share of the time are not worth much."""
+"""Share of the time below which stalls count as small."""
 
 
 def _lightning() -> Any:
-    """The Lightning that the program has imported, else the one that is installed."""
+    """The imported Lightning package, else the installed one."""
     for name in sorted(_NAMES, key=lambda name: name not in sys.modules):
         try:
             return import_module(name)
@@ -34,13 +34,13 @@ def _lightning() -> Any:
 
 
 class StallMonitor(_lightning().Callback):  # type: ignore[misc]
-    """Logs per epoch the share of its time in which training waited for data, and prints a line that says why.
+    """Logs the share of each epoch in which training waited for data, and prints a line with the cause.
 
-    Logged are `stallfree/wait`, and its parts `stallfree/fetch_stall` and `stallfree/prep_stall` (see `LoaderStats`),
-    each a share of 0 to 1 of the epoch's time without validation, on this rank. The first rank prints. Loaders are
-    found in what `train_dataloader` returned, in lists and dicts too; those of other libraries do not count.
+    It logs `stallfree/wait`, and its parts `stallfree/fetch_stall` and `stallfree/prep_stall` (see `LoaderStats`), each
+    as a share from 0 to 1 of the epoch's time without validation, on this rank. The first rank prints. Loaders are
+    found in the result of `train_dataloader`, also in lists and dicts; those of other libraries are ignored.
 
-    Raises `InputError` when training begins and none of its loaders is stallfree's.
+    Raises `InputError` at the start of training if none of its loaders is stallfree's.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
         self._validating = 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Look for loaders."""
+        """Find the loaders."""
         given = trainer.train_dataloader
         if next(_loaders(given), None) is None:
             raise InputError(
@@ -59,20 +59,20 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
             )
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note what the loaders have done before."""
+        """Record the loaders' statistics at the start of the epoch."""
         self._before = [(loader, loader.stats()) for loader in _loaders(trainer.train_dataloader)]
         self._begun = time.monotonic()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Validation is no part of the time."""
+        """Pause the timing: validation does not count."""
         self._validating = time.monotonic()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Validation is no part of the time."""
+        """Resume the timing."""
         self._begun += time.monotonic() - self._validating
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log and print what this epoch waited for."""
+        """Log and print the waits of this epoch."""
         seconds = time.monotonic() - self._begun
         done = [loader.stats() - before for loader, before in self._before]
         fetch = sum(stats.stall_fetch_seconds for stats in done) / seconds
@@ -98,7 +98,7 @@ def _line(epoch: int, seconds: float, fetch: float, prep: float) -> str:
 
 
 def _loaders(given: Any) -> Iterator[Any]:
-    """What has the statistics of a loader in `given`: a loader, or lists, tuples and dicts of such."""
+    """The loaders with statistics in `given`: a loader, or lists, tuples and dicts of loaders."""
     if isinstance(given, Mapping):
         for value in given.values():
             yield from _loaders(value)

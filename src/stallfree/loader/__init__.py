@@ -1,4 +1,4 @@
-"""`DataLoader`: epochs over a data set, and the batches that it yields."""
+"""`DataLoader`: iterates over the epochs of a data set, and yields batches."""
 
 from stallfree.loader.benefit import measure_benefit
 from stallfree.loader.dataloader import DataLoader

@@ -16,7 +16,7 @@ from stallfree.stores import DiskTier
 from stallfree.units import parse_size, parse_whole
 
 WAIT_SECONDS = 300.0
-"""Longest wait for a batch unless `timeout` says otherwise."""
+"""Default maximum wait for a batch."""
 
 
 def check_arguments(
@@ -24,7 +24,7 @@ def check_arguments(
 ) -> int | None:
     """The bytes for the cache of `cache="auto"`; None without it.
 
-    Raises `InputError` for arguments of a `DataLoader` that cannot be used, or that contradict each other.
+    Raises `InputError` for arguments of a `DataLoader` that are invalid or contradict each other.
     """
 
     def of(*names: str) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def check_arguments(
 def check_numbers(
     num_workers: Any, batch_size: Any, timeout: Any, prefetch_factor: Any, persistent_workers: bool
 ) -> None:
-    """Raise `InputError` for a number that cannot be used."""
+    """Raise `InputError` for an invalid number."""
     if not _is_int(num_workers) or num_workers < 0:
         raise InputError(f"num_workers={num_workers!r}: give 0 (no worker processes) or more")
     if batch_size is not None and (not _is_int(batch_size) or batch_size < 1):
@@ -73,7 +73,7 @@ def check_sampling(
 
 
 def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any) -> None:
-    """Raise `InputError` for `ranks` that cannot be used, and where something else deals the samples out."""
+    """Raise `InputError` for invalid `ranks`, and if a sampler already partitions the samples."""
     check_ranks(ranks)
     inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
     if plans_epochs(inner):
@@ -91,7 +91,7 @@ def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any) -> None:
 
 
 def check_auto(cache: Any, capacity: Any, store: Any, sampler: Any) -> int | None:
-    """The bytes for the cache of `cache="auto"`; None without it. Raises `InputError` for what cannot be used."""
+    """The bytes for the cache of `cache="auto"`; None without it. Raises `InputError` for invalid arguments."""
     if cache is None and capacity is None and store is None:
         return None
     if cache != "auto":
@@ -109,7 +109,7 @@ def check_auto(cache: Any, capacity: Any, store: Any, sampler: Any) -> int | Non
 
 
 def check_functions(collate_fn: Any, worker_init_fn: Any, on_error: Any) -> None:
-    """Raise `InputError` for what cannot be called, and for an unknown way to handle errors."""
+    """Raise `InputError` for functions that are not callable, and for an unknown `on_error`."""
     for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
         if value is not None and not callable(value):
             raise InputError(f"{name}={value!r} cannot be called: give a function, or None")
@@ -118,7 +118,7 @@ def check_functions(collate_fn: Any, worker_init_fn: Any, on_error: Any) -> None
 
 
 def seed_of(dataset: Any, seed: Any, generator: Any) -> int | None:
-    """The seed as given, else that of the cached data set; None if the first iteration is to draw it."""
+    """The seed argument, else that of the cached data set; None if the first iteration draws it."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise InputError(f"generator={generator!r}: give a torch.Generator, or None")
     if seed is not None:

@@ -1,4 +1,4 @@
-"""What a cache gains a job, measured: see `sampling.plans.benefit`."""
+"""Measures the benefit of a cache for a job: see `sampling.plans.benefit`."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def measure_benefit(
     batches: int = 20,
     clock: Clock | None = None,
 ) -> float:
-    """The time of an epoch without the cache over that with it, from batches that go past the cache and out of it.
+    """The ratio of the epoch time without the cache to that with it, from batches that bypass and hit the cache.
 
-    It is the probe of iCACHE (Chen et al., HPCA 2023, section IV-E), prep and steps included. Both runs go through a
-    `DataLoader`, and `batches` of each are timed, once two batches per worker (but one at least) have filled its
-    queues. Past the cache go samples chosen at random: they are fetched, which is counted in `dataset.stats()`, and not
-    stored. Out of it come those that are resident, the same ones again when they are few.
+    This is the probe of iCACHE (Chen et al., HPCA 2023, section IV-E), prep and steps included. Both runs use a
+    `DataLoader`, and `batches` of each are timed, after two batches per worker (but at least one) have filled its
+    queues. The run that bypasses the cache fetches random samples, counted in `dataset.stats()`, without storing them.
+    The other run reads resident samples, repeatedly if there are few.
 
     Args:
-        dataset: whose cache it is; something must be in it.
-        step: trains on a batch, as the loader yields it: really, so give one on a copy of the model if it is not to
-            count. It need not wait for the device.
+        dataset: with the cache, which must not be empty.
+        step: trains on a batch of the loader. It changes the model: pass a copy to avoid that. It need not wait for the
+            device.
         batch_size: samples per batch.
         workers: worker processes.
-        batches: that are timed, each way.
-        clock: the host's, if None.
+        batches: number of timed batches per run.
+        clock: None for that of the host.
 
-    Raises `InputError` for arguments that cannot be used and when nothing is resident; what the loader and `step` raise
-    comes through.
+    Raises `InputError` for invalid arguments and if no sample is resident; exceptions of the loader and `step`
+    propagate.
     """
     if not isinstance(dataset, CachedDataset):
         raise InputError(f"dataset={dataset!r:.80} has no cache: give a CachedDataset")
@@ -86,7 +86,7 @@ class _Probe:
         self._clock = clock
 
     def seconds(self, dataset: CachedDataset, ids: Array) -> float:
-        """How long the batches take that come after the first ones, made of `ids` over and over."""
+        """The time of the batches after the warm-up, from `ids` repeated as needed."""
         wanted = np.resize(ids, (self._first + self._batches) * self._batch_size).tolist()
         times = []
         with DataLoader(dataset, self._batch_size, sampler=wanted, num_workers=self._workers) as loader:
@@ -99,7 +99,7 @@ class _Probe:
 
 
 class _Nothing(BaseCache):
-    """A cache with nothing in it, in which nothing stays. Fetches are counted with the real one."""
+    """A cache that is always empty. Fetches are counted in the real cache."""
 
     uncached_steps = 0
 
@@ -120,7 +120,7 @@ class _Nothing(BaseCache):
 
 
 def _wait_for_devices() -> None:
-    """Wait until the devices that are in use have done what they were asked for."""
+    """Synchronize all devices in use."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     if torch.backends.mps.is_available():

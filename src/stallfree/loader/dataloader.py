@@ -1,4 +1,4 @@
-"""`DataLoader`: takes what `torch.utils.data.DataLoader` takes, yields what it yields, without its stalls."""
+"""`DataLoader`: the interface of `torch.utils.data.DataLoader`, without its stalls."""
 
 from __future__ import annotations
 
@@ -35,72 +35,73 @@ from stallfree.workers.worker_pool import Counts, Options, new_counts
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
-    """Batches of a map-style data set, prepared ahead by worker processes into standing shared memory.
+    """Batches of a map-style data set, prepared ahead by worker processes in reused shared memory.
 
-    The arguments of `torch.utils.data.DataLoader` mean what they mean there; differences and additions are below. It is
-    a subclass, so that other libraries take it for a loader; nothing is inherited but the names.
+    The arguments of `torch.utils.data.DataLoader` have the same meaning; differences and additions are below. It is a
+    subclass, so that other libraries accept it as a loader; only the names are inherited.
 
     Args:
         dataset: a `CachedDataset`, a source, or any map-style data set.
-        batch_size: samples per batch; None: samples one by one, not collated.
-        shuffle: another order each epoch, a function of (seed, epoch).
-        sampler: gives ids (integers). An `ImportanceSampler` decides which samples an epoch has.
-        batch_sampler: gives lists of ids.
+        batch_size: samples per batch; None: single samples, not collated.
+        shuffle: use a new order each epoch, a function of (seed, epoch).
+        sampler: yields ids (integers). An `ImportanceSampler` decides the samples of an epoch.
+        batch_sampler: yields lists of ids.
         num_workers: worker processes; 0 (the default): the training process itself. With `cache="auto"`, the default is
-            as many as pay.
-        collate_fn: makes a batch of a list of samples; torch's default if None. What it draws is a function of (seed,
-            epoch, number of the batch).
-        pin_memory: yield batches in pinned memory, when there is an accelerator.
-        drop_last: leave out a last batch that is not full.
+            the number that is fastest.
+        collate_fn: creates a batch from a list of samples; torch's default if None. Its random numbers are a function
+            of (seed, epoch, batch number).
+        pin_memory: yield batches in pinned memory if there is an accelerator.
+        drop_last: leave out an incomplete last batch.
         timeout: seconds to wait for a batch before `WaitError`; 0 means 300.
-        worker_init_fn: called in each worker with its number. Workers start with their first task: none, when all
-            batches can be gathered out of the cache.
+        worker_init_fn: called in each worker with its number. Workers start with their first task: none starts if all
+            batches can be gathered from the cache.
         multiprocessing_context: "fork", "forkserver", "spawn" or a context; Python's default if None.
-        generator: the seed is drawn from it in place of torch's default generator.
-        prefetch_factor: batches under way per worker; 2 if None.
-        persistent_workers: keep the workers from epoch to epoch. A new iteration then ends the one before.
-        pin_memory_device: taken for compatibility.
-        in_order: taken for compatibility; batches always come in order.
+        generator: the seed is drawn from it instead of torch's default generator.
+        prefetch_factor: batches in flight per worker; 2 if None.
+        persistent_workers: keep the workers between epochs. A new iteration then ends the previous one.
+        pin_memory_device: accepted for compatibility.
+        in_order: accepted for compatibility; batches are always in order.
         seed: of order and augmentation. If None, that of the `CachedDataset` or `SmartCacheDataset`; else it is drawn
             from torch's generator when the first iteration begins, as torch's loader draws it.
-        with_ids: yield `Batch(data, ids, weights)`. With an `ImportanceSampler`, that is what comes in any case.
-        on_error: "raise" a `SampleError` for a sample that cannot be had, or "skip" it: it is left out, counted, and
-            the first ones are reported in the log. After an error, `next` goes on with the batch that follows.
-        staging: bytes for the ring of ready batches, as an int or such as "256MiB". None: as many batches as are under
-            way, and three that may be kept. A batch that does not fit is handed over as a copy.
-        device: such as "cuda": yield batches that are there, copied while the model works with those before them (see
+        with_ids: yield `Batch(data, ids, weights)`. Always the case with an `ImportanceSampler`.
+        on_error: "raise" a `SampleError` for a sample that fails, or "skip" it: it is left out and counted, and the
+            first ones are logged. After an error, `next` continues with the next batch.
+        staging: bytes for the ring of ready batches, as an int or a string like "256MiB". None: space for the batches
+            in flight, and three that may be kept. A batch that does not fit is delivered as a copy.
+        device: a device such as "cuda": yield batches on it, copied while the model processes earlier ones (see
             `DevicePrefetcher`, with its defaults). The ring is pinned for that, once with `persistent_workers`;
-            `pin_memory` is not needed. None: yield batches of the host.
-        cache: "auto": the first iteration measures how fast storage, prep and cache are, and makes the cache that gains
-            most by the model of speed: of samples as fetched, prepared, or some of each; or none. It prints a line that
-            says what and why. See `decision` and `cached`. None: no cache but that of a `CachedDataset`.
-        capacity: bytes for that cache, as an int or such as "16GiB"; jobs on this host with the same data share it.
-        store: a `DiskTier` that this cache may use below memory, where that pays.
-        ranks: (rank, number of ranks), or "auto" for those of `torch.distributed`, or else of RANK and WORLD_SIZE: deal
-            one order out among the ranks, as torch's `DistributedSampler` does. Each sample is on one rank. So that all
-            ranks have equally many, the first ones are repeated, or the last ones left out with `drop_last`. All ranks
-            use the seed of rank 0. A state may be loaded with another number of ranks. `(0, 1)`: this process has all
-            samples, without a warning that there are several ranks.
-        output: "torch", or "numpy": yield arrays where there are tensors, ids and weights included, in the same memory.
-            They hold a batch as tensors do. `InputError` while iterating for what NumPy has no form for (bfloat16).
-        event_log: file that gets a line per event, for `stallfree simulate` to draw (see `stallfree.events`): who
-            fetched, prepared or gathered which batch when, and when the training loop had it. It is made anew here, and
-            complete whenever no iteration is under way. Steps are not in it with a `device`.
+            `pin_memory` is not needed. None: yield batches on the host.
+        cache: "auto": the first iteration measures the speed of storage, prep and cache, and creates the cache with the
+            highest modelled throughput: of fetched samples, prepared samples, a mixture, or none. It prints one line
+            with the decision and its reason. See `decision` and `cached`. None: no cache but that of a `CachedDataset`.
+        capacity: bytes for that cache, as an int or a string like "16GiB"; shared by jobs on this host with equal data.
+        store: a `DiskTier` that this cache uses below memory if that is faster.
+        ranks: (rank, number of ranks), or "auto" for those of `torch.distributed`, or else of RANK and WORLD_SIZE:
+            partition one order among the ranks, as torch's `DistributedSampler` does. Each sample is on one rank. To
+            equalize the ranks, the first samples are repeated, or the last ones omitted with `drop_last`. All ranks use
+            the seed of rank 0. A state may be loaded with another number of ranks. `(0, 1)`: this process has all
+            samples, without the warning about several ranks.
+        output: "torch", or "numpy": yield arrays instead of tensors, ids and weights included, in the same memory. They
+            keep a batch alive as tensors do. Raises `InputError` while iterating for dtypes that NumPy lacks
+            (bfloat16).
+        event_log: file that receives a line per event, for `stallfree simulate` to draw (see `stallfree.events`): the
+            time and process of each fetch, prep and gather of a batch, and of its use in the training loop. It is
+            overwritten here, and complete whenever no iteration is active. With a `device` it has no steps.
 
     Attributes:
-        cached: the `CachedDataset` that `cache="auto"` has made; None without, before the first iteration, and where no
-            cache pays.
-        decision: the line that says what `cache="auto"` decided; "" before the first iteration.
+        cached: the `CachedDataset` that `cache="auto"` has created; None without it, before the first iteration, and if
+            no cache is faster.
+        decision: the line with the decision of `cache="auto"`; "" before the first iteration.
 
-    A batch is memory of its own for as long as one of its tensors is alive: kept batches are never overwritten. Raises
-    `InputError` for arguments that cannot be used; while iterating `SampleError`, `WorkerError` and `WaitError`.
+    A batch owns its memory while any of its tensors is alive: kept batches are never overwritten. Raises `InputError`
+    for invalid arguments; while iterating `SampleError`, `WorkerError` and `WaitError`.
     """
 
     multiprocessing_context: Any = None  # torch's property accepts one only with workers
-    _dataset_kind = 0  # map-style: what torch's constructor sets, which is not called
+    _dataset_kind = 0  # map-style: set by torch's constructor, which is not called
     _iterator = None
 
-    # Arguments, under their names, as torch's loader has them: other libraries read them to make a loader anew.
+    # Arguments under their names in torch's loader: other libraries read them to recreate a loader.
     shuffle: bool
     seed: int | None
     on_error: str
@@ -185,7 +186,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         )
 
     def _source(self, options: Options, counts: Counts, *, seed_of_data: bool) -> EpochSource:
-        """What decides the samples of an epoch. `self` has the sampler and batch sampler as they were given."""
+        """Create the epoch source. `self` has the sampler and batch sampler as passed."""
         setup = SourceSetup(
             samples=len(options.reader.source),
             batch_size=self.batch_size,
@@ -207,15 +208,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __len__(self) -> int:
         """Number of batches of an epoch. Raises `TypeError` if the sampler has no length.
 
-        With an `ImportanceSampler`, of the epoch that is under way, else of the next one, whose plan is drawn for that.
+        With an `ImportanceSampler`, of the active epoch, else of the next one, whose plan this draws.
         """
         return len(self._runner)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is epoch `epoch`. Without it, each iteration is another epoch, counted from 0.
+        """Set the epoch of the next iteration. Without it, iterations are consecutive epochs, counted from 0.
 
         A `SmartCacheDataset`, an `ImportanceSampler`, a `DistributedSampler` and a `CachedDataset` with a seed count
-        the epochs of all loaders that are made over them: a new loader goes on with the next one.
+        the epochs of all loaders over them: a new loader continues with the next one.
         """
         self._runner.set_epoch(parse_whole(epoch, "epoch", 0))
 
@@ -224,21 +225,21 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self._begun(iter(self._runner if self._prefetcher is None else self._prefetcher))
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """`iterator`, which has drawn the seed and chosen the workers."""
+        """Return `iterator`, whose start has drawn the seed and chosen the workers."""
         runner = self._runner
-        if self.seed != runner.seed or self.num_workers != runner.options.workers:  # torch's class is slow to set them
+        if self.seed != runner.seed or self.num_workers != runner.options.workers:  # torch's class sets them slowly
             self.seed, self.num_workers = runner.seed, runner.options.workers
         return iterator
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Read by `Accelerator.prepare`, which leaves this loader as it is, and does not put torch's in its place."""
+        """Read by `Accelerator.prepare`, which then leaves this loader unchanged instead of creating one of torch's."""
         check_prepared(knows_ranks=self._runner.source.knows_ranks)
         return True
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
-        """Accelerate sets it, too."""
+        """Accelerate also sets it."""
 
     @property
     def cached(self) -> CachedDataset | None:
@@ -253,52 +254,52 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     # -- for a prefetcher: see `EpochRunner` --------------------------------------------------------------------------
 
     def prefetched_by(self, prefetcher: Prefetcher) -> Iterator[Any]:
-        """Batches of the host for a prefetcher, which pins the ring, and counts what the training loop waits for."""
+        """Host batches for a prefetcher, which pins the ring and counts the waits of the training loop."""
         return self._begun(self._runner.prefetched_by(prefetcher))
 
     def count_wait(self, seconds: float) -> None:
-        """A prefetcher's training loop has waited for a batch."""
+        """Count a wait of a prefetcher's training loop for a batch."""
         self._runner.count_wait(seconds)
 
     @property
     def position(self) -> Any:
-        """Where the iteration is, for `state_at`; batches that are copied ahead count. None between two."""
+        """The position of the iteration for `state_at`, including batches copied ahead. None between iterations."""
         return self._runner.position
 
     def state_at(self, position: Any) -> dict[str, Any]:
-        """The state as it was when the iteration was at `position`, at most 64 batches ago."""
+        """The state at `position` of the iteration, at most 64 batches ago."""
         return self._runner.state_at(position)
 
     # -- state and statistics -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is: `load_state_dict` in another process goes on with exactly the samples that are left.
+        """The state of the iteration: `load_state_dict` in another process resumes with exactly the remaining samples.
 
-        For the loader's own order that is two integers; with a `sampler` or `batch_sampler`, which may be random, the
-        ids that are left are in the state, so it must come to an end; with an `ImportanceSampler`, who is served in
-        whose place is then decided for the rest of the epoch. Take the state in the process that iterates,
-        between two batches. It is fit for JSON.
+        For the loader's own order the state is two integers. With a `sampler` or `batch_sampler`, which may be random,
+        it contains the remaining ids, so the sampler must be finite. With an `ImportanceSampler`, it fixes the
+        substitutions for the rest of the epoch. Save it in the iterating process, between two batches. It is
+        serializable as JSON.
         """
         return self._runner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken: the next iteration gives what was left.
+        """Restore a state: the next iteration yields the remaining samples.
 
-        Raises `InputError` for what is no state, and for one of another version, seed or order.
+        Raises `InputError` for an invalid state, and for one of another version, seed or order.
         """
         self._runner.load_state_dict(state)
         self.seed = self._runner.seed
 
     @short_traceback
     def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
-        """Tell the `ImportanceSampler` the losses of a batch: `Batch.ids`, and one loss for each of them.
+        """Pass the losses of a batch to the `ImportanceSampler`: `Batch.ids`, and one loss for each of them.
 
-        Does not wait for the device that they are on. Raises `InputError` without an `ImportanceSampler`.
+        Does not wait for their device. Raises `InputError` without an `ImportanceSampler`.
         """
         self._importance("update").update(ids, losses)
 
     def importance_stats(self) -> ImportanceStats:
-        """What the plans of the `ImportanceSampler` asked the cache for. Raises `InputError` without one."""
+        """The cache requests of the plans of the `ImportanceSampler`. Raises `InputError` without one."""
         return self._importance("importance_stats").stats()  # type: ignore[no-any-return]
 
     def _importance(self, method: str) -> TakesLosses:
@@ -311,15 +312,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def counts(self) -> Counts:
-        """What `stats` gives, by name; it goes on counting."""
+        """The live counts of `stats`, by name."""
         return self._runner.counts
 
     def stats(self) -> LoaderStats:
-        """What this loader has done since it was made."""
+        """The statistics of this loader since its creation."""
         return self._runner.stats()
 
     def close(self) -> None:
-        """End all iterations and their workers. The loader may be iterated again."""
+        """Stop all iterations and their workers. The loader may be iterated again."""
         if self._prefetcher is not None:
             self._prefetcher.close()
         self._runner.close()

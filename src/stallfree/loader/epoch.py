@@ -1,4 +1,4 @@
-"""One pass over a plan: hand out tasks, put results in order, lend slots to batches."""
+"""One pass over a plan: submits tasks to the pool, orders the results, and leases slots to batches."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ log = logging.getLogger("stallfree")
 
 
 def begin_epoch(pool: WorkerPool, progress: Progress) -> Epoch | DirectEpoch:
-    """Begin an epoch: started ahead where something can be, else built batch by batch in this process."""
+    """Begin an epoch: batches are started ahead if possible, else built one by one in this process."""
     return (DirectEpoch if pool.direct else Epoch)(pool, progress)
 
 
 class _Pass:
-    """What both ways through a plan share. After an error with a batch the next call goes on with the following batch.
+    """Base class of passes over a plan. After an error in a batch, the next call continues with the following batch.
 
     Args:
-        pool: does the work.
-        progress: says what is left to do.
+        pool: builds the batches.
+        progress: holds the remaining batches.
     """
 
     def __init__(self, pool: WorkerPool, progress: Progress) -> None:
@@ -59,8 +59,8 @@ class Epoch(_Pass):
 
     def __init__(self, pool: WorkerPool, progress: Progress) -> None:
         super().__init__(pool, progress)
-        self._tasks: dict[int, Task] = {}  # started, not handed out
-        self._results: dict[int, Result] = {}  # of those, the ones that are done
+        self._tasks: dict[int, Task] = {}  # started, not delivered
+        self._results: dict[int, Result] = {}  # of those, the finished ones
         self._start_more()
 
     def __iter__(self) -> Epoch:
@@ -81,7 +81,7 @@ class Epoch(_Pass):
     def _next_result(self) -> Result | None:
         """Wait for the next result; None at the end.
 
-        Whatever interrupts this, but for a limit that was reached, ends the iteration.
+        Any interruption other than a timeout ends the iteration.
         """
         if self.closed or self.pool.closed or self._token != self.pool.token:
             raise StallfreeError(_OVER)
@@ -92,14 +92,14 @@ class Epoch(_Pass):
             while number not in self._tasks:
                 if self.progress.peek() is None:
                     return None
-                self._wait(started, None)  # batches of an earlier iteration still have all slots
+                self._wait(started, None)  # batches of an earlier iteration still hold all slots
                 self._start_more()
             while number not in self._results:
                 self._wait(started, self._tasks[number])
             self._now = time.monotonic()
             if self.pool.counts_waits:
                 self.pool.counts["wait_seconds"] += self._now - started
-            self._start_more(handing_out=1)  # now, and not after the training step that follows
+            self._start_more(handing_out=1)  # now, not after the next training step
             return self._results.pop(number)
         except WaitError:
             raise
@@ -109,7 +109,7 @@ class Epoch(_Pass):
             raise
 
     def _start_more(self, handing_out: int = 0) -> None:
-        """Start batches until enough are under way, not counting those just handed out, or no slot is free."""
+        """Start batches until enough are in flight, not counting those just delivered, or no slot is free."""
         pool, progress = self.pool, self.progress
         while len(self._tasks) - handing_out < pool.ahead and pool.room and progress.peek() is not None:
             number, ids = progress.start()
@@ -117,7 +117,7 @@ class Epoch(_Pass):
             pool.submit(task, gather=pool.builder.can_gather(ids))
 
     def _wait(self, started: float, task: Task | None) -> None:
-        """Wait until something has come nearer: `task`, or the end of any."""
+        """Wait until `task` or any other task has progressed."""
         if self._collect(task) and (task is None or task.number in self._results):
             return
         self._now = time.monotonic()
@@ -139,7 +139,7 @@ class Epoch(_Pass):
             )
 
     def _collect(self, awaited: Task | None) -> bool:
-        """Take the results that are there; whether there were any."""
+        """Take the available results; return whether there were any."""
         results = self.pool.poll(None if awaited is None else awaited.number)
         for result in results:
             if result.status == UNDONE:
@@ -187,7 +187,7 @@ class Epoch(_Pass):
         return data, result.ids
 
     def _apart(self, result: Result) -> Any:
-        """A batch that is to have no slot."""
+        """A copy of a batch without a slot."""
         if result.status == WHOLE:
             return result.value
         self.pool.counts["private_copies"] += 1
@@ -205,7 +205,7 @@ class Epoch(_Pass):
         return read_own_record(result.memory, copy=False)
 
     def close(self) -> None:
-        """Stop. Slots of batches that are still being prepared go back when their results come."""
+        """Stop. Slots of batches in flight are freed when their results arrive."""
         if self.closed or os.getpid() != self._owner:
             return
         self.closed = True
@@ -214,7 +214,7 @@ class Epoch(_Pass):
         self._tasks.clear()
         self._results.clear()
         if not self.pool.closed and self._token == self.pool.token:
-            self.pool.begin()  # whatever is still under way is not wanted
+            self.pool.begin()  # drops batches in flight
             self.pool.counts["queue_depth"] = 0
             self._now = time.monotonic()
             if self._status.made:
@@ -222,7 +222,7 @@ class Epoch(_Pass):
 
 
 class DirectEpoch(_Pass):
-    """As `Epoch`, where the training process builds each batch when it is asked for: nothing is started before."""
+    """Like `Epoch`, but the training process builds each batch on request: nothing is started ahead."""
 
     def __iter__(self) -> DirectEpoch:
         return self
@@ -273,7 +273,7 @@ class DirectEpoch(_Pass):
                 return data, ids if len(samples.ids) == len(ids) else np.array(samples.ids, np.int64)
 
     def _end(self) -> None:
-        """Something interrupts the iteration, which ends with it."""
+        """End the iteration after an interruption."""
         self.close()
         self.pool.close()
 
@@ -296,7 +296,7 @@ def _report_skips(counts: Counts, problems: Sequence[object]) -> None:
 
 
 def _raise(result: Result) -> None:
-    """Raise the error of a batch; one of a worker has its traceback there as the cause."""
+    """Raise the error of a batch; an error of a worker has the worker's traceback as its cause."""
     error, trace = result.value, None
     if error is None:
         error, text = unpack_error(result.note)
@@ -311,7 +311,7 @@ def _raise(result: Result) -> None:
 
 
 def _stopped(number: int) -> StallfreeError:
-    """In place of a `StopIteration`, which would end the loop as if all were well."""
+    """The error that replaces a `StopIteration`, which would end the loop without an error."""
     return StallfreeError(
         f"batch {number} could not be made: the data set or collate_fn raised StopIteration, which would end the "
         "epoch. Let it raise another error"

@@ -1,4 +1,4 @@
-"""Iterates the epochs of a loader, and takes its state."""
+"""Iterates over the epochs of a loader, and saves its state."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ STATE_VERSION = 1
 
 
 class Prefetcher(Protocol):
-    """What takes batches ahead of the training loop: see `stallfree.device`."""
+    """Takes batches ahead of the training loop: see `stallfree.device`."""
 
     @property
     def ahead(self) -> bool:
-        """Whether it has taken batches that it may not have given yet."""
+        """Whether it may have taken batches that it has not delivered."""
 
     def pin(self, memory: Any) -> Callable[[], object]:
-        """Make memory of the host known to the device; what takes that back."""
+        """Register host memory with the device; return the function that unregisters it."""
 
     def state_dict(self) -> Any:
-        """The state of the loader without the batches that are ahead."""
+        """The state of the loader without the batches taken ahead."""
 
 
 class Tuner(Protocol):
-    """What chooses how batches are prepared: see `stallfree.autotune.auto_cache`."""
+    """Chooses how batches are prepared: see `stallfree.autotune.auto_cache`."""
 
     def tuned(self, options: Options) -> Options:
         """The options of the next epoch."""
 
     def end(self, samples: int, seconds: float, waited: float) -> None:
-        """An epoch is through."""
+        """Record a finished epoch."""
 
 
 class Seeds:
-    """Draws what torch's loader draws when an iteration begins, from the same generators.
+    """Draws the same seeds as torch's loader at the start of an iteration, from the same generators.
 
-    So the same samplers give the same order here and there, and a model draws the same numbers.
+    So the same samplers yield the same order as under torch, and a model draws the same random numbers.
 
     Args:
-        given: the seed of order and augmentation; None: the first one that is drawn for workers.
-        generator: as the loader was given it.
-        shuffle: whether torch's loader would have a `RandomSampler`, which draws a seed too.
-        ranks: as the loader was given them. Those of one job use the seed of rank 0.
+        given: the seed of order and augmentation; None: the first one drawn for workers.
+        generator: as passed to the loader.
+        shuffle: whether torch's loader would have a `RandomSampler`, which also draws a seed.
+        ranks: as passed to the loader. All ranks of one job use the seed of rank 0.
         name: the same for this loader in all ranks.
 
     Attributes:
         seed: of order and augmentation; None before it is drawn.
-        base: of the workers' own generators.
+        base: of the workers' generators.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Seeds:
 
     @property
     def expected(self) -> int | None:
-        """The seed that a state must have; None if any. With `ranks`, it is that of rank 0."""
+        """The seed that a state must have; None for any. With `ranks`, that of rank 0."""
         return None if self._name else self._given
 
     def draw(self, *, new_workers: bool) -> int:
-        """The seed, drawn for the first iteration; `new_workers`: whether torch's loader would start them now."""
+        """The seed, drawn at the first iteration. `new_workers`: whether torch's loader would start workers now."""
         if new_workers:
             self.base = draw_seed(self._generator)
         if self._shuffle and self._generator is None:
@@ -91,10 +91,10 @@ class Seeds:
 
 
 class EpochRunner:
-    """The epochs of a loader, as batches of the host.
+    """Runs the epochs of a loader, as batches on the host.
 
-    A `DevicePrefetcher` works with this: it begins an iteration with `prefetched_by`, notes the `position` after each
-    batch, asks for the state there (`state_at`), and counts what the training loop waits (`count_wait`).
+    A `DevicePrefetcher` uses this class: it begins an iteration with `prefetched_by`, records the `position` after each
+    batch, requests the state there (`state_at`), and counts the waits of the training loop (`count_wait`).
 
     Args:
         source: decides the ids of each epoch.
@@ -102,8 +102,8 @@ class EpochRunner:
         seeds: of the loader.
         counts: of the loader.
         deliver: see `output.delivery`; called with the `weigh` of an epoch.
-        persistent: keep the pool from epoch to epoch.
-        tuner: changes the options between two epochs; or None.
+        persistent: keep the pool between epochs.
+        tuner: changes the options between epochs; or None.
     """
 
     def __init__(
@@ -131,18 +131,18 @@ class EpochRunner:
 
     @property
     def seed(self) -> int | None:
-        """Of order and augmentation; None before it is drawn."""
+        """The seed of order and augmentation; None before it is drawn."""
         return self._seeds.seed
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     @property
     def next_epoch(self) -> int:
-        """The number of the epoch that comes next."""
+        """The number of the next epoch."""
         return self.source.next_epoch if self._epoch is None else self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is epoch `epoch`, from its start."""
+        """Set the epoch of the next iteration, which begins at its start."""
         self._epoch = epoch
         self._resume = self._progress = self._prefetcher = None
 
@@ -178,7 +178,7 @@ class EpochRunner:
         return iteration
 
     def finished(self, progress: Progress, samples: int, seconds: float, waited: float) -> None:
-        """An iteration is through."""
+        """Record a finished iteration."""
         if self._progress is progress:
             self._progress = None
         if self._tuner is not None and progress.first == 0:
@@ -198,18 +198,18 @@ class EpochRunner:
 
     @property
     def position(self) -> tuple[Progress, int] | None:
-        """Where the iteration is, for `state_at`; batches that are taken ahead count. None between two."""
+        """The position of the iteration for `state_at`, including batches taken ahead. None between iterations."""
         return None if self._progress is None else (self._progress, self._progress.handed_out)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the batch that the training loop was given last."""
+        """The state after the last batch delivered to the training loop."""
         prefetcher = None if self._prefetcher is None else self._prefetcher()
         if prefetcher is not None and prefetcher.ahead:
             return prefetcher.state_dict()  # type: ignore[no-any-return]
         return self.state_at(self.position)
 
     def state_at(self, position: tuple[Progress, int] | None) -> dict[str, Any]:
-        """The state as it was when the iteration was at `position`, at most 64 batches ago."""
+        """The state at `position` of the iteration, at most 64 batches ago."""
         if position is None:
             epoch, left = self.next_epoch, self._resume or Position()
         else:
@@ -225,7 +225,7 @@ class EpochRunner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises `InputError` for a state that does not fit."""
+        """Restore a state. Raises `InputError` for a state that does not match."""
         check_state(state, self.source.describe(), self._seeds.expected)
         self.source.load_state_dict(state)
         if state["seed"] is not None:
@@ -237,16 +237,16 @@ class EpochRunner:
     # -- counts -------------------------------------------------------------------------------------------------------
 
     def count_wait(self, seconds: float) -> None:
-        """A prefetcher's training loop has waited for a batch."""
+        """Count a wait of a prefetcher's training loop for a batch."""
         self.counts["wait_seconds"] += seconds
 
     def stats(self) -> LoaderStats:
-        """What the loader has done since it was made."""
+        """The statistics of the loader since its creation."""
         staging = self.pools.staging_bytes
         return LoaderStats(**(self.counts if staging is None else {**self.counts, "staging_bytes": staging}))
 
     def close(self) -> None:
-        """End all iterations and their pools. More may be begun."""
+        """Stop all iterations and their pools. More may be started afterwards."""
         self.pools.close()
         self.source.close()
         if self.options.log is not None:
@@ -257,12 +257,12 @@ class EpochRunner:
 
 
 def check_state(state: Any, order: dict[str, Any], seed: int | None) -> None:
-    """Raise `InputError` unless `state` is one that a loader can go on with.
+    """Raise `InputError` unless a loader can resume from `state`.
 
     Args:
-        state: as `state_dict()` returned it.
+        state: as returned by `state_dict()`.
         order: of the loader, as its source describes it.
-        seed: that the loader was given; None if it takes any.
+        seed: of the loader; None if any seed is valid.
     """
     version = state.get("version") if isinstance(state, dict) else None
     if version != STATE_VERSION:

@@ -1,4 +1,4 @@
-"""One pass over a loader."""
+"""One pass over a loader: takes batches from an epoch, converts them, and yields them to the training loop."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from stallfree.workers.worker_pool import WorkerPool
 
 
 class Owner(Protocol):
-    """Begins iterations."""
+    """Starts iterations."""
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
 
     def finished(self, progress: Progress, samples: int, seconds: float, waited: float) -> None:
-        """The last batch was yielded: what the pass has taken, and how long the training loop waited in it."""
+        """Record the end of a pass: its duration, and the waits of the training loop in it."""
 
 
 class Iteration:
-    """One pass over a loader. Ends when it is through, closed, or no longer referred to.
+    """One pass over a loader. Ends when it is exhausted, closed or freed.
 
     Args:
-        owner: has begun it.
+        owner: started it.
         pool: prepares the batches.
         plan: of the epoch.
         progress: of the epoch.
-        deliver: makes of a batch and its ids what is yielded; None: the batch itself.
+        deliver: converts a batch and its ids to the yielded object; None: the batch itself.
         keep_pool: do not close the pool at the end.
-        log_steps: log what the training loop does between two batches, if the pool has a log.
+        log_steps: log the steps of the training loop between two batches, if the pool has a log.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Iteration:
         return data
 
     def end_step(self) -> None:
-        """For the log: the training loop is done with the batch that it was given."""
+        """Log that the training loop has finished its last batch."""
         if self._log is not None and self._delivered_at is not None:
             self._log.computed(self._delivered_at, self._progress.handed_out - 1, self._progress.number)
             self._delivered_at = None
 
     def close(self) -> None:
-        """End this pass. May be called twice."""
+        """End this pass. Idempotent."""
         self._epoch.close()
         self._plan.end()
         if not self._keep_pool:

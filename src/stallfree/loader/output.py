@@ -1,4 +1,4 @@
-"""What a loader makes of a batch before the user has it: ids and weights, pinned memory, NumPy arrays."""
+"""The final conversion of batches before delivery: ids and weights, pinned memory, NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from stallfree.sampling.epoch_source import Ids
 
 
 class Batch(NamedTuple):
-    """What a loader with `with_ids=True` yields.
+    """The batch type of a loader with `with_ids=True`.
 
     Attributes:
         data: the batch as it would be without ids.
-        ids: int64 tensor, the samples really in it, in order.
-        weights: float32 tensor of the same length; None where no `ImportanceSampler` gives any.
+        ids: int64 tensor of the samples actually in it, in order.
+        weights: float32 tensor of the same length; None without an `ImportanceSampler` that has weights.
     """
 
     data: Any
@@ -29,13 +29,13 @@ class Batch(NamedTuple):
 def delivery(
     *, with_ids: bool, weigh: Callable[[Ids], torch.Tensor] | None, pin: bool, arrays: bool
 ) -> Callable[[Any, Ids], Any] | None:
-    """What makes of a batch and its ids what the user gets; None if that is the batch as it is.
+    """The function that converts a batch and its ids to the delivered object; None if that is the batch itself.
 
     Args:
-        with_ids: give a `Batch`.
-        weigh: gives the weights of ids, with which a `Batch` comes in any case; or None.
+        with_ids: return a `Batch`.
+        weigh: returns the weights of ids, and implies a `Batch`; or None.
         pin: copy tensors to pinned memory, if there is an accelerator.
-        arrays: give arrays for tensors.
+        arrays: convert tensors to arrays.
     """
     change = as_arrays if arrays else pinned if pin and torch.cuda.is_available() else None
     if not (with_ids or weigh or change):
@@ -50,7 +50,7 @@ def delivery(
 
 
 def pinned(data: Any) -> Any:
-    """`data` with its tensors in pinned memory."""
+    """`data`, with its tensors in pinned memory."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(data)  # type: ignore[no-untyped-call]
@@ -67,12 +67,12 @@ def check_output(output: Any, pin_memory: bool, device: Any) -> None:
 
 
 def as_arrays(batch: Any) -> Any:
-    """`batch` with an array in the place of each tensor in it, in nested lists, tuples and mappings too.
+    """`batch` with an array in place of each tensor, also in nested lists, tuples and mappings.
 
-    An array is a view on the tensor's memory and keeps it alive: the slot of the batch is on lease to the arrays as it
-    was to the tensors. What is no tensor stays what it is.
+    An array is a view of the tensor's memory and keeps it alive: the arrays hold the lease of the batch's slot as the
+    tensors did. Other values are unchanged.
 
-    Raises `InputError` for a tensor that NumPy has no form for, such as one of bfloat16.
+    Raises `InputError` for a tensor of a dtype that NumPy lacks, such as bfloat16.
     """
     if isinstance(batch, torch.Tensor):
         try:
@@ -86,7 +86,7 @@ def as_arrays(batch: Any) -> Any:
         changed = {key: as_arrays(value) for key, value in batch.items()}
         if type(batch) is dict:
             return changed
-        same = copy.copy(batch)  # a mapping of another type keeps that
+        same = copy.copy(batch)  # keeps the type of other mappings
         same.update(changed)  # type: ignore[attr-defined]
         return same
     if isinstance(batch, tuple) and hasattr(batch, "_make"):

@@ -1,4 +1,4 @@
-"""How far an epoch has come."""
+"""The progress of an epoch: the batches that are left, in flight, and delivered."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from stallfree.errors import StallfreeError
 from stallfree.sampling.epoch_source import Ids, Position
 
 RECENT = 64
-"""Delivered batches whose ids are kept: a prefetcher takes batches ahead, and may ask for a state of before."""
+"""Delivered batches whose ids are kept: a prefetcher takes batches ahead, and may request an earlier state."""
 
 
 class Progress:
-    """How far an epoch has come. It outlives the iteration: a state can be taken when that is over.
+    """The progress of an epoch. It outlives the iteration, so that a state can be saved afterwards.
 
     Args:
-        batches: the ids of each batch that is left.
+        batches: the ids of each remaining batch.
         number: of the epoch.
         first: number of the first of `batches`; those before it were delivered by an earlier process.
         dealt: see `Position`.
@@ -33,9 +33,9 @@ class Progress:
         self.first = self.handed_out = first
         self._dealt = dealt
         self._batches = batches
-        self._problem: Exception | None = None  # what the sampler raised, which ends the epoch
-        self._ready: deque[Ids] = deque()  # out of the sampler, not started
-        self._started: deque[Ids] = deque()  # not delivered
+        self._problem: Exception | None = None  # exception of the sampler, which ends the epoch
+        self._ready: deque[Ids] = deque()  # drawn from the sampler, not started
+        self._started: deque[Ids] = deque()  # started, not delivered
         self._recent: deque[Ids] = deque(maxlen=RECENT)  # delivered
 
     def peek(self) -> Ids | None:
@@ -56,26 +56,27 @@ class Progress:
         return True
 
     def take_problem(self) -> Exception | None:
-        """What the sampler raised. Not kept here: its traceback refers to whoever iterates."""
+        """The exception of the sampler. Removed here, because its traceback refers to the iterating frame."""
         problem, self._problem = self._problem, None
         return problem
 
     def start(self) -> tuple[int, Ids]:
-        """Take the batch that `peek` showed: its number and ids."""
+        """Take the batch that `peek` returned: its number and ids."""
         number = self.handed_out + len(self._started)
         ids = self._ready.popleft()
         self._started.append(ids)
         return number, ids
 
     def hand_out(self) -> None:
-        """The first of the batches under way is delivered."""
+        """Record the delivery of the first batch in flight."""
         self._recent.append(self._started.popleft())
         self.handed_out += 1
 
     def position(self, batches: int, *, planned: bool) -> Position:
-        """Where the epoch was when so many batches were delivered, at most 64 ago.
+        """The position of the epoch after `batches` delivered batches, at most 64 ago.
 
-        Unless it is `planned` by (seed, epoch), the rest of the sampler is read. Raises `StallfreeError` if that fails.
+        Unless the epoch is `planned` by (seed, epoch), this reads the rest of the sampler. Raises `StallfreeError` if
+        that fails.
         """
         return Position(batches, None if planned else self._rest(batches), self._dealt)
 

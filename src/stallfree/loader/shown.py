@@ -1,4 +1,4 @@
-"""How loaders are shown: by `repr`, and in the attributes that other libraries look at."""
+"""The `repr` of loaders, and the attributes that other libraries inspect."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from stallfree.sampling.ranks import rank_and_count
 
 
 def own_collate(collate_fn: Callable[[Any], Any], *, single: bool) -> Callable[[Any], Any] | None:
-    """The user's function; None if `collate_fn` is the one that torch's loader takes by itself."""
+    """The user's function; None if `collate_fn` is the default of torch's loader."""
     return None if collate_fn is (default_convert if single else default_collate) else collate_fn
 
 
 def shown_by(*names: str) -> Callable[[Any], str]:
-    """A `__repr__` of loaders: the data set, and the attributes `names` that were given."""
+    """A `__repr__` of loaders: the data set, and those attributes of `names` that were set."""
 
     def shown(loader: Any) -> str:
         dataset = loader.dataset
         kind = type(dataset)
-        ours = kind.__module__.split(".")[0] == "stallfree"  # the `repr` of others may be that of all their data
+        ours = kind.__module__.split(".")[0] == "stallfree"  # other classes may have all their data in their `repr`
         data = repr(dataset) if ours else f"<{kind.__name__} of {len(dataset)} samples>"
         values = {name: getattr(loader, name) for name in names}
         given = [f"{name}={value!r}" for name, value in values.items() if value is not None and value is not False]
@@ -40,12 +40,12 @@ def shown_by(*names: str) -> Callable[[Any], str]:
 
 
 def shown_samplers(loader: Any, source: EpochSource, sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
-    """`sampler` and `batch_sampler` of a loader that was given these two.
+    """The public `sampler` and `batch_sampler` of a loader with these arguments.
 
-    Other libraries look at them, to see whether a loader is shuffled, and whether its samples are dealt out already.
+    Other libraries inspect them to determine whether a loader is shuffled, and whether its samples are partitioned.
     """
     if sampler is None:
-        order: Any = getattr(source, "order", source)  # that of a window
+        order: Any = getattr(source, "order", source)  # of a window
         if getattr(order, "ranks", None) is not None:
             sampler = DealtSampler(loader.dataset, order)
         elif loader.shuffle:
@@ -60,8 +60,8 @@ def shown_samplers(loader: Any, source: EpochSource, sampler: Any, batch_sampler
 class DealtSampler(DistributedSampler[Any]):
     """The part of this rank of a loader with `ranks=`.
 
-    It is a `DistributedSampler`, so that Lightning does not deal the samples out again. The loader counts its own
-    epochs; `set_epoch` here changes only what this object yields when it is iterated by itself.
+    It is a `DistributedSampler`, so that Lightning does not partition the samples again. The loader counts its own
+    epochs; `set_epoch` here affects only direct iteration over this object.
     """
 
     def __init__(self, dataset: Any, order: Order) -> None:
@@ -70,12 +70,12 @@ class DealtSampler(DistributedSampler[Any]):
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """Of this process."""
+        """The rank of this process."""
         return rank_and_count(self._order.ranks)[0]
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
-        """How many ranks there are."""
+        """The number of ranks."""
         return rank_and_count(self._order.ranks)[1]
 
     def __iter__(self) -> Iterator[int]:

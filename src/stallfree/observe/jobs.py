@@ -1,4 +1,4 @@
-"""What the caches and loaders of this user on this host are doing, and what changed since the last look."""
+"""Snapshots of this user's caches and loaders on this host, with changes since the previous snapshot."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _LOCKS = Path("/proc/locks")
 
 @dataclass(frozen=True)
 class CacheRow:
-    """A cache at one look. Counts are sums over all processes that are or were attached; None where not known.
+    """A cache in a snapshot. Counts are sums over all processes, current and past; None if unknown.
 
     Attributes:
         name: its name.
         policy: name of its policy.
         samples: number of samples of the data set.
-        resident_items: records in it.
+        resident_items: resident records.
         used_bytes, capacity_bytes: index included.
-        processes: how many are attached, workers included.
+        processes: number of attached processes, workers included.
         hits, misses, evictions: counts.
         hit_ratio: hits over hits and misses; None before the first.
-        recent_hit_ratio: the same since the look before; None if nothing was asked for, or there was none.
-        recent_evictions: since the look before.
+        recent_hit_ratio: the same since the previous snapshot; None if there were no requests, or no previous snapshot.
+        recent_evictions: since the previous snapshot.
     """
 
     name: str
@@ -53,19 +53,19 @@ class CacheRow:
 
 @dataclass(frozen=True)
 class LoaderRow:
-    """A loader at one look. Rates and shares are those since the look before; at the first look, since it was made.
+    """A loader in a snapshot. Rates and shares are since the previous snapshot, or since its creation.
 
     Attributes:
-        pid: the process that iterates.
-        script: the name under which it was started.
+        pid: the iterating process.
+        script: name of its script.
         dataset: class of the data set.
-        epoch: that it is in.
+        epoch: the current epoch.
         workers: worker processes.
         queue_depth: ready batches.
-        batches, samples: handed out so far.
-        samples_per_second: handed out; None if there was no time to see it.
-        fetch_stall, prep_stall: shares of the time that the training loop waited for fetches, and for preparation.
-        silent_seconds: since the loader last said something. It does so four times a second, but not in a long step.
+        batches, samples: delivered so far.
+        samples_per_second: delivery rate; None if no time has passed.
+        fetch_stall, prep_stall: shares of the time that the training loop waited for fetch and for prep.
+        silent_seconds: since the last status update. Updates are sent four times a second, but not during a long step.
     """
 
     pid: int
@@ -84,7 +84,7 @@ class LoaderRow:
 
 @dataclass(frozen=True)
 class Look:
-    """All caches, loaders and servers at one instant."""
+    """A snapshot of all caches, loaders and servers."""
 
     caches: list[CacheRow]
     loaders: list[LoaderRow]
@@ -96,10 +96,10 @@ class Look:
 
 @dataclass
 class Jobs:
-    """Looks again and again.
+    """Takes repeated snapshots.
 
     Args:
-        root: folder of the caches; that of this user in memory if None.
+        root: folder of the caches; None: that of this user in memory.
     """
 
     root: Path = field(default_factory=caches_root)
@@ -107,7 +107,7 @@ class Jobs:
     _seen: dict[str, tuple[LoaderStatus | None, LoaderStatus]] = field(default_factory=dict)
 
     def look(self) -> Look:
-        """What is there now."""
+        """Take a snapshot."""
         owners = _lock_owners()
         before, self._counts = self._counts, {}
         caches = [self._cache(info, before.get(info.path), owners) for info in list_caches(self.root)]
@@ -133,7 +133,7 @@ class Jobs:
         hits, misses, evictions = counts[Count.HITS], counts[Count.MISSES], counts[Count.EVICTIONS]
         row = replace(row, hits=hits, misses=misses, evictions=evictions, hit_ratio=_ratio(counts))
         recent = None if before is None else [now - then for now, then in zip(counts, before, strict=True)]
-        if recent is None or min(recent) < 0:  # the first look at this cache, or at another one of that name
+        if recent is None or min(recent) < 0:  # the first snapshot of this cache, or of a new one of that name
             return row
         return replace(row, recent_hit_ratio=_ratio(recent), recent_evictions=recent[Count.EVICTIONS])
 
@@ -176,7 +176,7 @@ def _counts(path: Path) -> list[int] | None:
 
 
 def _lock_owners() -> dict[tuple[int, int], set[int]] | None:
-    """Which processes hold record locks on which file, by device and number; None if the kernel does not say."""
+    """The processes with record locks on each file, by device and inode; None if the kernel does not report them."""
     owners: dict[tuple[int, int], set[int]] = {}
     try:
         lines = _LOCKS.read_text().splitlines()
@@ -191,7 +191,7 @@ def _lock_owners() -> dict[tuple[int, int], set[int]] | None:
 
 
 def _processes(path: Path, owners: dict[tuple[int, int], set[int]] | None) -> int | None:
-    """How many processes have claimed a row of counters of the cache in `path`: each that is attached does."""
+    """The number of processes attached to the cache in `path`: each claims a row of counters."""
     if owners is not None:
         with contextlib.suppress(OSError):
             lock = os.stat(path / "lock")

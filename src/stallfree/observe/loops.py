@@ -1,8 +1,9 @@
-"""How long a script waits for its data loaders, seen from outside.
+"""Times the data loaders of a script from outside.
 
-The methods of a loader that a loop calls are replaced by ones that look at the clock and call the original. Nothing is
-drawn, kept or changed; iterators are known by their addresses. This file is loaded without the rest of stallfree,
-before the script begins, so it imports only what an interpreter has loaded anyway (see start.py).
+The loader methods that a loop calls are replaced by wrappers that read the clock and call the original. The wrappers
+draw no random numbers and keep no references; iterators are identified by their addresses. This file is loaded without
+the rest of stallfree, before the script starts, so it imports only modules that every interpreter has loaded
+(start.py).
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ clock = time.perf_counter
 
 FORMAT, VERSION = "stallfree-run", 1
 SMALL_SHARE = 0.05
-"""Stalls below this share of the time are not worth much."""
+"""Share of the time below which stalls count as small."""
 
 _WATCHED = {
     "torch.utils.data.dataloader": ("torch.utils.data.dataloader", "_BaseDataLoaderIter"),
     "stallfree.loader.dataloader": ("stallfree.loader.iteration", "Iteration"),
 }
-"""Module of a class `DataLoader`, and module and name of the class of what it gives when it is iterated."""
+"""Module of a class `DataLoader`, and module and name of the class of its iterator."""
 
 
 class Row:
-    """What is known of one loader, or of several that were made alike, one after the other.
+    """The statistics of one loader, or of several equal ones created in sequence.
 
     Attributes:
         data: name of its data set's class.
-        batch_size: samples per batch; None if a batch sampler decides.
+        batch_size: samples per batch; None with a batch sampler.
         workers: its worker processes.
         where: file and line that first iterated it.
-        loader: weak reference to the one that is alive.
-        loaders: how many there were.
-        passes: iterations begun.
-        batches: batches handed out.
-        samples: samples in them; None if not known.
-        first: seconds from the beginning of a pass to its first batch, over all passes.
+        loader: weak reference to the live loader.
+        loaders: number of loaders.
+        passes: iterations started.
+        batches: delivered batches.
+        samples: samples in them; None if unknown.
+        first: seconds from the start of a pass to its first batch, over all passes.
         waited: seconds in `next` after that.
         between: seconds between one call of `next` and the following one.
-        keeps: whether its workers stay from one pass to the next.
+        keeps: whether its workers persist between passes.
     """
 
     def __init__(self, loader: Any, key: tuple[Any, ...]) -> None:
@@ -59,10 +60,10 @@ class Row:
         self.passes = self.batches = 0
         self.first = self.waited = self.between = 0.0
         self._counted: int | None = 0
-        self._exact: list[dict[str, int]] = []  # of stallfree's loaders, which count themselves
+        self._exact: list[dict[str, int]] = []  # of stallfree's loaders, which have exact counts
 
     def takes(self, loader: Any, key: tuple[Any, ...]) -> bool:
-        """Whether `loader` belongs here: it is the same, or follows one that is gone."""
+        """Whether `loader` belongs to this row: it is the same, or replaces a freed one."""
         there = self.loader()
         if there is loader:
             return True
@@ -73,7 +74,7 @@ class Row:
         return True
 
     def begin(self, loader: Any) -> int | None:
-        """A pass begins: how many samples it has at most, None if that is not known."""
+        """Record the start of a pass; return its maximum number of samples, None if unknown."""
         self.passes += 1
         counts = getattr(loader, "counts", None)
         if isinstance(counts, dict):
@@ -83,7 +84,7 @@ class Row:
         return _samples_at_most(loader)
 
     def add_samples(self, batches: int, at_most: int | None) -> None:
-        """A pass is over, or the script is."""
+        """Count the samples of a finished pass."""
         if batches and not self._exact:
             known = self._counted is not None and at_most is not None
             size = self.batch_size or 1
@@ -91,12 +92,12 @@ class Row:
 
     @property
     def samples(self) -> int | None:
-        """Samples handed out; None if not known."""
+        """The number of delivered samples; None if unknown."""
         return sum(counts["samples"] for counts in self._exact) if self._exact else self._counted
 
 
 def _samples_at_most(loader: Any) -> int | None:
-    """Samples of a whole pass, if a sampler of torch's own decides that: it asks the data set at every pass anyway."""
+    """Samples of a whole pass, if the sampler is torch's own: it calls the data set's `len` at every pass anyway."""
     sampler = getattr(loader, "sampler", None)
     own = type(sampler).__module__.startswith("torch.utils.data.") and hasattr(type(sampler), "__len__")
     by_batches = loader.batch_size is None and loader.batch_sampler is not None
@@ -116,26 +117,26 @@ class Pass:
         self.batches = 0
         self.fresh = True
         self.last: float | None = None  # when `next` returned
-        self.thread: Thread | None = None  # where that was, if it was not within the `next` of another loader
-        self.mark = 0  # its number there
+        self.thread: Thread | None = None  # thread of that call, if not within the `next` of another loader
+        self.mark = 0  # number of the wait in that thread
 
 
 class Thread:
-    """The waits of one thread, one after the other, those within others left out.
+    """The waits of one thread in sequence, without nested ones.
 
-    The time between two waits counts as time of a loop if any pass was under way: if one that had given a batch before
-    is asked for the next one later. So two loaders in turns, or a loop within a loop, are not counted twice.
+    The time between two waits counts as loop time if any pass was active: if a pass that had delivered a batch is
+    requested for another one later. So two alternating loaders, or nested loops, are not counted twice.
     """
 
     def __init__(self) -> None:
         self.depth = 0
         self.waits = 0
         self.last: float | None = None
-        self.gaps: list[tuple[int, float]] = []  # number of the wait before, seconds; not counted so far
+        self.gaps: list[tuple[int, float]] = []  # number of the previous wait, seconds; not counted yet
         self.first = self.waited = self.between = 0.0
 
     def enter(self, now: float, one: Pass | None) -> None:
-        """A wait begins, of the pass `one` or of one that is just being made."""
+        """Begin a wait of the pass `one`, or of one being created."""
         if self.last is None:
             return
         gap = now - self.last
@@ -147,7 +148,7 @@ class Thread:
             self.between += self.gaps.pop()[1]
 
     def leave(self, now: float, seconds: float, first: bool) -> None:
-        """A wait of so many seconds is over."""
+        """End a wait of `seconds`."""
         self.waits += 1
         self.last = now
         if first:
@@ -157,7 +158,7 @@ class Thread:
 
 
 class Watch:
-    """Times every loader that the script makes, and prints a summary at the end.
+    """Times every loader that the script creates, and prints a summary at the end.
 
     Args:
         target: name of the script.
@@ -165,7 +166,7 @@ class Watch:
 
     Attributes:
         rows: the loaders, in the order in which they were first iterated.
-        failed: whether the script ended in an error of its own.
+        failed: whether the script ended with an error.
     """
 
     def __init__(self, target: str, out: str) -> None:
@@ -182,10 +183,10 @@ class Watch:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._stop)
 
-    # -- taking its place -----------------------------------------------------------------------------------------
+    # -- installing the hooks -------------------------------------------------------------------------------------
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Import hook: the spec that others find, whose module is watched once it is loaded."""
+        """Import hook: returns the spec of the other finders, and wraps the module once it is loaded."""
         if name not in _WATCHED:
             return None
         finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
@@ -219,7 +220,7 @@ class Watch:
             setattr(owner, name, wraps(original)(timed(original)))
 
     def _stop(self) -> None:
-        """A forked child is not watched."""
+        """Stop timing in a forked child."""
         while self._undo:
             setattr(*self._undo.pop())
 
@@ -252,7 +253,7 @@ class Watch:
 
         def __next__(iterator: Any) -> Any:
             one = passes.get(id(iterator))
-            if one is None:  # the script has taken it from elsewhere
+            if one is None:  # the script obtained it elsewhere
                 return original(iterator)
             started = clock()
             here = self._here()
@@ -277,7 +278,7 @@ class Watch:
         return __next__
 
     def _end(self, one: Pass, here: Thread, started: float, outermost: bool) -> None:
-        """A wait is over."""
+        """Record the end of a wait."""
         now = one.last = clock()
         here.depth -= 1
         if one.fresh:
@@ -304,7 +305,7 @@ class Watch:
         return self.rows[-1]
 
     def _add(self, iterator: Any, row: Row, at_most: int | None) -> None:
-        """A pass has started. The one that the same iterator made before, with persistent workers, is over."""
+        """Record the start of a pass. Ends the previous pass of the same iterator (persistent workers)."""
         key = id(iterator)
         passes = self._passes
 
@@ -319,7 +320,7 @@ class Watch:
     # -- the summary ---------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Write the summary to the standard error, and as JSON if that was asked for."""
+        """Write the summary to standard error, and as JSON if requested."""
         if os.getpid() != self._pid:
             return
         for one in list(self._passes.values()):
@@ -340,7 +341,7 @@ class Watch:
                 _say(f"error: the summary cannot be written to {self._out}: {error}\n")
 
     def summary(self) -> dict[str, Any]:
-        """Everything that was found; times in seconds."""
+        """All statistics; times in seconds."""
         threads = self._threads.values()
         samples = [row.samples for row in self.rows]
         return {
@@ -393,7 +394,7 @@ def _figures(
 
 
 def _say(text: str) -> None:
-    """Write to the standard error that the script was given, if that still takes anything."""
+    """Write to the original standard error of the script, if it is still writable."""
     try:
         sys.__stderr__.write(text)  # type: ignore[union-attr]
         sys.__stderr__.flush()  # type: ignore[union-attr]
@@ -409,7 +410,7 @@ def _nothing(target: str) -> str:
 
 
 def _text(found: dict[str, Any]) -> str:
-    """The summary for people."""
+    """The summary as text."""
     total, loaders = found["total"], found["loaders"]
     lines = [["loader", "iterated at", "passes", "batches", "samples", "first", "waited", "between", "stalled"]]
     for row in loaders:
@@ -440,7 +441,7 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _advice(found: dict[str, Any]) -> str:
-    """One or two sentences: what to do next."""
+    """One or two sentences of advice."""
     total = found["total"]
     if total["stall_share"] < SMALL_SHARE:
         return "Next: nothing, data arrive in time; `stallfree analyze` shows how much faster the device may get."
@@ -459,10 +460,9 @@ def _advice(found: dict[str, Any]) -> str:
 
 
 def _starting(row: dict[str, Any]) -> float:
-    """Seconds of the waits for first batches that were for the start of workers, which need not be started again.
+    """Seconds of the waits for first batches caused by the start of workers, which persistent workers avoid.
 
-    A worker that is there makes its first batch in the time that the others take it: that of a batch, times the
-    workers.
+    A running worker would build its first batch in the time of a batch times the number of workers.
     """
     passes, later = row["passes"], row["batches"] - row["passes"]
     if passes < 2 or not row["num_workers"] or row["persistent_workers"]:

@@ -1,4 +1,4 @@
-"""The statistics of loaders and caches as named values, for TensorBoard, Prometheus or anything that takes numbers.
+"""The statistics of loaders and caches as named values, for TensorBoard, Prometheus or other tools.
 
     metrics = Metrics(train=loader, cache=dataset)
     hook = TensorBoardHook("runs/1")
@@ -9,7 +9,7 @@
 
     PrometheusServer(metrics, port=9400)        # http://127.0.0.1:9400/metrics, read when it is scraped
 
-Nothing is sent anywhere. Names follow Prometheus: unit last, and `_total` for what only grows. They stay as they are.
+No data is sent. Names follow Prometheus conventions: unit last, and `_total` for counters. They are stable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STATES = {
     "queue_depth",
     "staging_bytes",
     "num_workers",
-    "stall_fetch_seconds",  # the stalls are found by a rule, and may fall a little when more is known
+    "stall_fetch_seconds",  # stalls are estimated, and may decrease slightly when corrected
     "stall_prep_seconds",
     "hit_ratio",
     "resident_items",
@@ -39,7 +39,7 @@ _STATES = {
     "replace_num",
     "lag",
 }
-"""What may fall. Everything else only grows, and its name ends in `_total`."""
+"""Gauges. All other values are counters, whose names end in `_total`."""
 
 _RENAMED = {"num_workers": "workers"}
 
@@ -86,10 +86,10 @@ class HasStats(Protocol):
 
 
 class Hook(Protocol):
-    """Takes values: one's own class with this method will do."""
+    """Protocol of a consumer of values, for user-defined classes."""
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Take all `values` at `step`."""
+        """Receive all `values` at `step`."""
 
 
 class Metric(NamedTuple):
@@ -97,9 +97,9 @@ class Metric(NamedTuple):
 
     Attributes:
         name: such as `stallfree_loader_wait_seconds_total`.
-        value: of now.
-        grows: whether it only grows.
-        help: in words.
+        value: current value.
+        grows: whether it is a counter, which only grows.
+        help: its description.
     """
 
     name: str
@@ -109,12 +109,12 @@ class Metric(NamedTuple):
 
 
 class Metrics:
-    """Reads the statistics of `sources`, each time anew.
+    """Reads the current statistics of `sources`.
 
     Args:
-        sources: loaders and caches (what has `.stats()`) under names of your own. They are kept alive.
+        sources: loaders and caches (objects with `.stats()`) under user-defined names. They are kept alive.
 
-    Raises `InputError` for one that has no statistics of a loader or a cache.
+    Raises `InputError` for an object without the statistics of a loader or a cache.
     """
 
     def __init__(self, **sources: HasStats) -> None:
@@ -139,12 +139,12 @@ class Metrics:
                 yield name, metric
 
     def values(self) -> dict[str, float]:
-        """Such as `{"train/stallfree_loader_batches_total": 7.0, ...}`."""
+        """All values by name, such as `{"train/stallfree_loader_batches_total": 7.0, ...}`."""
         return {f"{name}/{metric.name}": metric.value for name, metric in self.read()}
 
 
 def metrics_of(stats: LoaderStats | CacheStats) -> list[Metric]:
-    """All values in `stats`, in the order of its fields, with those that follow from them."""
+    """All values in `stats`, in the order of its fields, and values derived from them."""
     kind = "loader" if isinstance(stats, LoaderStats) else "cache"
     names = [field.name for field in fields(stats) if field.name != "lower"]
     names += ["stall_fetch_seconds", "stall_prep_seconds"] if isinstance(stats, LoaderStats) else ["hit_ratio"]
@@ -159,12 +159,12 @@ def metrics_of(stats: LoaderStats | CacheStats) -> list[Metric]:
 
 
 class TensorBoardHook:
-    """Writes scalars that TensorBoard shows.
+    """Writes scalars for TensorBoard.
 
     Args:
-        target: folder of the logs, or a `SummaryWriter` of your own.
+        target: folder of the logs, or a `SummaryWriter`.
 
-    Raises `MissingExtraError` without the extra "tensorboard", `InputError` for what is neither.
+    Raises `MissingExtraError` without the extra "tensorboard", `InputError` for other targets.
     """
 
     def __init__(self, target: Any) -> None:
@@ -188,7 +188,7 @@ class TensorBoardHook:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is left. A writer of your own stays open."""
+        """Flush and close. A `SummaryWriter` passed as the target stays open."""
         if self._own:
             self._writer.close()
         else:
@@ -199,7 +199,7 @@ class PrometheusCollector:
     """Reads `metrics` whenever a registry of `prometheus_client` is scraped: `registry.register(...)` it.
 
     The name of a loader or cache is the label `name`. Raises `MissingExtraError` without the extra "prometheus",
-    `InputError` for what are no `Metrics`.
+    `InputError` if `metrics` is not a `Metrics`.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -209,7 +209,7 @@ class PrometheusCollector:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Any]:
-        """The families, as `prometheus_client` wants them."""
+        """The metric families for `prometheus_client`."""
         core = _client().core
         families: dict[str, Any] = {}
         for name, metric in self._metrics.read():
@@ -220,7 +220,7 @@ class PrometheusCollector:
         yield from families.values()
 
     def describe(self) -> list[Any]:
-        """Nothing: what there is may change from scrape to scrape."""
+        """Return an empty list: the metrics may change between scrapes."""
         return []
 
 
@@ -228,14 +228,14 @@ class PrometheusServer:
     """Serves `metrics` to a Prometheus scraper, from a thread of this process.
 
     Args:
-        metrics: what to serve.
-        port: to listen on; 0: any that is free.
-        address: to listen on. The default can be reached from this host only.
+        metrics: metrics to serve.
+        port: to listen on; 0: any free port.
+        address: to listen on. The default is reachable only from this host.
 
     Attributes:
-        port: that it listens on.
+        port: the port in use.
 
-    Raises `MissingExtraError` without the extra "prometheus", `InputError` if nothing can listen there.
+    Raises `MissingExtraError` without the extra "prometheus", `InputError` if address and port cannot be bound.
     """
 
     def __init__(self, metrics: Metrics, port: int = 9400, address: str = "127.0.0.1") -> None:
@@ -251,7 +251,7 @@ class PrometheusServer:
         self.port = int(self._server.server_port)
 
     def close(self) -> None:
-        """Stop listening. May be called twice."""
+        """Stop listening. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""The servers of Redis or Valkey that stores of this user have started, on this host and for the nodes of its jobs."""
+"""The Redis or Valkey servers started by this user's stores, on this host and on the other nodes of its jobs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from stallfree.stores.launch.server import server_folders
 _SECONDS = 0.25
 
 _MOST_THREADS = 32
-"""Servers that are probed at the same time."""
+"""Maximum number of servers probed concurrently."""
 
 
 @dataclass(frozen=True)
 class ServerRow:
-    """A server at one look.
+    """A server in a snapshot.
 
     Attributes:
-        store: name of the store that started it.
+        store: name of its store.
         address: host and port.
-        lost: whether it did not answer within 0.25 s; the numbers are 0 then.
+        lost: whether it did not answer within 0.25 s; the numbers are then 0.
         keys: values in it.
         used_bytes, capacity_bytes: memory.
-        hits, misses: keys that were found and not found, of all nodes since its start.
-        connections: clients now.
+        hits, misses: keys found and not found, for all nodes since its start.
+        connections: current number of clients.
     """
 
     store: str
@@ -44,7 +44,7 @@ class ServerRow:
 def running_servers(root: Path) -> list[ServerRow]:
     """The servers of all stores whose folders are below `root`, this node's first.
 
-    Each is sent two requests, all of them at the same time.
+    Sends two requests to each, to all servers concurrently.
     """
     found = [(name, address) for name, folder in server_folders(root).items() for address in known_addresses(folder)]
     if not found:

@@ -1,8 +1,8 @@
-"""Start a script as `python` does, with its data loaders timed from outside.
+"""Runs a script as `python` does, with its data loaders timed from outside.
 
-`stallfree run` replaces itself by a fresh interpreter that runs this file as a program. Until the script begins,
-nothing is imported that an interpreter has not loaded anyway: the script finds its own modules, and imports torch when
-it wants.
+`stallfree run` replaces itself with a new interpreter that runs this file as a program. Before the script starts, this
+file imports only modules that every interpreter has loaded: the script finds its own modules, and decides when to
+import torch.
 
     start.py JSON KIND TARGET [ARGUMENT ...]      JSON: a path, or empty; KIND: "script" or "module"
 """
@@ -23,8 +23,8 @@ USER_ERROR = 2
 
 
 def main() -> None:
-    """Run what the arguments name as `__main__`; the summary comes when the interpreter ends."""
-    bare = {name: value for name, value in globals().items() if name[:2] == "__"}  # what python gives a script
+    """Run the script or module in the arguments as `__main__`; the summary is printed at interpreter exit."""
+    bare = {name: value for name, value in globals().items() if name[:2] == "__"}  # as python sets them in a script
     out, kind, target, *rest = sys.argv[1:]
     own_path = not getattr(sys.flags, "safe_path", False)
     if own_path:
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _beside(name: str) -> Any:
-    """The module `name` in this folder, which nobody else gets to see."""
+    """The module `name` in this folder, without an entry in `sys.modules`."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
     module = type(sys)(f"stallfree.observe.{name}")
     code = type(__loader__)(module.__name__, path).get_code(module.__name__)  # type: ignore[name-defined]
@@ -60,7 +60,7 @@ def _beside(name: str) -> Any:
 
 
 def _script(path: str, rest: list[str], module: ModuleType, own_path: bool) -> CodeType:
-    """What `python PATH` does before the first line of the script."""
+    """Do what `python PATH` does before the first line of the script."""
     sys.argv = [path, *rest]
     if own_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
@@ -75,7 +75,7 @@ def _script(path: str, rest: list[str], module: ModuleType, own_path: bool) -> C
 
 
 def _module(name: str, rest: list[str], module: ModuleType, own_path: bool) -> CodeType:
-    """What `python -m NAME` does before the first line of the module."""
+    """Do what `python -m NAME` does before the first line of the module."""
     sys.argv = ["-m", *rest]
     if own_path:
         sys.path.insert(0, os.getcwd())
@@ -87,7 +87,7 @@ def _module(name: str, rest: list[str], module: ModuleType, own_path: bool) -> C
             spec = find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the parent package lacks something
+            raise  # an import of the parent package failed
         spec = None
     code: CodeType | None = None
     if spec is not None and spec.loader is not None:
@@ -112,7 +112,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _hide_these_frames(error: BaseException) -> None:
-    """Have the interpreter show `error` as it would without this file."""
+    """Remove the frames of this file from the traceback of `error`."""
     hook, inner = sys.excepthook, error.__traceback__
     while inner is not None and inner.tb_frame.f_globals is globals():
         inner = inner.tb_next

@@ -1,4 +1,4 @@
-"""What was measured, as text and as pages. Knows plain data only, the JSON of a report or a simulation."""
+"""Renders measurements as text and as pages, from plain data: the JSON of a report or a simulation."""
 
 from stallfree.report.page import report_page
 from stallfree.report.simulation import run_data, simulation_page

@@ -1,4 +1,4 @@
-"""What all pages share: one file that needs no network, with its data inside."""
+"""The frame of all pages: one self-contained HTML file with its data."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from stallfree.errors import InputError, missing_extra
 
-# A browser that keeps to this asks no network for anything, whatever the scripts do.
+# With this policy a browser makes no network requests, whatever the scripts do.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
 def document(title: str, body: str, data: Mapping[str, Any], *, assets: Iterable[str]) -> str:
-    """A page of HTML with everything in it.
+    """A self-contained HTML page.
 
     Args:
         title: of the window; plain text.
@@ -49,9 +49,9 @@ def asset(name: str) -> str:
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """`data` as JSON that no parser of HTML can take for the end of its element, or for a comment.
+    """`data` as JSON that no HTML parser mistakes for the end of its element, or for a comment.
 
-    Raises `InputError` for a number that JSON does not know, such as infinity.
+    Raises `InputError` for a number that JSON does not support, such as infinity.
     """
     try:
         text = json.dumps(data, allow_nan=False, separators=(",", ":"))
@@ -61,18 +61,18 @@ def embedded(data: Mapping[str, Any]) -> str:
 
 
 def escape(text: object) -> str:
-    """`text` as HTML, also between quotes."""
+    """`text` escaped for HTML, also within quotes."""
     return html.escape(str(text))
 
 
 def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, classes: str = "") -> str:
-    """A table whose first column heads its rows.
+    """A table whose first column contains row headings.
 
     Args:
         caption: plain text.
         headings: plain text.
         rows: cells of HTML, already escaped.
-        classes: for the style sheet.
+        classes: CSS classes.
     """
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
     body = "".join(

@@ -1,4 +1,4 @@
-"""Figures as people read them, and the words for them: shared by the text and the pages."""
+"""Formatting of figures and labels, shared by the text and the pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RATES = {
     "C": "cache",
     "F": "fetch, out of S and C",
 }
-"""What each rate is, in the order in which they are shown."""
+"""Labels of the rates, in display order."""
 
 REPORT_KEYS = (
     "made",
@@ -30,10 +30,10 @@ REPORT_KEYS = (
     "curves",
     "notes",
 )
-"""What a report must have."""
+"""Required keys of a report."""
 
 SHARES = {"compute": "compute", "copy": "copy", "prep_stall": "prep stall", "fetch_stall": "fetch stall"}
-"""The parts of an epoch's time, in the order in which they are shown."""
+"""The parts of an epoch's time, in display order."""
 
 RUNS = {"cold": "first epoch, cold files", "warm": "all data in memory"}
 """The two runs of the real job."""
@@ -71,7 +71,7 @@ def number(value: float, width: float = 0.0) -> str:
 
 
 def rate(measured: Measured) -> str:
-    """The value of a rate, or that there is none."""
+    """The value of a rate, or a text for a missing one."""
     return MISSING if measured["value"] is None else number(measured["value"], _width(measured))
 
 
@@ -89,13 +89,13 @@ def _width(interval: Measured) -> float:
 
 
 def interval(measured: Measured) -> str:
-    """The interval of a rate with what stands before and after it, `" (800 to 825)"`; empty if there is none."""
+    """The interval of a rate with space and parentheses, `" (800 to 825)"`; empty if there is none."""
     ends = spread(measured)
     return f" ({ends})" if ends else ""
 
 
 def no_advice(data: Mapping[str, Any]) -> str:
-    """Why a report without advice has none."""
+    """The reason why a report has no advice."""
     if any(measured.get("more") for group in ("rates", "runs") for measured in data[group].values()):
         return str(data["bottleneck"])
     return "Nothing: no change that was looked at makes this job faster."
@@ -107,7 +107,7 @@ def percent(share: float) -> str:
 
 
 def speed(value: float) -> str:
-    """Bytes per second as disks are sold, 1000-based: `"530 MB/s"`."""
+    """Bytes per second in decimal units: `"530 MB/s"`."""
     for unit in ("B/s", "kB/s", "MB/s"):
         if abs(value) < 999.5:
             return f"{value:.3g} {unit}"
@@ -137,7 +137,7 @@ def plural(count: int, word: str) -> str:
 
 
 def machine_line(data: Mapping[str, Any]) -> str:
-    """What it ran on, and when."""
+    """The machine and the time of a measurement."""
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     machine = data["machine"]
     memory = f", {machine['memory_bytes'] / 2**30:.1f} GiB" if machine.get("memory_bytes") else ""

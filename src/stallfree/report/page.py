@@ -1,4 +1,4 @@
-"""A report as one page of HTML that works without a network."""
+"""A report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _RATE_HEADINGS = ("rate", "samples/s", "interval of 95%", "repeats")
 
 
 def report_page(data: Mapping[str, Any]) -> str:
-    """The report `data` (the JSON of `stallfree analyze`) as a page: sentences and tables, and charts by plotly.
+    """The report `data` (the JSON of `stallfree analyze`) as a page with text, tables and plotly charts.
 
-    The page asks no network for anything, and holds `data` in its element "data". Texts and tables need no script.
+    The page makes no network requests, and contains `data` in its element "data". Text and tables need no scripts.
 
     Args:
         data: format "stallfree-report", version 1.
 
-    Raises `InputError` for what is no such report, `MissingExtraError` if `plotly` is not installed.
+    Raises `InputError` for other data, `MissingExtraError` if `plotly` is not installed.
     """
     expect(data, "stallfree-report", REPORT_KEYS)
     body = "".join(

@@ -1,4 +1,4 @@
-"""An animated page of a pipeline at work: one that was simulated, or a real one that wrote down its events."""
+"""An animated page of a pipeline, from a simulation or the event log of a real loader."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def run_data(
     queue: int | None = None,
     depth: int | None = None,
 ) -> dict[str, Any]:
-    """A run, in the form that `simulation_page` takes. Times count from the first event.
+    """A run, in the format of `simulation_page`. Times are relative to the first event.
 
     Args:
-        name: what the page calls it.
-        events: in any order. Only the first 20,000 by their start are kept; `left_out` counts the others.
-        seconds: how much of the run is shown; up to the last end that was kept if None.
-        queue: batches that the queue holds; None if unknown.
-        depth: batches on the device beside the one in use; None if unknown.
+        name: title of the run on the page.
+        events: in any order. Only the first 20,000 by start time are kept; `left_out` counts the others.
+        seconds: length of the shown part; up to the last kept end if None.
+        queue: capacity of the queue in batches; None if unknown.
+        depth: batches on the device in addition to the one in use; None if unknown.
 
     Raises `InputError` if there are no events, or if they take no time.
     """
@@ -62,24 +62,24 @@ def run_data(
 
 
 def simulation_page(data: Mapping[str, Any]) -> str:
-    """One or more runs as an animated page, beside a Gantt chart by plotly. The page asks no network for anything.
+    """One or more runs as an animated page with a Gantt chart by plotly. The page makes no network requests.
 
     Args:
         data: the JSON of the page, which also holds it in its element "data":
 
             - "format": "stallfree-simulation"; "version": 1
             - "title": a line about the pipeline
-            - "runs": what `run_data` gives for each: "name"; "seconds", how much is shown; "queue" and "depth", places
+            - "runs": the result of `run_data` for each: "name"; "seconds", the shown time; "queue" and "depth", places
               in the queue and on the device, or null; "left_out", events that are not shown; "events", each
               [start, end, actor, what, batch, epoch] as in `stallfree.events.Event`, times in seconds from the
               beginning, by their start
             - "shown": the index of the run that is shown first
-            - "pipeline": what was simulated, or null (any object)
+            - "pipeline": the simulated pipeline, or null (any object)
             - "comparison": null, or without and with a prefetcher: "seeds"; "seconds", the length of the beginning;
               "first" (batches in it) and "steady" (batches/s later), each two of {"mean", "low", "high"}; "singles",
-              two of [fewest, most] that one seed gave; "law", two numbers; "advice" and "caution", sentences
+              two of [minimum, maximum] over the seeds; "law", two numbers; "advice" and "caution", sentences
 
-    Raises `InputError` for what is no such data, `MissingExtraError` if `plotly` is not installed.
+    Raises `InputError` for other data, `MissingExtraError` if `plotly` is not installed.
     """
     expect(data, "stallfree-simulation", _KEYS)
     runs = data["runs"]
@@ -102,9 +102,9 @@ def simulation_page(data: Mapping[str, Any]) -> str:
 
 
 def comparison_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
-    """The comparison as rows of text, the same for the page and the terminal: what, without prefetch, with prefetch."""
+    """The comparison as text rows for page and terminal: quantity, without prefetch, with prefetch."""
     first = f"first {comparison['seconds']:g} s"
-    laws = zip(comparison["law"], comparison["steady"], strict=True)  # with as many decimals as what it is held against
+    laws = zip(comparison["law"], comparison["steady"], strict=True)  # with the decimals of the compared value
     return [
         [f"{first}: mean of {plural(comparison['seeds'], 'seed')}", *(_interval(part) for part in comparison["first"])],
         [f"{first}: single seeds", *(_range(part) for part in comparison["singles"])],

@@ -34,12 +34,12 @@ _WIDTH = 80
 
 
 def render_report(data: Mapping[str, Any]) -> str:
-    """The report `data` (the JSON of `stallfree analyze`) as text of 80 columns: where the time goes, what to do.
+    """The report `data` (the JSON of `stallfree analyze`) as text of 80 columns.
 
     Args:
         data: format "stallfree-report", version 1.
 
-    Raises `InputError` for what is no such report.
+    Raises `InputError` for other data.
     """
     expect(data, "stallfree-report", REPORT_KEYS)
     file = io.StringIO()
@@ -72,7 +72,7 @@ def render_report(data: Mapping[str, Any]) -> str:
 
 
 def _plain(text: object) -> Text:
-    """What the report says, without anything that a terminal would obey."""
+    """Text of the report, without terminal control sequences."""
     return Text("".join(char if char.isprintable() else "\ufffd" for char in " ".join(str(text).split())))
 
 
@@ -91,7 +91,7 @@ def _shares(data: Mapping[str, Any]) -> RenderableType:
 
 
 def _bar(shares: Mapping[str, float]) -> str:
-    """A full line, split as the shares are; sums are rounded and not parts, so that nothing is lost or added."""
+    """A full line, split in proportion to the shares. Cumulative sums are rounded, so the parts fill the line."""
     bar, reached, total = "", 0.0, sum(shares[part] for part in SHARES)
     for part, mark in _MARKS.items():
         reached += shares[part]

@@ -1,1 +1,1 @@
-"""What decides the ids of an epoch: the order, samplers, importance plans and the moving window."""
+"""Epoch sources, which decide the ids of an epoch: order, samplers, importance plans and the moving window."""

@@ -1,4 +1,8 @@
-"""What decides the samples of an epoch: the loader's order, a sampler, a moving window or an importance plan."""
+"""The protocol of epoch sources, which decide the samples of each epoch.
+
+A loader calls `EpochSource.begin` and iterates over the batches of the returned `EpochPlan`. Sources are the loader's
+order, a sampler, a moving window or an importance plan.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Position:
-    """Where an epoch was left, as the state of a loader holds it.
+    """The position in an epoch, as stored in the state of a loader.
 
     Attributes:
-        batches: how many were delivered.
-        rest: the ids of the batches that are left; None if (seed, epoch) decides them.
-        dealt: from which place of the order on, and among how many ranks, its batches are counted ("start", "ranks").
+        batches: number of delivered batches.
+        rest: the ids of the remaining batches; None if (seed, epoch) determines them.
+        dealt: the place in the order from which its batches are counted, and the number of ranks ("start", "ranks").
     """
 
     batches: int = 0
@@ -34,14 +38,14 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """One epoch, or what is left of it.
+    """One epoch, or the rest of it.
 
     Attributes:
         batches: the ids of each batch, in order.
-        first: number of the first of them in the epoch.
+        first: number of the first of these batches in the epoch.
         dealt: see `Position`.
-        on_delivered: called with the ids of each batch that is delivered; returns their weights. None: no weights.
-        end: called when the iteration is over. May be called twice.
+        on_delivered: called with the ids of each delivered batch; returns their weights. None: no weights.
+        end: called when the iteration has ended. Idempotent.
     """
 
     batches: Iterator[Ids]
@@ -52,34 +56,34 @@ class EpochPlan:
 
 
 class EpochSource(Protocol):
-    """Decides which samples each epoch has, and in which order.
+    """Decides the samples of each epoch and their order.
 
-    A data set that has a method `epoch_source(setup)` makes the source itself: see `sampling.sources`.
+    A data set with a method `epoch_source(setup)` creates the source itself: see `sampling.sources`.
     """
 
     planned: bool = False
-    """Whether (seed, epoch) decides the order, so that a state needs no ids."""
+    """Whether (seed, epoch) determines the order, so that a state needs no ids."""
 
     @property
     def knows_ranks(self) -> bool:
-        """Whether each rank has its part of the samples, as far as that can be seen."""
+        """Whether each rank is known to have its own part of the samples."""
         return True
 
     @property
     def next_epoch(self) -> int:
-        """The number of the next epoch, unless the user sets it."""
+        """The number of the next epoch, if the user does not set it."""
         ...
 
     def num_batches(self, epoch: int) -> int:
-        """Batches of an epoch. Raises `TypeError` if that is not known."""
+        """The number of batches of an epoch. Raises `TypeError` if it is not known."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What must be equal for a position in one loader to be that position in another."""
+        """The properties that two loaders must share for a position to be valid in both."""
         ...
 
     def check_ranks(self) -> None:
-        """Warn if there are several ranks, and each has all samples."""
+        """Warn if there are several ranks and each has all samples."""
         return
 
     def set_seed(self, seed: int) -> None:
@@ -87,46 +91,46 @@ class EpochSource(Protocol):
         return
 
     def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
-        """Begin an epoch, or go on with one where a state was taken."""
+        """Begin an epoch, or resume one at a saved position."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Entries of the loader's state beside the position."""
+        """Entries of the loader's state in addition to the position."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as where the loader's `state` was taken. Raises `InputError` if it has not what is needed."""
+        """Restore the loader's `state`. Raises `InputError` if entries are missing."""
         return
 
     def close(self) -> None:
-        """End what the source has started. It may begin another epoch after that."""
+        """Stop the processes that the source has started. It may begin another epoch afterwards."""
         return
 
 
 @runtime_checkable
 class TakesLosses(Protocol):
-    """An epoch source that goes by the losses of the samples."""
+    """An epoch source that depends on the losses of the samples."""
 
     def update(self, ids: Any, losses: Any) -> None:
-        """Take the losses of samples that were delivered."""
+        """Receive the losses of delivered samples."""
 
     def stats(self) -> Any:
-        """What was asked of the cache."""
+        """Counts of the cache requests."""
 
 
 @dataclass(frozen=True)
 class SourceSetup:
-    """What a source is made from: arguments of a loader, and what goes with them.
+    """The arguments of an epoch source: those of a loader, and its shared objects.
 
     Attributes:
-        samples: of the data set.
-        batch_size: None for single samples.
-        shuffle, sampler, batch_sampler, drop_last, ranks: as the loader was given them.
-        seed: of the loader; None if it is not drawn yet.
+        samples: number of samples of the data set.
+        batch_size: samples per batch; None for single samples.
+        shuffle, sampler, batch_sampler, drop_last, ranks: as passed to the loader.
+        seed: of the loader; None before it is drawn.
         seed_of_data: whether the seed is that of the data set.
-        counter: has the attribute `next_epoch`, in which all loaders of a data set count; None: each counts by itself.
-        reader: gives the samples.
-        context: of `multiprocessing`.
+        counter: its attribute `next_epoch` is the epoch count of all loaders of a data set; None: one count per loader.
+        reader: reads the samples.
+        context: `multiprocessing` context.
         counts: of the loader, by the names of `LoaderStats`.
     """
 
@@ -146,14 +150,14 @@ class SourceSetup:
 
     @property
     def size(self) -> int:
-        """Samples of a batch."""
+        """Samples per batch."""
         return self.batch_size or 1
 
     def num_batches(self, samples: int) -> int:
-        """Batches that so many samples make."""
+        """The number of batches for this number of samples."""
         return samples // self.size if self.drop_last else -(-samples // self.size)
 
 
 def plans_epochs(sampler: Any) -> bool:
-    """Whether a sampler decides by itself which samples an epoch has, as an `ImportanceSampler` does."""
+    """Whether a sampler plans whole epochs itself, as an `ImportanceSampler` does."""
     return getattr(sampler, "plans_epochs", False) is True

@@ -1,4 +1,4 @@
-"""Epochs of an `ImportanceSampler`: plans drawn from losses, served from what the cache holds."""
+"""Epochs of an `ImportanceSampler`: plans drawn from losses, served preferably from the cache."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from stallfree.stats import ImportanceStats
 from stallfree.stores import servers_of
 
 _FIRST_REGION = 0.1
-"""Share of the cache for L-samples before there are requests to go by (Chen et al., iCACHE, HPCA 2023, section IV)."""
+"""Share of the cache for L-samples before any requests are counted (Chen et al., iCACHE, HPCA 2023, section IV)."""
 
 _REQUESTS = ("high_requests", "high_hits", "low_requests", "low_hits", "swaps", "substitutions")
 
 
 class ImportanceSource(EpochSource):
-    """Serves the plans of a sampler.
+    """Serves the plans of an `ImportanceSampler`.
 
     Args:
-        setup: of the loader. Its `sampler` draws the plans; by its `counts` the benefit of the cache is measured.
+        setup: of the loader. Its `sampler` draws the plans; its `counts` measure the benefit of the cache.
 
-    Raises `InputError` for a sampler and a data set that do not fit each other.
+    Raises `InputError` if the sampler and the data set do not match.
     """
 
     def __init__(self, setup: SourceSetup) -> None:
@@ -46,18 +46,18 @@ class ImportanceSource(EpochSource):
         self._setup = setup
         self._loader_before: dict[str, Any] = {}
         self._packager: Packager | None = None
-        self._packed: dict[str, int] = {}  # by packagers that are closed
-        self._requests = dict.fromkeys(_REQUESTS, 0)  # of the epochs before
+        self._packed: dict[str, int] = {}  # by closed packagers
+        self._requests = dict.fromkeys(_REQUESTS, 0)  # of the previous epochs
         self._serving: Serving | None = None
         self._low_share = _FIRST_REGION
-        self._begun: tuple[int, int] | None = None  # the epoch begun last, and its batches
+        self._begun: tuple[int, int] | None = None  # the active epoch, and its batches
 
     @property
     def next_epoch(self) -> int:
         return self._sampler.next_epoch
 
     def num_batches(self, epoch: int) -> int:
-        """Batches of an epoch, whose plan is drawn if need be."""
+        """The number of batches of an epoch. Draws its plan if necessary."""
         if self._begun is not None and self._begun[0] == epoch:
             return self._begun[1]
         return len(self._sampler.batches(epoch, self._setup.size, drop_last=self._setup.drop_last))
@@ -79,7 +79,7 @@ class ImportanceSource(EpochSource):
         return EpochPlan(iter(batches), first, on_delivered=active.served, end=active.end)
 
     def _served(self, active: ActiveEpoch) -> Iterable[Ids]:
-        """The batches of an epoch; other samples are served instead of missing ones where the sampler says so."""
+        """The batches of an epoch; missing samples are replaced if the sampler's `on_miss` requires it."""
         sampler, low = self._sampler, active.draw.low
         if sampler.cache is None:
             return active.batches
@@ -89,7 +89,7 @@ class ImportanceSource(EpochSource):
         assert sampler.seed is not None  # drawn with the plan
         rng = generator(sampler.seed, active.draw.plan.epoch, 3)
         servers = servers_of(sampler.cache)
-        # What this node believes to be stored in servers, without a request.
+        # The samples that this node assumes to be in servers, without a request.
         residents: Any = sampler.cache if servers is None else SimpleNamespace(resident=servers.known)
         self._serving = Serving(active.batches, low, residents, sampler.on_miss, rng, packager, active.excluded)
         return self._serving
@@ -102,7 +102,7 @@ class ImportanceSource(EpochSource):
         return self._packager
 
     def _measure_benefit(self) -> None:
-        """Find from the epoch before what the cache gains this job."""
+        """Measure the benefit of the cache for this job from the previous epoch."""
         now = dict(self._setup.counts, at=time.monotonic())
         before, self._loader_before = self._loader_before, now
         if not before or not self._sampler.measures:
@@ -118,7 +118,7 @@ class ImportanceSource(EpochSource):
             self._sampler.benefit = benefit(step, hit, miss, workers=workers, batch_size=self._setup.size)
 
     def _count_requests(self) -> None:
-        """Add up what the last epoch did."""
+        """Add the counts of the last epoch."""
         serving, self._serving = self._serving, None
         if serving is not None:
             for name in _REQUESTS:
@@ -130,7 +130,7 @@ class ImportanceSource(EpochSource):
         self._sampler.update(ids, losses)
 
     def stats(self) -> ImportanceStats:
-        """What was asked for, and what was served instead."""
+        """Counts of requests, hits and substitutions."""
         counts = {name: self._requests[name] + getattr(self._serving, name, 0) for name in _REQUESTS}
         packed = self._packed if self._packager is None else self._packager.stats().__dict__
         return ImportanceStats(**counts, **packed)
@@ -146,7 +146,7 @@ class ImportanceSource(EpochSource):
         self._sampler.load_state_dict(state["importance"])
 
     def close(self) -> None:
-        """End the processes that pack and read packages. This job leaves those that use the cache."""
+        """Stop the processes that pack and read packages, and unregister this job from the cache."""
         self._sampler.close()
         if self._packager is not None:
             self._packed = self._packager.stats().__dict__
@@ -155,7 +155,7 @@ class ImportanceSource(EpochSource):
 
 
 def _check(setup: SourceSetup) -> None:
-    """Raise `InputError` where the sampler cannot be served."""
+    """Raise `InputError` if the sampler cannot be served."""
     sampler: ImportanceSampler = setup.sampler
     cache: Cache | None = setup.reader.cache
     if setup.reader.split.share < 1:

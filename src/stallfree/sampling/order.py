@@ -1,4 +1,4 @@
-"""Orders of samples: the loader's own, and that of a sampler or batch sampler."""
+"""Orders of samples: the loader's own, a function of (seed, epoch), and that of a sampler or batch sampler."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from stallfree.sampling.plans import make_plan
 from stallfree.sampling.ranks import deal, rank_and_count, share, warn_of_ranks
 
 _set: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
-"""The epoch that a loader set last in a sampler, which may outlive the loader; `_BY_USER` if the user sets it."""
+"""The last epoch that a loader set in a sampler, which may outlive the loader; `_BY_USER` if the user sets it."""
 
 _BY_USER = -1
 
 _SAME_ON_ALL_RANKS = (RandomSampler, SequentialSampler)
-"""Samplers of torch that give every rank every sample. Those of users may know their ranks."""
+"""Samplers of torch that give every rank every sample. Samplers of users may depend on the rank."""
 
 
 class _Counted(EpochSource):
-    """Counts epochs: for one loader, and with a `counter` for all loaders that have it."""
+    """Counts epochs: per loader, or with a `counter` for all loaders that share it."""
 
     def __init__(self, setup: SourceSetup) -> None:
         self._setup = setup
@@ -45,7 +45,7 @@ class _Counted(EpochSource):
 
 
 class Order(_Counted):
-    """All samples of a data set, in their order or shuffled: a function of (seed, epoch), dealt out among the ranks.
+    """All samples of a data set, in order or shuffled by (seed, epoch), and partitioned among the ranks.
 
     Attributes:
         seed: may be set later, before the first batch.
@@ -63,7 +63,7 @@ class Order(_Counted):
 
     @property
     def samples(self) -> int:
-        """Samples of this rank in a whole epoch."""
+        """Number of samples of this rank in a whole epoch."""
         return share(self._setup.samples, rank_and_count(self.ranks)[1], drop_last=self._setup.drop_last)
 
     @property
@@ -91,9 +91,9 @@ class Order(_Counted):
         return EpochPlan(self.batches(epoch, first, dealt["start"]), first, dealt)
 
     def _place(self, left: Position) -> tuple[int, dict[str, int]]:
-        """The first batch, and how what is left of the order is dealt out.
+        """The first batch, and the partition of the rest of the order.
 
-        With another number of ranks than before, what no rank has had is dealt out anew.
+        If the number of ranks has changed, the samples that no rank has received are partitioned again.
         """
         before = left.dealt or {"start": 0, "ranks": 1}
         count = rank_and_count(self.ranks)[1]
@@ -103,7 +103,7 @@ class Order(_Counted):
         return 0, {"start": min(done, self._setup.samples), "ranks": count}
 
     def ids(self, epoch: int, start: int = 0) -> Ids:
-        """The samples of this rank, if the order is dealt out from place `start` on."""
+        """The samples of this rank if the order is partitioned from place `start` on."""
         setup = self._setup
         plan = make_plan(setup.samples, shuffle=setup.shuffle, seed=self.seed or 0, epoch=epoch)
         return deal(plan.ids[start:], *rank_and_count(self.ranks), drop_last=setup.drop_last)
@@ -117,7 +117,7 @@ class Order(_Counted):
 
 
 class SamplerOrder(_Counted):
-    """The order of a sampler, which gives ids, or of a batch sampler, which gives lists of ids."""
+    """The order of a sampler, which yields ids, or of a batch sampler, which yields lists of ids."""
 
     def __init__(self, setup: SourceSetup) -> None:
         super().__init__(setup)
@@ -131,9 +131,9 @@ class SamplerOrder(_Counted):
 
     @property
     def next_epoch(self) -> int:
-        """A `DistributedSampler` shuffles by its epoch, which users forget to set.
+        """The number of the next epoch. A `DistributedSampler`, which shuffles by its epoch, has its own.
 
-        Then loaders count in it. If the user sets it, that decides.
+        Loaders increment that epoch unless the user sets it.
         """
         sampler = self._distributed
         if sampler is None:
@@ -171,7 +171,7 @@ class SamplerOrder(_Counted):
             yield chunk
 
     def _checked(self, ids: Any) -> Ids:
-        """Ids as an array; negative ones count from the end, as in a list."""
+        """Ids as an array; negative ids count from the end, as in a list."""
         given = ids if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor, range)) else _listed(ids)
         array, samples = np.asarray(given), self._setup.samples
         if array.shape == (0,):
@@ -200,5 +200,5 @@ def _set_by_user(sampler: DistributedSampler[Any]) -> bool:
 
 
 def _listed(ids: Any) -> Any:
-    """As a list, or as it is if it cannot be iterated."""
+    """`ids` as a list, or unchanged if it is not iterable."""
     return list(ids) if hasattr(ids, "__iter__") or hasattr(ids, "__getitem__") else ids

@@ -1,4 +1,7 @@
-"""The work of a packager's two processes: one packs L-samples, the other reads packages into the cache."""
+"""The two processes of a packager: one packs L-samples, the other reads packages into the cache.
+
+Both receive the sample flags from the training process through `SharedFlags`, and wake-ups through a pipe.
+"""
 
 from __future__ import annotations
 
@@ -31,33 +34,33 @@ from stallfree.stores import held
 Ids = npt.NDArray[np.int64]
 
 WAKE, LAST = b"w", b"l"
-"""Messages to a process: look for work; the same at the end of an epoch."""
+"""Messages to a process: check for work; the same at the end of an epoch."""
 
 _WORTH = 4
-"""A package is read when one in so many of its samples is of use."""
+"""A package is read if at least one in this many of its samples is useful."""
 
 _CHUNK = 64
-"""Samples fetched at a time, at most."""
+"""Maximum number of samples per fetch."""
 
 _FEW = 4096
-"""So many ids are looked through again at each step."""
+"""Number of ids that each step checks again."""
 
 _SHARE = 10
-"""Finding out what there is to do may take one in so many seconds."""
+"""Searching for work may take one in this many seconds."""
 
 _WANTED = LOW | PENDING
 
 
 @dataclass
 class WorkSetup:
-    """What a process is given at its start.
+    """The arguments of a packaging process.
 
     Attributes:
-        reader: where samples come from, and the cache.
-        shared: says what is wanted, and counts.
+        reader: reads samples, and has the cache.
+        shared: flags of the requested samples, and counts.
         folder: of the packages.
-        write_budget: bytes that may be written.
-        package_bytes: bytes of records in a package, at least.
+        write_budget: maximum bytes to write.
+        package_bytes: minimum bytes of records in a package.
     """
 
     reader: Reader
@@ -73,7 +76,7 @@ class WorkSetup:
         return self.reader.cache
 
     def packages(self, row: int) -> Packages:
-        """The packages, counted in that row of the shared counts."""
+        """The packages; their operations are counted in this row of the shared counts."""
         cache = self.cache
         return Packages(
             self.folder,
@@ -86,9 +89,9 @@ class WorkSetup:
 
 
 class Inbox:
-    """What the training process has sent.
+    """Messages from the training process.
 
-    The first call of `wait` returns at once: a process is started because there is work.
+    The first call of `wait` returns immediately, because a process is started when there is work.
 
     Attributes:
         last: whether the end of an epoch was announced before `wait` returned.
@@ -101,7 +104,7 @@ class Inbox:
         self._last_received = self.last = False
 
     def take(self, message: bytearray | None) -> None:
-        """A message has come, or None to end. In another thread."""
+        """Receive a message, or None to stop. Called in another thread."""
         if message is None:
             self._stop.set()
         elif bytes(message) == LAST:
@@ -110,31 +113,30 @@ class Inbox:
 
     @property
     def stopped(self) -> bool:
-        """Whether to end."""
+        """Whether to stop."""
         return self._stop.is_set()
 
     @property
     def woken(self) -> bool:
-        """Whether a message came since `wait` returned."""
+        """Whether a message has arrived since `wait` returned."""
         return self._something.is_set()
 
     def wait(self) -> bool:
-        """Wait for a message; whether to go on."""
+        """Wait for a message; return whether to continue."""
         self._something.wait()
         self._something.clear()
         self.last, self._last_received = self._last_received, False
         return not self.stopped
 
     def rest(self, seconds: float) -> None:
-        """Do nothing for so long, or until the process is to end."""
+        """Sleep for `seconds`, or until the process is to stop."""
         self._stop.wait(seconds)
 
 
 class PackWork:
-    """Packs samples that are neither resident nor in a package: missed ones first, then others that are to come.
+    """Packs samples that are neither resident nor in a package: missed ones first, then other pending ones.
 
-    They are taken in random order, as the samples of a package will be served together and the order of the data set
-    is often by class.
+    The order is random, because the samples of a package are served together and data sets are often sorted by class.
     """
 
     def __init__(self, setup: WorkSetup) -> None:
@@ -145,7 +147,7 @@ class PackWork:
         self._pool: ThreadPoolExecutor | None = None
         if getattr(self._reader.source, "threads", True):
             self._pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="stallfree-fetch")
-        self._taken = np.zeros(len(self._flags), np.bool_)  # for the package to be written, or cannot be had
+        self._taken = np.zeros(len(self._flags), np.bool_)  # for the next package, or unreadable
         self._queue = np.empty(0, np.int64)
         self._looked = False
         self._ids: list[int] = []
@@ -155,9 +157,9 @@ class PackWork:
         self._refused = False
 
     def work(self, inbox: Inbox) -> float:
-        """Write packages while there is enough for one, and room. At the end of an epoch, let go of the rest.
+        """Write packages while there are enough samples and space. At the end of an epoch, discard the rest.
 
-        Returns the seconds spent on finding out what there is to do.
+        Returns the seconds spent searching for work.
         """
         self._looked, self._seconds = False, 0.0
         with self._looking():
@@ -182,13 +184,13 @@ class PackWork:
         self._seconds += time.perf_counter() - started
 
     def _has_room(self) -> bool:
-        """Whether the package that is begun was begun because there is room for it, or one can be begun."""
+        """Whether a package is in progress, or there is space for a new one."""
         expected = self._expected() or self._setup.package_bytes
         lengths = np.full(math.ceil(self._setup.package_bytes / expected), math.ceil(expected))
         return bool(self._ids) or self._packages.has_room(self._packages.size(lengths))
 
     def _expected(self) -> float | None:
-        """Bytes that a record is expected to have; None if nothing is known."""
+        """Expected bytes of a record; None if unknown."""
         records, size = self._seen
         if records:
             return max(1.0, size / records)
@@ -199,7 +201,7 @@ class PackWork:
         return max(1.0, stats.resident_bytes / stats.resident_items) if stats.resident_items else None
 
     def _next(self) -> Ids:
-        """The samples to take next; none if all there are would not fill the package."""
+        """The next samples to pack; none if all of them would not fill the package."""
         missed = np.flatnonzero(self._flags & MISSED)
         ids = self._random.permutation(missed[self._lacking(missed)])
         expected = self._expected()
@@ -224,11 +226,11 @@ class PackWork:
         return ((self._flags[ids] & (_WANTED | MISSED)) == _WANTED) & self._lacking(ids)
 
     def _lacking(self, ids: Ids) -> Any:
-        """Which of `ids` are neither resident nor in a package nor on their way into one."""
+        """Which of `ids` are neither resident, nor in a package, nor about to be written to one."""
         return ~self._taken[ids] & (self._packages.holding(ids) < 0) & ~held(self._cache, ids)
 
     def _gather(self, ids: Ids) -> None:
-        """Fetch and prepare `ids` for the package. Those that cannot be had or stored are left to the loader."""
+        """Fetch and prepare `ids` for the package. Skip samples that fail; the loader handles them."""
         self._taken[ids] = True
         fetches: Iterable[Any] = map(self._fetch, ids.tolist())
         if self._pool is not None:
@@ -240,9 +242,9 @@ class PackWork:
             reads, size = reads + 1, size + payload_bytes(record[0])
             try:
                 with self._reader.split.watch() as watch:
-                    value = self._reader.deterministic(private(record[0]))  # the source may keep what it gave
+                    value = self._reader.deterministic(private(record[0]))  # the source may keep a reference
                     if watch.moved() or not self._reader.current:
-                        continue  # a step that is random after all is found when the loader asks for the sample
+                        continue  # the loader detects an undeclared random step when it requests the sample
                 encoded = encode(value, allow_pickle=self._cache.allow_pickle)
             except Exception:
                 continue
@@ -261,12 +263,12 @@ class PackWork:
             return None
 
     def _let_go(self) -> None:
-        """Begin a new package. Samples that were not written may be taken again."""
+        """Begin a new package. Samples that were not written may be packed later."""
         self._taken[self._ids] = False
         self._ids, self._records, self._bytes = [], [], 0
 
     def close(self) -> None:
-        """End the threads that fetch."""
+        """Stop the fetch threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -278,12 +280,12 @@ class ReadWork:
         self._cache = setup.cache
         self._fields, self._flags = setup.shared.fields, setup.shared.flags
         self._packages = setup.packages(READ)
-        self._refused: tuple[int, int] | None = None  # in which epoch, and how many may be pending for another try
+        self._refused: tuple[int, int] | None = None  # the epoch, and the maximum pending samples for another attempt
 
     def work(self, inbox: Inbox) -> float:
-        """Read the packages that bring most, until the region is full, or there is news after one of them.
+        """Read the packages with the most absent samples, until the region is full or a message arrives.
 
-        Returns the seconds spent on finding out what there is to do.
+        Returns the seconds spent searching for work.
         """
         epoch, region = (int(self._fields[field]) for field in (Field.EPOCH, Field.REGION))
         if region < 1:
@@ -295,7 +297,7 @@ class ReadWork:
         resident = int(np.count_nonzero(there))
         pending = int(np.count_nonzero(self._flags & PENDING))
         if self._refused is not None and self._refused[0] == epoch and pending > self._refused[1]:
-            region = 0  # the cache took no more the last time, and too few have been served since
+            region = 0  # the cache was full at the last attempt, and too few samples have been served since
         order = self._best(low[~there]) if resident < region else []
         looked = time.perf_counter() - started
         for number in order:
@@ -309,7 +311,7 @@ class ReadWork:
         return looked
 
     def _best(self, absent: Ids) -> list[int]:
-        """The packages worth reading for some of `absent`, best first; a missed sample counts double."""
+        """The packages that hold enough of `absent`, best first; a missed sample counts twice."""
         numbers = self._packages.holding(absent)
         absent, numbers = absent[numbers >= 0], numbers[numbers >= 0]
         sizes = self._packages.sizes
@@ -320,9 +322,9 @@ class ReadWork:
         return order
 
     def _bring(self, number: int) -> tuple[int, int]:
-        """Put what is wanted of a package into the cache: how many were, and how many of them found a place."""
+        """Put the requested samples of a package into the cache; return the numbers of requested and stored samples."""
         cache = self._cache
-        if cache.uncached_steps:  # packages hold the output of a step that turned out to be random
+        if cache.uncached_steps:  # packages hold the output of a step that proved random
             return 0, 0
         found = self._packages.read(number, lambda ids: self._pending(ids) & ~held(cache, ids))
         if found is None or len(found[0]) == 0:
@@ -330,7 +332,7 @@ class ReadWork:
         ids, values = found
         cache.set_scores(ids, np.full(len(ids), FRESH))
         there = cache.put_many(ids, values)
-        late = ids[~(there & self._pending(ids))]  # no place, or served meanwhile and its score lowered before
+        late = ids[~(there & self._pending(ids))]  # not stored, or served and its score lowered in the meantime
         if len(late):
             cache.set_scores(late, np.zeros(len(late)))
         return len(ids), int(np.count_nonzero(there))
@@ -339,11 +341,11 @@ class ReadWork:
         return (self._flags[ids] & _WANTED) == _WANTED
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there are no resources to close."""
 
 
 def work_main(parent: Parent, row: int, setup: WorkSetup) -> None:
-    """Work until this process shall end."""
+    """Run the work loop until this process is to stop."""
     inbox = Inbox()
     parent.listen(inbox.take)
     parent.report()
@@ -351,7 +353,7 @@ def work_main(parent: Parent, row: int, setup: WorkSetup) -> None:
     work = PackWork(setup) if row == PACK else ReadWork(setup)
     while inbox.wait():
         looked = 0.0
-        with contextlib.suppress(StallfreeError):  # the lock of writers was not free in time
+        with contextlib.suppress(StallfreeError):  # the writer lock timed out
             looked = work.work(inbox)
         inbox.rest(looked * (_SHARE - 1))
     work.close()

@@ -1,4 +1,4 @@
-"""The packager of a training process: starts, wakes and ends the processes that pack and read packages."""
+"""The packager of a training process: starts, wakes and stops the processes that pack and read packages."""
 
 from __future__ import annotations
 
@@ -26,38 +26,37 @@ from stallfree.units import parse_size
 log = logging.getLogger("stallfree")
 
 PACKAGE_BYTES = 1 << 20
-"""Bytes of records in a package, at least: a disk or a server reads that much at full speed."""
+"""Minimum bytes of records in a package: a disk or a server reads this amount at full speed."""
 
 LIVES = 4
-"""Times that a process is started, at most."""
+"""Maximum number of starts of a process."""
 
 _STOP_SECONDS = 5.0
 
 
 class Packager:
-    """Packs L-samples into packages, and reads packages into the cache, in two processes beside the training process.
+    """Packs L-samples into packages, and reads packages into the cache, in two separate processes.
 
-    The first process takes samples that are flagged and are neither resident nor in a package, `MISSED` ones first, and
-    writes them into packages as soon as they fill one. The second one reads, while fewer than `Field.REGION` samples
-    that are `LOW` and `PENDING` are resident, the package that holds most of those that are not, and puts these into
-    the cache with the score `FRESH`; so the region is exceeded by less than one package. Both look at the flags when
-    they are woken.
+    The first process selects flagged samples that are neither resident nor in a package, `MISSED` ones first, and
+    writes them as soon as they fill a package. The second process reads packages while fewer than `Field.REGION` `LOW`
+    and `PENDING` samples are resident. It reads the package with the most absent ones and puts these into the cache
+    with the score `FRESH`, so it exceeds the region by less than one package. Both check the flags when woken.
 
-    Training never depends on them: what they cannot do is left to the loader. One that dies is started again by the
-    next `wake`, three times; then packaging is off, with one warning in the log. Only the process that made a packager
-    wakes and ends its processes.
+    Training does not depend on these processes: the loader handles all samples that they do not. The next `wake`
+    restarts a process that died, up to three times; then packaging is disabled and one warning is logged. Only the
+    process that created a packager wakes and stops its processes.
 
     Args:
-        reader: where the samples come from; its cache must have the policy "importance".
-        folder: for the packages, made if it is missing. They stay there: the next run of the same data uses them.
-        write_budget: bytes that may be written, as an int or such as "4GiB". 0 only reads what is there.
-        context: of `multiprocessing`; starts the processes.
-        package_bytes: bytes of records in a package, at least.
+        reader: reads the samples; its cache must have the policy "importance".
+        folder: of the packages, created if missing. Packages persist: the next run on the same data uses them.
+        write_budget: maximum bytes to write, as an int or a string like "4GiB". 0 only reads existing packages.
+        context: `multiprocessing` context that starts the processes.
+        package_bytes: minimum bytes of records in a package.
 
     Attributes:
-        shared: the flags of the samples, and what both processes count.
+        shared: the flags of the samples, and the counts of both processes.
 
-    Raises `InputError` for arguments that cannot be used, `StorageError` if the folder or shared memory cannot be.
+    Raises `InputError` for invalid arguments, `StorageError` if the folder or shared memory is not usable.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Packager:
         self._end = finalize(self, _close, self._processes)
 
     def begin(self, draw: Draw, batches: list[Ids], share: float) -> None:
-        """A new epoch, in which the L-region may have `share` of the cache, but one package at least."""
+        """Begin an epoch in which the L-region may have `share` of the cache, and at least one package."""
         flags = np.where(draw.low, LOW, 0).astype(np.uint8)
         for ids in batches:
             flags[ids] |= PENDING
@@ -99,15 +98,15 @@ class Packager:
         self.wake()
 
     def served(self, ids: Ids) -> None:
-        """`ids` are pending no more."""
+        """Mark `ids` as no longer pending."""
         self.shared.flags[ids] &= LOW
 
     def missed(self, ids: Ids) -> None:
-        """`ids` were requested and are not resident; they are deferred."""
+        """Mark `ids` as requested but not resident; they are deferred."""
         self.shared.flags[ids] |= MISSED
 
     def wake(self, *, last: bool = False) -> None:
-        """Let both processes look at the flags; `last` says that the epoch is over. Never waits, never raises.
+        """Make both processes check the flags; `last`: the epoch has ended. Never waits, never raises.
 
         The first call starts them.
         """
@@ -121,17 +120,17 @@ class Packager:
                 process.ask_to_end()
 
     def stats(self) -> PackageStats:
-        """What was written and read so far."""
+        """Counts of packages written and read so far."""
         return self.shared.stats()
 
     def close(self) -> None:
-        """End the processes; those that do not end in 5 s are killed. The packages stay. May be called twice."""
+        """Stop the processes; kill those that do not exit in 5 s. The packages persist. Idempotent."""
         self._end()
         self.shared.close()
 
 
 class _Process:
-    """One of the two processes, as the training process sees it."""
+    """The handle of one of the two processes in the training process."""
 
     def __init__(self, row: int, setup: WorkSetup, context: BaseContext) -> None:
         self._row, self._setup, self._context = row, setup, context
@@ -139,10 +138,10 @@ class _Process:
         self._starting: threading.Thread | None = None
         self._problem = ""
         self._lives = LIVES
-        self._last = False  # the end of an epoch is to be announced
+        self._last = False  # the end of an epoch is still to be sent
 
     def wake(self, last: bool) -> str:
-        """Wake the process, started anew if it died; why that is of no use any more, or nothing."""
+        """Wake the process, and restart it if it died. Return the reason if it cannot be restarted, else ""."""
         self._last |= last
         if self._starting is not None and self._starting.is_alive():
             return ""
@@ -159,7 +158,7 @@ class _Process:
         return self._problem
 
     def _send(self, child: Child) -> None:
-        """Send what there is to send, unless the process does not read: then that is sent later."""
+        """Send the pending message; defer it if the process does not read."""
         child.flush()
         if not child.writing:
             child.send(LAST if self._last else WAKE)
@@ -169,7 +168,7 @@ class _Process:
         self._lives -= 1
         if self._context.get_start_method() == "fork":
             self._launch()
-        else:  # which waits until the new interpreter has read what it is given
+        else:  # this waits until the new interpreter has read its arguments
             self._starting = threading.Thread(target=self._launch, name="stallfree-start", daemon=True)
             self._starting.start()
 
@@ -184,13 +183,13 @@ class _Process:
         self._child = child
 
     def ask_to_end(self) -> None:
-        """Let the process end."""
+        """Request the process to stop."""
         if self._child is not None:
             self._child.ask_to_end()
 
     def end(self, deadline: float) -> None:
-        """Wait until the process has ended; kill it at `deadline`, in seconds of `time.monotonic`."""
-        if self._starting is not None:  # if that takes longer, the process ends when this object is gone
+        """Wait until the process has exited; kill it at `deadline`, in seconds of `time.monotonic`."""
+        if self._starting is not None:  # if that takes longer, the process exits when this object is freed
             self._starting.join(max(0.0, deadline - time.monotonic()))
         if self._child is not None:
             self._child.end(deadline)

@@ -1,4 +1,4 @@
-"""Which rank of which job this process is, and warnings if all ranks have the same samples."""
+"""The rank and job of this process, and warnings if all ranks have the same samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stallfree.pipeline import StallfreeWarning
 from stallfree.units import parse_whole
 
 _JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-"""Variables that the ranks of one job have in common."""
+"""Environment variables that are equal in all ranks of one job."""
 
 AGREE_SECONDS = 300.0
 """Longest wait for the value of rank 0."""
@@ -32,9 +32,9 @@ Ids = npt.NDArray[np.int64]
 
 
 def job_name() -> str | None:
-    """The same text in all ranks of one job on this host, another in other jobs; None if nothing tells.
+    """A name that is the same in all ranks of one job on this host and different in other jobs; None if unknown.
 
-    From the variables that torchrun, SLURM and the like set.
+    Read from the environment variables of torchrun, SLURM and other launchers.
     """
     given = [os.environ.get(variable, "") for variable in _JOB]
     return xxhash.xxh3_64_hexdigest("|".join(given).encode())[:12] if any(given) else None
@@ -42,12 +42,12 @@ def job_name() -> str | None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process among those that train one model.
+    """The rank of a process among those that train one model.
 
     Attributes:
         rank: its number, from 0.
-        count: how many there are.
-        here: how many of them are on this host.
+        count: number of ranks.
+        here: number of ranks on this host.
     """
 
     rank: int
@@ -61,9 +61,9 @@ def has_process_group() -> bool:
 
 
 def find_ranks() -> Ranks:
-    """As `torch.distributed` says if it is initialised, else the variables that torchrun sets; else one alone.
+    """The ranks according to `torch.distributed` if initialised, else to torchrun's variables; else a single rank.
 
-    Raises `InputError` for variables that are no numbers, or contradict each other.
+    Raises `InputError` for variables that are not numbers, or contradict each other.
     """
     if has_process_group():
         rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -79,7 +79,7 @@ def find_ranks() -> Ranks:
 
 
 def environment_number(variable: str, default: int) -> int:
-    """The whole number in an environment variable. Raises `InputError` for anything else."""
+    """The integer in an environment variable. Raises `InputError` for other values."""
     given = os.environ.get(variable, "")
     try:
         return int(given) if given else default
@@ -88,12 +88,12 @@ def environment_number(variable: str, default: int) -> int:
 
 
 def hosts_of_job() -> tuple[int, int]:
-    """(number of this host, number of hosts), as torchrun says."""
+    """(number of this host, number of hosts), according to torchrun."""
     return environment_number("GROUP_RANK", 0), environment_number("GROUP_WORLD_SIZE", 1)
 
 
 def checked_hosts(hosts: Any) -> tuple[int, int]:
-    """`hosts` as given. Raises `InputError` for what is no number of a host and number of hosts."""
+    """`hosts`, checked. Raises `InputError` unless it is (number of a host, number of hosts)."""
     number, count = hosts if isinstance(hosts, (tuple, list)) and len(hosts) == 2 else (0, 0)
     if not (isinstance(number, int) and isinstance(count, int) and 0 <= number < count):
         raise InputError(f"hosts={hosts!r:.80}: give (number of this host, number of hosts), such as (0, 2)")
@@ -115,7 +115,7 @@ def check_ranks(ranks: Any) -> None:
 
 
 def rank_and_count(ranks: tuple[int, int] | str | None) -> tuple[int, int]:
-    """The rank and the number of ranks that a checked argument `ranks` stands for. None stands for (0, 1)."""
+    """The (rank, number of ranks) of a checked argument `ranks`. None means (0, 1)."""
     if ranks is None:
         return 0, 1
     if isinstance(ranks, str):
@@ -125,14 +125,14 @@ def rank_and_count(ranks: tuple[int, int] | str | None) -> tuple[int, int]:
 
 
 def share(samples: int, count: int, *, drop_last: bool) -> int:
-    """How many of `samples` each rank has."""
+    """The number of `samples` per rank."""
     return samples // count if drop_last else -(-samples // count)
 
 
 def deal(ids: Ids, rank: int, count: int, *, drop_last: bool) -> Ids:
-    """The ids of one rank: every `count`-th one, from number `rank` on, as torch's `DistributedSampler` deals.
+    """The ids of one rank: every `count`-th one, from number `rank` on, as in torch's `DistributedSampler`.
 
-    All ranks get equally many. The first ids are repeated for that, or the last ones left out with `drop_last`.
+    All ranks get the same number: the first ids are repeated, or with `drop_last` the last ones omitted.
     """
     if count == 1:
         return ids
@@ -145,17 +145,17 @@ _names: Counter[str] = Counter()
 
 
 def numbered(name: str) -> str:
-    """`name` with the number of its calls in this process: the same in all ranks if they do the same."""
+    """`name` with a per-process call count: the same in all ranks if they make the same calls."""
     _names[name] += 1
     return f"{name}/{_names[name]}"
 
 
 def agreed(value: int, name: str) -> int:
-    """The value that rank 0 gave for `name`, through the store of the default process group.
+    """The value of rank 0 for `name`, sent through the store of the default process group.
 
-    Rank 0 does not wait. `name` is used once in a process group; see `numbered`.
+    Rank 0 does not wait. Use each `name` once per process group; see `numbered`.
 
-    Raises `InputError` without a process group, `WaitError` if rank 0 does not give a value in time.
+    Raises `InputError` without a process group, `WaitError` if rank 0 does not set a value in time.
     """
     if not has_process_group():
         raise InputError(
@@ -192,7 +192,7 @@ def _several() -> int:
 
 
 def warn_of_ranks(*, sampler: bool) -> None:
-    """Warn if there are several ranks, for a loader that gives each of them all samples, as its `sampler` or itself."""
+    """Warn if there are several ranks and the loader, or its `sampler`, gives all samples to each."""
     count = _several()
     if count:
         cure = (
@@ -221,9 +221,9 @@ def warn_of_ranks_here() -> None:
 
 
 def check_prepared(*, knows_ranks: bool) -> None:
-    """For a loader that is given to `Accelerator.prepare`, which deals out the samples of torch's loader only.
+    """Check a loader passed to `Accelerator.prepare`, which partitions only the samples of torch's loader.
 
-    Raises `InputError` if there are several processes, and the loader gives each of them all samples.
+    Raises `InputError` if there are several processes and the loader gives all samples to each.
     """
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     count = getattr(state, "_shared_state", {}).get("num_processes", 1)

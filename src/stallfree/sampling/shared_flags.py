@@ -1,4 +1,4 @@
-"""What the training process and the two processes that pack and read packages share about the samples."""
+"""Shared memory flags between the training process and the two packaging processes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ PACK, READ = 0, 1
 
 
 class Field(enum.IntEnum):
-    """Places in `SharedFlags.fields`."""
+    """Indices into `SharedFlags.fields`."""
 
     EPOCH = 0  # of the flags, -1 before the first
-    REGION = 1  # L-samples that are pending and may be resident through packages
+    REGION = 1  # maximum of pending L-samples that packages may make resident
 
 
 _NUMBERS = len(Field) + 2 * len(Count)
-"""Before the flags, 8 bytes each: the fields, and two rows of counts."""
+"""Number of 8-byte values before the flags: the fields, and two rows of counts."""
 
 
 class SharedFlags:
-    """Arrays in shared memory. Processes that get this object when they are started share them.
+    """Arrays in shared memory. Processes that receive this object at their start share them.
 
-    There are no locks: every array has one writer, and every entry is written at once. The training process writes
-    flags and fields. When a sample has been served it takes `PENDING` away first and lowers the sample's score in the
-    cache after that; so the process that reads packages can see when it was late.
+    There are no locks: every array has one writer, and every entry is written atomically. The training process writes
+    flags and fields. After serving a sample it first clears `PENDING` and then lowers the sample's score in the cache,
+    so that the process that reads packages can detect that it was late.
 
     Args:
         num_ids: number of samples.
@@ -47,7 +47,7 @@ class SharedFlags:
     Attributes:
         flags: uint8 per id, sums of `LOW`, `PENDING` and `MISSED`.
         fields: int64 per `Field`.
-        counts: int64, a row for `PACK` and one for `READ`, each written by that process; an entry per `Count`.
+        counts: int64, one row each for `PACK` and `READ`, written by that process; an entry per `Count`.
 
     Raises `StorageError` if there is no shared memory left.
     """
@@ -61,13 +61,13 @@ class SharedFlags:
         self.fields[Field.EPOCH] = -1
 
     def stats(self) -> PackageStats:
-        """What both processes have done so far; after `close`, until then."""
+        """The counts of both processes; after `close`, those at that time."""
         return package_stats(self.counts)
 
     def close(self) -> None:
-        """Leave. Flags are gone then, fields and counts stay as they are. May be called twice."""
+        """Release the flags; fields and counts keep their values. Idempotent."""
         self.fields, self.counts = self.fields.copy(), self.counts.copy()
-        self.flags = np.empty(0, np.uint8)  # the memory goes with the last array on it
+        self.flags = np.empty(0, np.uint8)  # the memory is freed with its last array
         self._memory.close()
 
     def __getstate__(self) -> tuple[int, SharedCounts]:

@@ -1,4 +1,4 @@
-"""Makes the epoch source of a loader."""
+"""Creates the epoch source of a loader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stallfree.sampling.order import Order, SamplerOrder
 
 
 def source_of(dataset: Any, setup: SourceSetup) -> EpochSource:
-    """The source that `dataset` makes with its method `epoch_source(setup)`; without one, see `order_of`."""
+    """The source that `dataset.epoch_source(setup)` returns; without this method, see `order_of`."""
     make = getattr(dataset, "epoch_source", None)
     found: EpochSource = make(setup) if callable(make) else order_of(setup)
     return found

@@ -1,4 +1,4 @@
-"""The processes that prepare the replacements of a Smart Cache while training goes on."""
+"""The processes that prepare the replacements of a Smart Cache during training."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _LOOK_SECONDS = 0.01
 _STOP_SECONDS = 5.0
 _LIVES = 3
 _CHUNK = 8
-"""Samples that are fetched side by side."""
+"""Samples fetched concurrently."""
 
 
 @dataclass
 class FillSetup:
-    """What a fill process is given.
+    """The arguments of a fill process.
 
     Attributes:
-        window: says which samples come next, and stores them.
-        fillers: number of fill processes; each takes its part of the replacements.
+        window: determines the next samples, and stores them.
+        fillers: number of fill processes; each prepares its part of the replacements.
     """
 
     window: Window
@@ -41,7 +41,7 @@ class FillSetup:
     _warned: bool = field(default=False, init=False)
 
     def work(self, filler: int) -> bool:
-        """Do a little of what is to be done for the next epoch; whether there was anything."""
+        """Prepare one chunk for the next epoch; return whether there was work."""
         window, plan = self.window, self.window.plan
         epoch = window.state.epoch
         start = window.state.start(epoch) if epoch >= 0 else None
@@ -58,7 +58,7 @@ class FillSetup:
         if len(at) == 0:
             return False
         full = window.fill(coming[at], places[at])
-        if full and not self._warned and len(coming) <= plan.replace:  # for more, after a delay, there is no room
+        if full and not self._warned and len(coming) <= plan.replace:  # after a delay, more does not fit
             self._warned = True
             log.warning(
                 "the cache is full before all samples of the window are in it: the others are read each time. They are "
@@ -68,7 +68,7 @@ class FillSetup:
 
 
 class FillProcesses:
-    """The fill processes of one data set object. Those of other ranks stand by, to take over if these die.
+    """The fill processes of one data set object. Those of other ranks are standbys that take over if these die.
 
     Args:
         setup: is sent to each.
@@ -84,17 +84,17 @@ class FillProcesses:
 
     @property
     def running(self) -> bool:
-        """Whether the processes run."""
+        """Whether the processes are running."""
         return any(process.alive for process in self._processes)
 
     def start(self) -> None:
-        """Start those that do not run."""
+        """Start the processes that are not running."""
         self._bury()
         for _ in range(self._setup.fillers - len(self._processes)):
             self._processes.append(Child(fill_main, self._setup, context=self._context, name="stallfree-fill"))
 
     def restart(self, plan: WindowPlan) -> None:
-        """Prepare the samples of another plan from now on."""
+        """Restart with another plan."""
         started = bool(self._processes)
         self.stop()
         self._setup.window.plan = plan
@@ -102,7 +102,7 @@ class FillProcesses:
             self.start()
 
     def look_after(self) -> None:
-        """Replace those that died, until that has happened too often. Does nothing if none was started."""
+        """Restart processes that died, up to a limit. Does nothing if none was started."""
         dead = self._bury() if self._owner.is_here else []
         if dead:
             self._deaths += len(dead)
@@ -116,10 +116,10 @@ class FillProcesses:
                 self.start()
 
     def _bury(self) -> list[int | None]:
-        """Forget those that died or hang at their start; their exit codes."""
+        """Remove processes that died or hang at their start; return their exit codes."""
         for process in self._processes:
             with contextlib.suppress(EOFError):
-                process.receive()  # its report
+                process.receive()  # its error report
         dead = [process for process in self._processes if process.overdue or not process.alive]
         self._processes = [process for process in self._processes if process not in dead]
         for process in dead:
@@ -127,14 +127,14 @@ class FillProcesses:
         return [process.exit_code for process in dead]
 
     def stop(self) -> None:
-        """End them; those that do not end in 5 s are killed."""
+        """Stop the processes; kill those that do not exit in 5 s."""
         if self._owner.is_here:
             processes, self._processes = self._processes, []
             end_all(processes, _STOP_SECONDS)
 
 
 def fill_main(parent: Parent, setup: FillSetup) -> None:
-    """Prepare samples until this process shall end."""
+    """Prepare samples until this process is to stop."""
     parent.report()
     torch.set_num_threads(1)
     window = setup.window
@@ -144,13 +144,13 @@ def fill_main(parent: Parent, setup: FillSetup) -> None:
     while not parent.wait(0.0 if busy else _LOOK_SECONDS):
         if mine is None:
             mine = next((number for number in range(setup.fillers) if window.state.claim(number)), None)
-        with contextlib.suppress(WaitError):  # the lock of writers was not free in time
+        with contextlib.suppress(WaitError):  # the writer lock timed out
             busy = mine is not None and (setup.work(mine) or _stand_in(setup, mine))
     window.reader.close()
 
 
 def _stand_in(setup: FillSetup, mine: int) -> bool:
-    """Do a little of the part of processes that have died; whether there was anything."""
+    """Prepare one chunk of the part of dead processes; return whether there was work."""
     window = setup.window
     for number in range(setup.fillers):
         if number != mine and window.state.claim(number):

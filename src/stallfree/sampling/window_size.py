@@ -1,4 +1,4 @@
-"""How many samples a Smart Cache holds, or how many bytes it takes: from the sizes of the first samples."""
+"""The size of a Smart Cache in samples and bytes, estimated from the sizes of the first samples."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Fit:
     """A window and its memory.
 
     Attributes:
-        size: samples of the window.
-        capacity: bytes of the cache, index included: what window and replacements take at most.
-        example: a sample whose form all have, or bytes of about the size of one.
+        size: samples in the window.
+        capacity: bytes of the cache, index included: the maximum of window and replacements.
+        example: a sample whose format all samples share, or bytes of about the size of one.
     """
 
     size: int
@@ -50,7 +50,7 @@ class _Measured:
 
 
 def fit_count(sizes: FirstSamples, total: int, size: int, replace: int) -> Fit:
-    """Memory for `size` samples and `replace` more. Raises `CapacityError` when they do not fit into free memory."""
+    """Memory for `size` samples and `replace` more. Raises `CapacityError` if they exceed free memory."""
     found = _measure(sizes)
     count, free = size + replace, free_memory()
     least = _capacity(total, count, found, found.mean)
@@ -66,7 +66,7 @@ def fit_count(sizes: FirstSamples, total: int, size: int, replace: int) -> Fit:
 
 
 def fit_budget(sizes: FirstSamples, total: int, capacity: int, rate: float, available: int) -> Fit:
-    """As many samples of the `available` as fit into `capacity` bytes with their replacements."""
+    """The most of the `available` samples that fit into `capacity` bytes with their replacements."""
     found = _measure(sizes)
     meta = _layout(total, capacity, found)
     blocks = 1 if meta.common else math.ceil(found.mean / meta.block)
@@ -84,7 +84,7 @@ def fit_budget(sizes: FirstSamples, total: int, capacity: int, rate: float, avai
 
 
 def _measure(sizes: FirstSamples) -> _Measured:
-    """What the first samples are like. One is enough if its size is fixed and the second one's is the same."""
+    """Measure the first samples; only two if their sizes are fixed and equal."""
     values = sizes.more(2)
     forms = [encode(value, allow_pickle=True) for value in values]
     first = forms[0][0]
@@ -117,26 +117,26 @@ def _capacity(total: int, count: int, found: _Measured, size: float) -> int:
 
 
 class FirstSamples:
-    """Reads the first samples of the window, to learn their size, and keeps what it read."""
+    """Reads the first samples of the window to measure their size, and keeps them."""
 
     def __init__(self, source: Source, before: Compose, id: int, value: Any, reach: WindowPlan) -> None:
         self.reach = reach
         self.read: list[tuple[int, Any]] = [(id, value)]
-        self.drew: set[int] = set()  # they are made again, by a reader that finds out what draws
+        self.drew: set[int] = set()  # prepared again by a reader that detects random steps
         self._source = source
         self._before = before
 
     def more(self, count: int) -> list[Any]:
-        """What the cache holds for `count` samples, as far as they can be had."""
+        """The cached values of `count` samples, without those that fail."""
         known = {id for id, _ in self.read}
         for id in self.reach.sequence(0, min(count, self.reach.total)).tolist():
             if id not in known:
-                try:  # steps may change their input, and the source may keep what it gave
+                try:  # steps may change their input, and the source may keep a reference
                     record = private(self._source.fetch(id))
                     with Watch(self._before) as watch:
                         self.read.append((id, self._before(record)))
                         if watch.moved() or watch.made():
                             self.drew.add(id)
-                except Exception as error:  # it will come again when the sample is asked for
+                except Exception as error:  # raised again when the sample is requested
                     log.info("sample %d could not be read to learn its size: %s", id, error)
         return [value for _, value in self.read]

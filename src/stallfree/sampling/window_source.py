@@ -1,7 +1,7 @@
-"""The window of a Smart Cache: where it is in each epoch, and how it moves on.
+"""The window of a Smart Cache: its position in each epoch, and how it advances.
 
-What the processes of a host share of it is one file beside the cache. It changes under the lock of its lock file, but
-for the positions asked for, which are single stores.
+The processes of a host share its state in one file in the folder of the cache. The state changes under the lock of its
+lock file, except for the requested positions, which are single stores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stallfree.sampling.window_size import FirstSamples
 from stallfree.sources.throttle import payload_bytes
 
 FILLERS = 64
-"""Fill processes of one cache, at most."""
+"""Maximum number of fill processes of one cache."""
 
 _LOCK_SECONDS = 10.0
 _WAIT_SECONDS = 300.0
@@ -47,32 +47,32 @@ _MASK = 2**64 - 1
 
 
 class Field(enum.IntEnum):
-    """What stands where in the header, as int64."""
+    """Indices of the int64 fields in the header."""
 
     SIZE = 0
     REPLACE = 1
     TOTAL = 2
     POSITIONS = 3
     EPOCH = 4  # of the newest window, -1 before the first
-    LATE = 5  # epochs that began with fewer new samples than they should have
-    WAITED = 6  # nanoseconds that an epoch's beginning waited for new samples
+    LATE = 5  # epochs that began with fewer new samples than planned
+    WAITED = 6  # nanoseconds that epochs waited for new samples at their start
     SKIPPED = 7  # samples left out because of an error
     SEED = 8  # of the order, modulo 2**64
     STARTS = 16  # (epoch, start) of the newest windows
 
 
 class WindowState:
-    """Attach to the state in `folder`, making it if it is not there.
+    """Attaches to the state in `folder`, and creates it if missing.
 
     Args:
         folder: of the cache.
         size: of the window.
         replace: samples replaced per epoch.
         total: samples of the data set.
-        positions: that may be asked for.
-        seed: of the order, for a state that is made here.
+        positions: number of positions that may be requested.
+        seed: of the order, for a newly created state.
 
-    Raises `FingerprintError` if the state there is of another window.
+    Raises `FingerprintError` if the existing state belongs to another window.
     """
 
     def __init__(self, folder: Path, size: int, replace: int, total: int, positions: int, seed: int) -> None:
@@ -91,19 +91,19 @@ class WindowState:
                 f"per epoch; yours is {size} of {total}, {replace} replaced: give the same arguments, or another name"
             )
         self.unkept = np.frombuffer(self._map, np.int64, total, 8 * _HEADER)
-        """Per id, 1 + the place at which it could not be had or stored; so nobody waits for it."""
+        """Per id, 1 + the place at which fetching or storing it failed, so that no process waits for it."""
         self.asked = np.frombuffer(self._map, np.int32, positions, 8 * _HEADER + 8 * total)
-        """Per position, the last epoch in which it was asked for."""
+        """Per position, the last epoch in which it was requested."""
         self._starts = self.header[Field.STARTS : Field.STARTS + 2 * _KEPT].reshape(_KEPT, 2)
         self._lock = FileLock(folder / "window-lock")
 
     @property
     def epoch(self) -> int:
-        """Of the newest window; -1 before the first."""
+        """The epoch of the newest window; -1 before the first."""
         return int(self.header[Field.EPOCH])
 
     def start(self, epoch: int) -> int | None:
-        """Where the window of `epoch` begins; None if that is not one of the newest."""
+        """The start of the window of `epoch`; None if it is not one of the newest."""
         row = self._starts[epoch % _KEPT]
         known, start = row.tolist()
         return start if known == epoch and row[0] == epoch else None
@@ -113,7 +113,7 @@ class WindowState:
         return sorted((epoch, start) for epoch, start in self._starts.tolist() if epoch >= 0)
 
     def put(self, epoch: int, start: int) -> None:
-        """`epoch` is the newest, and its window begins at `start`. Windows of later epochs are forgotten."""
+        """Set the newest epoch, whose window begins at `start`. Windows of later epochs are removed."""
         self._starts[self._starts[:, 0] > epoch] = -1
         row = self._starts[epoch % _KEPT]
         row[0] = -1
@@ -123,18 +123,18 @@ class WindowState:
 
     @property
     def seed(self) -> int:
-        """Of the order: that of the first process that came."""
+        """The seed of the order: that of the first process that attached."""
         return int(self.header[Field.SEED])
 
     def reorder(self, seed: int) -> None:
-        """The order has another seed, and no window has begun. Under the lock."""
+        """Set another seed of the order, before the first window. Call it under the lock."""
         self.header[Field.SEED] = np.uint64(seed & _MASK).astype(np.int64)
         self.unkept[:] = 0
         self.put(-1, 0)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the lock. Raises `WaitError` when it is not free within 10 s."""
+        """Hold the lock. Raises `WaitError` if it is not free within 10 s."""
         with self._lock.hold(_LOCK_SECONDS, "moving the window of a Smart Cache"):
             yield
 
@@ -144,11 +144,11 @@ class WindowState:
             self.header[field] += number
 
     def claim(self, filler: int) -> bool:
-        """Become fill process `filler`, until this process ends; False if another is."""
+        """Become fill process `filler` until this process exits; False if another process already is."""
         return self._lock.claim(1 + filler)
 
     def release(self, filler: int) -> None:
-        """Be fill process `filler` no longer."""
+        """Stop being fill process `filler`."""
         self._lock.release(1 + filler)
 
     def filled_by_others(self) -> bool:
@@ -156,7 +156,7 @@ class WindowState:
         return self._lock.claimed_elsewhere()
 
     def close(self) -> None:
-        """Let go of file and lock."""
+        """Close the file and the lock."""
         self._lock.close()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -164,22 +164,22 @@ class WindowState:
 
 
 class Window:
-    """Where the window of a Smart Cache is in each epoch: the same in all processes of a host.
+    """The position of a Smart Cache's window in each epoch: the same in all processes of a host.
 
     Args:
         reader: prepares the samples, and has the cache.
         size: samples of the window.
         replace: samples replaced per epoch.
-        positions: of the data set: those of the window, or of all samples.
-        whole: whether an epoch is all samples, those of the window first.
-        seed: of the order; None: that of the first process, which follows from the state of torch's generator.
+        positions: positions of the data set: those of the window, or of all samples.
+        whole: whether an epoch has all samples, those of the window first.
+        seed: of the order; None: that of the first process, drawn from torch's generator.
         order: the other arguments of `WindowPlan`.
         on_late: "wait": an epoch waits for replacements that are not ready; "partial": it begins without them.
 
     Attributes:
         reader, positions, on_late: as given.
-        plan: the sequence of samples that the window runs over.
-        state: what the processes of the host share.
+        plan: the sequence of samples under the window.
+        state: shared by the processes of the host.
     """
 
     def __init__(
@@ -210,20 +210,20 @@ class Window:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch after the newest that was begun or asked for, by any loader of this object or in its workers."""
+        """The epoch after the newest that any loader of this object, or its workers, began or requested."""
         return int(self._begun.array[0])
 
     def begin(self, epoch: int) -> Ids:
-        """The ids of an epoch, one for each position. The first call moves the window."""
+        """The ids of an epoch, one for each position. The first call advances the window."""
         start = self.state.start(epoch)
         ids = self._ids(epoch, self._advance(epoch) if start is None else start)
         self._begun.array[0] = epoch + 1
         if self.state.epoch == epoch:
-            self.state.asked[:] = epoch  # so that another loader goes on with the next
+            self.state.asked[:] = epoch  # so that another loader continues with the next
         return ids
 
     def set_epoch(self, epoch: int) -> None:
-        """Positions that are asked for from now on are of that epoch, which was begun."""
+        """Set the epoch, already begun, of positions requested from now on."""
         if self.state.epoch != epoch:
             with self.state.hold():
                 self.state.put(epoch, self.state.start(epoch) or 0)
@@ -231,18 +231,18 @@ class Window:
         self._begun.array[0] = epoch
 
     def end_epoch(self) -> None:
-        """The newest epoch is over: positions that are asked for are of the next one."""
+        """End the newest epoch: positions requested from now on belong to the next one."""
         if self.state.epoch >= 0:
             self.state.asked[:] = self.state.epoch
 
     def look_up(self, positions: Ids) -> tuple[int, Ids]:
-        """The epoch in which these positions are asked for, and their ids."""
+        """The epoch in which these positions are requested, and their ids."""
         epoch = self._epoch_of(positions)
         start = self.state.start(epoch)
         return epoch, self._ids(epoch, epoch * self.plan.replace if start is None else start)[positions]
 
     def _epoch_of(self, positions: Ids) -> int:
-        """Found from which positions were asked for before."""
+        """The epoch of these positions, inferred from earlier requests."""
         state = self.state
         newest = state.epoch
         last = state.asked[positions]
@@ -269,7 +269,7 @@ class Window:
     # -- moving on ----------------------------------------------------------------------------------------------------
 
     def _advance(self, epoch: int) -> int:
-        """Move the window on to `epoch`, unless another process has; where it begins."""
+        """Advance the window to `epoch`, unless another process has; return its start."""
         state, goal = self.state, epoch * self.plan.replace
         while True:
             newest = state.epoch
@@ -277,7 +277,7 @@ class Window:
             if before is None:
                 begin, waited, late = goal, 0.0, False
             else:
-                # However late it is, no sample is passed over.
+                # No sample is skipped, however late the window is.
                 begin, waited, late = self._reach(before, min(goal, before + self.plan.size), epoch)
             with state.hold():
                 there = state.start(epoch)
@@ -291,9 +291,9 @@ class Window:
                 return begin
 
     def _reach(self, before: int, goal: int, epoch: int) -> tuple[int, float, bool]:
-        """Where a window may begin that should begin at `goal`, the seconds that were waited, and whether that is late.
+        """The possible start of a window planned for `goal`, the seconds waited, and whether it is late.
 
-        The window goes on to the first sample that is not ready.
+        The window advances up to the first sample that is not ready.
         """
         began, late = time.perf_counter(), False
         while True:
@@ -320,7 +320,7 @@ class Window:
             time.sleep(_CHECK_SECONDS)
 
     def ready(self, before: int, goal: int) -> int:
-        """The place up to which the window may begin, from `before` to `goal`: the samples that join are prepared."""
+        """The furthest start, from `before` to `goal`, for which all joining samples are prepared."""
         places = np.arange(before, goal) + self.plan.size
         done = ~self.lacking(self.plan.sequence(before + self.plan.size, goal + self.plan.size), places)
         return goal if done.all() else before + int(done.argmin())
@@ -328,7 +328,7 @@ class Window:
     # -- filling ------------------------------------------------------------------------------------------------------
 
     def keep(self, sizes: FirstSamples) -> None:
-        """Store those of the first samples that are in the first window."""
+        """Store the samples from `sizes` that are in the first window."""
         coming = set(self.plan.window(0).tolist()) - sizes.drew
         for id, value in sizes.read:
             self._cache.count_fetch(1, payload_bytes(value))
@@ -336,32 +336,32 @@ class Window:
                 self.reader.store([id], [value])
 
     def with_own_threads(self) -> Window:
-        """This window with a reader of its own, whose threads are closed without disturbing others."""
+        """This window with a separate reader, whose threads can be closed independently."""
         same = copy.copy(self)
         same.reader = copy.copy(self.reader)
         return same
 
     def lacking(self, ids: Ids, places: Ids) -> npt.NDArray[np.bool_]:
-        """Which of the samples `ids` at `places` of the sequence are still to be prepared."""
+        """Which of the samples `ids` at `places` of the sequence are not prepared yet."""
         lacking: npt.NDArray[np.bool_] = ~self._cache.resident(ids) & (self.state.unkept[ids] != places + 1)
         return lacking
 
     def fill(self, ids: Ids, places: Ids) -> bool:
-        """Prepare and store `ids`. Those that cannot be had or stored are noted, so that no process waits for them.
+        """Prepare and store `ids`. Marks those that fail, so that no process waits for them.
 
-        Returns whether there was no room for some.
+        Returns whether there was not enough space.
         """
         failed = 0
         try:
             failed = self.reader.fill(ids)
-        except StallfreeError:  # raised again where the sample is asked for
+        except StallfreeError:  # raised again when the sample is requested
             failed = len(ids)
         there = self._cache.resident(ids)
         self.state.unkept[ids[~there]] = (places + 1)[~there]
         return int(np.count_nonzero(~there)) > failed
 
     def tidy(self, keep: Ids) -> bool:
-        """Drop all samples but `keep`; False if the lock of writers is not free in time."""
+        """Drop all samples but `keep`; False if the writer lock times out."""
         there = self._cache.resident(np.arange(self._cache.num_ids))
         there[keep] = False
         try:
@@ -374,7 +374,7 @@ class Window:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the window is; fit for JSON."""
+        """The state of the window, serializable as JSON."""
         state, plan = self.state, self.plan
         asked = state.asked == state.epoch
         rest = [] if asked.all() or not asked.any() else np.flatnonzero(~asked).tolist()
@@ -388,7 +388,7 @@ class Window:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Go on where `state_dict` was taken; whether the order is another one than before.
+        """Restore a state; return whether the order has changed.
 
         Raises `InputError` for the state of another window.
         """
@@ -416,13 +416,13 @@ class Window:
         return True
 
     def close(self) -> None:
-        """Let go of what is shared."""
+        """Close the shared state."""
         self._begun.close()
         self.state.close()
 
 
 def _make(file: Path, numbers: list[int], seed: int) -> None:
-    """Make the file whole under another name and link it; whoever comes second takes the first one's."""
+    """Write the file under another name and link it; later processes use the file of the first."""
     draft = file.with_name(f"window-{os.getpid()}-{secrets.token_hex(4)}")
     header = np.zeros(_HEADER, np.int64)
     header[: len(numbers)] = numbers

@@ -1,4 +1,4 @@
-"""Tiers of the cache below memory: a local disk, and servers of Redis or Valkey that several hosts use."""
+"""Tiers of the cache below memory: a local disk, and servers of Redis or Valkey shared by several hosts."""
 
 from typing import Any
 
@@ -30,6 +30,6 @@ def servers_of(cache: Any) -> RedisCache | None:
 
 
 def held(cache: Any, ids: Any) -> Any:
-    """Which of `ids` are in memory, or believed to be in servers: an array of bool."""
+    """Which of `ids` are in memory, or assumed to be in servers: an array of bool."""
     servers, there = servers_of(cache), cache.resident(ids)
     return there if servers is None else there | servers.known(ids)

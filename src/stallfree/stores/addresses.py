@@ -1,4 +1,4 @@
-"""Where a server of Redis or Valkey is, and how to be let in."""
+"""Addresses and credentials of Redis or Valkey servers, and connections of redis-py to them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is and how to be let in. Picklable; the password is in its pickle, and in no text made of it.
+    """Address and credentials of a server. Picklable; the pickle contains the password, the repr does not.
 
     Attributes:
         host: name or number of the host.
         port: TCP port.
-        path: of a Unix socket; then host and port mean nothing.
+        path: of a Unix socket; host and port are then ignored.
         username: of an ACL user; empty for the default user.
         password: empty for none.
-        ssl: whether to speak TLS. The server's certificate is checked, its host's name too.
-        ssl_ca_certs: file of the authorities to trust; the system's if empty.
-        ssl_certfile: file of a certificate of one's own, if the server wants one.
-        ssl_keyfile: file of its key, if that is not in the same file.
+        ssl: whether to use TLS. The server's certificate and host name are verified.
+        ssl_ca_certs: file of the trusted authorities; the system's if empty.
+        ssl_certfile: file of the client certificate, if the server requires one.
+        ssl_keyfile: file of its key, if not in the same file.
         db: number of the database.
     """
 
@@ -47,9 +47,9 @@ class Address:
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Address:
-        """The address that a user gave as a dict of the attributes above, of which all may be missing.
+        """The address from a dict of the attributes above, all optional.
 
-        None counts as missing. Raises `InputError` for a name that is not known and for a value that cannot be.
+        None counts as missing. Raises `InputError` for an unknown name or an invalid value.
         """
         known = {field.name: field for field in fields(Address)}
         if not isinstance(given, Mapping):
@@ -88,12 +88,12 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def connection(self, timeout: float) -> AbstractConnection:
-        """A connection of redis-py to it, which is not open yet.
+        """An unopened connection of redis-py to this address.
 
-        Its attribute `deadline`, on the clock of `time.monotonic`, limits what is received from then on.
+        Its attribute `deadline`, on the clock of `time.monotonic`, limits all later receives.
 
         Args:
-            timeout: seconds for the connecting, and for each step of sending and receiving.
+            timeout: seconds for connecting, and for each send and receive step.
 
         Raises `MissingExtraError` without redis-py.
         """
@@ -103,10 +103,10 @@ class Address:
         return connection
 
     def request(self, timeout: float, *command: str) -> Any:
-        """The reply to one command, by a connection of its own.
+        """The reply to one command, over a separate connection.
 
-        The clients of redis-py 8 look whether a new connection is readable, and take a session ticket of TLS for an
-        error. Raises `redis.RedisError` or `OSError` if there is no reply, and others for nonsense.
+        The clients of redis-py 8 check whether a new connection is readable, and treat a TLS session ticket as an
+        error. Raises `redis.RedisError` or `OSError` if there is no reply, and other errors for invalid replies.
         """
         connection: Any = self.connection(timeout)
         connection.deadline = time.monotonic() + 2 * timeout
@@ -118,7 +118,7 @@ class Address:
             connection.disconnect()
 
     def client(self, timeout: float) -> redis.Redis:
-        """A client of redis-py for it, which does not try again. Raises `MissingExtraError` without redis-py."""
+        """A client of redis-py without retries. Raises `MissingExtraError` without redis-py."""
         kind, arguments = self._redis(timeout)
         from redis import ConnectionPool, Redis
 
@@ -155,10 +155,10 @@ class Address:
 
 @functools.cache
 def load_client() -> None:
-    """Import redis-py and what it imports later.
+    """Import redis-py and its lazy imports.
 
-    Call it before threads use connections: a process that is forked while a thread imports a module can never import
-    that module. Raises `MissingExtraError` without redis-py.
+    Call it before threads use connections: a process forked while a thread imports a module can never import that
+    module. Raises `MissingExtraError` without redis-py.
     """
     try:
         import redis.backoff
@@ -170,17 +170,17 @@ def load_client() -> None:
         raise missing_extra("redis", "redis", "a store on Redis or Valkey") from error
     import ssl  # noqa: F401
 
-    "localhost".encode("idna")  # as for the names of hosts
+    "localhost".encode("idna")  # as for host names
     _nameless()
-    redis.connection.Connection()  # type: ignore[no-untyped-call] # takes the parser that is installed
+    redis.connection.Connection()  # type: ignore[no-untyped-call] # selects the installed parser
 
 
 @functools.cache
 def _limited(kind: Any) -> Any:
-    """The class of connections `kind`, with a deadline for what is received.
+    """A subclass of the connection class `kind`, with a deadline for receives.
 
-    The time limit of a socket is for each piece that arrives, so a server that sends byte by byte would never reach it.
-    And it is for all of what is sent at once, however large.
+    The timeout of a socket applies to each received piece, so a server that sends byte by byte would never exceed it.
+    It also applies to a whole send, however large.
     """
 
     class Limited(kind):  # type: ignore[misc]
@@ -193,7 +193,7 @@ def _limited(kind: Any) -> Any:
 
 
 class _LimitedSocket:
-    """A socket with more time for more bytes: the time limit once, and again for each 4 MiB."""
+    """A socket whose timeout grows with the size: one time limit, and another one for each 4 MiB."""
 
     def __init__(self, socket: Any, connection: Any) -> None:
         self._socket, self._connection = socket, connection
@@ -224,19 +224,19 @@ class _LimitedSocket:
 
 @functools.cache
 def _nameless() -> dict[str, Any]:
-    """What keeps redis-py from telling the server its name and version: two round trips less per connection."""
+    """Options that stop redis-py from sending its name and version: two round trips fewer per connection."""
     try:
-        from redis import driver_info  # noqa: F401 - from version 8 on it has another parameter for that
+        from redis import driver_info  # noqa: F401 - version 8 and later have another parameter
     except ImportError:
         return {"lib_name": None, "lib_version": None}
     return {"driver_info": None}
 
 
 _READ_BYTES = 256 << 10
-"""Bytes received at once: twice as fast as redis-py's 64 KiB for values of 100 KB and more."""
+"""Bytes per receive: twice as fast as redis-py's 64 KiB for values of 100 KB and more."""
 
 _SLOWEST = 4 << 20
-"""Bytes that are sent or received within the time limit at least; a server that is slower counts as lost."""
+"""Minimum bytes sent or received within the time limit; a slower server counts as lost."""
 
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _KINDS = {str: "a text", int: "an integer", bool: "True or False"}

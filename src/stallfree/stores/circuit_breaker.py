@@ -1,11 +1,11 @@
 """One circuit breaker per server: a failure opens it, and a ping closes it when the server answers again.
 
 While a breaker is open, no request is sent. Once its pause is over, the next attempt to use the server starts one ping
-in a thread of its own, so no batch waits for it. There is no thread between pings.
+in a separate thread, so no batch waits for it. There is no thread between pings.
 
 The state of a breaker is three numbers in shared memory: a process shares them with its forked children, and through a
-file with all processes of its node. There is no lock between processes. A number that a race or a dead process leaves
-wrong is corrected by the next ping; until then, samples of that server are misses, or one more process waits for it.
+file with all processes of its node. There is no lock between processes. The next ping corrects a number left wrong by a
+race or a dead process; until then, samples of that server are misses, or one more process waits for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stallfree.ipc.shared_array import shared_array
 from stallfree.platform import at_fork
 
 LONGEST = 8.0
-"""Longest pause between two pings, in seconds. A timeout of 250 ms per pause is then 3% of the time."""
+"""Maximum pause between two pings, in seconds. A timeout of 250 ms per pause is then 3% of the time."""
 
 _SOON = 5.0
 """Seconds after a successful ping within which another failure doubles the pause."""
@@ -35,31 +35,31 @@ _CELL_SIZE = 8
 
 
 class Breaker:
-    """The state of one server. It begins closed: requests may be sent.
+    """The circuit breaker of one server. Initially closed: requests may be sent.
 
-    The first ping is due at once, because the failure may be that of one busy process. Further pings follow after a
-    pause each. A server that fails again within 5 s of a successful ping gets twice the pause, up to 8 s: a link that
-    lets only pings through would otherwise cost a timeout every few moments.
+    The first ping is due immediately, because the failure may be that of one busy process. Further pings follow after
+    one pause each. If a server fails again within 5 s of a successful ping, the pause doubles, up to 8 s: a link that
+    passes only pings would otherwise cause frequent timeouts.
 
-    Safe in threads and after a fork.
+    Thread-safe and fork-safe.
 
     Args:
-        ping: connects to the server and raises an error if it does not answer. Called in a thread of its own.
-        seconds: shortest pause between two pings.
+        ping: connects to the server and raises an error if it does not answer. Called in a separate thread.
+        seconds: minimum pause between two pings.
 
     Attributes:
-        trips: how often it was opened by this process and, before the fork, by its parent.
+        trips: how often this process and, before the fork, its parent opened it.
     """
 
     def __init__(self, ping: Callable[[], object], seconds: float = 0.5) -> None:
         self.trips = 0
         self._ping, self._seconds, self._longest = ping, seconds, max(LONGEST, seconds)
         self._cells: memoryview[float] = memoryview(mmap.mmap(-1, _CELLS * _CELL_SIZE)).cast("d")
-        self._pinging = 0  # the id of the process in which a ping is under way
+        self._pinging = 0  # the id of the process with a ping in flight
         self._ended = False
 
     def share(self, cells: memoryview[float]) -> None:
-        """Use `cells`, three numbers of `shared_cells`, in common with other processes."""
+        """Share `cells`, three numbers of `shared_cells`, with other processes."""
         self._cells = cells
 
     @property
@@ -70,18 +70,18 @@ class Breaker:
         if self._claim():
             try:
                 threading.Thread(target=self._try, name="stallfree-ping", daemon=True).start()
-            except RuntimeError:  # no more threads, or the interpreter is ending
+            except RuntimeError:  # no more threads, or the interpreter is exiting
                 self._pinging = 0
         return False
 
     @property
     def pause(self) -> float:
-        """Seconds between two pings now."""
+        """Current seconds between two pings."""
         pause: float = self._cells[_PAUSE]
         return pause if self._seconds <= pause <= self._longest else self._seconds
 
     def trip(self) -> None:
-        """Open it. Several calls for one failure count once."""
+        """Open the breaker. Several calls for one failure count once."""
         with _lock:
             cells, now = self._cells, time.monotonic()
             if cells[_DUE] == 0:
@@ -91,22 +91,22 @@ class Breaker:
                 self.trips += 1
 
     def forget(self) -> None:
-        """Start no more pings, and leave what is shared: an open breaker stays open."""
+        """Start no more pings, and detach from the shared state: an open breaker stays open."""
         self._ended = True
         self._cells = memoryview(bytearray(self._cells)).cast("d")
 
     def _claim(self) -> bool:
-        """Whether this thread is to ping now. If so, the next ping is due after another pause."""
+        """Claim the ping if it is due, and return whether it was. The next ping is then due after another pause."""
         with _lock:
             cells, now, here = self._cells, time.monotonic(), os.getpid()
-            waits = now < cells[_DUE] <= now + self._longest  # any other time is over, or cannot be
+            waits = now < cells[_DUE] <= now + self._longest  # any other time has passed or is invalid
             if self._ended or self._pinging == here or cells[_DUE] == 0 or waits:
                 return False
             cells[_DUE], self._pinging = now + self.pause, here
             return True
 
     def _try(self) -> None:
-        """Ping, and close it if that succeeds."""
+        """Ping, and close the breaker on success."""
         try:
             self._ping()
         except Exception:
@@ -124,9 +124,9 @@ at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_loc
 
 
 def shared_cells(file: Path, count: int) -> list[memoryview[float]]:
-    """The state of `count` breakers, for all processes that give the same `file`, which is made if it is missing.
+    """The state of `count` breakers, shared by all processes with the same `file`, which is created if missing.
 
-    Without room for the file, this process shares it with its children alone.
+    If there is no space for the file, this process shares it only with its children.
     """
     cells: memoryview[Any] = shared_array(file, np.float64, count * _CELLS).data
     return [cells[at : at + _CELLS] for at in range(0, count * _CELLS, _CELLS)]

@@ -27,42 +27,42 @@ from stallfree.units import format_size, parse_size
 Array = npt.NDArray[Any]
 
 FAILURES = 3
-"""Failures in a row after which a disk is not used for a while."""
+"""Consecutive failures after which the disk is paused."""
 
 PAUSE = 10.0
-"""Seconds of that while."""
+"""Seconds of the pause."""
 
 _PIECES = 8
-"""Pieces of a batch that are read from the disk at the same time."""
+"""Parts of a batch that are read concurrently from the disk."""
 
 _PIECE_BYTES = 256 << 10
-"""Bytes of such a piece, at least."""
+"""Minimum bytes of such a part."""
 
 _FULL = 0.8
-"""Share of its space in use above which a disk that stores nothing is full: the rest lies in scattered blocks."""
+"""Used share above which a disk that stores nothing counts as full: the rest is fragmented blocks."""
 
 
 class DiskTier:
-    """A folder on a local disk that takes what memory has no room for.
+    """A folder on a local disk for samples that do not fit into memory.
 
         tier = DiskTier("/mnt/ssd", capacity="200GiB")
         dataset = CachedDataset(ds, capacity="16GiB", store=tier)
 
-    Samples come from memory, else from the disk, else from the source. Of those on the disk, the ones that the next
-    batches need are read ahead. A disk that is full or fails costs hits, and no error.
+    Samples are read from memory, else from the disk, else from the source. Samples of the next batches are read ahead
+    from the disk. A full or failing disk reduces hits, but raises no error.
 
     Args:
-        folder: on a local disk; data sets share it, each under its own name. It is made if it is missing.
-        capacity: bytes on the disk for each data set that is given this, index included, as an int or such as "200GiB".
-            With a `CachedDataset`, its own capacity is memory.
-        persist: keep what lies on the disk when the last process has left, for the next job with the same data.
+        folder: on a local disk; data sets share it, each under its own name. Created if missing.
+        capacity: bytes on the disk for each data set that uses this tier, index included, as an int or a string like
+            "200GiB". The capacity of a `CachedDataset` is memory.
+        persist: keep the samples on the disk after the last process has exited, for the next job with the same data.
 
     Attributes:
         folder: as an absolute path.
         capacity: bytes.
         persist: as given.
 
-    Raises `InputError` for a folder that is no path, `CapacityError` for a capacity that is no size.
+    Raises `InputError` for an invalid path, `CapacityError` for an invalid size.
     """
 
     def __init__(self, folder: str | Path, *, capacity: int | str, persist: bool = False) -> None:
@@ -86,9 +86,9 @@ class DiskTier:
     ) -> TieredCache:
         """The cache of one data set in memory, in this folder, and in the tier `below` if there is one.
 
-        The other arguments are those of `SampleCache`, for memory. A `name` that was made from policy and capacity is
-        not used on the disk, whose records fit other policies and capacities too. The cache closes `below`; if this
-        raises, the caller does.
+        The other arguments are those of `SampleCache`, for memory. A `name` derived from policy and capacity is not
+        used on the disk, whose records are valid for other policies and capacities too. The cache closes `below`; if
+        this raises, the caller must.
         """
         shared: dict[str, Any] = {
             "fingerprint": fingerprint,
@@ -120,14 +120,14 @@ class DiskCache:
     Args:
         records: the sample cache on the disk, which never evicts.
         upper: the tier in memory above.
-        persist: whether the disk is given what memory holds too, as far as there is room.
+        persist: whether the disk also receives the samples in memory, if there is space.
     """
 
     def __init__(self, records: SampleCache, upper: SampleCache, *, persist: bool = False) -> None:
         self.records, self.allow_pickle = records, records.allow_pickle
         self._upper, self._persist = upper, persist
         self._both = persist or upper.policy.evicts
-        self._typical = 0  # bytes of a record
+        self._typical = 0  # bytes per record
         self._reading = Health(records.path, "did not give samples")
         self._writer = _DiskWriter(records, upper, yields=self._both and not upper.policy.evicts)
         flags = shared_array(upper.path / "moving", np.uint8, records.num_ids)
@@ -144,12 +144,12 @@ class DiskCache:
         return self._writer.takes
 
     def known(self, ids: Array) -> Array:
-        """Which of `ids` are on the disk: an array of bool. None of them while the disk is not used."""
+        """Which of `ids` are on the disk: an array of bool. All False while the disk is not used."""
         there = self.records.resident(ids)
         return there if self._reading.good else np.zeros_like(there)
 
     def parts(self, ids: Array) -> list[Array]:
-        """Those of `ids` that are on the disk, in pieces that several threads read at the same time."""
+        """Those of `ids` that are on the disk, in parts that threads read concurrently."""
         found = ids[self.known(ids)]
         if not len(found):
             return []
@@ -160,18 +160,18 @@ class DiskCache:
         return [found[at : at + step] for at in range(0, len(found), step)]
 
     def read(self, ids: Array) -> list[Any]:
-        """The samples of `ids`, `MISS` for those that are not there or cannot be read."""
+        """The samples of `ids`, `MISS` for those that are absent or cannot be read."""
         values: list[Any] = [MISS] * len(ids)
         with contextlib.suppress(OSError):
             values = self.records.get_many(ids)
         if any(value is not MISS for value in values):
             self._reading.succeeded()
-        elif not self._upper.resident(ids).any():  # else another process has moved them up meanwhile
+        elif not self._upper.resident(ids).any():  # else another process has promoted them
             self._reading.failed()
         return values
 
     def put_records(self, ids: Array, records: Sequence[Record]) -> Array:
-        """Have the thread write `records`; which of them were taken or are there, as an array of bool."""
+        """Queue `records` for writing; return which were accepted or are stored, as an array of bool."""
         there = self.records.resident(ids)
         at = np.flatnonzero(~there)
         there[at[: self._writes.add(ids[at], [records[position] for position in at.tolist()])]] = True
@@ -182,7 +182,7 @@ class DiskCache:
         self._writes.drain(ids)
 
     def moved_up(self, ids: Array) -> None:
-        """Drop `ids`, which memory holds now, unless the disk is given all samples."""
+        """Drop `ids`, which memory now holds, unless the disk receives all samples."""
         if self._both:
             self._writer.look_again()
         else:
@@ -210,7 +210,7 @@ class DiskCache:
         return self.records.uncache_steps(EVERY_STEP)
 
     def close(self) -> None:
-        """Write what is in the queue, and leave the disk."""
+        """Drain the queue, and detach from the disk."""
         try:
             self._writes.close()
         finally:
@@ -226,27 +226,27 @@ class _DiskWriter:
     Args:
         disk: written to.
         upper: the tier in memory above.
-        yields: whether records that memory holds too are dropped when there is no room for others.
+        yields: whether records that memory also holds are dropped to make space for others.
     """
 
     def __init__(self, disk: SampleCache, upper: SampleCache, *, yields: bool) -> None:
         self._disk, self._upper, self._yields = disk, upper, yields
         self._health = Health(disk.path, "did not take samples")
-        self._copies = True  # whether memory may hold some of its records too
+        self._copies = True  # whether memory may also hold some of its records
 
     @property
     def takes(self) -> bool:
-        """Whether the disk may store samples now."""
+        """Whether the disk can currently store samples."""
         if not self._health.good:
             return False
         return not self._disk.full or (self._yields and self._copies)
 
     def look_again(self) -> None:
-        """Note that memory has taken samples of the disk, whose records there may now be dropped."""
+        """Record that memory now holds samples of the disk, whose records may be dropped."""
         self._copies = True
 
     def write(self, ids: Array, records: list[Record]) -> None:
-        """Store what there is room for."""
+        """Store as many records as fit."""
         try:
             self._store(ids, records)
         except OSError:
@@ -271,8 +271,8 @@ class _DiskWriter:
                 self._health.failed()
 
     def _make_room(self, count: int) -> bool:
-        """Drop up to `count` records that memory holds too. Returns whether there were any."""
-        self._copies = False  # before it looks: memory may take samples meanwhile
+        """Drop up to `count` records that memory also holds. Returns whether there were any."""
+        self._copies = False  # before the check: memory may receive samples concurrently
         ids = np.arange(self._disk.num_ids)
         copies = np.flatnonzero(self._upper.resident(ids) & self._disk.resident(ids))
         self._disk.drop(copies[:count])
@@ -281,7 +281,7 @@ class _DiskWriter:
 
 
 class Health:
-    """Whether a disk is used. After 3 failures in a row it is not for 10 s; the first time, that is a warning.
+    """Decides whether a disk is used: not for 10 s after 3 consecutive failures, with a warning the first time.
 
     Args:
         path: of the folder on the disk.
@@ -294,11 +294,11 @@ class Health:
 
     @property
     def good(self) -> bool:
-        """Whether it is used now."""
+        """Whether the disk is currently used."""
         return time.monotonic() >= self._until
 
     def succeeded(self) -> None:
-        """Count a success: failures before it do not count any more."""
+        """Count a success, which resets the failures."""
         self._failures = 0
 
     def failed(self) -> None:
@@ -316,5 +316,5 @@ class Health:
                 )
 
     def rest(self) -> None:
-        """Do not use it for a while."""
+        """Pause the use of the disk."""
         self._until = time.monotonic() + PAUSE

@@ -1,4 +1,4 @@
-"""What the processes of a node share of a data set in servers: owners, counts, and what is known to be stored."""
+"""Per-node shared state of a data set in servers: owners, counts, and ids assumed stored."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _LOCK_SECONDS = 2.0
 
 
 class NodeState:
-    """Attach to it; the first process makes it, in a folder that the last one removes.
+    """Attaches to the state; the first process creates its folder, and the last one removes it.
 
     Args:
         key: of the data set.
         num_ids: number of its samples.
-        names: of the servers, in the same order in all processes; none if their keys decide (Redis Cluster).
+        names: of the servers, in the same order in all processes; empty if keys determine the owner (Redis Cluster).
 
     Attributes:
         path: the folder.
-        owner: int16 per id: which of `names` owns it; empty without names.
-        known: uint8 per id: whether it is believed to be stored.
-        moving: uint8 per id: whether a process of this node is about to store it.
-        scores: float32 per id: what it is worth.
-        typical: int64, one number: bytes of a value, 0 before one was seen.
-        uncached: int64, one number: how many steps samples may not be cached with.
-        counters: of all these processes; this one has a row of its own.
+        owner: int16 per id: index of its owner in `names`; empty without names.
+        known: uint8 per id: whether it is assumed stored.
+        moving: uint8 per id: whether a process of this node has a write in flight.
+        scores: float32 per id: its score.
+        typical: int64, one number: typical bytes of a value, 0 if unknown.
+        uncached: int64, one number: number of steps that must not be cached.
+        counters: of all these processes; each has its own row.
     """
 
     def __init__(self, key: DataKey, num_ids: int, names: Sequence[str]) -> None:
@@ -61,22 +61,22 @@ class NodeState:
         self.claim()
 
     def claim(self) -> None:
-        """Take a row of counters for this process; again after a fork."""
+        """Claim a row of counters for this process; call it again after a fork."""
         self.counters.claim(self._lock)
 
     def share(self, breakers: Sequence[Breaker]) -> None:
-        """Let the processes of this node share what they know of lost servers."""
+        """Share the circuit breakers among the processes of this node."""
         for breaker, cells in zip(breakers, shared_cells(self.path / "lost", len(breakers)), strict=True):
             breaker.share(cells)
 
     def uncache(self, count: int) -> bool:
-        """Raise `uncached` to `count`; whether it was lower."""
+        """Raise `uncached` to `count`; return whether it was lower."""
         with self._lock.hold(_LOCK_SECONDS, "noting that samples are not cached any more"):
             lower = bool(self.uncached[0] < count)
             self.uncached[0] = max(count, self.uncached[0])
         return lower
 
     def close(self) -> None:
-        """Leave it; the last process removes it."""
+        """Detach; the last process removes the folder."""
         self._lock.close()
         self._folder.close()

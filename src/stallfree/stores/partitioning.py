@@ -1,11 +1,11 @@
-"""Which node owns a sample: rendezvous hashing, with shares as equal as they can be.
+"""The owner node of each sample: rendezvous hashing with equalized shares.
 
-Every node has a score for every id, a hash of both, and the id belongs to the node of the highest (Thaler and
+Every node has a score for every id, a hash of both, and the node with the highest score owns the id (Thaler and
 Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998, section
-III). So any process can compute the owner, no directory is kept, and when a node comes or goes nothing moves between
-the others. Chance makes the shares uneven, by 2% for 2,000 ids on two nodes, and a cache that is just large enough
-would lack room on one of them. So a node that has more than its share gives away those ids for which the node they go
-to has the highest scores.
+III). So any process can compute the owner without a directory, and no ids move between the other nodes when a node
+joins or leaves. Random shares are uneven, by 2% for 2,000 ids on two nodes, and a cache of exactly the required size
+would overflow on one of them. So a node with more than its share passes on the ids with the highest scores at their new
+owners.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Array = npt.NDArray[Any]
 
 MOST_NODES = 1 << 15
 _STEP = 1 << 20
-"""Ids that are hashed at a time, which bounds the memory that it takes."""
+"""Ids hashed per step, which bounds the memory."""
 
 
 def owners(num_ids: int, nodes: Sequence[str]) -> Array:
-    """The owner of each id from 0 to `num_ids` - 1: its place in `nodes`, int16.
+    """The owner of each id from 0 to `num_ids` - 1: its index in `nodes`, int16.
 
-    No node owns more than `num_ids` / number of nodes, rounded up. The order of `nodes` does not matter, but for the
-    places that are given.
+    No node owns more than `num_ids` / number of nodes, rounded up. The order of `nodes` affects only the returned
+    indices.
 
     Args:
         num_ids: number of samples of the data set.
-        nodes: names of the nodes, all different: they decide, not the places.
+        nodes: distinct names of the nodes, which determine the owners.
     """
     found = np.zeros(num_ids, np.int16)
     if len(nodes) == 1:
@@ -51,7 +51,7 @@ def owners(num_ids: int, nodes: Sequence[str]) -> Array:
 
 
 def _level(found: Array, nodes: Sequence[str], seeds: Sequence[int]) -> None:
-    """Have nodes with more than their share give the rest to those with less."""
+    """Reassign the surplus ids of nodes with more than their share to nodes with less."""
     most = -(-len(found) // len(nodes))
     room = most - np.bincount(found, minlength=len(nodes))
     for giver in sorted(np.flatnonzero(room < 0).tolist(), key=lambda place: nodes[place]):
@@ -64,7 +64,7 @@ def _level(found: Array, nodes: Sequence[str], seeds: Sequence[int]) -> None:
             for at in np.argsort(wanted)[::-1].tolist():
                 taker = by[at]
                 if room[giver] == 0 or room[taker] == 0:
-                    break  # those who wanted it have others to choose from now
+                    break  # other nodes must choose again
                 found[ids[at]] = taker
                 room[taker] -= 1
                 room[giver] += 1
@@ -76,7 +76,7 @@ def _seeds(nodes: Sequence[str]) -> list[int]:
 
 
 def mixed(ids: Array, seed: int) -> Array:
-    """A hash of each id with the seed: the finaliser of SplitMix64, which lets every bit decide on every other."""
+    """A hash of each id with the seed: the finaliser of SplitMix64, in which every bit affects every other."""
     mixed = ids * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

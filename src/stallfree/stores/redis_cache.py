@@ -1,4 +1,4 @@
-"""The samples of a data set in servers of Redis or Valkey as a cache of its own, without memory in front."""
+"""The samples of a data set in servers of Redis or Valkey as a separate cache, without a memory tier."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class RedisCache(RedisTier, BaseCache):
 
     @property
     def servers(self) -> RedisCache:
-        """This cache itself; of a `TieredCache`, its tier in servers."""
+        """This cache itself. (In a `TieredCache`, its tier in servers.)"""
         return self
 
     def resident(self, ids: Any) -> Array:
-        """False for all of `ids`: what is read needs a request."""
+        """False for all of `ids`: every read needs a request."""
         return np.zeros(len(checked_ids(ids, self.num_ids)), bool)
 
     def count_fetch(self, reads: int, size: int) -> None:
@@ -40,13 +40,13 @@ class RedisCache(RedisTier, BaseCache):
         self._node.counters.add((Count.READS, reads), (Count.BYTES, size))
 
     def get_many(self, ids: Any) -> list[Any]:
-        """See `Cache`. Servers are read one after the other; `begin_read` reads them at the same time."""
+        """See `Cache`. Servers are read sequentially; `begin_read` reads them concurrently."""
         self._check_process()
         wanted = checked_ids(ids, self.num_ids)
         return self.read(wanted) if len(wanted) else []
 
     def begin_read(self, ids: Array, pool: Pool, fetch: Fetch) -> Reading:
-        """See `Cache`. The servers are read at the same time."""
+        """See `Cache`. The servers are read concurrently."""
         self._check_process()
         return TierReading(self, ids, pool, fetch)
 
@@ -59,7 +59,7 @@ class RedisCache(RedisTier, BaseCache):
         return values
 
     def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int = 0) -> Array:
-        """See `Cache`. What servers do not take is counted as rejected."""
+        """See `Cache`. Samples that servers do not store are counted as rejected."""
         wanted = checked_pairs(ids, values, self.num_ids)
         if uncached != self.uncached_steps:
             return np.zeros(len(wanted), bool)

@@ -1,11 +1,11 @@
 """The samples of a data set in servers of Redis or Valkey, as a tier.
 
-A sample lies under `stallfree:LABEL:ID`, with a header that says which sample it is and its checksum (values.py). Which
-server owns it follows from its id and the names of the servers (partitioning.py), or from the key in a Redis Cluster.
-The key `stallfree:LABEL:random` says that a step turned out to be random, so that nothing of the data set is used.
+A sample is stored under `stallfree:LABEL:ID`, with a header that identifies it and holds its checksum (values.py). Its
+id and the names of the servers determine its server (partitioning.py), in a Redis Cluster its key does. The key
+`stallfree:LABEL:random` marks that a step proved random, so that no samples of the data set are used.
 
-A server that is lost, slow or full costs hits and never an error: what cannot be read is a miss, what cannot be stored
-is not stored. What is stored is written by a thread in the background.
+A server that is lost, slow or full reduces hits and never raises an error: a failed read is a miss, and a failed write
+is dropped. A background thread performs the writes.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """A server as `RedisCache.status` found it.
+    """The state of a server, from `RedisCache.status`.
 
     Attributes:
         name: address of the server.
-        lost: whether it counts as lost; the numbers are 0 then.
-        used_bytes: memory it uses, for all of its data.
-        capacity_bytes: the most that it may use; 0 for no limit.
-        hits: keys that were found, of all clients since its start.
-        misses: keys that were not.
+        lost: whether it counts as lost; the numbers are then 0.
+        used_bytes: memory used by all of its data.
+        capacity_bytes: its memory limit; 0 for no limit.
+        hits: keys found, for all clients since its start.
+        misses: keys not found.
     """
 
     name: str
@@ -57,17 +57,17 @@ class ServerStatus:
 
 
 class RedisTier:
-    """Attach to the samples of a data set in `servers`: a `LowerTier`.
+    """Attaches to the samples of a data set in `servers`: a `LowerTier`.
 
     Args:
         num_ids: number of samples of the data set; ids are 0 to `num_ids` - 1.
-        servers: where the samples lie; the same in all processes.
+        servers: that hold the samples; the same in all processes.
         name: of the data set; part of the keys.
-        fingerprint: says which samples these are. Others of the same name are not read.
-        policy: "minio" (what is stored stays), or "importance" or "oracle" (samples of low score make room). Others
+        fingerprint: identifies the samples. Others of the same name are not read.
+        policy: "minio" (stored samples stay), or "importance" or "oracle" (samples of low score are evicted). Others
             have no effect here.
-        me: the place of this node among the servers, if each node has one.
-        limit: bytes of memory that a server may use when something is stored there; None for its own limit.
+        me: the index of this node among the servers, if each node has one.
+        limit: memory limit of a server in bytes for storing; None for its own limit.
         allow_pickle: whether samples that can only be pickled are stored and loaded. Any process that can write to a
             server could then run code here.
     """
@@ -113,15 +113,15 @@ class RedisTier:
         self._last: CacheStats | None = None
         self._leave = weakref.finalize(self, _leave, servers, self._node)
 
-    # -- what is there ------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that have a server each; 1 for given servers."""
+        """The number of nodes, each with a server; 1 for user-provided servers."""
         return len(self._servers.names) if self.me is not None else 1
 
     def known(self, ids: Array) -> Array:
-        """Which of `ids` are believed to be stored on servers that are not lost: an array of bool. No request."""
+        """Which of `ids` are assumed stored on servers that are not lost: an array of bool. No request."""
         known: Array = self._node.known[ids] != 0
         if self._servers.names:
             lost = np.array([shard.lost for shard in self._servers.shards])
@@ -130,13 +130,13 @@ class RedisTier:
         return known
 
     def owner(self, ids: Any) -> Array:
-        """The place of the server that owns each of `ids` (integers): int16. Only for servers that stand alone."""
+        """The index of the server that owns each of `ids` (integers): int16. Only for standalone servers."""
         return self._node.owner[checked_ids(ids, self.num_ids)]
 
     def verify(self, ids: Array) -> Array:
-        """Which of `ids` are stored, by request; the same is `known` then. Only those that this node's server owns.
+        """Which of `ids` are stored, by request; updates `known`. Only ids that this node's server owns.
 
-        With given servers, of all. Waits for what processes of this node are about to store.
+        With user-provided servers, all ids. Waits for writes of this node that are in flight.
         """
         self.drain(ids)
         shards, mine = self._servers.shards, np.ones(len(ids), bool)
@@ -148,14 +148,14 @@ class RedisTier:
         return there
 
     def learn(self, there: Array) -> None:
-        """Believe that those samples are stored for which `there`, a bool per id, is true."""
+        """Assume that exactly the samples with True in `there`, a bool per id, are stored."""
         self._node.known[:] = there
 
     def stats(self) -> CacheStats:
-        """The counts over the processes of this node; after `close`, those of that moment.
+        """The counts over the processes of this node; after `close`, those at that time.
 
         Items are those that this node has stored or read; other nodes may have stored more. Their bytes are estimated
-        from the last value that was stored. What the servers use is in `status`.
+        from the last stored value. `status` has the memory use of the servers.
         """
         if self._last is not None:
             return self._last
@@ -173,26 +173,26 @@ class RedisTier:
         ]
 
     def num_keys(self) -> int:
-        """Samples of this data set on all servers that can be reached. Looks through all of their keys."""
+        """The number of samples of this data set on all reachable servers. Scans all of their keys."""
         return sum(len(self._values.stored(shard)) for shard in self._servers.shards)
 
     @property
     def uncached_steps(self) -> int:
-        """See `SampleCache.uncached_steps`. 0, or `EVERY_STEP`: this cache is then not used any more."""
+        """See `SampleCache.uncached_steps`. 0, or `EVERY_STEP` if this cache is disabled."""
         return int(self._node.uncached[0])
 
     def uncache_steps(self, count: int = EVERY_STEP) -> bool:
-        """Do not use this data set's samples any more, on any node; whether they were used until now."""
+        """Disable this data set's samples on all nodes; return whether they were in use."""
         new = self._node.uncache(EVERY_STEP)
         if new:
-            self._values.switch_off()  # first, as other nodes read until then, and removing may take long
+            self._values.switch_off()  # first, because other nodes read until then, and removal may be slow
             self.clear()
         return new
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def parts(self, ids: Array) -> list[Array]:
-        """`ids` by the server that owns them; one list for a cluster."""
+        """`ids`, grouped by owner server; one list for a cluster."""
         if not len(ids):
             return []
         if not self._servers.names:
@@ -201,16 +201,16 @@ class RedisTier:
         return [ids[owner == place] for place in np.unique(owner).tolist()]
 
     def read(self, ids: Array) -> list[Any]:
-        """The samples of `ids`, `MISS` for those that are not there. Servers are read one after the other.
+        """The samples of `ids`, `MISS` for absent ones. Servers are read sequentially.
 
-        They may share memory, which lives as long as any of them.
+        They may share memory, which is freed with the last of them.
         """
         self._check_process()
         values: list[Any] = [MISS] * len(ids)
         for found in self._values.read(self._node.owner, ids):
             if found.off:
                 self._node.uncache(EVERY_STEP)
-            if found.damaged:  # or nothing would ever be stored in their place
+            if found.damaged:  # else no value would ever replace them
                 dropped = self._values.remove(found.shard, found.damaged)
                 self._node.counters.add((Count.DAMAGED, sum(reply == 1 for reply in dropped)))
             self._node.known[ids[found.at]] = [position in found.values for position in found.at]
@@ -223,29 +223,29 @@ class RedisTier:
         return values
 
     def drain(self, ids: Array) -> Array:
-        """Wait until no process of this node is about to store any of `ids`, 250 ms at most. Returns True for each."""
+        """Wait, 250 ms at most, until no process of this node has a write of `ids` in flight. Returns True for each."""
         self._writer.drain(ids)
         return np.ones(len(ids), bool)
 
     def moved_up(self, ids: Array) -> None:
-        """Does nothing: other nodes read `ids` here."""
+        """Do nothing: other nodes read `ids` here."""
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @property
     def takes(self) -> bool:
-        """Whether any server may take samples now."""
+        """Whether any server currently accepts samples."""
         return bool(self._taking().any())
 
     def _taking(self) -> Array:
-        """Which servers may take samples now: an array of bool."""
+        """Which servers currently accept samples: an array of bool."""
         return np.array([not shard.lost and self._storing.takes(shard) for shard in self._servers.shards])
 
     def put_records(self, ids: Array, records: Sequence[Record]) -> Array:
-        """Hand over `records` to be stored as the samples of `ids`; which of them were taken, as an array of bool.
+        """Queue `records` to be stored as the samples of `ids`; return which were accepted, as an array of bool.
 
-        What is there already stays as it is. Whatever is in the way (no room, a server that is lost or refuses) is
-        counted as rejected.
+        Values that are already stored are unchanged. Failures (no space, a server that is lost or refuses) are counted
+        as rejected.
         """
         self._check_process()
         taken = np.zeros(len(ids), bool)
@@ -263,7 +263,7 @@ class RedisTier:
     # -- importance ---------------------------------------------------------------------------------------------------
 
     def set_scores(self, ids: Any, scores: Any) -> None:
-        """How much each of `ids` is worth: with the policy "importance", those of low score make room."""
+        """Set the scores of `ids`: with the policy "importance", samples of low score are evicted."""
         wanted = checked_ids(ids, self.num_ids)
         self._node.scores[wanted] = checked_scores(scores, len(wanted))
 
@@ -275,9 +275,9 @@ class RedisTier:
         self._node.known[wanted] = 0
 
     def clear(self) -> None:
-        """Remove all samples of this data set from all servers that can be reached, and those of no other.
+        """Remove all samples of this data set, and of no other, from all reachable servers.
 
-        The key that says that a step turned out to be random stays: another node may not have read it yet.
+        The key that marks a random step is kept: another node may not have read it yet.
         """
         self._check_process()
         self._node.known[:] = 0
@@ -285,7 +285,7 @@ class RedisTier:
             for names in self._values.scan(shard):
                 self._values.remove(shard, names)
 
-    # -- the life of it -----------------------------------------------------------------------------------------------
+    # -- life cycle ---------------------------------------------------------------------------------------------------
 
     def _check_process(self) -> None:
         if self._last is not None:
@@ -293,11 +293,11 @@ class RedisTier:
         self._node.counters.follow_fork()
 
     def flush(self) -> None:
-        """Wait until all that this process has handed over is written."""
+        """Wait until all queued records of this process are written."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what was handed over and leave the cache. May be called twice."""
+        """Drain the queue and detach from the cache. Idempotent."""
         if self._last is None:
             self._writer.close()
             self._last = self.stats()

@@ -1,4 +1,4 @@
-"""The values of one data set on servers of Redis or Valkey: keys, reading and checking, storing, removing."""
+"""Reads, verifies, stores and removes the values of one data set on servers of Redis or Valkey."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from stallfree.stores.values import HEAD_SIZE, check_value, data_key, pack_head
 Array = npt.NDArray[Any]
 
 LOT_BYTES = 8 << 20
-"""Bytes of values that are sent to a server, or received from it, in memory taken at once."""
+"""Bytes of values per memory allocation when sending to or receiving from a server."""
 
 _TYPICAL = 128 << 10
-"""Bytes of a value before one was seen."""
+"""Assumed bytes of a value before one was seen."""
 
 _REFUSED_SECONDS = 10.0
-"""Pause in storing on a server that has refused a request."""
+"""Pause in storing on a server after it refused a request."""
 
 _KEYS = 1000
-"""Keys of one request that does not carry values."""
+"""Keys per request without values."""
 
 
 @dataclass
 class Found:
-    """What one server has of a batch.
+    """The result of reading a batch from one server.
 
     Attributes:
         shard: the server.
         at: the positions of the ids that it owns.
-        values: the samples by position, which may share memory that lives as long as any of them.
-        damaged: the keys of values that are not what was stored.
+        values: the samples by position, which may share memory that is freed with the last of them.
+        damaged: the keys of damaged values.
         off: whether the data set was switched off.
     """
 
@@ -55,17 +55,17 @@ class Found:
 
 
 class RedisValues:
-    """The values of a data set, in the process that uses them. Safe in threads and after a fork.
+    """Reads and writes the values of a data set. Thread-safe and fork-safe.
 
     Args:
-        servers: where they lie.
+        servers: that hold the values.
         name: of the data set; part of the keys.
-        fingerprint: says which samples these are.
+        fingerprint: identifies the samples.
         allow_pickle: whether pickled samples are loaded.
 
     Attributes:
-        key: 16 bytes that stand for the data set.
-        typical: bytes of a value, as of the last one read.
+        key: 16 bytes that identify the data set.
+        typical: bytes of the last value read.
     """
 
     def __init__(self, servers: Servers, name: str, fingerprint: str, *, allow_pickle: bool) -> None:
@@ -89,7 +89,7 @@ class RedisValues:
         return [(shard, at, [names[position] for position in at.tolist()]) for shard, at in found]
 
     def refuses(self, shard: Shard) -> bool:
-        """Whether a server has refused a request lately: nothing is stored there for a while."""
+        """Whether a server has recently refused a request: storing on it is paused."""
         return self._refusals.get(shard, 0.0) > time.monotonic()
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -97,22 +97,22 @@ class RedisValues:
     def read(self, owner: Array, ids: Array) -> Iterator[Found]:
         """Read samples, server by server.
 
-        Yields for each server that is not lost what it has of `ids`. `owner` is that of every sample.
+        Yields the result of each server that is not lost. `owner` is that of every sample.
         """
         names = self.names(ids)
         if self._servers.names:
             parts = [(shard, [*at.tolist(), -1]) for shard, at in self._servers.split(owner[ids], names)]
-        else:  # one of the masters has the key that is not a sample's
+        else:  # one of the masters has the key of the switch
             split = self._servers.split(owner, [*names, self._off])
             parts = [(shard, [-1 if at == len(names) else at for at in some.tolist()]) for shard, some in split]
-        names.append(self._off)  # which is at the position -1
+        names.append(self._off)  # at position -1
         for shard, at in parts:
             found = self._read(shard, ids, names, at)
             if found is not None:
                 yield found
 
     def _read(self, shard: Shard, ids: Array, names: list[bytes], at: list[int]) -> Found | None:
-        """What one server has at the positions `at` of `names`; None if it is lost or refuses."""
+        """The values of one server at the positions `at` of `names`; None if it is lost or refuses."""
         found = Found(shard, [position for position in at if position >= 0], {}, [])
         memory = _Memory(self._buffers, len(at))
 
@@ -130,7 +130,7 @@ class RedisValues:
                 found.damaged.append(names[position])
             else:
                 self.typical = len(value)
-                with contextlib.suppress(CodecError):  # of another version, or a pickle: it is fetched
+                with contextlib.suppress(CodecError):  # another version, or a pickle: the sample is fetched
                     copy = memory.copy(record)
                     found.values[position] = read_record(copy, copy=False, allow_pickle=self._allow_pickle)
 
@@ -144,7 +144,7 @@ class RedisValues:
         return found if done else None
 
     def scan(self, shard: Shard) -> Iterator[list[bytes]]:
-        """The keys of this data set on a server, in lists; one may come twice."""
+        """The keys of this data set on a server, in lists; may contain duplicates."""
         cursor: Any = b"0"
         while True:
             replies = self.send(shard, [("SCAN", cursor, "MATCH", self._prefix + b"[0-9]*", "COUNT", _KEYS)])
@@ -156,14 +156,14 @@ class RedisValues:
                 return
 
     def stored(self, shard: Shard) -> Array:
-        """The ids of the samples of this data set on a server, ascending. Looks through all of its keys."""
+        """The ids of the samples of this data set on a server, ascending. Scans all of its keys."""
         numbers = (key[len(self._prefix) :] for keys in self.scan(shard) for key in keys)
         return np.unique(
             np.array([int(number) for number in numbers if number.isdigit() and len(number) < 19], np.int64)
         )
 
     def info(self, shard: Shard) -> dict[str, str]:
-        """A server's figures of its memory and hits; empty if it is lost or this user may not request them."""
+        """A server's memory and hit statistics; empty if it is lost or this user may not request them."""
         found: dict[str, str] = {}
         for text in self.send(shard, [("INFO", "memory"), ("INFO", "stats")]):
             lines = text.decode().split("\r\n") if isinstance(text, bytes) else []
@@ -173,9 +173,9 @@ class RedisValues:
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def commands(self, ids: Array, records: Sequence[Record], sizes: Array) -> list[Any]:
-        """The commands that store records, whose values have `sizes` bytes with their headers.
+        """The commands that store records, whose values have `sizes` bytes including headers.
 
-        The reply to each: b"OK", or None if there is a value already.
+        The reply to each is b"OK", or None if the value exists.
         """
         memory = self._buffers.take(int((sizes + 63 & ~63).sum()))
         commands, at = [], 0
@@ -188,17 +188,17 @@ class RedisValues:
         return commands
 
     def remove(self, shard: Shard, names: Sequence[bytes]) -> list[Any]:
-        """Remove keys; the reply for each: 1 if it was there. Empty if the server is lost."""
+        """Remove keys; return the reply for each: 1 if it existed. Empty if the server is lost."""
         return self.send(shard, [("UNLINK", name) for name in names])
 
     def switch_off(self) -> None:
-        """Set the key at which all nodes stop to use the values of this data set."""
+        """Set the key at which all nodes stop using the values of this data set."""
         owning = [shard for shard, _ in self._servers.split(np.empty(0), [self._off])]
         for shard in self._servers.shards if self._servers.names else owning:
             self.send(shard, [("SET", self._off, b"1")])
 
     def send(self, shard: Shard, commands: list[Any]) -> list[Any]:
-        """The replies of a server, errors among them as exceptions; none if it is lost or refuses the connection."""
+        """The replies of a server, with errors as exceptions; none if it is lost or refuses the connection."""
         from redis.exceptions import NoPermissionError
 
         try:
@@ -212,7 +212,7 @@ class RedisValues:
         return replies
 
     def refuse(self, shard: Shard, error: Exception) -> None:
-        """Note that a server refuses a request, and warn once per server. Raises any other error."""
+        """Record that a server refuses a request, and warn once per server. Raises any other error."""
         from redis.exceptions import ResponseError
 
         if not isinstance(error, ResponseError):
@@ -230,14 +230,14 @@ class RedisValues:
 
 
 class _Memory:
-    """Standing memory for the records of one batch."""
+    """Reusable memory for the records of one batch."""
 
     def __init__(self, buffers: Buffers, count: int) -> None:
         self._buffers, self._left = buffers, count
         self._memory, self._at = np.empty(0, np.uint8), 0
 
     def copy(self, record: Array) -> Array:
-        """A copy of `record` at a multiple of 64."""
+        """A 64-byte aligned copy of `record`."""
         stride = len(record) + 63 & ~63
         if self._at + stride > len(self._memory):
             self._memory = self._buffers.take(max(stride, min(LOT_BYTES, stride * max(1, self._left))))

@@ -22,35 +22,35 @@ from stallfree.stores.values import HEAD_SIZE
 Array = npt.NDArray[Any]
 
 _FULL_SECONDS = 1.0
-"""Pause in storing on a server that has no room."""
+"""Pause in storing on a full server."""
 
 
 class RedisWriter:
-    """Stores samples; without room, in place of others of lower score.
+    """Stores samples; on a full server, in place of samples of lower score.
 
     Args:
         values: of the data set.
-        servers: where they lie.
-        node: what the processes of this node share.
-        policy: with one that is given scores ("importance"), samples of low score make room.
-        limit: bytes of memory that a server may use when something is stored there; None for its own limit.
+        servers: that hold the values.
+        node: state shared by the processes of this node.
+        policy: if its scores are given ("importance"), samples of low score are evicted.
+        limit: memory limit of a server in bytes for storing; None for its own limit.
     """
 
     def __init__(
         self, values: RedisValues, servers: Servers, node: NodeState, policy: Policy, limit: int | None
     ) -> None:
         self._values, self._servers, self._node, self._policy, self._limit = values, servers, node, policy, limit
-        self._full: dict[Shard, float] = {}  # until when a server counts as full
+        self._full: dict[Shard, float] = {}  # time until which a server counts as full
 
     def takes(self, shard: Shard) -> bool:
-        """Whether something may be stored on a server now. One that is full still takes samples of higher score."""
+        """Whether a server currently accepts samples. A full one still accepts samples of higher score."""
         return not self._values.refuses(shard) and (self._policy.given or not self._is_full(shard))
 
     def _is_full(self, shard: Shard) -> bool:
         return self._full.get(shard, 0.0) > time.monotonic()
 
     def write(self, ids: Array, records: Sequence[Record]) -> None:
-        """Store what there is room for."""
+        """Store as many records as fit."""
         sizes = np.array([HEAD_SIZE + record_size(*record) for record in records])
         for shard, at, _ in self._values.split(self._node.owner, ids):
             ends = np.cumsum(sizes[at])
@@ -59,7 +59,7 @@ class RedisWriter:
                     self._store(shard, ids[lot], [records[position] for position in lot.tolist()], sizes[lot])
 
     def _store(self, shard: Shard, ids: Array, records: Sequence[Record], sizes: Array) -> None:
-        """Store samples on one server: without room, in place of others of lower score."""
+        """Store samples on one server; if it is full, in place of samples of lower score."""
         commands = self._values.commands(ids, records, sizes)
         full = self._is_full(shard) or not self._has_room(shard)
         left = np.arange(len(ids)) if full else self._set(shard, ids, commands)
@@ -72,7 +72,7 @@ class RedisWriter:
             self._node.counters.add((Count.REJECTED, len(left)))
 
     def _set(self, shard: Shard, ids: Array, commands: list[Any]) -> Array:
-        """Send commands that store `ids`; the positions of those for which there was no room."""
+        """Send commands that store `ids`; return the positions of those that did not fit."""
         from redis.exceptions import OutOfMemoryError
 
         left = []
@@ -81,12 +81,12 @@ class RedisWriter:
                 left.append(position)
             elif isinstance(reply, Exception):
                 self._values.refuse(shard, reply)
-            else:  # stored, or there already
+            else:  # stored, now or before
                 self._node.known[ids[position]] = 1
         return np.array(left, np.int64)
 
     def _has_room(self, shard: Shard) -> bool:
-        """Whether a server uses less memory than the user granted. If it does not say, nothing is stored there."""
+        """Whether a server uses less memory than the limit, if any. False if it does not report its memory."""
         if self._limit is None:
             return True
         used = self._values.info(shard).get("used_memory")
@@ -96,7 +96,7 @@ class RedisWriter:
         return True
 
     def _make_room(self, shard: Shard, ids: Array) -> Array:
-        """Remove samples of lower score than `ids` from a server: the positions of those of `ids` that find room."""
+        """Remove samples of lower score than `ids` from a server; return the positions of those `ids` that fit."""
         scores = self._node.scores
         best_first, removed = np.argsort(-scores[ids], kind="stable"), 0
         while removed < len(ids):
@@ -112,13 +112,13 @@ class RedisWriter:
         return np.sort(best_first[:removed])
 
     def _worst(self, shard: Shard, count: int) -> Array:
-        """Up to `count` samples of a server that have the lowest scores, lowest first."""
+        """Up to `count` samples of a server with the lowest scores, ascending."""
         scores, there = self._node.scores, np.flatnonzero(self._node.known != 0)  # a copy: other processes write to it
         some = count
         if self._servers.names:
             there = there[self._node.owner[there] == self._servers.shards.index(shard)]
         else:
-            some *= 2 * len(self._servers.shards)  # of a cluster, half of its share of them is enough
+            some *= 2 * len(self._servers.shards)  # for a cluster, half of a server's share is enough
         if some < len(there):
             there = there[np.argpartition(scores[there], some)[:some]]
         there = there[np.argsort(scores[there], kind="stable")]

@@ -1,4 +1,4 @@
-"""Which server holds which sample: servers that stand alone, or the masters of a Redis Cluster."""
+"""The mapping of keys to servers: standalone servers, or the masters of a Redis Cluster."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from stallfree.stores.shard import Fixed, Location, Request, Shard
 Array = npt.NDArray[Any]
 
 START_SECONDS = 5.0
-"""Seconds that a given server may be silent when it is used for the first time."""
+"""Timeout in seconds for the first use of a given server."""
 
 
 _REFRESH_SECONDS = 1.0
-"""Between two readings of a cluster's table of slots, at least."""
+"""Minimum interval between two reads of a cluster's table of slots."""
 
 _SILENT_SECONDS = 5.0
-"""The same after no node answered."""
+"""The same interval after no node answered."""
 
 
 class Servers(Protocol):
     """The servers of a data set. Picklable."""
 
     names: list[str]
-    """Of servers that stand alone: they decide who owns an id. Empty for a cluster, where the key decides."""
+    """Names of standalone servers, which determine the owner of an id. Empty for a cluster, where the key does."""
 
     @property
     def shards(self) -> list[Shard]:
         """All servers."""
 
     def split(self, owner: Array, keys: Sequence[bytes]) -> list[tuple[Shard, Array]]:
-        """Each server that owns some of `keys`, with their positions. `owner` is that of each, if there are names."""
+        """Each server that owns some of `keys`, with their positions. `owner` is per key, if there are names."""
 
     def request(self, keys: Sequence[bytes]) -> Request:
         """The commands that request the values of `keys` from one server."""
 
     def moved(self, error: Exception) -> bool:
-        """Whether `error` says that another server holds a key now. Later calls of `split` follow that."""
+        """Whether `error` reports that a key moved to another server. Later calls of `split` use the new server."""
 
     def close(self) -> None:
         """Close all connections."""
 
 
 class Standalone:
-    """Servers that stand alone, in the same order everywhere."""
+    """Standalone servers, in the same order in all processes."""
 
     def __init__(self, names: Sequence[str], locations: Sequence[Location], timeout: float) -> None:
         self.names, self._locations, self._timeout = list(names), list(locations), timeout
@@ -68,7 +68,7 @@ class Standalone:
         return [("MGET", *keys)]
 
     def moved(self, error: Exception) -> bool:
-        """Never."""
+        """False: keys of standalone servers never move."""
         return False
 
     def close(self) -> None:
@@ -83,10 +83,10 @@ class Standalone:
 class Cluster:
     """The masters of a Redis Cluster, with a table of the slots that each of them serves.
 
-    The table is read again when a master says that a key moved and while one is lost.
+    The table is read again when a master reports a moved key, and while one is lost.
 
     Args:
-        nodes: addresses of one or more nodes. What is said of the first (user, password, TLS) holds for all.
+        nodes: addresses of one or more nodes. User, password and TLS of the first are used for all.
         timeout: seconds that a node may be silent.
     """
 
@@ -100,13 +100,13 @@ class Cluster:
 
     @property
     def shards(self) -> list[Shard]:
-        """The masters; none while the table could not be read."""
+        """The masters; empty until the table could be read."""
         if not self._table:
             self.refresh()
         return list(self._masters.values())
 
     def split(self, owner: Array, keys: Sequence[bytes]) -> list[tuple[Shard, Array]]:
-        """See `Servers`. Keys of slots that no master serves are in none."""
+        """See `Servers`. Keys of slots without a master are left out."""
         from redis.crc import key_slot
 
         if not self._table:
@@ -119,7 +119,7 @@ class Cluster:
         return [(shard, np.array(found)) for shard, found in positions.items()]
 
     def request(self, keys: Sequence[bytes]) -> Request:
-        """GETs, as an MGET must not have keys of several slots."""
+        """One GET per key, because an MGET must not have keys of several slots."""
         return [("GET", key) for key in keys]
 
     def moved(self, error: Exception) -> bool:
@@ -131,7 +131,7 @@ class Cluster:
         return isinstance(error, (MovedError, AskError, TryAgainError, ClusterDownError))
 
     def refresh(self, timeout: float | None = None) -> str:
-        """Read the table of slots again, at most once in a while. It stays as it was if no node answers: why not."""
+        """Re-read the table of slots, rate-limited. If no node answers, keep the table and return the reason."""
         now = time.monotonic()
         if now < self._next_read:
             return ""
@@ -154,14 +154,14 @@ class Cluster:
         return ""
 
     def _read_slots(self, timeout: float) -> tuple[list[tuple[int, int, tuple[str, int]]], str]:
-        """The ranges of slots and the masters that serve them, as the first node says that answers; and any error."""
+        """The ranges of slots and their masters, from the first node that answers; and any error."""
         problem = "no slots"
         for node in list(self._nodes):
             try:
                 found = node.request(timeout, "CLUSTER", "SLOTS")
                 nodes = [[(_text(name) or node.host, int(port)) for name, port, *_ in part[2:]] for part in found]
                 slots = [(int(part[0]), int(part[1]), here[0]) for part, here in zip(found, nodes, strict=True)]
-            except Exception as error:  # of the socket, of redis-py, or for a reply that is no table
+            except Exception as error:  # of the socket, of redis-py, or for an invalid table
                 problem = str(error)
                 continue
             known = (self._nodes[0].at(*where) for here in nodes for where in here)
@@ -184,22 +184,22 @@ def _text(name: Any) -> str:
 
 
 class _Node(Fixed):
-    """A node of a cluster. When it is lost, another one may take its place."""
+    """A node of a cluster. If it is lost, another one may replace it."""
 
     def __init__(self, address: Address, cluster: Cluster) -> None:
         super().__init__(address)
         self._cluster = cluster
 
     def confirm(self, after: int) -> None:
-        """Read the table of slots again."""
+        """Re-read the table of slots."""
         self._cluster.refresh()
 
 
 def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
-    """The servers at `addresses`: all that stand alone, or one or more nodes of one Redis Cluster.
+    """The servers at `addresses`: all standalone servers, or one or more nodes of one Redis Cluster.
 
-    Raises `InputError` for servers that cannot be used together or that refuse us, `StorageError` for one that does
-    not answer within 5 s. Of a cluster, one node that answers is enough.
+    Raises `InputError` for servers that cannot be combined or that refuse access, `StorageError` for one that does not
+    answer within 5 s. For a cluster, one node that answers is enough.
     """
     from redis.exceptions import AuthenticationError, ResponseError
 
@@ -211,14 +211,14 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
     for address in addresses:
         try:
             address.request(START_SECONDS, "PING")
-            with contextlib.suppress(ResponseError):  # a user who must not ask
+            with contextlib.suppress(ResponseError):  # a user without permission
                 clusters += b"redis_mode:cluster" in address.request(START_SECONDS, "INFO", "server")
             answered += 1
         except (AuthenticationError, ResponseError) as error:
             raise InputError(f"the server {address} refuses us: {error}. Give its user and password") from error
         except MissingExtraError:
             raise
-        except Exception as error:  # of the socket, of redis-py, or of a parser that receives nonsense
+        except Exception as error:  # of the socket, of redis-py, or of a parser on invalid data
             lost = lost or StorageError(
                 f"the server {address} does not answer within {START_SECONDS:.0f} s ({error}): start it, or correct "
                 "the address"

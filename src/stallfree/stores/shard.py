@@ -1,7 +1,7 @@
-"""One server of Redis or Valkey as a process uses it: connections of redis-py, and a circuit breaker.
+"""One server of Redis or Valkey: connections of redis-py, and a circuit breaker.
 
-A batch is read in requests of 512 KiB, two of which are under way while the reply before them is checked and copied.
-That is faster than one MGET for the whole batch, as the server works meanwhile. Figures: docs/decisions/redis.md.
+A batch is read in requests of 512 KiB, two of which are in flight while the previous reply is checked and copied. This
+is faster than one MGET for the whole batch, because the server works in parallel. Figures: docs/decisions/redis.md.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ Request = Sequence[tuple[Any, ...]]
 Connection = Any  # of redis-py, whose methods have no types
 
 REQUEST_BYTES = 512 << 10
-"""Bytes of values that one request asks for."""
+"""Bytes of values per request."""
 
 AHEAD = 2
-"""Requests under way while a reply is read."""
+"""Requests in flight while a reply is read."""
 
 _MOST_COMMANDS = 1000
-"""Commands sent before their replies are read."""
+"""Maximum commands sent before their replies are read."""
 
 _IDLE_SECONDS = 15.0
-"""Seconds after which an idle connection is not used again. A started server closes it after 30 s."""
+"""Seconds after which an idle connection is not reused. A started server closes it after 30 s."""
 
 
 class Location(Protocol):
-    """Where a server is, which may change."""
+    """The location of a server, which may change."""
 
     fixed: bool
     """Whether the address never changes, so that it needs no confirmation."""
 
     def find(self) -> tuple[int, Address] | None:
-        """A number that grows when the address was confirmed, and the address; None if there is none now."""
+        """A number that increases with each confirmation, and the address; None if there is currently none."""
 
     def confirm(self, after: int) -> None:
         """Request an address with a number above `after`."""
 
 
 class Fixed:
-    """The location of a server that keeps its address."""
+    """The location of a server with a constant address."""
 
     fixed = True
 
@@ -57,11 +57,11 @@ class Fixed:
         return 0, self.address
 
     def confirm(self, after: int) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class NoReply(Exception):
-    """The server is not running, or what it sent is no reply to what was requested."""
+    """The server is not running, or its reply does not match the request."""
 
 
 class Shard:
@@ -69,11 +69,11 @@ class Shard:
 
     Args:
         location: of the server.
-        timeout: seconds that it may be silent, for each step of connecting and reading.
+        timeout: in seconds, for each step of connecting and reading.
 
     Attributes:
         breaker: open while the server counts as lost.
-        last_failure: why the breaker was opened the last time.
+        last_failure: reason of the last opening of the breaker.
     """
 
     def __init__(self, location: Location, timeout: float = 0.25) -> None:
@@ -81,7 +81,7 @@ class Shard:
         self.location, self.timeout = location, timeout
         self.breaker = Breaker(self._ping)
         self.last_failure = ""
-        # Connections, the address's number, and since when they are idle. List operations are atomic: no lock.
+        # Connection, address number, and start of the idle time. List operations are atomic: no lock.
         self._idle: list[tuple[Connection, int, float]] = []
         self._lost_at = -1  # the number of the address at which the server was lost
         self._closed = False
@@ -98,8 +98,8 @@ class Shard:
     def run(self, call: Callable[[Connection], T]) -> T | None:
         """Return `call(connection)`, or None if the server is lost.
 
-        A connection that fails opens the breaker; nothing is sent then until the server answers again. Raises
-        `redis.ResponseError` for an error that `call` raises; the connection is closed then.
+        A connection that fails opens the breaker; nothing is then sent until the server answers again. Raises
+        `redis.ResponseError` for an error that `call` raises; the connection is then closed.
         """
         if self._closed or not self.breaker.closed:
             return None
@@ -124,7 +124,7 @@ class Shard:
 
         Args:
             requests: of commands such as `("MGET", key, key)` or `("GET", key)`.
-            use: given the position of a key over all requests, and its value: bytes, None if there is none, or an
+            use: called with the position of a key over all requests, and its value: bytes, None if there is none, or an
                 exception for an error in its place.
 
         Returns whether all values were passed; False if the server is lost.
@@ -152,7 +152,7 @@ class Shard:
         return bool(self.run(call))
 
     def send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any] | None:
-        """The replies to `commands`, errors among them as exceptions; None if the server is lost."""
+        """The replies to `commands`, with errors as exceptions; None if the server is lost."""
 
         def call(connection: Connection) -> list[Any]:
             replies: list[Any] = []
@@ -172,7 +172,7 @@ class Shard:
         return not self.breaker.closed
 
     def close(self) -> None:
-        """Close the idle connections; those in use are closed when they are returned. May be called twice."""
+        """Close the idle connections; those in use are closed when they are returned. Idempotent."""
         self._closed = True
         self.breaker.forget()
         self._drop_idle()
@@ -180,14 +180,14 @@ class Shard:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def _take(self) -> tuple[Connection, int]:
-        """A connection, and the number of its address. An idle one that has ended is a failure of that address."""
+        """A connection, and the number of its address. A closed idle connection counts as a failure of that address."""
         while True:
             try:
                 connection, number, since = self._idle.pop()
             except IndexError:
                 return self._connect()
             if connection.pid != os.getpid():
-                continue  # of a parent, which uses it
+                continue  # belongs to a parent process
             found = self.location.find()
             if time.monotonic() - since > _IDLE_SECONDS or (found is not None and found[0] != number):
                 connection.disconnect()
@@ -254,7 +254,7 @@ class Shard:
 
 
 def _limit(connection: Any) -> None:
-    """Set when the next reply must have arrived; later, the more bytes come."""
+    """Set the deadline of the next reply, which is later for larger replies."""
     connection.deadline = time.monotonic() + connection.socket_timeout
 
 
@@ -269,7 +269,7 @@ def _reply(connection: Any) -> Any:
 
 
 def _parsed(receive: Callable[[], T]) -> T:
-    """Return `receive()`. Raises `NoReply` for nonsense that redis-py or hiredis cannot parse."""
+    """Return `receive()`. Raises `NoReply` for data that redis-py or hiredis cannot parse."""
     from redis.exceptions import RedisError
 
     try:

@@ -1,4 +1,4 @@
-"""`RedisStore`: servers of Redis or Valkey as a store; and the cache of a data set in any chain of stores."""
+"""`RedisStore`: servers of Redis or Valkey as a store; and `open_cache` for any chain of stores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stallfree.units import format_size, parse_size
 
 
 class CacheStore(Protocol):
-    """Makes the caches of data sets: a store of one's own."""
+    """Protocol of a user-defined store, which creates the caches of data sets."""
 
     def attach(
         self,
@@ -40,7 +40,7 @@ class CacheStore(Protocol):
         persist: bool,
         example: Any,
     ) -> Cache:
-        """The cache of a data set, to be closed by the caller. The arguments are those of `SampleCache`."""
+        """The cache of a data set; the caller closes it. The arguments are those of `SampleCache`."""
 
 
 Store = Union[str, Path, "RedisStore", DiskTier, Sequence[Any], CacheStore]
@@ -59,8 +59,8 @@ def open_cache(
 ) -> Cache:
     """The cache of a data set in a store: "memory", a folder, a `DiskTier`, a `RedisStore`, or the last two in a list.
 
-    Any other object with `attach` makes the cache itself. Capacity 0, only with a `RedisStore`, means that no memory is
-    used in front of the servers.
+    Any other object with `attach` creates the cache itself. Capacity 0, only with a `RedisStore`, means no memory tier
+    above the servers.
     """
     disk, servers = _tiers(store)
     policy = make_policy(policy)
@@ -103,14 +103,14 @@ def _tiers(store: Store) -> tuple[DiskTier | None, RedisStore | None]:
 
 
 def parse_capacity(capacity: Any, store: Store) -> int:
-    """`capacity` in bytes; 0 only with a `RedisStore` alone. Raises `CapacityError`."""
+    """`capacity` in bytes; 0 only if the store is a single `RedisStore`. Raises `CapacityError`."""
     if isinstance(store, RedisStore) and not isinstance(capacity, bool) and capacity in (0, "0"):
         return 0
     return parse_size(capacity, "capacity")
 
 
 def room_of(store: Store, capacity: int) -> int:
-    """Bytes of all tiers together, with `capacity` in the memory of each node."""
+    """Total bytes of all tiers, with `capacity` in the memory of each node."""
     disk, servers = _tiers(store)
     return capacity + (disk.capacity if disk else 0) + (servers.room if servers else 0)
 
@@ -122,11 +122,11 @@ def stores_in(store: Store) -> list[RedisStore]:
 
 
 def default_store(capacity: int, unknown: Sequence[str] = ()) -> tuple[Store, int]:
-    """The store for `capacity` bytes of each node, and the bytes of memory for a cache in front of it.
+    """The store for `capacity` bytes per node, and the bytes of the memory tier above it.
 
     A `RedisStore` and 0 if the job has several nodes, a server is installed, and the data set has no `unknown` objects:
-    with one that has no fingerprint, the nodes could not find each other's samples. Otherwise "memory" and all of it,
-    in a job of several nodes with a warning.
+    these have no fingerprint, so that nodes could not find each other's samples. Otherwise "memory" and `capacity`; in
+    a job of several nodes with a warning.
     """
     if not shares_memory() or find_place().count == 1:
         return "memory", capacity
@@ -146,34 +146,34 @@ class RedisStore:
         store = RedisStore(capacity_per_node="64GiB")
         dataset = CachedDataset(ds, capacity="16GiB", store=store, name="imagenet-train")
 
-    The first process of a node starts a server of Valkey or Redis, which ends with the last. Every sample lies on one
-    of the servers; which one follows from its id and the names of the nodes. The `capacity` of a data set is memory of
-    each node in front of the servers, 0 for none. Servers listen on one TCP port: let `port` through the firewall.
+    The first process of a node starts a server of Valkey or Redis, which stops with the last. Every sample is stored on
+    one of the servers, determined by its id and the names of the nodes. The `capacity` of a data set is the memory tier
+    of each node above the servers, 0 for none. Servers listen on one TCP port: allow `port` in the firewall.
 
-    The nodes of a job find each other through the variables that torchrun sets, and the key-value store that it keeps
-    at MASTER_ADDR:MASTER_PORT (or the one of `torch.distributed.init_process_group`).
+    The nodes of a job find each other through the variables that torchrun sets, and its key-value store at
+    MASTER_ADDR:MASTER_PORT (or that of `torch.distributed.init_process_group`).
 
-    With `hosts`, nothing is started: the samples lie in servers that run already, and stay there when the job ends.
-    What these servers evict by their own `maxmemory-policy` is a miss. One or more nodes of a Redis Cluster stand for
-    all of its masters, and what is given for the first (user, password, TLS) holds for all.
+    With `hosts`, no server is started: the samples are stored in running servers, and stay there when the job ends.
+    Samples that these servers evict by their own `maxmemory-policy` are misses. One or more nodes of a Redis Cluster
+    stand for all of its masters, and user, password and TLS of the first are used for all.
 
     Args:
         hosts: None, or the servers, each a dict such as `{"host": "node1", "port": 6379, "password": "..."}`. Further
             keys are "path" (of a Unix socket), "username", "db", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile".
-            An ACL user needs at least `~stallfree:* +ping +info +get +mget +set +unlink +scan
-            +cluster|slots`, and `+select` for another database than 0.
-        capacity_per_node: bytes of memory that the server of each node may use, as an int or such as "64GiB". With
-            `hosts`: nothing more is stored on a server that uses so much; None for the servers' own `maxmemory`.
-        name: of the store; the processes of a node that give the same name share its server.
-        interface: name or number of the network interface's address at which other nodes reach this one.
-        port: for the server; 0 for a free one, and another one when the server was started again.
-        timeout: seconds that a server may be silent before it counts as lost, for a while.
+            An ACL user needs at least `~stallfree:* +ping +info +get +mget +set +unlink +scan +cluster|slots`, and
+            `+select` for another database than 0.
+        capacity_per_node: memory limit of the server of each node, as an int or a string like "64GiB". With `hosts`:
+            storing on a server stops at this memory use; None for the servers' own `maxmemory`.
+        name: of the store; the processes of a node with the same name share its server.
+        interface: network interface, by name or address, at which other nodes reach this one.
+        port: of the server; 0: a free port, which changes when the server is restarted.
+        timeout: seconds without an answer after which a server temporarily counts as lost.
         allow_pickle: whether samples that can only be pickled are stored and loaded. Any process that can write to a
             server could then run code here.
 
-    Raises `InputError` for arguments that cannot be used, `CapacityError` (one of them) for more than the free memory,
-    `MissingServerError` when there is neither `valkey-server` nor `redis-server`, `WaitError` when other nodes of the
-    job do not make the store within 300 s, `StorageError` when a server cannot be started or does not answer.
+    Raises `InputError` for invalid arguments, `CapacityError` (a subclass) for more than the free memory,
+    `MissingServerError` if there is neither `valkey-server` nor `redis-server`, `WaitError` if other nodes of the job
+    do not open the store within 300 s, `StorageError` if a server cannot be started or does not answer.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class RedisStore:
                 shown = {**hosts, "password": "..."} if isinstance(hosts, Mapping) and "password" in hosts else hosts
                 raise InputError(f"hosts={shown!r:.80}: give a list of servers, such as [{EXAMPLE}]")
             self._given = [Address.of(host) for host in hosts]
-            find_servers(self._given, timeout).close()  # so that errors come now
+            find_servers(self._given, timeout).close()  # raises errors early
             return
         assert self.capacity is not None
         place = find_place()
@@ -222,14 +222,14 @@ class RedisStore:
     ) -> RedisCache:
         """The samples of one data set in this store.
 
-        The name alone never lets one data set read another's samples: the fingerprint is in the keys.
+        Data sets of the same name cannot read each other's samples: the keys contain the fingerprint.
 
         Args:
             num_ids: number of its samples.
             fingerprint: of its source and preparation.
-            policy: "importance" and "oracle" let samples of low score make room; others have no effect in servers.
+            policy: "importance" and "oracle" evict samples of low score; others have no effect in servers.
             name: of the data set.
-            own_name: whether a user gave the name; else it is made of the fingerprint alone.
+            own_name: whether the user set the name; else it is derived from the fingerprint only.
 
         Raises `InputError` if the store is closed.
         """
@@ -255,16 +255,16 @@ class RedisStore:
 
     @property
     def room(self) -> int:
-        """Bytes of all servers together, as far as they are granted here."""
+        """Total bytes of all servers, within the limits set here."""
         return (self.capacity or 0) * max(len(self._given), self.num_nodes)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the job that have a server each."""
+        """The number of nodes of the job, each with a server."""
         return 1 if self._addresses is None else len(self._addresses.names)
 
     def close(self) -> None:
-        """Leave the store. Its server ends when the last process of the node has left. May be called twice."""
+        """Detach from the store. Its server stops after the last process of the node has detached. Idempotent."""
         self._closed = True
         if self._addresses is not None:
             self._addresses.close()
@@ -284,7 +284,7 @@ class RedisStore:
 
 
 class NodeLocation:
-    """Where the server of one node is."""
+    """The location of the server of one node."""
 
     fixed = False
 

@@ -1,12 +1,12 @@
-"""What a server holds for a sample: a header of 64 bytes, then the record.
+"""The value format in servers: a header of 64 bytes, then the record.
 
     u64 checksum, magic "SFV1", u32 flags (0), key of the data set (16 bytes), u64 id, u64 length of the record, zeros
 
 The checksum is the xxh3_64 of the record, seeded with the id; the reader can compute all other fields. So a value that
-was cut short, that belongs to another data set or another sample, or of which any bit was flipped is recognised, and
-counts as a miss. This is no protection against forged values.
+is truncated, has flipped bits, or belongs to another data set or sample is detected, and counts as a miss. This does
+not protect against forged values.
 
-All numbers are little-endian. A record behind its header is as aligned as the value is, to multiples of 64.
+All numbers are little-endian. A record after its header has the same alignment as the value, up to multiples of 64.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ HEAD_SIZE = 64
 """Bytes of the header."""
 
 _HEAD = struct.Struct("<Q4sI16sQQ16s")
-_digest: Any = xxhash.xxh3_64_intdigest  # takes arrays, which its types do not say, in less time than their `.data`
+_digest: Any = xxhash.xxh3_64_intdigest  # accepts arrays, though not typed so, and is faster than with their `.data`
 _MAGIC = b"SFV1"
 _ZEROS = bytes(16)
 
 
 def data_key(name: str, fingerprint: str) -> DataKey:
-    """The 16 bytes that stand for a data set: its name, and the fingerprint of its source and preparation."""
+    """A 16-byte key of a data set, from its name and the fingerprint of its source and preparation."""
     return xxhash.xxh3_128_digest(f"{name}\0{fingerprint}".encode(errors="surrogatepass"))
 
 
@@ -46,10 +46,10 @@ def pack_head(key: DataKey, id: int, record: bytes | Bytes) -> bytes:
 
 
 def check_value(memory: Bytes, key: DataKey, id: int) -> Bytes | None:
-    """The record in `memory`, as a view; None if it is not a whole and sound value of this sample of this data set.
+    """The record in `memory`, as a view; None unless it is a complete, intact value of this sample and data set.
 
     Args:
-        memory: 1-D and contiguous, the value and nothing else.
+        memory: the value, 1-D and contiguous.
         key: of the data set.
         id: of the sample.
     """

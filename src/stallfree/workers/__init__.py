@@ -1,1 +1,1 @@
-"""Executors: the training process, threads and worker processes, which all make batches."""
+"""Executors, which build batches: the training process, gather threads and worker processes."""

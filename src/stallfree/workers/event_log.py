@@ -1,4 +1,4 @@
-"""The log of what a loader did when, in the form of `stallfree.events`."""
+"""The event log of a loader, in the format of `stallfree.events`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from stallfree.errors import InputError
 from stallfree.platform import OPEN
 
 _LINES = 4096
-"""Lines that are kept before they are written."""
+"""Maximum number of buffered lines."""
 
 log = logging.getLogger("stallfree")
 
 
 class EventLog:
-    """Writes events, in seconds since now. All processes of a host have one clock, so those of workers fit in.
+    """Writes events, in seconds since the creation of the log, on the clock that all processes of a host share.
 
     Args:
-        path: of the file. It is made anew at once.
+        path: of the file, which is created or overwritten immediately.
 
     Raises `InputError` if it cannot be written.
     """
@@ -37,7 +37,7 @@ class EventLog:
         self._owner = os.getpid()
 
     def prepared(self, result: Result, epoch: int) -> None:
-        """A batch came from a worker, the gathering thread, or the training process in its place."""
+        """Log a batch from a worker, a gather thread, or the training process in place of one."""
         start, number = result.started, result.number
         if not start:
             return  # it failed
@@ -52,11 +52,11 @@ class EventLog:
         self._add(fetched, end, actor, "prep", number, epoch)
 
     def built(self, start: float, end: float, number: int, epoch: int) -> None:
-        """The training process built a batch when it was asked for it."""
+        """Log a batch that the training process built on request."""
         self._add(start, end, "loader 0", "prep", number, epoch)
 
     def computed(self, start: float, number: int, epoch: int) -> None:
-        """The training loop was handed batch `number` at `start`, and is done with it now."""
+        """Log the step of the training loop on batch `number`, from `start` until now."""
         self._add(start, time.monotonic(), "device", "compute", number, epoch)
 
     def _add(self, start: float, end: float, actor: str, what: str, batch: int, epoch: int) -> None:
@@ -68,7 +68,7 @@ class EventLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is kept. A disk that is full ends the log, with a warning, and not the training."""
+        """Write the buffered lines. A full disk stops the log with a warning, but not the training."""
         lines, self._lines = self._lines, []
         if not lines or os.getpid() != self._owner:
             return

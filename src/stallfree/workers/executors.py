@@ -1,7 +1,7 @@
-"""Executors: what builds the batches of tasks. Threads that gather, worker processes, the training process itself.
+"""The `Executor` protocol, and the executors that use gather threads or the training process.
 
-An executor takes tasks with `submit` and gives results from `poll`, in any order; neither waits. It wakes the loop that
-waits through descriptors, so that one wait covers all executors.
+An executor receives tasks through `submit` and returns results from `poll`, in any order; neither waits. It wakes the
+waiting loop through descriptors, so that one wait covers all executors.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ class Executor(Protocol):
 
     @property
     def needs_slot(self) -> bool:
-        """Whether `submit` takes tasks with a slot."""
+        """Whether `submit` requires tasks with a slot."""
 
     @property
     def slots_to_take(self) -> int:
-        """Free slots that the tasks under way will take."""
+        """Free slots that the tasks in flight will take."""
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:
-        """What to wait for, as descriptors and events of `poll`."""
+        """The descriptors to wait for, with events of `poll`."""
 
     def submit(self, task: Task) -> None:
-        """Take a task."""
+        """Receive a task."""
 
     def poll(self, number: int | None) -> list[Result]:
-        """The results that are there. `number` is the batch that is waited for, if there is one."""
+        """The available results. `number` is the awaited batch, if there is one."""
 
     def prepare_wait(self) -> bool:
-        """Announce results from now on. Returns whether one is there already, so that there is nothing to wait for."""
+        """Signal results from now on. Returns whether one is already available, so that no wait is needed."""
 
     def forget(self, token: int) -> None:
-        """Do not build batches of iterations before `token`."""
+        """Drop batches of iterations before `token`."""
 
     def check(self) -> None:
-        """Look for workers that died or hang."""
+        """Check for workers that died or hang."""
 
     def describe(self, task: Task) -> str:
-        """What has that task, for messages; "" if this executor has not."""
+        """The process or thread that has this task, for messages; "" if this executor does not have it."""
 
     def close(self) -> None:
-        """End threads and processes."""
+        """Stop threads and processes."""
 
 
 class TrainingProcess:
-    """Builds batches in the process that iterates, each when it is waited for. Fetches are started before.
+    """Builds each batch in the iterating process when it is awaited. Fetches are started earlier.
 
     Args:
         builder: builds.
@@ -74,7 +74,7 @@ class TrainingProcess:
 
     @property
     def needs_slot(self) -> bool:
-        """Only if slots are pinned, for copies to a device: objects of this process are as good otherwise."""
+        """Only if slots are pinned, for copies to a device: otherwise objects of this process suffice."""
         return self._builder.slots.pin is not None
 
     def submit(self, task: Task) -> None:
@@ -82,39 +82,39 @@ class TrainingProcess:
         self._tasks[task.number] = task, self._builder.start(task)
 
     def poll(self, number: int | None) -> list[Result]:
-        """Build the batch that is waited for."""
+        """Build the awaited batch."""
         found = None if number is None else self._tasks.pop(number, None)
         return [] if found is None else [self._builder.finish(*found, here=True)]
 
     def prepare_wait(self) -> bool:
-        """Nothing is built while the process waits."""
+        """See `Executor`: no batch is built during a wait."""
         return False
 
     def forget(self, token: int) -> None:
-        """Cancel what was started."""
+        """Cancel the started fetches."""
         for _, pending in self._tasks.values():
             pending.cancel()
         self._tasks.clear()
 
     def check(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def describe(self, task: Task) -> str:
         """This process."""
         return "this process" if task.number in self._tasks else ""
 
     def close(self) -> None:
-        """Cancel what was started."""
+        """Cancel the started fetches."""
         self.forget(0)
 
 
 class GatherThreads:
-    """Threads that fill slots straight from the cache. They take a slot only when they come to a task, not before.
+    """Threads that fill slots directly from the cache. A thread takes a slot only when it starts a task.
 
     Args:
         builder: builds.
         ring: has the slots.
-        threads: how many.
+        threads: number of threads.
     """
 
     needs_slot = False
@@ -143,11 +143,11 @@ class GatherThreads:
 
     @property
     def slots_to_take(self) -> int:
-        """Free slots that the tasks under way will take. Rather one too many than one too few."""
+        """Free slots that the tasks in flight will take; an upper bound."""
         return self._submitted - self._begun.qsize()
 
     def submit(self, task: Task) -> None:
-        """Take a task that has no slot."""
+        """Receive a task without a slot."""
         self._submitted += 1
         self._tasks.put(task)
 
@@ -172,10 +172,10 @@ class GatherThreads:
         return results
 
     def check(self) -> None:
-        """A thread does not die."""
+        """Do nothing: threads do not die."""
 
     def describe(self, task: Task) -> str:
-        """The last to be asked."""
+        """See `Executor`. Called after all other executors."""
         return "a thread that gathers"
 
     def _run(self) -> None:
@@ -190,7 +190,7 @@ class GatherThreads:
         wanted = task.token >= self._wanted
         try:
             slot = self._ring.take() if wanted else None
-        except Exception as error:  # no folder can be made
+        except Exception as error:  # the folder cannot be created
             return failure(task, error, here=True)
         finally:
             self._begun.put(None)
@@ -202,12 +202,12 @@ class GatherThreads:
         return result
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._awaited = False
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
-            if threading.current_thread() is not thread:  # the garbage collector may come by here in any thread
+            if threading.current_thread() is not thread:  # the garbage collector may run in any thread
                 thread.join()
         os.close(self._read)
         os.close(self._write)

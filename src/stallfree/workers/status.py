@@ -1,8 +1,8 @@
-"""What a loader is doing, in a small file that other processes of the same user may read at any time.
+"""The status of a loader, in a small file that other processes of the same user can read at any time.
 
-The file lies in the folder of the loader's staging ring, so it comes and goes with it: the lock on that folder says
-whether the loader is alive, and what a killed process leaves is swept with it. Writing takes about a microsecond and no
-lock. A reader looks at a number before and after, which is odd while the rest is being written.
+The file is in the folder of the loader's staging ring and is removed with it: the lock on that folder shows whether the
+loader is alive, and files of killed processes are garbage-collected. A write takes about a microsecond and no lock. A
+reader compares a sequence number before and after, which is odd during a write.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _AT_TEXT = 1024
 _TEXT = struct.Struct("<256s256s")
 _COUNTS = "".join("d" if field.type in ("float", float) else "q" for field in fields(LoaderStats))
 _BODY = struct.Struct(f"<qddq{_COUNTS}")
-"""Process, beginning of the loader, time of the update, epoch; then the counts."""
+"""Process, creation time of the loader, time of the update, epoch; then the counts."""
 _AT_BODY = 2 * _NUMBER.size
 _ATTEMPTS = 1000
 
@@ -46,17 +46,18 @@ _written: weakref.WeakSet[Status] = weakref.WeakSet()
 
 
 class Status:
-    """The writer's end: a file in the folder of the ring. Without room for it, or right to make it, nothing happens.
+    """The writer: a file in the folder of the ring. Does nothing if the file cannot be created.
 
     Args:
-        folder: returns the folder. Called when the file is made: at the first update.
+        folder: returns the folder. Called at the first update, which creates the file.
         dataset: of the loader.
-        begun: when the loader was made, in seconds of `time.monotonic`.
-        at_once: whether the first update is due at once; else in `INTERVAL`, so that a short epoch makes no file.
+        begun: creation time of the loader, in seconds of `time.monotonic`.
+        at_once: whether the first update is due immediately; else after `INTERVAL`, so that a short epoch creates no
+            file.
 
     Attributes:
-        due: when the next update is due, in seconds of `time.monotonic`; never, if there can be no file.
-        made: whether there is a file.
+        due: time of the next update, in seconds of `time.monotonic`; infinite if the file cannot be created.
+        made: whether the file exists.
     """
 
     def __init__(self, folder: Callable[[], Path], dataset: Any, begun: float, *, at_once: bool) -> None:
@@ -69,11 +70,11 @@ class Status:
             self.postpone()
 
     def postpone(self) -> None:
-        """Nothing happens for `INTERVAL`: an epoch that is shorter makes no file."""
+        """Postpone the next update by `INTERVAL`: a shorter epoch creates no file."""
         self.due = time.monotonic() + INTERVAL if shares_memory() else float("inf")
 
     def publish(self, now: float, epoch: int, counts: Mapping[str, Any], waiting: float = 0.0) -> None:
-        """Write the counts, in the order of `LoaderStats`, with `waiting` seconds of a wait that goes on still."""
+        """Write the counts, in the order of `LoaderStats`, including `waiting` seconds of an ongoing wait."""
         there = self._map if self.made else self._make()
         if there is None:
             return
@@ -98,14 +99,14 @@ class Status:
         return self._map
 
     def close(self) -> None:
-        """Write no more. The file goes with its folder."""
+        """Stop writing. The file is removed with its folder."""
         self.due, self._map = float("inf"), None
 
 
 def _make(path: Path) -> mmap.mmap:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | OPEN, 0o600)
     try:
-        allocate(fd, 0, _SIZE)  # so that a full file system is an error here, and no signal later
+        allocate(fd, 0, _SIZE)  # so that a full file system is an error here, not a signal later
         return mmap.mmap(fd, _SIZE)
     finally:
         os.close(fd)
@@ -116,7 +117,7 @@ def _text(text: str) -> bytes:
 
 
 def name_of(dataset: Any) -> str:
-    """Name of a data set's class, and of the one that it wraps."""
+    """Class name of a data set, and of the data set that it wraps."""
     inner = getattr(dataset, "source", None)
     inner = inner.dataset if isinstance(inner, (MapSource, ApartSource)) else inner
     return type(dataset).__name__ + ("" if inner is None else f"({type(inner).__name__})")
@@ -127,22 +128,22 @@ def _forget() -> None:
         status.close()
 
 
-at_fork(after_in_child=_forget)  # the loaders are the parent's
+at_fork(after_in_child=_forget)  # the loaders belong to the parent
 
 
 @dataclass(frozen=True)
 class LoaderStatus:
-    """What a loader was doing when it last said so, less than a second before unless the training loop was busy.
+    """The last published status of a loader, less than a second old unless the training loop was busy.
 
     Attributes:
-        key: tells loaders of this host apart.
-        pid: the process that iterates.
-        script: the name under which it was started.
-        dataset: class of the data set, and of what it wraps.
-        epoch: that it is in.
-        begun: when the loader was made, in seconds of `time.monotonic`.
-        at: when this was written, on the same clock.
-        stats: its counts; a wait that goes on is counted.
+        key: identifies the loader on this host.
+        pid: the iterating process.
+        script: name of its script.
+        dataset: class of the data set, and of the one that it wraps.
+        epoch: the current epoch.
+        begun: creation time of the loader, in seconds of `time.monotonic`.
+        at: time of this update, on the same clock.
+        stats: its counts, including an ongoing wait.
     """
 
     key: str
@@ -156,7 +157,7 @@ class LoaderStatus:
 
 
 def running_loaders(root: Path) -> list[LoaderStatus]:
-    """The loaders of this user below `root` whose process is alive, in the order in which they were made."""
+    """This user's loaders below `root` whose process is alive, in the order of their creation."""
     found: list[LoaderStatus] = []
     if not is_root(root):
         return found
@@ -189,7 +190,7 @@ def _read(folder: Path) -> LoaderStatus | None:
 
 def _unpack(folder: Path, data: bytes) -> LoaderStatus | None:
     if _NUMBER.unpack_from(data)[0] != _MAGIC or _NUMBER.unpack_from(data, _AT_NUMBER)[0] == 0:
-        return None  # of another version, or not written yet
+        return None  # another version, or not written yet
     pid, begun, at, epoch, *values = _BODY.unpack_from(data, _AT_BODY)
     script, dataset = (text.rstrip(b"\0").decode(errors="replace") for text in _TEXT.unpack_from(data, _AT_TEXT))
     stats = replace(LoaderStats(*values), staging_bytes=_slots_bytes(folder))

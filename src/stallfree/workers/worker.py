@@ -1,4 +1,4 @@
-"""A worker process: fetches ahead while it prepares, and builds batches in slots."""
+"""A worker process: fetches ahead during prep, and builds batches in slots."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from stallfree.batches.reader import Pending
 from stallfree.ipc.process import Parent
 
 _SWITCH_SECONDS = 0.001
-"""How long prep in pure Python may keep the threads that fetch waiting; Python's default is 5 ms."""
+"""Maximum time that pure Python prep delays the fetch threads; Python's default is 5 ms."""
 
 
 @dataclass
 class WorkerSetup:
-    """What a worker is given at its start.
+    """The arguments of a worker process.
 
     Attributes:
         worker: its number, from 0.
-        workers: how many there are.
+        workers: number of workers.
         builder: builds batches.
-        dataset: as the user gave it, for `torch.utils.data.get_worker_info()`.
-        seed: of this worker's own generators; samples do not depend on it.
+        dataset: as passed by the user, for `torch.utils.data.get_worker_info()`.
+        seed: of this worker's generators; samples do not depend on it.
         worker_init: the user's `worker_init_fn`, or None.
     """
 
@@ -44,7 +44,7 @@ class WorkerSetup:
 
 
 def worker_main(parent: Parent, setup: WorkerSetup) -> None:
-    """The life of a worker."""
+    """Run a worker until its end."""
     inbox = _Inbox(setup.builder)
     parent.listen(inbox.take)
     setup.builder.reader.split.quiet = True  # the trainer warns
@@ -52,7 +52,7 @@ def worker_main(parent: Parent, setup: WorkerSetup) -> None:
     try:
         parent.report()
     except OSError:
-        return  # the trainer is gone
+        return  # the trainer has exited
     problem = _problem_of_init(setup)
     inbox.ahead = problem is None
     while (item := inbox.get()) is not None:
@@ -66,12 +66,12 @@ def worker_main(parent: Parent, setup: WorkerSetup) -> None:
         try:
             parent.send(*result.pack())
         except OSError:
-            break  # the trainer is gone
+            break  # the trainer has exited
     setup.builder.reader.close()
 
 
 def _prepare_process(setup: WorkerSetup) -> None:
-    """Make the process what torch's workers are."""
+    """Configure the process like torch's workers."""
     torch.set_num_threads(1)
     sys.setswitchinterval(_SWITCH_SECONDS)
     random.seed(setup.seed)
@@ -83,7 +83,7 @@ def _prepare_process(setup: WorkerSetup) -> None:
 
 
 def _problem_of_init(setup: WorkerSetup) -> Exception | None:
-    """Call the user's function; what it raised."""
+    """Call the user's function; return its exception, if any."""
     try:
         if setup.worker_init is not None:
             setup.worker_init(setup.worker)
@@ -93,22 +93,22 @@ def _problem_of_init(setup: WorkerSetup) -> Exception | None:
 
 
 class _Inbox:
-    """Takes tasks as they come and starts their fetches at once, while the worker prepares an earlier one."""
+    """Receives tasks and starts their fetches immediately, while the worker prepares an earlier task."""
 
     def __init__(self, builder: BatchBuilder) -> None:
         self._builder = builder
         self._tasks: queue.SimpleQueue[tuple[Task, Pending | None] | None] = queue.SimpleQueue()
         self.ahead = False
-        """Whether to start fetches: not before the user's `worker_init_fn` has run."""
+        """Whether to start fetches: only after the user's `worker_init_fn` has run."""
         self.wanted = 0
-        """Batches of iterations before this one are no longer wanted."""
+        """Batches of iterations before this one are dropped."""
 
     def get(self) -> tuple[Task, Pending | None] | None:
-        """The next task, with its fetches if they are under way; None at the end."""
+        """The next task, with its fetches in flight, if any; None at the end."""
         return self._tasks.get()
 
     def take(self, message: bytearray | None) -> None:
-        """Take a message of the trainer; None at the end."""
+        """Receive a message of the trainer; None at the end."""
         if message is None:
             self._tasks.put(None)
             return

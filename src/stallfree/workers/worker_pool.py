@@ -1,4 +1,7 @@
-"""What builds the batches of a loader: its executors, and the ring that they fill."""
+"""The executors of a loader, and the ring of slots that they fill.
+
+`submit` passes tasks to an executor, and `poll` returns their results, whose batches are in slots of the ring.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ from stallfree.workers.worker import WorkerSetup
 from stallfree.workers.worker_processes import WorkerProcesses, wait
 
 KEPT = 3
-"""Slots beyond those under way: batches that the training loop may keep before it gets copies."""
+"""Slots beyond those in flight: batches that the training loop may keep before it gets copies."""
 
 GATHERERS = 2
-"""Threads that gather, at most, when there are as many workers: they do the workers' part, and two fill the memory."""
+"""Maximum gather threads, if there are as many workers, whose part they do: two saturate the memory bandwidth."""
 
 Counts = dict[str, Any]
 
@@ -42,23 +45,23 @@ def new_counts() -> Counts:
 
 @dataclass(frozen=True)
 class Options:
-    """What a pool is made from.
+    """The arguments of a pool.
 
     Attributes:
-        reader: gives samples.
-        dataset: as the user gave it.
+        reader: reads samples.
+        dataset: as passed by the user.
         collate: the user's function, or None for torch's default.
         single: samples one by one, converted and not collated.
         seed: of the randomness.
-        skip: leave samples out that cannot be had.
+        skip: leave out samples that fail.
         workers: number of worker processes.
-        ahead: batches under way.
+        ahead: batches in flight.
         context: starts the workers.
         worker_init: called in each worker with its number, or None.
-        seconds: longest wait for a batch.
+        seconds: maximum wait for a batch.
         staging: bytes of the ring, or None.
         log: of events, or None.
-        begun: when the loader was made, in seconds of `time.monotonic`.
+        begun: creation time of the loader, in seconds of `time.monotonic`.
     """
 
     reader: Reader
@@ -78,20 +81,20 @@ class Options:
 
 
 class WorkerPool:
-    """The executors of a loader and their ring. Ends when it is closed or freed.
+    """The executors of a loader and their ring. Stopped when closed or freed.
 
-    It lives for one epoch or, with persistent workers, for many.
+    A pool lasts for one epoch or, with persistent workers, for many.
 
     Args:
-        options: what to do and how.
-        base_seed: of the workers' own generators.
-        counts: is added to.
-        slots: of the ring; those under way, and three that may be kept, if None.
+        options: arguments of the pool.
+        base_seed: of the workers' generators.
+        counts: incremented by the pool.
+        slots: of the ring; None: those in flight, and three that may be kept.
 
     Attributes:
-        ring: the slots. Made when it is first used: batches of the training process itself need none.
-        ahead: batches that are under way at the same time.
-        counts_waits: whether the training loop waits when a batch is not there; else something waits in its place.
+        ring: the slots. Created on first use: batches of the training process itself need none.
+        ahead: maximum batches in flight.
+        counts_waits: whether waits are those of the training loop; else of a prefetcher.
     """
 
     def __init__(self, options: Options, base_seed: int, counts: Counts, slots: int | None = None) -> None:
@@ -100,7 +103,7 @@ class WorkerPool:
         self.warned_of_size = False
         self.counts_waits = True
         self.token = 0
-        # A copy, whose threads are this pool's own: closing them must not disturb another loader of the same data set.
+        # A copy with separate threads: closing them must not affect another loader of the same data set.
         reader = copy.copy(options.reader)
         self.ring = Ring(slots or options.ahead + KEPT, options.staging)
         self.log = options.log
@@ -126,12 +129,12 @@ class WorkerPool:
             reader.cache.populate()
 
     def _new_status(self) -> Status:
-        slots = self.ring.slots  # no reference to this pool, which ends when it is freed
+        slots = self.ring.slots  # no reference to this pool, which stops when it is freed
         dataset, begun, at_once = self._shown
         return Status(lambda: slots.folder, dataset, begun, at_once=at_once)
 
     def rest(self) -> None:
-        """The iteration is over and nothing is under way: nothing is shown, and the ring is empty."""
+        """End the iteration with no batches in flight: publish no status, and empty the ring."""
         self.counts["staging_bytes"] = self.ring.bytes
         if self.status.made:
             self.status.close()
@@ -140,7 +143,7 @@ class WorkerPool:
         self.ring.clear()
 
     def begin(self) -> int:
-        """A new iteration; older ones are over. Its token."""
+        """Begin an iteration, which ends older ones; return its token."""
         self.token += 1
         for executor in self._executors:
             executor.forget(self.token)
@@ -148,16 +151,16 @@ class WorkerPool:
 
     @property
     def direct(self) -> bool:
-        """Whether the training process builds each batch when it is asked for it: nothing can be started before."""
+        """Whether the training process builds each batch on request, with nothing to start ahead."""
         return self._workers is None and self.builder.reader.direct and self.ring.slots.pin is None
 
     @property
     def room(self) -> bool:
-        """Whether there is a slot for one more batch."""
+        """Whether a slot is free for one more batch."""
         return self.ring.free > sum([executor.slots_to_take for executor in self._executors])
 
     def submit(self, task: Task, *, gather: bool) -> None:
-        """Have a task done: with `gather` in one go out of the cache."""
+        """Submit a task to an executor; with `gather`, to one that gathers from the cache."""
         executor = self._main
         if gather:
             if self._threads is None:
@@ -170,9 +173,9 @@ class WorkerPool:
         executor.submit(task)
 
     def poll(self, number: int | None = None) -> list[Result]:
-        """Results that are there, but for those of older iterations, whose slots go back.
+        """The available results. Results of older iterations are dropped, and their slots freed.
 
-        `number` is the batch that is waited for: the training process builds it now, if that is its task.
+        `number` is the awaited batch, which the training process builds now if it has the task.
         """
         results = []
         for executor in reversed(self._executors):
@@ -187,40 +190,40 @@ class WorkerPool:
         return results
 
     def wait(self, seconds: float) -> None:
-        """Wait for a result, but for a second at most: then those who should be working are looked after."""
+        """Wait for a result, for one second at most; then check the workers."""
         if not self.prepare_wait() and not wait(self.descriptors, min(seconds, 1.0)):
             self.check()
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:
-        """What to wait for, as descriptors and events of `poll`."""
+        """The descriptors to wait for, with events of `poll`."""
         return [pair for executor in self._executors for pair in executor.descriptors]
 
     def prepare_wait(self) -> bool:
-        """From now on, results are announced. Whether one is there already, so that there is nothing to wait for."""
+        """Signal results from now on. Returns whether one is already available, so that no wait is needed."""
         return any(executor.prepare_wait() for executor in self._executors)
 
     def check(self) -> None:
-        """Look after the workers."""
+        """Check for workers that died or hang."""
         for executor in self._executors:
             executor.check()
 
     @property
     def stuck(self) -> bool:
-        """Whether its workers hang at their start, and another process should start them."""
+        """Whether its workers hang at their start, so that another process should start them."""
         return self._workers is not None and self._workers.stuck
 
     def describe(self, task: Task) -> str:
-        """What has that task, for messages."""
+        """The process or thread that has this task, for messages."""
         return next(filter(None, (executor.describe(task) for executor in self._executors)), "no executor")
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
+        """Whether the pool is closed."""
         return not self._end.alive
 
     def close(self) -> None:
-        """End threads and workers, remove the ring. Batches that are kept stay valid. May be called twice."""
+        """Stop threads and workers, and remove the ring. Kept batches stay valid. Idempotent."""
         self._end()
 
 
@@ -236,7 +239,7 @@ def _warn_of_workers(workers: int) -> None:
 
 def _close(owner: int, executors: list[Executor], reader: Reader, ring: Ring, status: Status, counts: Counts) -> None:
     if os.getpid() != owner:
-        return  # a forked child: the workers and the ring are its parent's
+        return  # a forked child: the workers and the ring belong to its parent
     counts["staging_bytes"] = ring.bytes
     status.close()
     with contextlib.ExitStack() as ending:

@@ -10,26 +10,26 @@ from stallfree.workers.worker_pool import Counts, Options, WorkerPool
 
 
 class WorkerPools:
-    """Starts pools, and keeps one from epoch to epoch if workers are persistent, or if it has nothing to start.
+    """Starts pools, and keeps one between epochs if workers are persistent, or if it has nothing to start.
 
     Args:
         counts: of the loader; pools add to them.
-        persistent: whether workers are persistent. Then an iteration ends the one before.
+        persistent: whether workers are persistent. An iteration then ends the previous one.
 
     Attributes:
         persistent: as given.
-        kept: the pool that is kept; None if there is none.
+        kept: the kept pool, or None.
     """
 
     def __init__(self, counts: Counts, persistent: bool) -> None:
         self.persistent = persistent
         self._counts = counts
         self.kept: WorkerPool | None = None
-        self._options: Options | None = None  # of the one that is kept
-        self._known: list[weakref.ref[WorkerPool]] = []  # made anew and never changed: any thread may ask for `stats`
+        self._options: Options | None = None  # of the kept pool
+        self._known: list[weakref.ref[WorkerPool]] = []  # replaced, never changed: any thread may call `stats`
 
     def has_workers(self, options: Options) -> bool:
-        """Whether there are persistent workers with these options, so that `take` starts none."""
+        """Whether persistent workers with these options exist, so that `take` starts none."""
         return self.persistent and self._has(options)
 
     def _has(self, options: Options) -> bool:
@@ -39,9 +39,9 @@ class WorkerPools:
         """The pool of the next iteration.
 
         Args:
-            options: persistent workers with other ones are ended.
-            base_seed: of the workers' own generators.
-            pin: makes memory known to a device; given by a prefetcher, which counts the waits of the training loop.
+            options: of the pool; persistent workers with other options are stopped.
+            base_seed: of the workers' generators.
+            pin: registers memory with a device; set by a prefetcher, which counts the waits of the training loop.
         """
         pool = self.kept
         if pool is None or not self._has(options) or not (self.persistent or (pool.direct and pin is None)):
@@ -59,12 +59,12 @@ class WorkerPools:
 
     @property
     def staging_bytes(self) -> int | None:
-        """Bytes of the rings; None if no pool lives, and the counts say what there was."""
+        """Bytes of the rings; None if no pool exists: the counts then hold the last value."""
         bytes_of = [pool.ring.bytes for pool in self._living() if not pool.closed]
         return sum(bytes_of) if bytes_of else None
 
     def close(self) -> None:
-        """End them all. More may be started."""
+        """Close all pools. More may be started afterwards."""
         for pool in self._living():
             pool.close()
         self.kept = None

@@ -21,7 +21,7 @@ from stallfree.platform import how_it_ended
 from stallfree.workers.worker import WorkerSetup, worker_main
 
 LIVES = 3
-"""Workers that may die on one batch before that is an error."""
+"""Number of workers that may die on one batch before an error."""
 
 _STOP_SECONDS = 5.0
 _NO_MORE = 1 << 62
@@ -35,20 +35,20 @@ class _Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether it may have something to say, or is to be told something."""
+        """Whether it may have a message to send or to receive."""
         return bool(self.tasks) or self.dead or self.child.writing
 
 
 class WorkerProcesses:
-    """Worker processes, each started with its first task. One that dies is replaced, and its batches are done again.
+    """Worker processes, each started with its first task. A worker that dies is replaced, and its batches are repeated.
 
-    A forked worker that does not report in hangs, as it copied a lock that another thread held: it is replaced too. A
-    batch that has killed three workers has a `WorkerError` for its result. `submit` and `poll` raise `InputError`
-    when something cannot be sent to a worker.
+    A forked worker that does not report in hangs, because it copied a lock held by another thread: it is replaced too.
+    The result of a batch that has killed three workers is a `WorkerError`. `submit` and `poll` raise `InputError` if an
+    object cannot be sent to a worker.
 
     Attributes:
-        replaced: how many workers died.
-        hung: forked workers that did not report in, since one did.
+        replaced: number of workers that died.
+        hung: forked workers that did not report in since the last one that did.
     """
 
     needs_slot = True
@@ -65,12 +65,12 @@ class WorkerProcesses:
 
     @property
     def stuck(self) -> bool:
-        """Whether all its forks hang, each further one probably too."""
+        """Whether all forked workers hang, so that further ones probably would too."""
         return self.hung > len(self._workers)
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:
-        """What to wait for, as descriptors and events of `poll`: a result, the death of a worker, room for tasks."""
+        """The descriptors to wait for, with events of `poll`: results, deaths of workers, space for tasks."""
         return [
             (worker.child.fileno(), worker.child.events)
             for worker in self._workers
@@ -86,24 +86,24 @@ class WorkerProcesses:
         return ""
 
     def submit(self, task: Task) -> None:
-        """Give a task to the worker with the fewest."""
+        """Send a task to the worker with the fewest tasks."""
         loads = [0 if worker is None else len(worker.tasks) for worker in self._workers]
         number = loads.index(min(loads))
         worker = self._workers[number]
         if worker is None:
             worker = self._workers[number] = self._start(number)
         worker.tasks.append(task)
-        worker.child.send(task.pack())  # to a dead worker: found out, and made good, by `poll`
+        worker.child.send(task.pack())  # `poll` detects and replaces a dead worker
 
     def forget(self, token: int) -> None:
-        """Batches of iterations before `token` need not be prepared any more."""
+        """Drop batches of iterations before `token`."""
         self._wanted = token
         for worker in self._workers:
             if worker is not None:
                 worker.child.send(forget_message(token))
 
     def poll(self, number: int | None) -> list[Result]:
-        """The results that are there. Replaces workers that died; of those with nothing to do, when they get a task."""
+        """The available results. Replaces workers that died; idle ones when they get a task."""
         results: list[Result] = []
         for place, worker in enumerate(self._workers):
             if worker is None or not worker.busy:
@@ -125,17 +125,17 @@ class WorkerProcesses:
         return results
 
     def prepare_wait(self) -> bool:
-        """Results always announce themselves."""
+        """See `Executor`: results are always signalled."""
         return False
 
     def check(self) -> None:
-        """Look for workers that died while another process keeps their end of the connection open, or that hang."""
+        """Check for workers that hang, or died while another process keeps their end of the connection open."""
         for worker in self._workers:
             if worker is not None and (worker.child.overdue or not worker.child.alive):
                 worker.dead = True
 
     def _replace(self, number: int, dead: _Worker, results: list[Result]) -> None:
-        """Make sure that it is dead, and give its tasks to a fresh one."""
+        """Kill a worker if it is still alive, and send its tasks to a new one."""
         self._workers[number] = None
         self.replaced += 1
         hung = dead.child.overdue
@@ -181,7 +181,7 @@ class WorkerProcesses:
         return _Worker(child)
 
     def close(self) -> None:
-        """End the workers; those that do not end in 5 s are killed."""
+        """Stop the workers; kill those that do not exit in 5 s."""
         workers = [worker for worker in self._workers if worker is not None]
         self._workers = [None] * self._setup.workers
         for worker in workers:
@@ -200,7 +200,7 @@ def _killer(task: Task, exit_code: int | None) -> WorkerError:
 
 
 def wait(descriptors: list[tuple[int, int]], seconds: float) -> bool:
-    """Wait until something happens to a descriptor, or for so many seconds. Whether something did."""
+    """Wait up to `seconds` for an event on a descriptor; return whether there was one."""
     poller = select.poll()
     for descriptor, events in descriptors:
         poller.register(descriptor, events)

@@ -1,1 +1,1 @@
-"""The sample cache in shared memory: arena, index, readers and writers, recovery."""
+"""The sample cache in shared memory or on a disk: arena, index, readers and writers, recovery."""

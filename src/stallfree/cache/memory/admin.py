@@ -1,4 +1,4 @@
-"""Look after the caches of this user: list, visit, remove, sweep."""
+"""Administration of this user's caches: list, remove, collect garbage."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from stallfree.ipc.folders import (
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """One cache. `fingerprint` and the counts are empty when it cannot be read.
+    """One cache. `fingerprint` and the counts are empty if it cannot be read.
 
     Attributes:
         name: its name.
         path: its folder.
         in_use: whether a process is attached.
-        persist: whether it stays when nobody is.
+        persist: whether it is kept when no process is attached.
         samples: number of samples of the data set.
-        resident_items: records in it.
-        used_bytes: bytes taken, index included.
-        capacity_bytes: bytes it may take.
+        resident_items: resident records.
+        used_bytes: used bytes, index included.
+        capacity_bytes: maximum bytes.
         policy: name of the policy.
         fingerprint: of the data.
     """
@@ -50,7 +50,7 @@ class CacheInfo:
 
 
 def caches_root(store: str | Path = "memory") -> Path:
-    """Where the caches of this user lie: in memory, or below the folder `store`."""
+    """The root folder of this user's caches: in memory, or below the folder `store`."""
     return default_root() if str(store) == "memory" else user_root(store)
 
 
@@ -94,5 +94,5 @@ def remove(root: Path, name: str) -> None:
 
 
 def collect_garbage(root: Path) -> list[str]:
-    """Remove what killed processes left below `root`; the names."""
+    """Remove the leftovers of killed processes below `root`; return their names."""
     return sweep(root)

@@ -1,8 +1,8 @@
-"""Where the bytes of records lie: blocks of one size in one sparse file.
+"""Storage of record bytes: blocks of one size in one sparse file.
 
 In memory the file is mapped and a batch is read by one gather per leaf. On a disk it is read and written by system
-calls, so that a bad sector or a file cut short is an error that can be handled and not a fault. Either way a block is
-touched only after `posix_fallocate` has got its memory: a full file system means a smaller cache, never SIGBUS.
+calls, so that a bad sector or a truncated file raises an error instead of a fault. A block is accessed only after
+`posix_fallocate` has allocated it: a full file system means a smaller cache, never SIGBUS.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from stallfree.platform import OPEN, allocate, shares_memory
 Array = npt.NDArray[Any]
 
 SEGMENT = 64 << 20
-"""Bytes of memory that are taken at a time, or one block if that is larger."""
+"""Bytes per allocation, or one block if that is larger."""
 
-_MOST_PARTS = 1024  # that one call may read into
+_MOST_PARTS = 1024  # buffers per read call
 _POPULATE_READ = 22
 _POPULATE_STEP = 32 << 20
 
@@ -48,7 +48,7 @@ class Arena(ABC):
 
     @staticmethod
     def create(file: Path, block: int, num_blocks: int) -> None:
-        """Make the sparse file; it takes no memory yet."""
+        """Create the sparse file, without allocating memory."""
         fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN, 0o600)
         try:
             os.ftruncate(fd, block * num_blocks)
@@ -56,9 +56,9 @@ class Arena(ABC):
             os.close(fd)
 
     def back(self, start: int, count: int) -> int:
-        """Get memory for `count` blocks from block `start` on, or for as many as there is room for; their number.
+        """Allocate up to `count` blocks from block `start` on; return the number allocated.
 
-        When the file system is filling up, a 16th of what it has left stays free for others.
+        If the file system is nearly full, a 16th of its free space is left free.
         """
         if self._back(start, count):
             return count
@@ -77,7 +77,7 @@ class Arena(ABC):
         return True
 
     def whole(self) -> int:
-        """Blocks that the file has; it is made as long as it should be if it is not."""
+        """Set the file to its full length; return the number of blocks that it had before."""
         there = os.fstat(self._fd).st_size
         if there != self.num_blocks * self.block:
             os.ftruncate(self._fd, self.num_blocks * self.block)
@@ -85,9 +85,9 @@ class Arena(ABC):
 
     @abstractmethod
     def read(self, blocks: Array, out: Array) -> None:
-        """Copy `blocks` (integers) one after the other into `out`, (len(blocks), block) bytes.
+        """Copy `blocks` (integers) in order into `out`, (len(blocks), block) bytes.
 
-        What a disk does not give is zero in `out`: the checksum of the record shows it.
+        Unreadable bytes on a disk are zero in `out`; the checksum of the record detects them.
         """
 
     @abstractmethod
@@ -96,22 +96,22 @@ class Arena(ABC):
 
     @abstractmethod
     def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
-        """Prepare to `gather` the bytes from `offsets[k]` on of some blocks into the rows of `outs[k]`, (n, bytes).
+        """Prepare to `gather` the bytes of blocks from `offsets[k]` on into the rows of `outs[k]`, (n, bytes).
 
-        The offsets rise, and the parts do not overlap.
+        The offsets ascend, and the parts do not overlap.
         """
 
     @abstractmethod
     def gather(self, blocks: Array, target: Any) -> None:
-        """Copy of each of the n `blocks`, into a row each, what `target` says. What a disk does not give is zero.
+        """Copy the parts of each of the n `blocks` into one row of `target`. Unreadable bytes on a disk are zero.
 
         Args:
             blocks: int64.
-            target: what `aim` made.
+            target: returned by `aim`.
         """
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the file descriptor."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -145,7 +145,7 @@ class MemoryArena(Arena):
         self._rows[blocks] = data
 
     def pieces(self, blocks: Array, size: int) -> list[Array]:
-        """The first `size` bytes of what lies in `blocks`, one after the other, in place: few arrays of bytes."""
+        """Views of the first `size` bytes of the concatenated `blocks`: few arrays of bytes."""
         if len(blocks) == 1:
             start = int(blocks[0]) * self.block
             return [self._bytes[start : start + size]]
@@ -156,7 +156,7 @@ class MemoryArena(Arena):
         return pieces
 
     def row(self, block: int) -> Array:
-        """The bytes of one block, to be written in place."""
+        """A writable view of one block."""
         return self._rows[block]  # type: ignore[no-any-return]
 
     def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
@@ -169,7 +169,7 @@ class MemoryArena(Arena):
                 torch.index_select(self._leaf(leaf, wide), 0, index, out=out)
 
     def _leaf(self, leaf: tuple[int, int], wide: bool) -> torch.Tensor:
-        """The bytes from an offset on, so many, of all blocks: as words of 8 bytes if `wide`."""
+        """The bytes of `leaf`, (offset, size), in all blocks: as words of 8 bytes if `wide`."""
         there = self._leaves.get((leaf, wide))
         if there is None:
             offset, width = leaf
@@ -181,7 +181,7 @@ class MemoryArena(Arena):
         return there
 
     def populate(self, blocks: int) -> None:
-        """Map the first `blocks` blocks in the background, so that reading them does not fault page by page."""
+        """Map the first `blocks` blocks in the background, so that reads cause no page faults."""
         size = blocks * self.block // mmap.PAGESIZE * mmap.PAGESIZE
         if (
             not shares_memory()
@@ -213,7 +213,7 @@ class MemoryArena(Arena):
 
 
 class DiskArena(Arena):
-    """Blocks in a file on a disk, read and written by system calls. Blocks that lie side by side are one call."""
+    """Blocks in a file on a disk, read and written by system calls, one per run of adjacent blocks."""
 
     def read(self, blocks: Array, out: Array) -> None:
         for start, count, at in _runs(blocks):
@@ -244,7 +244,7 @@ class DiskArena(Arena):
             self._read([part.cast("B") for part in parts if part.nbytes], block * self.block + offsets[0])
 
     def _read(self, views: list[memoryview], at: int) -> None:
-        """Fill `views` from place `at` of the file; with zeros where that fails or the file ends."""
+        """Fill `views` from offset `at` of the file; with zeros where the read fails or the file ends."""
         while views:
             try:
                 got = os.preadv(self._fd, views[:_MOST_PARTS], at)
@@ -262,7 +262,7 @@ class DiskArena(Arena):
 
 
 def _words(out: Array) -> tuple[bool, torch.Tensor]:
-    """Whether the rows of `out` can be taken as words of 8 bytes, and `out` as a tensor of what it is taken as."""
+    """Whether the rows of `out` can be viewed as words of 8 bytes, and `out` as a tensor of words or bytes."""
     width = out.shape[1]
     if width % 8 or not out.flags.c_contiguous or out.ctypes.data % 8:
         return False, torch.from_numpy(out)
@@ -271,7 +271,7 @@ def _words(out: Array) -> tuple[bool, torch.Tensor]:
 
 
 def _runs(blocks: Array) -> list[tuple[int, int, int]]:
-    """(first block, number of blocks, position) of each run of successive numbers in `blocks`."""
+    """(first block, number of blocks, position) of each run of consecutive numbers in `blocks`."""
     if len(blocks) == 0:
         return []
     signed = blocks.astype(np.int64)

@@ -1,4 +1,4 @@
-"""The bookkeeping of a cache without its records: which ids would be resident."""
+"""A simulated cache without records, which computes the ids that would be resident."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Ids = npt.NDArray[np.int64]
 
 
 class Bookkeeper:
-    """Decides as the live cache does: the same `Space` gives blocks to records.
+    """Makes the same decisions as the live cache, with the same `Space` for block allocation.
 
     Args:
         folder: for the index.
         num_ids: number of samples.
-        policy: which record goes when there is no room.
+        policy: eviction policy.
         capacity: records of one size; with `sizes` bytes, index included, laid out as a live cache of that capacity.
         sizes: bytes of each record, or None.
 
@@ -49,7 +49,7 @@ class Bookkeeper:
         Index.create(file, num_ids, meta.num_blocks, meta.block, **meta.kinds)
         index = Index(file, num_ids, meta.num_blocks, **meta.kinds)
         victims = None
-        if policy.evicts:  # a longer queue takes memory and saves time; it decides alike
+        if policy.evicts:  # a longer queue saves time for memory, with the same decisions
             victims = Victims(_Queue(index.first), np.zeros(2, np.int64))
         self._index, self._policy, self._counters = index, policy, Counters(index.counters)
         self._space = Space(meta, index, self._counters, policy, lambda start, count: count, folder, victims)
@@ -57,18 +57,18 @@ class Bookkeeper:
         self._sizes = np.zeros(num_ids, np.int64) if sizes is None else sizes
 
     def use(self, ids: Ids) -> Ids:
-        """Look `ids` up, as one batch, and store those that are missing; gives these, repeated ones each time."""
+        """Look `ids` up as one batch, and store the missing ones; return these, with repetitions."""
         there = self._index.first[ids] != 0
         self._space.used(ids[there])
         missed: Ids = ids[~there]
         if len(missed):
             times = np.arange(len(missed))
             self._seen[missed[::-1]] = times[::-1]
-            self._enter(missed[self._seen[missed] == times])  # the first of repeated ones
+            self._enter(missed[self._seen[missed] == times])  # the first of equal ids
         return missed
 
     def drop(self, ids: Ids) -> None:
-        """Make `ids` absent, which are all different."""
+        """Make the distinct `ids` absent."""
         self._space.drop(ids)
 
     def set_scores(self, ids: Ids, scores: npt.NDArray[Any]) -> None:
@@ -84,27 +84,27 @@ class Bookkeeper:
 
     @property
     def evictions(self) -> int:
-        """Records dropped to make room."""
+        """Number of evicted records."""
         return self._counters.totals()[Count.EVICTIONS]
 
     @property
     def rejected(self) -> int:
-        """Records not stored."""
+        """Number of rejected records."""
         return self._counters.totals()[Count.REJECTED]
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Which of `ids` are in the cache."""
+        """Which of `ids` are resident."""
         there: npt.NDArray[np.bool_] = self._index.first[ids] != 0
         return there
 
     def resident(self) -> Ids:
-        """The ids that are in the cache, ascending."""
+        """The resident ids, ascending."""
         ids: Ids = np.flatnonzero(self._index.first)
         return ids
 
 
 class _Queue:
-    """The state of `Victims`, in memory of its own."""
+    """The state of `Victims`, in private memory."""
 
     def __init__(self, first: npt.NDArray[Any]) -> None:
         self.first = first

@@ -1,18 +1,18 @@
 """The index of a sample cache: arrays in one shared file, one entry per id.
 
     header      64 numbers of 8 bytes (`Field`)
-    counters    rows of 16 numbers; each attached process adds to one of its own (see counters.py)
+    counters    rows of 16 numbers; each attached process adds to its own row (see counters.py)
     level       f64, the score of the last record that was evicted
-    victims     ids that are next to be evicted, with the scores they were chosen by (see policies.py)
+    victims     ids to be evicted next, with the scores by which they were selected (see policies.py)
     first       u32 per id     first block + 1, or 0: not resident. Written last, so it makes a record visible
-    length      u32 per id     bytes of the record, or 0: laid out as the cache's common structure says
-    generation  u32 per id     changes whenever the record goes or another comes
+    length      u32 per id     bytes of the record, or 0: it has the cache's common structure
+    generation  u32 per id     changes whenever the record is removed or replaced
     score       f64 per id     only if the policy keeps scores
     checksum    u32 per id     only on a disk
     next        u32 per block  the block that follows in the record, or `FREE_BLOCK`
     free        u32            a stack of some of the free blocks
 
-That is 12 bytes per id and 4 per block, 20 with scores, 24 on a disk. All of it is counted in the capacity.
+This takes 12 bytes per id and 4 per block, 20 with scores, 24 on a disk, all of it counted in the capacity.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Array = npt.NDArray[Any]
 
 
 class DamagedError(StorageError):
-    """The files of a cache are not what was written."""
+    """The files of a cache are damaged."""
 
 
 MAGIC = 0x5741_4C4C_4652_0004
 FREE_BLOCK = 0xFFFF_FFFF
-"""In the place of a block's successor: it was given back."""
+"""Marks a freed block, in place of its successor."""
 
 ROWS = 256
 COLUMNS = 16
@@ -48,25 +48,25 @@ _HEADER = 64
 
 
 class Field(enum.IntEnum):
-    """What stands where in the header."""
+    """Indices into the header."""
 
     MAGIC = 0
     NUM_IDS = 1
     NUM_BLOCKS = 2
     BLOCK = 3
-    DIRTY = 4  # a writer is at work; if it holds no lock any more, it died
+    DIRTY = 4  # a writer is active; if the lock is free, it died
     HIGH = 5  # blocks below this one have been used at least once
     BACKED = 6  # blocks that have memory behind them
     LIMIT = 7  # blocks that may get memory; falls when the file system is full
     FREE = 8  # blocks that were given back
     TICK = 9  # counts uses; the time of policies
     RESIDENT = 10  # records
-    RESIDENT_BYTES = 11  # their bytes, as they were put
+    RESIDENT_BYTES = 11  # their bytes, as stored
     RECOVERIES = 12
     VICTIMS_AT = 13
     VICTIMS_END = 14
-    STACKED = 15  # those of them that are on the stack
-    UNCACHED = 16  # twice the number of steps that records are made without; odd while others are being dropped
+    STACKED = 15  # free blocks on the stack
+    UNCACHED = 16  # twice the number of uncached steps; odd while old records are being dropped
 
 
 _fence_lock = threading.Lock()
@@ -74,7 +74,7 @@ _ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 def fence() -> None:
-    """Keep the order of loads and stores on processors that would change it (x86 does not)."""
+    """Memory fence for processors that reorder loads and stores (x86 does not)."""
     if not _ORDERED:
         with _fence_lock:
             pass
@@ -83,12 +83,12 @@ def fence() -> None:
 
 
 def victims_size(num_ids: int) -> int:
-    """How many victims are found at a time: a 64th of the ids, so that the search is paid by many evictions."""
+    """Length of the victim queue: a 64th of the ids, which amortizes the search over many evictions."""
     return max(64, min(num_ids // 64, 1 << 17))
 
 
 def _arrays(num_ids: int, num_blocks: int, scored: bool, checked: bool) -> dict[str, tuple[Any, int, int]]:
-    """Type, length and place of each array."""
+    """Type, length and offset of each array."""
     victims = victims_size(num_ids) if scored else 0
     sizes = {
         "header": (np.int64, _HEADER),
@@ -119,14 +119,14 @@ def index_bytes(num_ids: int, num_blocks: int, *, scored: bool, checked: bool) -
 
 
 def whole_pages(size: int) -> int:
-    """`size` rounded up to pages, which is what a file of that size takes."""
+    """`size` rounded up to whole pages."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Index:
     """The arrays of the index in `file`, shared by all processes that map it.
 
-    Raises `DamagedError` when the file is not an index of these numbers.
+    Raises `DamagedError` if the file is not an index of these dimensions.
     """
 
     header: Array
@@ -163,7 +163,7 @@ class Index:
 
     @staticmethod
     def create(file: Path, num_ids: int, num_blocks: int, block: int, *, scored: bool, checked: bool) -> None:
-        """Make the file of an empty index. Raises `StorageError` if the file system has no room for it."""
+        """Create the file of an empty index. Raises `StorageError` if the file system is full."""
         size = index_bytes(num_ids, num_blocks, scored=scored, checked=checked)
         fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN, 0o600)
         try:

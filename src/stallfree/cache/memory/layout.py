@@ -1,4 +1,4 @@
-"""What a cache is made of, decided once when it is made, and kept in `meta.json` beside its data."""
+"""The layout of a cache, fixed at its creation and stored in `meta.json` beside its data."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Meta:
     """The description of one cache.
 
     Attributes:
-        version: of the files' layout.
+        version: of the file layout.
         fingerprint: of the source, the deterministic part and the record format.
         num_ids: number of samples of the data set.
         block: bytes per block.
-        num_blocks: blocks at most.
+        num_blocks: maximum number of blocks.
         policy: name of the policy.
         scored: whether the policy keeps a score per id.
         common: key of the structure that all samples share, or "" if their sizes differ.
-        capacity: bytes asked for.
+        capacity: requested bytes.
         on_disk: whether the arena is read by system calls.
     """
 
@@ -51,12 +51,12 @@ class Meta:
     on_disk: bool
 
     def structure(self) -> Structure | None:
-        """The structure that all samples share, if they do."""
+        """The structure that all samples share, or None."""
         return structure_of(self.common.encode("latin-1")) if self.common else None
 
     @property
     def kinds(self) -> dict[str, bool]:
-        """Which optional arrays the index has."""
+        """The optional arrays of the index."""
         return {"scored": self.scored, "checked": self.on_disk}
 
     @property
@@ -73,7 +73,7 @@ class Meta:
     def load(folder: Path) -> Meta:
         """Read `meta.json`.
 
-        Raises `StorageError` if it is of another version, `DamagedError` if it is missing or not what was written.
+        Raises `StorageError` if it has another version, `DamagedError` if it is missing or damaged.
         """
         try:
             fields = json.loads((folder / META).read_text())
@@ -108,17 +108,17 @@ def plan_layout(
     structure: Structure | None,
     typical: int,
 ) -> Meta:
-    """Share `capacity` bytes between index and blocks.
+    """Divide `capacity` bytes between index and blocks.
 
-    With a `structure` of fixed size a block is one record; else records of about `typical` bytes are chained from
-    blocks of an eighth of that, at least 256 bytes and at most 16 KiB. Raises `CapacityError` if the index alone is
-    larger.
+    With a `structure` of fixed size a block is one record; else records of about `typical` bytes are chains of blocks
+    of an eighth of that, at least 256 bytes and at most 16 KiB. Raises `CapacityError` if the index alone exceeds the
+    capacity.
     """
     common = ""
     if structure is not None and structure.fixed and structure.size > 0:
         block = -(-structure.size // ALIGN) * ALIGN
         common = structure.key.decode("latin-1")
-        # One block per sample, and as many more as a 200th of the capacity can list: later samples may be larger.
+        # One block per sample, and as many more as a 200th of the capacity can index: later samples may be larger.
         at_most = num_ids + capacity // 800
     else:
         block = SMALL_BLOCK

@@ -1,4 +1,4 @@
-"""How much memory there is to take."""
+"""Free memory and disk space, and the capacity that they allow."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from stallfree.units import format_size
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: what the kernel calls available, and what each cgroup above it leaves."""
+    """Bytes that this process may still use: the kernel's available memory, limited by each cgroup above it."""
     limits = [_available(), *_cgroup_limits()]
     return max(0, min(limits))
 
 
 def free_space(folder: Path) -> int:
-    """Bytes that a user may still write to the file system of `folder`."""
+    """Bytes that the user may still write to the file system of `folder`."""
     return shutil.disk_usage(folder).free
 
 
 def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
-    """Bytes to plan with when `size` were asked for: fewer, with a warning, if the file system of `folder` is small.
+    """The capacity for a requested `size` in bytes: less, with a warning, if the file system of `folder` is small.
 
-    Raises `CapacityError` for more than the free memory.
+    Raises `CapacityError` if it exceeds the free memory.
     """
     if not on_disk and size > (free := free_memory()):
         raise CapacityError(
@@ -56,7 +56,7 @@ def _available() -> int:
     for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    return sys.maxsize  # not known
+    return sys.maxsize  # unknown
 
 
 def _cgroup_limits() -> list[int]:

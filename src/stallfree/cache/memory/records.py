@@ -1,7 +1,7 @@
-"""How records are read: without a lock, a whole batch at a time.
+"""Lock-free reads of records, a whole batch at a time.
 
-A reader looks at the generation, then at the place, copies, and looks at the generation again. Whoever sees `first`
-sees a whole record, and whoever copied from blocks that were given away meanwhile sees another generation: a miss.
+A reader loads the generation, then the location, copies the record, and loads the generation again. A nonzero `first`
+implies a complete record. If blocks were reused during the copy, the generation differs and the read is a miss.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from stallfree.pipeline.codec import MissingClassError, read_leaves, read_record
 Array = npt.NDArray[Any]
 
 _LARGE = 4 << 10
-"""Bytes of a record, on average, from which on each is copied by itself."""
+"""Mean record bytes from which each record is copied individually."""
 
 
 @dataclass
 class Found:
-    """What a reader saw of a batch of ids: places first, and in the end which of them were good.
+    """The state of a batch read: the locations of the records, and later which of them are valid.
 
     Attributes:
-        ids: that were asked for.
-        generation, first, length, checksum: what the index said of them at the beginning.
-        good: which were read whole.
-        damaged: positions of those that were read as they were written, and are not what was written.
+        ids: requested ids.
+        generation, first, length, checksum: their index entries before the read.
+        good: which records were read completely.
+        damaged: positions of records that did not change during the read but fail their checksum.
     """
 
     ids: Array
@@ -50,11 +50,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Aim:
-    """Where a gather goes: made once for memory that is used again and again.
+    """The target of a gather, created once for memory that is reused.
 
     Attributes:
         outs: the memory, an array per leaf that has bytes.
-        target: what the arena made of it.
+        target: its arena-specific form.
     """
 
     outs: list[Array]
@@ -63,11 +63,11 @@ class Aim:
 
 @dataclass(frozen=True)
 class Borrowed:
-    """Samples whose arrays lie in the cache itself, where others may change them at any moment: read only.
+    """Read-only samples whose arrays are views of the cache, which other processes may change at any time.
 
     Attributes:
         values: `MISS` for those that are not resident.
-        unchanged: returns of one, by its position, whether it is still what it was: then what was made of it is right.
+        unchanged: returns whether the sample at a position is unchanged; results computed from it are then valid.
     """
 
     values: list[Any]
@@ -78,10 +78,10 @@ class Records:
     """Reads the records of a cache.
 
     Args:
-        meta: what the cache is made of.
+        meta: the layout of the cache.
         index, arena: its parts.
-        allow_pickle: whether pickled leaves are loaded. Then what the cache holds is trusted: a record of a class that
-            is not imported here raises `MissingClassError`, and is a miss otherwise.
+        allow_pickle: whether pickled leaves are loaded, so that the content of the cache is trusted. A record of a
+            class that is not imported here then raises `MissingClassError`; otherwise it is a miss.
     """
 
     def __init__(self, meta: Meta, index: Index, arena: Arena, allow_pickle: bool) -> None:
@@ -94,7 +94,7 @@ class Records:
         self._offsets = [] if self.common is None else [self.common.offsets[number] for number in self._filled]
 
     def look(self, ids: Array) -> Found:
-        """Where the records of `ids` are now."""
+        """The current locations of the records of `ids`."""
         index = self._index
         generation = index.generation[ids]
         fence()
@@ -108,14 +108,14 @@ class Records:
         return Aim(filled, self._arena.aim(self._offsets, filled))
 
     def gather(self, found: Found, aim: Aim) -> None:
-        """Copy the records of the common structure to where `aim` says."""
+        """Copy the records of the common structure to `aim`."""
         found.good &= found.length == 0
         blocks = found.first.astype(np.int64)
         blocks -= 1
         if not found.good.all():
             if not found.good.any():
                 return
-            blocks[~found.good] = blocks[found.good.argmax()]  # any block that has memory behind it
+            blocks[~found.good] = blocks[found.good.argmax()]  # any allocated block
         self._arena.gather(blocks, aim.target)
         self._still(found, slice(None))
         if found.checksum is not None:
@@ -126,7 +126,7 @@ class Records:
                     found.damaged.append(at)
 
     def read(self, found: Found, values: list[Any]) -> None:
-        """Put the values that are there into `values`, at the positions of their ids."""
+        """Put the resident values into `values`, at the positions of their ids."""
         plain = found.good & (found.length == 0)
         if plain.all():
             self._read_plain(found, values)
@@ -148,7 +148,7 @@ class Records:
             self._read_chained(found, chained, values)
 
     def _views(self, found: Found) -> list[tuple[Array, ...]]:
-        """Each record where it lies, as it describes itself (`pipeline.codec`); () for those that are not there."""
+        """A view of each record in its own structure (`pipeline.codec`); () for absent ones."""
         arena = self._arena
         assert isinstance(arena, MemoryArena)
         parts: list[tuple[Array, ...]] = [()] * len(found.ids)
@@ -164,15 +164,15 @@ class Records:
                 parts[position] = tuple(arena.pieces(own, length))
             elif self.common is not None:
                 parts[position] = (self.common.head, *arena.pieces(own, self.common.size))
-            else:  # a writer is changing it just now
+            else:  # a writer is changing it
                 found.good[position] = False
 
         return parts
 
     def borrow(self, found: Found, values: list[Any]) -> Borrowed:
-        """The values that are there, in place of `MISS` in `values`. Only for a cache in memory.
+        """Put views of the resident values in place of `MISS` into `values`. Only for a cache in memory.
 
-        A record that is in several pieces, or holds what has to be unpickled, is copied.
+        A record that is in several pieces, or must be unpickled, is copied.
         """
         views = self._views(found)
         left = self._made_of(views, np.flatnonzero(found.good), values, copy=False)
@@ -187,7 +187,7 @@ class Records:
         return Borrowed(values, unchanged)
 
     def _read_there(self, found: Found, at: Array, values: list[Any]) -> Array:
-        """Put the values at the positions `at` into `values`, each copied once; those that are left to be read."""
+        """Put the values at the positions `at` into `values`, each copied once; return the positions left to read."""
         some = _part(found, at)
         into: list[Any] = [None] * len(at)
         views = self._views(some)
@@ -201,7 +201,7 @@ class Records:
         return at[left[unchanged[left]]]
 
     def _made_of(self, views: list[tuple[Array, ...]], at: Array, values: list[Any], *, copy: bool) -> Array:
-        """Put what was made of the records at `at` into `values`; where they must be still first, to be unpickled."""
+        """Put the values of the records at `at` into `values`; return the positions to copy first, for unpickling."""
         left = []
         for position in at.tolist():
             parts = views[position]
@@ -216,7 +216,7 @@ class Records:
         return np.array(left, np.int64)
 
     def _read_plain(self, found: Found, values: list[Any]) -> None:
-        """The same for records of the common structure only."""
+        """Read records of the common structure only."""
         if self.common is None or len(values) == 0:
             found.good[:] = False
             return
@@ -233,7 +233,7 @@ class Records:
         block = self._block
         counts = blocks_of(found.length[at], block)
         fits = counts <= self._num_blocks
-        if not fits.all():  # a writer is changing it just now
+        if not fits.all():  # a writer is changing it
             found.good[at[~fits]] = False
             at, counts = at[fits], counts[fits]
         blocks = chains(self._index, found.first[at].astype(np.int64) - 1, counts)
@@ -264,7 +264,7 @@ class Records:
         found.good[at] &= self._index.generation[found.ids[at]] == found.generation[at]
 
     def _scratch(self, size: int) -> Array:
-        """Memory of this thread that is used again and again."""
+        """Reusable scratch memory of this thread."""
         there: Array | None = getattr(self._local, "memory", None)
         if there is None or len(there) < size:
             there = self._local.memory = np.empty(size + size // 4, np.uint8)
@@ -272,6 +272,6 @@ class Records:
 
 
 def _part(found: Found, at: Array) -> Found:
-    """The same for the ids at the positions `at` only."""
+    """`found`, restricted to the positions `at`."""
     sums = None if found.checksum is None else found.checksum[at]
     return Found(found.ids[at], found.generation[at], found.first[at], found.length[at], sums, found.good[at], [])

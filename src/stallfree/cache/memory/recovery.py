@@ -1,7 +1,7 @@
-"""Make an index whole again after a writer died at any instant, or after a disk damaged it.
+"""Repair of an index after a writer died at any instant, or a disk damaged it.
 
-What counts is `first`, because it is written last: an id is resident if and only if its chain of blocks is sound. All
-the rest (free blocks, counters, victims) follows from it.
+`first` is authoritative, because it is written last: an id is resident if and only if its chain of blocks is valid. All
+other data (free blocks, counters, victims) is rebuilt from it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Array = npt.NDArray[Any]
 
 
 def chains(index: Index, heads: Array, counts: Array) -> Array:
-    """The blocks of records, one record after the other.
+    """The blocks of records, concatenated.
 
-    `heads` holds the first block of each record and `counts` its number of blocks. A writer may be changing the chains
-    under our eyes: the numbers are then wrong but always within the arena, and the caller finds out by the generation.
+    `heads` holds the first block of each record and `counts` its number of blocks. A writer may change the chains
+    concurrently: the numbers are then wrong but within the arena, and the caller detects it by the generation.
     """
     most = int(counts.max(initial=0))
     last_block = len(index.next) - 1
@@ -38,20 +38,20 @@ def chains(index: Index, heads: Array, counts: Array) -> Array:
 
 
 def blocks_of(length: Array, block: int) -> Array:
-    """Blocks that records of `length` bytes take; 0 stands for the common structure, which takes one."""
+    """Number of blocks of records of `length` bytes; 0 is the common structure, which takes one."""
     if not length.any():
         return np.ones(len(length), np.int64)
     return np.maximum(1, -(-length.astype(np.int64) // block))
 
 
 def check_disk(index: Index, block: int, uniform: bool, backed: int) -> int:
-    """Make an index that was found on a disk usable, whatever stands in it; the number of records dropped.
+    """Repair an index found on a disk, whatever its content; return the number of records dropped.
 
-    Only the first process to attach may do this. `backed` is the number of blocks that the file of the arena has.
-    Records that look sound and are not are found out by their checksums.
+    Only the first process to attach may call this. `backed` is the number of allocated blocks in the arena file.
+    Damaged records with valid chains are detected by their checksums.
     """
     header = index.header
-    header[Field.LIMIT] = len(index.next)  # the disk may have more room than last time
+    header[Field.LIMIT] = len(index.next)  # the disk may have more space now
     header[Field.BACKED] = min(max(0, int(header[Field.BACKED])), backed)
     for field in (Field.TICK, Field.RECOVERIES):
         if not 0 <= header[field] < 1 << 52:
@@ -67,19 +67,19 @@ def check_disk(index: Index, block: int, uniform: bool, backed: int) -> int:
 
 
 def recover(index: Index, block: int) -> int:
-    """Rebuild what follows from `first`, drop records whose chain is not sound; their number.
+    """Rebuild the data that depends on `first`, and drop records with invalid chains; return their number.
 
-    The caller holds the lock of writers. May itself be cut short at any instant and done again.
+    The caller holds the writer lock. Idempotent: may be interrupted at any instant and repeated.
     """
     header = index.header
     backed = int(header[Field.BACKED])
-    # A reader may be at a record that the dead writer had dropped but not yet marked.
+    # A reader may be reading a record that the dead writer had dropped but not yet marked.
     index.generation[index.first == 0] += 1
     residents = np.flatnonzero(index.first)
     heads = index.first[residents].astype(np.int64) - 1
     counts = blocks_of(index.length[residents], block)
     sound = (heads < backed) & (counts <= backed)
-    sound[np.cumsum(np.where(sound, counts, 0)) > backed] = False  # more blocks than there are: damage
+    sound[np.cumsum(np.where(sound, counts, 0)) > backed] = False  # more blocks than allocated: damage
     bad = residents[~sound]
     residents, heads, counts = residents[sound], heads[sound], counts[sound]
     blocks = chains(index, heads, counts)
@@ -87,7 +87,7 @@ def recover(index: Index, block: int) -> int:
     clash = blocks >= backed
     inner = np.ones(len(blocks), bool)
     inner[np.cumsum(counts) - 1] = False
-    clash[inner] |= index.next[blocks[inner]] >= len(index.next)  # a link to nowhere
+    clash[inner] |= index.next[blocks[inner]] >= len(index.next)  # an invalid link
     clash |= np.bincount(blocks, minlength=len(index.next))[blocks] > 1
     wrong = np.zeros(len(residents), bool)
     wrong[owner[clash]] = True

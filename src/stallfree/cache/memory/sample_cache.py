@@ -1,7 +1,7 @@
-"""The sample cache: single samples in memory that all processes of a host share, or on a local disk.
+"""The sample cache in memory shared by all processes of a host, or on a local disk.
 
-Writers hold a lock that the kernel frees when they die (writer.py). Readers hold none (records.py). What a killed
-process leaves behind is put in order by the next writer (recovery.py).
+Writers hold a lock that the kernel releases when they die (writer.py). Readers hold none (records.py). The next writer
+repairs the incomplete changes of a killed process (recovery.py).
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ from stallfree.units import parse_size
 Array = npt.NDArray[Any]
 
 _TYPICAL = 128 << 10
-"""Bytes of a record when no example was given."""
+"""Assumed bytes of a record without an example."""
 
 
 class SampleCache(BaseCache):
-    """Attach to the cache `name`, making it if it is not there.
+    """Attaches to the cache `name`, and creates it if missing.
 
     Args:
         num_ids: number of samples of the data set; ids are 0 to `num_ids` - 1.
-        capacity: bytes, as an int or such as "4GiB", for records and index together.
-        fingerprint: says which samples these are. A cache of that name with another one is an error.
-        policy: "minio", "fifo", "lru", "lfu", "random", or "importance" or "oracle", which want scores (`set_scores`);
+        capacity: bytes, as an int or a string like "4GiB", for records and index together.
+        fingerprint: identifies the samples. A cache of that name with another fingerprint is an error.
+        policy: "minio", "fifo", "lru", "lfu", "random", or "importance" or "oracle", which need scores (`set_scores`);
             or an object of `policies.Policy`.
         store: "memory" (shared memory of this host) or a folder on a local disk.
-        name: made from the fingerprint, the policy and the capacity if None, so that jobs with the same data meet.
-        persist: keep the cache when the last process leaves.
-        example: a sample of the data set. If its size is fixed, all records are laid out like it, and a batch is read
-            by one gather; samples of another form are still taken, one by one.
-        allow_pickle: whether samples that the codec does not know may be pickled. Only this user can read the cache.
+        name: if None, derived from fingerprint, policy and capacity, so that jobs on the same data share the cache.
+        persist: keep the cache after the last process has detached.
+        example: a sample of the data set. If its size is fixed, all records have its layout, and a batch is read by one
+            gather; samples of another structure are still accepted, and read one by one.
+        allow_pickle: whether samples that the codec does not support may be pickled. Only this user can read the cache.
 
-    Raises `CapacityError` for a capacity that is no size, holds no record or is more than the free memory,
-    `FingerprintError` for a cache of other data, `StorageError` when the folder cannot be used.
+    Raises `CapacityError` for a capacity that is invalid, too small for a record or larger than the free memory,
+    `FingerprintError` for a cache of other data, `StorageError` if the folder is not usable.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class SampleCache(BaseCache):
         self._leave = weakref.finalize(self, _leave, arena, lock, folder)
         self.populate()
 
-    # -- what is there ------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def resident(self, ids: Any) -> Array:
         """See `Cache`."""
@@ -177,12 +177,12 @@ class SampleCache(BaseCache):
 
     @property
     def full(self) -> bool:
-        """Whether a newcomer would not be stored, as far as is known: there is no room, and nothing makes any."""
+        """Whether a new sample would probably be rejected: the cache is full, and the policy does not evict."""
         return self._writer.full
 
     @property
     def other_hits(self) -> int:
-        """Hits that `count_others` has counted, over all processes."""
+        """Hits counted by `count_others`, over all processes."""
         return self._counters.totals()[Count.OTHERS]
 
     @property
@@ -225,7 +225,7 @@ class SampleCache(BaseCache):
         return values
 
     def borrow(self, ids: Any) -> Borrowed | None:
-        """See `Lends`: a cache on a disk lends nothing."""
+        """See `Lends`: None for a cache on a disk."""
         if not isinstance(self._arena, MemoryArena):
             return None
         self._counters.follow_fork()
@@ -249,7 +249,7 @@ class SampleCache(BaseCache):
         return found.good
 
     def _note_use(self, found: Found) -> None:
-        """Count, pass the hits to the policy, and drop what is damaged."""
+        """Count the reads, pass the hits to the policy, and drop damaged records."""
         hits = found.ids if found.good.all() else found.ids[found.good]
         self._writer.space.used(hits)
         self._counters.add((Count.HITS, len(hits)), (Count.MISSES, len(found.ids) - len(hits)))
@@ -272,8 +272,8 @@ class SampleCache(BaseCache):
     def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int = 0) -> Array:
         """See `Cache`.
 
-        Whatever is in the way of storing (no room, an item larger than the cache, a lock that is not free, a full
-        disk) is counted as rejected.
+        A sample that cannot be stored (no space, larger than the cache, lock timeout, full disk) is counted as
+        rejected.
         """
         self._counters.follow_fork()
         wanted = checked_pairs(ids, values, self.num_ids)
@@ -281,28 +281,28 @@ class SampleCache(BaseCache):
         return self.resident(wanted)
 
     def put_records(self, ids: Any, records: Sequence[Record], *, uncached: int = 0) -> Array:
-        """As `put_many`, for samples that `pipeline.codec.encode` has taken apart."""
+        """As `put_many`, for samples encoded by `pipeline.codec.encode`."""
         self._counters.follow_fork()
         wanted = checked_pairs(ids, records, self.num_ids)
         self._writer.put(wanted, records.__getitem__, uncached)
         return self.resident(wanted)
 
     def set_scores(self, ids: Any, scores: Any) -> None:
-        """See `Cache`. The cache keeps the samples of highest score.
+        """See `Cache`. The cache keeps the samples with the highest scores.
 
-        A new cache has 0 for all. When it is full, a newcomer is stored only if its score is above those of the
-        residents whose place it takes. For the policy "oracle", give each sample of a batch minus its next use before
-        the batch is read (`policies.next_uses`). Of an id that is there twice, the last score counts.
+        All scores are 0 in a new cache. When it is full, a new sample is stored only if its score is above those of
+        the residents that it replaces. For the policy "oracle", set the score of each sample of a batch to minus its
+        next use before the batch is read (`policies.next_uses`). Of equal ids, the last score counts.
 
-        Raises `InputError` for another policy than "importance" and "oracle", and `WaitError` if the lock of writers
-        is not free in 2 s.
+        Raises `InputError` for policies other than "importance" and "oracle", and `WaitError` if the writer lock is
+        not free in 2 s.
         """
         self._counters.follow_fork()
         wanted = checked_ids(ids, self.num_ids)
         self._writer.set_scores(wanted, checked_scores(scores, len(wanted)))
 
     def drop(self, ids: Any) -> None:
-        """See `Cache`. Raises `WaitError` if the lock of writers is not free in 2 s."""
+        """See `Cache`. Raises `WaitError` if the writer lock is not free in 2 s."""
         self._counters.follow_fork()
         self._writer.drop(np.unique(checked_ids(ids, self.num_ids)))
 
@@ -312,14 +312,14 @@ class SampleCache(BaseCache):
         return self._writer.uncached_steps
 
     def uncache_steps(self, count: int) -> bool:
-        """See `Cache`. Raises `WaitError` if the lock of writers is not free in 2 s."""
+        """See `Cache`. Raises `WaitError` if the writer lock is not free in 2 s."""
         self._counters.follow_fork()
         return self._writer.uncache_steps(count)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """See `Cache`. The last process that leaves removes the cache, unless it persists."""
+        """See `Cache`. The last process to close it removes the cache, unless it persists."""
         if self._leave.alive:
             self._last = self.stats()
             self._leave()
@@ -338,7 +338,7 @@ def _leave(arena: Arena, file_lock: FileLock, folder: SharedFolder) -> None:
 
 
 def _attach(root: Path, name: str, policy: Policy, allow_pickle: bool) -> SampleCache:
-    """Attach to a cache that another process made: how a cache travels to a worker."""
+    """Attach to a cache created by another process. Used to unpickle a cache in a worker."""
 
     def gone(folder: Path) -> None:
         raise StorageError(f"the cache {name!r} in {root} is gone: whoever made it has closed it. Make it anew")

@@ -1,7 +1,7 @@
-"""The blocks of a cache: which are free, which records have the others, and which of these make room.
+"""Block allocation, admission and eviction.
 
-Everything here but `used` and `has_room` happens under the lock of writers. The order of the stores is what readers
-(records.py) and recovery rely on:
+Everything here except `used` and `has_room` runs under the writer lock. Readers (records.py) and recovery rely on this
+order of stores:
 
     put     data, length, chain -> generation + 1 -> first        evict   first = 0 -> generation + 1 -> blocks are free
 """
@@ -27,19 +27,19 @@ from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
 
-_LARGEST = (1 << 32) - 1  # bytes of a record that the index can say
+_LARGEST = (1 << 32) - 1  # maximum record bytes in the index
 
 
 class Space:
-    """Gives blocks to records, and takes them back.
+    """Allocates blocks to records, and frees them.
 
     Args:
-        meta: what the cache is made of.
+        meta: the layout of the cache.
         index, counters: its parts.
-        policy: which record goes when there is no room.
-        back: gets memory for some blocks (`Arena.back`).
+        policy: eviction policy.
+        back: allocates memory for blocks (`Arena.back`).
         path: the folder of the cache, for messages.
-        victims: the queue of the next to be evicted; that of the index if None.
+        victims: the eviction queue; that of the index if None.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Space:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """A change of the index. What a change that was cut short has left is put in order before."""
+        """Context of an index change. Repairs an interrupted change first."""
         if self._header[Field.DIRTY]:
             recover(self._index, self._block)
         self._header[Field.DIRTY] = 1
@@ -70,21 +70,21 @@ class Space:
 
     @property
     def limit(self) -> int:
-        """Blocks that the cache may have."""
+        """Maximum number of blocks of the cache."""
         return int(self._header[Field.LIMIT])
 
     def has_room(self) -> bool:
-        """Whether a newcomer may find a block without evicting, as far as is known without the lock."""
+        """Whether a block is probably free without an eviction. Does not take the lock."""
         header = self._header
         return bool(header[Field.DIRTY] or header[Field.FREE] + header[Field.LIMIT] > header[Field.HIGH])
 
     # -- records ------------------------------------------------------------------------------------------------------
 
     def enter(self, ids: Array, lengths: Array, copy: Callable[[int, Array], None] | None) -> int:
-        """Store records over as many blocks each as they need; how many were not stored.
+        """Store records in as many blocks each as they need; return how many were not stored.
 
         Args:
-            ids: of newcomers, all different. Where scores are given, the highest come first.
+            ids: distinct new ids. If the policy has given scores, the highest come first.
             lengths: bytes of their records; 0 for those of the common structure, which take one block.
             copy: writes the record at a position in `ids` into blocks. May raise `OSError`. None: nothing is written.
         """
@@ -116,19 +116,19 @@ class Space:
         return len(ids) - stored
 
     def _has_place(self, id: Array, count: Array, lowest: float) -> bool:
-        """Make room for a newcomer, if the policy admits it. `lowest` is the score of the resident that goes first."""
+        """Evict for a new record, if the policy admits it. `lowest` is the score of the first victim."""
         if not self._policy.given:
             return self.make_room(int(count[0])) == int(count[0])
         score = self._index.score
         assert score is not None
-        if score[id[0]] <= lowest and self.available(int(count[0])) < count[0]:  # most need no look at the residents
+        if score[id[0]] <= lowest and self.available(int(count[0])) < count[0]:  # most need no search among residents
             return False
         return self.admit(id, count) == 1
 
     def _store(
         self, at: Array, ids: Array, lengths: Array, counts: Array, copy: Callable[[int, Array], None] | None
     ) -> int:
-        """Store the records at the positions `at`, for which there are free blocks; how many were stored."""
+        """Store the records at the positions `at`, for which blocks are free; return how many were stored."""
         if len(at) == 0:
             return 0
         blocks, ends = self.take(int(counts.sum())), np.cumsum(counts)
@@ -148,7 +148,7 @@ class Space:
         return len(at)
 
     def publish(self, ids: Array, heads: Array, lengths: Array) -> None:
-        """Make records visible whose data and chains are written."""
+        """Make records visible after their data and chains are written."""
         index, header = self._index, self._header
         index.length[ids] = lengths
         index.generation[ids] += 1
@@ -161,7 +161,7 @@ class Space:
             self._victims.entered(index.score, ids)
 
     def drop(self, ids: Array) -> None:
-        """Make `ids` absent, which are all different."""
+        """Make the distinct `ids` absent."""
         self._free(ids[self._index.first[ids] != 0])
         self._victims.forget()
 
@@ -187,20 +187,20 @@ class Space:
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def used(self, ids: Array) -> None:
-        """Note that `ids` were hit. This alone needs no lock: at worst a use is forgotten."""
+        """Record hits of `ids`. Needs no lock: at worst a use is lost."""
         score = self._index.score
         if score is not None and len(ids):
             self._policy.used(score, ids, self._tick(len(ids)))
 
     def set_scores(self, ids: Array, scores: Array) -> None:
-        """Let `scores` be those of `ids`, whether they are resident or not; the last one of an id counts."""
+        """Set the scores of `ids`, resident or not; of equal ids the last score counts."""
         index = self._index
         assert index.score is not None
         index.score[ids] = scores
         self._victims.entered(index.score, ids[index.first[ids] != 0])
 
     def _lowest_score(self) -> float:
-        """The score of the resident that would go first; infinity if there is none."""
+        """The score of the next victim; infinity if there is none."""
         score = self._index.score
         assert score is not None
         victim = self._victims.choose(1, score)
@@ -208,9 +208,9 @@ class Space:
         return float(score[victim].min(initial=np.inf))
 
     def admit(self, ids: Array, counts: Array) -> int:
-        """Make room for newcomers of given scores, falling, and so many blocks each; how many, the first ones.
+        """Evict for new records of descending scores with `counts` blocks each; return how many are admitted, in order.
 
-        A newcomer is admitted if its score is above those of all whose place it takes.
+        A record is admitted if its score is above those of all residents that it replaces.
         """
         index = self._index
         assert index.score is not None
@@ -221,16 +221,16 @@ class Space:
             return fit
         victims = self._victims.choose(int(ends[-1]) - there, index.score)
         freed = np.cumsum(blocks_of(index.length[victims], self._block))
-        last = np.searchsorted(freed, ends[fit:] - there)  # the last one who would have to go
+        last = np.searchsorted(freed, ends[fit:] - there)  # the last necessary victim
         last = last[: np.searchsorted(last, len(victims))]
         above = index.score[ids[fit : fit + len(last)]] > index.score[victims[last]]
-        above[1:] |= last[1:] == last[:-1]  # there is room left where the one before finds place
+        above[1:] |= last[1:] == last[:-1]  # the previous record leaves space
         count = len(above) if above.all() else int(above.argmin())
         self._let_go(victims, int(last[count - 1]) + 1 if count else 0)
         return fit + count
 
     def make_room(self, need: int) -> int:
-        """Blocks that can be taken now: `need`, fewer only if the policy does not evict or the cache is smaller."""
+        """Free up to `need` blocks; fewer only if the policy does not evict or the cache is smaller."""
         while True:
             need = min(need, self.limit)
             there = self.available(need)
@@ -238,7 +238,7 @@ class Space:
                 return min(there, need)
 
     def _evict(self, need: int) -> bool:
-        """Drop the records of lowest score until `need` blocks are free, or all; whether any was dropped."""
+        """Evict the records of lowest score until `need` blocks are free, or all; return whether any was evicted."""
         index, header = self._index, self._header
         assert index.score is not None
         used = int(header[Field.HIGH] - header[Field.FREE])
@@ -249,7 +249,7 @@ class Space:
         return len(victims) > 0
 
     def _let_go(self, victims: Array, count: int) -> None:
-        """Drop the first `count` of `victims`, and give the others back."""
+        """Drop the first `count` of `victims`, and return the others to the queue."""
         index = self._index
         assert index.score is not None
         if count < len(victims):
@@ -268,7 +268,7 @@ class Space:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def available(self, need: int) -> int:
-        """Blocks that are free; gets memory for more if `need` are not there yet."""
+        """The number of free blocks; allocates memory for more if there are fewer than `need`."""
         header = self._header
         while True:
             backed, limit = int(header[Field.BACKED]), int(header[Field.LIMIT])
@@ -293,7 +293,7 @@ class Space:
             )
 
     def take(self, count: int) -> Array:
-        """`count` blocks that are there: first those given back, last of them first, then new ones."""
+        """Take `count` free blocks: first freed ones, in LIFO order, then new ones."""
         header, index = self._header, self._index
         reused = min(count, int(header[Field.FREE]))
         high = int(header[Field.HIGH])
@@ -313,14 +313,14 @@ class Space:
         return blocks
 
     def _fill_stack(self) -> int:
-        """Look for free blocks and put them on the empty stack; how many."""
+        """Search for free blocks and push them on the empty stack; return how many."""
         header, index = self._header, self._index
         found = np.flatnonzero(index.next[: int(header[Field.HIGH])] == FREE_BLOCK)[: len(index.free)]
         index.free[: len(found)] = found[::-1]
         return len(found)
 
     def give_back(self, blocks: Array) -> None:
-        """Make `blocks` free."""
+        """Free `blocks`."""
         header, index = self._header, self._index
         index.next[blocks] = FREE_BLOCK
         header[Field.FREE] += len(blocks)

@@ -1,4 +1,4 @@
-"""How records come into a cache and go out of it, under the lock of writers."""
+"""Writes and removals of records, under the writer lock."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Array = npt.NDArray[Any]
 Record = tuple[Structure, list[Array]]
 
 LOCK_SECONDS = 2.0
-"""Longest wait for the lock of writers. Samples whose writer does not get it count as rejected."""
+"""Timeout of the writer lock. Samples whose writer times out count as rejected."""
 
 _BACK_OFF = 50
-"""Batches that are not stored after the lock was not free in time."""
+"""Number of batches that are not stored after a lock timeout."""
 
 
 def checksum(record: Array, id: int) -> int:
-    """The checksum of a record as the index keeps it: it says whose record it is, too."""
+    """The checksum of a record in the index; it includes the id."""
     return xxhash.xxh3_64_intdigest(record.data, id) & 0xFFFFFFFF
 
 
 def checksum_of(parts: Sequence[Array], id: int) -> int:
-    """The same for a record in parts, one per leaf."""
+    """The checksum of a record in parts, one per leaf."""
     digest = xxhash.xxh3_64(seed=id)
     for part in parts:
         digest.update(part.data)
@@ -47,14 +47,14 @@ def checksum_of(parts: Sequence[Array], id: int) -> int:
 
 
 class Writer:
-    """Puts records into the blocks of an arena and drops them.
+    """Writes records into the blocks of an arena, and drops them.
 
-    But for `put` and `found_damaged`, methods raise `WaitError` if the lock of writers is not free in 2 s.
+    Methods other than `put` and `found_damaged` raise `WaitError` if the writer lock is not free in 2 s.
 
     Args:
-        meta: what the cache is made of.
+        meta: the layout of the cache.
         index, arena, counters: its parts.
-        policy: which record goes when there is no room.
+        policy: eviction policy.
         path: the folder of the cache.
         lock: of writers.
     """
@@ -81,17 +81,17 @@ class Writer:
 
     @property
     def full(self) -> bool:
-        """Whether a newcomer would not be stored, as far as is known: there is no room, and nothing makes any."""
+        """Whether a new record would probably be rejected: the cache is full, and the policy does not evict."""
         return not self._policy.evicts and not self.space.has_room()
 
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def put(self, ids: Array, record: Callable[[int], Record], uncached: int) -> None:
-        """Store the records of `ids`; what is stored already stays as it is.
+        """Store the records of `ids`; records that are already stored are unchanged.
 
         Args:
-            ids: several may be equal: then the first counts.
-            record: makes the record for a position in `ids`.
+            ids: of equal ids, the first counts.
+            record: creates the record for a position in `ids`.
             uncached: nothing is stored if `uncached_steps` is another number.
         """
         _, unique = np.unique(ids, return_index=True)
@@ -114,7 +114,7 @@ class Writer:
                 warnings.warn(f"{error}; samples are not stored for a while", RuntimeWarning, stacklevel=3)
 
     def _may_store(self, count: int) -> bool:
-        """False, and `count` samples are rejected, where it would be of no use to encode them."""
+        """False, with `count` samples rejected, if they could not be stored even when encoded."""
         if self._skip_puts > 0:
             self._skip_puts -= 1
         elif not self.full:
@@ -123,9 +123,9 @@ class Writer:
         return False
 
     def _write(self, ids: Array, records: Sequence[Record]) -> None:
-        """Store `records` as those of `ids`, which are all different. Those that are there already stay as they are."""
+        """Store the `records` of the distinct `ids`. Records that are already stored are unchanged."""
         with self.space.changing():
-            absent = np.flatnonzero(self._index.first[ids] == 0)  # another process may have been faster
+            absent = np.flatnonzero(self._index.first[ids] == 0)  # another process may have stored it first
             ids, records = ids[absent], [records[at] for at in absent.tolist()]
             sizes = [
                 0 if structure is self._common else record_size(structure, arrays) for structure, arrays in records
@@ -156,25 +156,25 @@ class Writer:
             arena.write(blocks, data.reshape(len(blocks), self._block))
 
     def _scratch(self, size: int) -> Array:
-        """Memory that is used again and again; the lock of writers is also between threads."""
+        """Reusable scratch memory; the writer lock also excludes other threads."""
         if len(self._memory) < size:
             self._memory = np.empty(size, np.uint8)
         return self._memory[:size]
 
-    # -- the rest -----------------------------------------------------------------------------------------------------
+    # -- dropping, scores, uncached steps -----------------------------------------------------------------------------
 
     def drop(self, ids: Array) -> None:
-        """Make `ids` absent, which are all different."""
+        """Make the distinct `ids` absent."""
         with self._locked("dropping from"), self.space.changing():
             self.space.drop(ids)
 
     def found_damaged(self, ids: Array, generations: Array) -> None:
-        """Drop the records of `ids`, all different, that were found to be damaged, unless they have changed since."""
+        """Drop the damaged records of the distinct `ids`, unless they have changed since."""
         with contextlib.suppress(WaitError), self._locked("dropping damaged records from"), self.space.changing():
             self.space.drop(ids[self._index.generation[ids] == generations])
 
     def set_scores(self, ids: Array, scores: Array) -> None:
-        """See `Cache`. Raises `InputError` if the policy makes its own scores."""
+        """See `Cache`. Raises `InputError` if the policy computes its own scores."""
         if not self._policy.given:
             raise InputError(
                 f"the cache {self._name!r} has the policy {self._policy.name!r}, which makes its own scores: "
@@ -186,7 +186,7 @@ class Writer:
     @property
     def uncached_steps(self) -> int:
         """See `Cache`."""
-        if self._header[Field.UNCACHED] & 1:  # the process that drops the records is at it, or has died
+        if self._header[Field.UNCACHED] & 1:  # a process is dropping the records, or has died
             with self._locked("dropping from"):
                 self._finish_uncaching()
         return int(self._header[Field.UNCACHED]) >> 1

@@ -1,1 +1,1 @@
-"""Tiers: samples in memory, and below it on disks and servers."""
+"""Tiers: samples in memory, with disks and servers below it."""

@@ -1,4 +1,4 @@
-"""Memory that values are received into, used again and again: fresh megabytes would cost more than the copy."""
+"""Reusable receive buffers: the page faults of newly mapped memory cost more than the copy."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from stallfree.platform import at_fork
 Bytes = npt.NDArray[np.uint8]
 
 SMALLEST = 64 << 10
-"""Bytes of the smallest piece."""
+"""Size of the smallest piece in bytes."""
 
 IDLE = 64 << 20
-"""Bytes that are kept in any case."""
+"""Bytes that are always kept."""
 
 _HUGE = 2 << 20  # bytes of a huge page
 
 
 class Buffers:
-    """Pieces of memory of one process, whose sizes are powers of two.
+    """Memory pieces of one process, whose sizes are powers of two.
 
-    Pieces that nobody uses are kept, up to `keep` bytes with those in use, or up to the most that was in use at once if
-    that is more: so a batch of any size finds standing memory. Those used longest ago are let go of first.
+    Unused pieces are kept, up to `keep` bytes including those in use, or up to the peak use if that is more: so a
+    batch of any size finds mapped memory. The least recently used pieces are freed first.
 
-    Safe in threads. A forked child starts with none of its own; what it inherited in use stays readable.
+    Thread-safe. A forked child starts without pieces; inherited pieces in use stay readable.
 
     Args:
-        keep: bytes that are kept in any case.
+        keep: bytes that are always kept.
     """
 
     def __init__(self, keep: int = IDLE) -> None:
@@ -43,16 +43,16 @@ class Buffers:
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
-        self._returned: deque[mmap.mmap] = deque()  # finalizers put pieces here, at any moment and in any thread
-        self._idle: list[mmap.mmap] = []  # the one used last at the end
+        self._returned: deque[mmap.mmap] = deque()  # finalizers append pieces here, at any time and in any thread
+        self._idle: list[mmap.mmap] = []  # the most recently used one at the end
         self._used = 0  # bytes in use
-        self._most = 0  # bytes in use at once
+        self._most = 0  # peak bytes in use
 
     def take(self, size: int) -> Bytes:
-        """Memory of `size` bytes or more, at a multiple of 64; what is in it is left from before.
+        """Memory of `size` bytes or more, 64-byte aligned and not cleared.
 
-        It is yours until the last view of it is freed: arrays and tensors made from it count, since NumPy lets each of
-        them refer to this array. Raises `MemoryError` if there is no such memory.
+        The caller owns it until the last view of it is freed, including arrays and tensors made from it, because each
+        refers to this array in NumPy. Raises `MemoryError` if there is not enough memory.
         """
         wanted = max(SMALLEST, 1 << (size - 1).bit_length())
         with self._lock:
@@ -81,18 +81,18 @@ class Buffers:
                 self._used -= wanted
             raise MemoryError(f"no memory for a reply of {wanted} bytes: {error}") from error
         if wanted >= _HUGE:
-            with contextlib.suppress(AttributeError, OSError):  # first touched in a tenth of the time, if there are any
+            with contextlib.suppress(AttributeError, OSError):  # huge pages: the first access takes a tenth of the time
                 piece.madvise(mmap.MADV_HUGEPAGE)
         return piece
 
     def _take_back(self, piece: mmap.mmap, returned: deque[mmap.mmap]) -> None:
-        # A finalizer may run within `take`, in the same thread: so it never waits for the lock.
-        if returned is self._returned:  # else it is a parent's
+        # A finalizer may run within `take`, in the same thread, so it never waits for the lock.
+        if returned is self._returned:  # else it belongs to a parent process
             returned.append(piece)
             self._drain()
 
     def _drain(self) -> None:
-        """Sort in what was returned, unless another thread does so now: that one looks again afterwards."""
+        """Reclaim returned pieces, unless another thread is doing so: that one checks again afterwards."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 self._sort_in()
@@ -110,7 +110,7 @@ class Buffers:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that are kept and not in use."""
+        """Kept bytes that are not in use."""
         return sum(map(len, list(self._idle)))
 
 
@@ -118,7 +118,7 @@ _all: weakref.WeakSet[Buffers] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    # A thread of the parent may have held a lock; and memory that was written to anew would be copied page by page.
+    # A thread of the parent may have held a lock; and writes to inherited memory would copy it page by page.
     for buffers in list(_all):
         buffers._forget()
 

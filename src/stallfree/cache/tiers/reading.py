@@ -1,4 +1,4 @@
-"""`TierReading`: a batch that is read from tiers below memory, in pieces that threads read at the same time."""
+"""`TierReading`: a batch read from lower tiers in parts, concurrently in threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Work = Callable[[Array], list[Any]]
 
 
 class ReadInParts(Protocol):
-    """What a `TierReading` reads. Ids are arrays of int64 within the data set, each of them once."""
+    """The source of a `TierReading`. Ids are arrays of distinct int64 within the data set."""
 
     def resident(self, ids: Any) -> Array:
         """See `Cache`."""
@@ -27,26 +27,26 @@ class ReadInParts(Protocol):
         """See `Cache`."""
 
     def parts(self, ids: Array) -> list[Array]:
-        """Returns those of `ids` that are worth a request, in pieces that several threads `read` at the same time."""
+        """Returns those of `ids` that are worth a request, in parts that threads `read` concurrently."""
 
     def read(self, ids: Array) -> list[Any]:
-        """Returns the samples of one of the `parts`, `MISS` for those that no lower tier has. Counts the hits."""
+        """Returns the samples of one of the `parts`, `MISS` for those in no lower tier. Counts the hits."""
 
     def get_known(self, ids: Array) -> list[Any]:
-        """Returns the samples of `ids`, which may be equal: `MISS` for those that no tier is known to hold."""
+        """Returns the samples of `ids`, which may be equal: `MISS` for those not known to be in a tier."""
 
     def drain(self, ids: Array) -> Array:
-        """Waits, 250 ms at most, until none of `ids` is on its way to a tier from a process of this host.
+        """Waits, 250 ms at most, until no process of this host has a write of `ids` to a tier in flight.
 
-        Returns which of them no tier is known to hold, as an array of bool.
+        Returns which of them are not known to be in any tier, as an array of bool.
         """
 
 
 class TierReading(DirectReading):
     """The `Reading` of a cache with lower tiers.
 
-    What is worth a request is read at once, each piece in a thread. What is not waits in a thread until it is not on
-    its way to a tier any more. What then is not there is fetched.
+    Samples that are worth a request are read immediately, each part in a thread. For the others a thread waits until
+    their writes in flight are finished. Samples that are still missing are fetched.
     """
 
     def __init__(self, tiers: ReadInParts, ids: Array, pool: Pool, fetch: Fetch) -> None:
@@ -69,7 +69,7 @@ class TierReading(DirectReading):
     def _submit(self, executor: Executor, work: _Work, ids: Array) -> None:
         try:
             future = executor.submit(work, ids)
-        except RuntimeError:  # it is being shut down
+        except RuntimeError:  # the executor is being shut down
             future = Future()
             future.cancel()
         self._started.append((work, ids, future))

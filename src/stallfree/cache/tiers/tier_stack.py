@@ -1,8 +1,8 @@
-"""Tiers as a stack: reads samples from any of them, and moves samples between them.
+"""A stack of tiers: reads samples from any tier, and moves samples between tiers.
 
-Each tier is slower and larger than the one above. A tier that is `inclusive` is given every sample; any other only
-those that the tiers above have no room for, so that their capacities add up. A sample that was read from a tier is
-stored in those above, as far as they have room.
+Each tier is slower and larger than the one above. An `inclusive` tier receives every sample; any other tier only those
+that do not fit into the tiers above, so that their capacities add up. A sample read from a tier is stored in the tiers
+above if they have space.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from stallfree.stats import CacheStats
 Array = npt.NDArray[Any]
 
 _FULL_SECONDS = 1.0
-"""Pause after the upper tier has had no room for samples of the tiers below."""
+"""Pause after the upper tier had no space for samples of lower tiers."""
 
 
 class LowerTier(Protocol):
-    """A tier below another one. An `OSError` of `read`, `put_records` and `moved_up` costs hits only.
+    """A tier below another one. An `OSError` of `read`, `put_records` and `moved_up` only reduces hits.
 
-    Methods without a description are those of a `Cache`. Ids are arrays of int64 within the data set, each of them
-    once.
+    Methods without a description are as in `Cache`. Ids are arrays of distinct int64 within the data set.
     """
 
     @property
@@ -39,35 +38,35 @@ class LowerTier(Protocol):
 
     @property
     def inclusive(self) -> bool:
-        """Whether it is given every sample now, also those that a tier above holds."""
+        """Whether it currently receives every sample, including those in tiers above."""
 
     @property
     def takes(self) -> bool:
-        """Whether it may store samples now: it is not full, and it works."""
+        """Whether it can currently store samples: it is not full, and it works."""
 
     @property
     def uncached_steps(self) -> int: ...
 
     def known(self, ids: Array) -> Array:
-        """Returns which of `ids` are believed to be there, without a request: an array of bool."""
+        """Returns which of `ids` are assumed resident, without a request: an array of bool."""
 
     def parts(self, ids: Array) -> list[Array]:
         """See `reading.ReadInParts`."""
 
     def read(self, ids: Array) -> list[Any]:
-        """Returns the samples of `ids`, one or more parts; `MISS` for those that are not there. Counts hits and misses.
+        """Returns the samples of `ids`, one or more parts; `MISS` for absent ones. Counts hits and misses.
 
-        They may share memory, which lives as long as any of them.
+        They may share memory, which is freed with the last of them.
         """
 
     def put_records(self, ids: Array, records: Sequence[Record]) -> Array:
-        """Writes `records` in the background. Returns which were taken or are there. The bytes are copied."""
+        """Writes `records` in the background. Returns which were accepted or are resident. The bytes are copied."""
 
     def drain(self, ids: Array) -> object:
-        """Waits until none of `ids` is on its way there from a process of this host, for 250 ms at most."""
+        """Waits until no process of this host has a write of `ids` in flight, for 250 ms at most."""
 
     def moved_up(self, ids: Array) -> None:
-        """Notes that a tier above holds `ids` now: one that is not `inclusive` drops them."""
+        """Notifies the tier that a tier above holds `ids`: a tier that is not `inclusive` drops them."""
 
     def drop(self, ids: Array) -> None: ...
     def flush(self) -> None: ...
@@ -77,11 +76,11 @@ class LowerTier(Protocol):
 
 
 Choose = Callable[[LowerTier, Array], Array]
-"""Which of some ids to read from a tier: an array of bool."""
+"""Selects the ids to read from a tier: an array of bool."""
 
 
 class TierStack:
-    """Reads samples from any tier, and stores in the tiers above what was read below.
+    """Reads samples from any tier, and stores samples read from lower tiers in those above.
 
     Ids are arrays of int64 within the data set.
 
@@ -99,14 +98,14 @@ class TierStack:
         return self._upper.resident(ids)
 
     def known(self, ids: Array) -> Array:
-        """Which of `ids` a lower tier is known to hold: an array of bool."""
+        """Which of `ids` a lower tier is assumed to hold: an array of bool."""
         known: Array = np.logical_or.reduce([tier.known(ids) for tier in self._lower])
         return known
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def get_many(self, ids: Array) -> list[Any]:
-        """The samples of `ids`, `MISS` for those that no tier holds. Lower tiers are read one after the other."""
+        """The samples of `ids`, `MISS` for those in no tier. Lower tiers are read sequentially."""
         return self._get(ids, _worth_reading)
 
     def get_known(self, ids: Array) -> list[Any]:
@@ -133,7 +132,7 @@ class TierStack:
         return ~(self._upper.resident(ids) | self.known(ids))
 
     def _get(self, ids: Array, choose: Choose) -> list[Any]:
-        """The samples of `ids` out of any tier; of each lower one, those that `choose` selects are read."""
+        """The samples of `ids` from any tier; `choose` selects the ids to read from each lower tier."""
         values: list[Any] = [MISS] * len(ids)
         at = np.flatnonzero(self._upper.resident(ids))
         fill(values, at, self._upper.get_many(ids[at]))
@@ -146,13 +145,13 @@ class TierStack:
         found, counted = self._read(ids[once], choose)
         fill(values, once, found)
         self._upper.count_others(0, len(once) - vanished - counted)
-        again = np.setdiff1d(left, once)  # each of several equal ids gets a value of its own
+        again = np.setdiff1d(left, once)  # equal ids get separate values
         if len(again):
             fill(values, again, self._get(ids[again], choose))
         return values
 
     def _read(self, ids: Array, choose: Choose) -> tuple[list[Any], int]:
-        """The samples of `ids` that were below, including those that moved up meanwhile; and how many are counted."""
+        """The samples of `ids` from lower tiers, including those promoted in the meantime; and how many are counted."""
         values: list[Any] = [MISS] * len(ids)
         left = np.arange(len(ids))
         for level, tier in enumerate(self._lower):
@@ -171,7 +170,7 @@ class TierStack:
     # -- moving -------------------------------------------------------------------------------------------------------
 
     def _move_up(self, level: int, ids: Array, values: Sequence[Any], at: Array) -> None:
-        """Store what was read from the lower tier number `level` in the tiers above it, as their policies say."""
+        """Store samples read from the lower tier number `level` in the tiers above it, subject to their policies."""
         at = at[[values[position] is not MISS for position in at.tolist()]]
         if not len(at):
             return
@@ -189,18 +188,18 @@ class TierStack:
             self._hand_down(self._lower[:level], ids, records, taken)
 
     def put_many(self, ids: Array, values: Sequence[Any], uncached: int) -> Array:
-        """See `Cache`. What goes to lower tiers is not taken while there is too much of it on its way."""
+        """See `Cache`. Writes to lower tiers are rejected while their queue is full."""
         upper = self._upper
         if not any(tier.takes for tier in self._lower):
             return upper.put_many(ids, values, uncached=uncached) | self.known(ids)
         records = [encode(value, allow_pickle=upper.allow_pickle) for value in values]
-        if upper.policy.evicts:  # the tiers below come first: what the upper one takes may be evicted at once
+        if upper.policy.evicts:  # lower tiers first: the upper tier may evict it immediately
             below = self._hand_down(self._lower, ids, records, np.zeros(len(ids), bool))
             return upper.put_records(ids, records, uncached=uncached) | below
         return self._hand_down(self._lower, ids, records, upper.put_records(ids, records, uncached=uncached))
 
     def _hand_down(self, tiers: Sequence[LowerTier], ids: Array, records: list[Record], taken: Array) -> Array:
-        """Hand records to lower tiers, of which `taken` are in tiers above. Returns which are taken then, as bools."""
+        """Write records to lower tiers; `taken` are in tiers above. Returns which are accepted or stored, as bools."""
         for tier in tiers:
             at = np.arange(len(ids)) if tier.inclusive else np.flatnonzero(~taken)
             if len(at) and tier.takes:

@@ -1,7 +1,7 @@
-"""Tiers as one cache: memory over a local disk, over servers that several hosts use, or over both.
+"""Tiers as one cache: memory over a local disk, over servers shared by several hosts, or over both.
 
-The upper tier is in the memory of this host. What it lacks of a batch is read from the tiers below as soon as the ids
-of the batch are known (reading.py). Lower tiers write in the background. Which sample is where: see tier_stack.py.
+The upper tier is in the memory of this host. Its misses in a batch are read from the lower tiers as soon as the ids of
+the batch are known (reading.py). Lower tiers write in the background. For sample placement see tier_stack.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 
 
 class TieredCache(BaseCache):
-    """Tiers as one `Cache`. `resident`, `structure`, `complete`, `capacity` and `gather` are those of the upper tier.
+    """Tiers as one `Cache`. `resident`, `structure`, `complete`, `capacity` and `gather` refer to the upper tier.
 
     Args:
         upper: the first tier, with any policy.
@@ -51,12 +51,12 @@ class TieredCache(BaseCache):
 
     @property
     def uncached_steps(self) -> int:
-        """See `Cache`: 0, or more than any pipeline has. This cache is then not used any more."""
+        """See `Cache`: 0, or more than any pipeline has if this cache is disabled."""
         return max(tier.uncached_steps for tier in self._tiers)
 
     @property
     def servers(self) -> Any:
-        """The tier in servers that other hosts use too (`RedisCache`); None if there is none."""
+        """The tier in servers shared with other hosts (`RedisCache`); None if there is none."""
         return next((tier for tier in self.lower if hasattr(tier, "verify")), None)
 
     def resident(self, ids: Any) -> Array:
@@ -70,7 +70,7 @@ class TieredCache(BaseCache):
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def get_many(self, ids: Any) -> list[Any]:
-        """See `Cache`. Lower tiers are read one after the other; `begin_read` reads them at the same time."""
+        """See `Cache`. Lower tiers are read sequentially; `begin_read` reads them concurrently."""
         return self.stack.get_many(checked_ids(ids, self.num_ids))
 
     def begin_read(self, ids: Array, pool: Pool, fetch: Fetch) -> Reading:
@@ -88,7 +88,7 @@ class TieredCache(BaseCache):
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int = 0) -> Array:
-        """See `Cache`. What goes to lower tiers is not taken while there is too much of it on its way."""
+        """See `Cache`. Writes to lower tiers are rejected while their queue is full."""
         wanted = checked_pairs(ids, values, self.num_ids)
         if uncached != self.uncached_steps:
             return np.zeros(len(wanted), bool)
@@ -106,7 +106,7 @@ class TieredCache(BaseCache):
             self.servers.set_scores(ids, scores)
 
     def drop(self, ids: Any) -> None:
-        """See `Cache`. Samples that other processes have on their way to lower tiers stay.
+        """See `Cache`. Writes of other processes to lower tiers that are in flight are not dropped.
 
         Raises `WaitError` if a lock is not free in 2 s.
         """
@@ -116,7 +116,7 @@ class TieredCache(BaseCache):
             tier.drop(wanted)
 
     def uncache_steps(self, count: int) -> bool:
-        """See `Cache`: this cache is not used any more, on this host, whatever `count` is."""
+        """See `Cache`: disables this cache on this host, regardless of `count`."""
         used = [tier.uncache_steps(EVERY_STEP) for tier in reversed(self._tiers)]
         return any(used)
 
@@ -153,7 +153,7 @@ class TieredCache(BaseCache):
 
 
 def _over(tier: CacheStats, lower: CacheStats, *, hits: int, misses: int, lower_hits: int) -> TierStats:
-    """The counts of `tier` and of those below it."""
+    """The combined counts of `tier` and the tiers below it."""
     own = {field.name: getattr(tier, field.name) for field in fields(CacheStats)}
     own |= {"hits": hits, "misses": misses, "damaged": tier.damaged + lower.damaged}
     return TierStats(**own, lower_hits=lower_hits, lower=lower)

@@ -21,10 +21,10 @@ Array = npt.NDArray[Any]
 Record = tuple[Structure, list[Array]]
 
 QUEUE_BYTES = 32 << 20
-"""Bytes of samples in the queue of one process, unless one batch is larger."""
+"""Maximum bytes of samples in the queue of one process, unless one batch is larger."""
 
 DRAIN_SECONDS = 0.25
-"""Longest wait for samples in the queue of a process, which may have been killed."""
+"""Maximum wait for samples in the queue of a process, which may have been killed."""
 
 _ALIGN = 64
 _POLL_SECONDS = 0.001
@@ -33,16 +33,15 @@ _buffers = Buffers()
 
 
 class WriteBehind:
-    """Passes records to `write` in a thread. Safe in threads and after a fork.
+    """Passes records to `write` in a thread. Thread-safe and fork-safe.
 
-    The thread starts with the first sample, and the interpreter waits for it when it ends: a worker that ends loses
-    nothing. A forked child starts with an empty queue and a thread of its own. The samples in the queue of a killed
-    process are lost.
+    The thread starts with the first sample, and the interpreter joins it at exit: a worker that exits loses nothing. A
+    forked child starts with an empty queue and its own thread. The samples in the queue of a killed process are lost.
 
     Args:
-        write: called in the thread with ids and their records. What it raises, `flush` raises.
+        write: called in the thread with ids and their records. `flush` raises its exceptions.
         flags: a byte per id in memory that all processes share (`shared_array`): set while the id is in a queue.
-        target: where the samples go, for the warning: "the disk of /mnt/ssd".
+        target: destination of the samples, for the warning: "the disk of /mnt/ssd".
     """
 
     def __init__(self, write: Callable[[Array, list[Record]], None], flags: Array, *, target: str) -> None:
@@ -55,13 +54,13 @@ class WriteBehind:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._bytes = 0  # in the queue, including those that are being written
+        self._bytes = 0  # in the queue, including those being written
         self._last: Future[None] | None = None
 
     def add(self, ids: Array, records: Sequence[Record]) -> int:
-        """Add records to the queue; the bytes are copied. Returns how many were taken, the first ones.
+        """Add records to the queue; the bytes are copied. Returns how many were accepted, in order.
 
-        An empty queue takes all of them, else as many as 32 MiB leave room for.
+        An empty queue accepts all of them; else the limit is 32 MiB.
         """
         ends = np.cumsum([sum(-(-array.size // _ALIGN) * _ALIGN for array in arrays) for _, arrays in records])
         with self._lock:
@@ -84,7 +83,7 @@ class WriteBehind:
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(1, thread_name_prefix="stallfree-write")
                 self._last = self._pool.submit(self._run, ids[:fit], copies, size)
-        except (MemoryError, RuntimeError):  # no memory for the copies, or the interpreter is ending
+        except (MemoryError, RuntimeError):  # no memory for the copies, or the interpreter is exiting
             self._release(ids[:fit], size)
             return 0
         return fit
@@ -111,14 +110,14 @@ class WriteBehind:
                 time.sleep(_POLL_SECONDS)
 
     def flush(self) -> None:
-        """Wait until all that this process added is written. Raises what `write` raised last."""
+        """Wait until all records of this process are written. Raises the last exception of `write`."""
         with self._lock:
             future = self._last
         if future is not None:
             future.result()
 
     def close(self) -> None:
-        """Write what is in the queue and end the thread."""
+        """Drain the queue and stop the thread."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         try:
@@ -139,7 +138,7 @@ at_fork(after_in_child=_reset_in_child)
 
 
 def _copied(records: Sequence[Record], size: int) -> list[Record]:
-    """The same records in standing memory of `size` bytes."""
+    """Copies of the records in one buffer of `size` bytes."""
     memory = _buffers.take(size)
     copies, at = [], 0
     for structure, arrays in records:

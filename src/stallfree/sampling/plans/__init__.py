@@ -1,4 +1,4 @@
-"""Plans: which samples an epoch takes, in which order."""
+"""Plans: the samples of an epoch, and their order."""
 
 from stallfree.sampling.plans.importance import ImportanceSampler
 from stallfree.sampling.plans.plan import Plan, make_plan

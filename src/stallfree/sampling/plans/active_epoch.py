@@ -1,4 +1,4 @@
-"""An epoch of an `ImportanceSampler` that is being served."""
+"""The active epoch of an `ImportanceSampler`, and the record of which samples were served."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ Array = npt.NDArray[Any]
 
 
 class Marks:
-    """Which samples were really served, where that differs from the plan.
+    """The samples that were actually served, where they differ from the plan.
 
-    A plan counts as served when it is drawn. That is right if the sampler is only iterated. If a loader marks what it
-    serves, the difference is corrected when the next plan is drawn.
+    A plan counts as served when it is drawn, which is correct if the sampler is only iterated. If a loader marks the
+    samples that it serves, the next plan corrects the difference.
 
     Attributes:
-        served: bool per id: delivered, to be trained on, in the epoch that was begun last.
-        ended: whether that epoch is over; array of one bool.
-        begun: how many epochs were.
+        served: bool per id: delivered for training in the active epoch.
+        ended: whether that epoch has ended; array of one bool.
+        begun: number of epochs started.
     """
 
     def __init__(self, count: int) -> None:
         self.served = np.zeros(count, bool)
         self.ended = np.zeros(1, bool)
         self.begun = 0
-        # Of the epoch begun last, and of the plan drawn last: epoch, what is planned, when each was served before.
+        # Of the active epoch, and of the plan drawn last: epoch, planned samples, last epoch that served each before.
         self._epoch, self._planned, self._before = -1, np.zeros(count, bool), np.full(count, -1, np.int32)
         self._newest = self._epoch, self._planned, self._before
 
     def plan(self, plan: Plan, drawn: Array) -> None:
-        """Count all of a plan as served in its epoch, in `drawn`: int32 per id, the last epoch that served it."""
+        """Record all samples of a plan as served, in `drawn`: int32 per id, the last epoch that served it."""
         ids = plan.ids if plan.weights is None else plan.ids[plan.weights > 0]
         planned = np.zeros(len(drawn), bool)
         planned[ids] = True
@@ -45,13 +45,13 @@ class Marks:
         drawn[ids] = np.maximum(drawn[ids], plan.epoch)
 
     def begin(self) -> None:
-        """The epoch of the plan drawn last begins."""
+        """Begin the epoch of the plan drawn last."""
         self.begun += 1
         self._epoch, self._planned, self._before = self._newest
         self.served[:] = self.ended[:] = False
 
     def apply(self, drawn: Array) -> None:
-        """Correct `drawn`, if the epoch that was begun is over."""
+        """Correct `drawn`, if the active epoch has ended."""
         if self.ended.all():
             left, extra = self._planned & ~self.served, self.served & ~self._planned
             left &= drawn == self._epoch
@@ -60,7 +60,7 @@ class Marks:
             self.ended[:] = False
 
     def state(self) -> dict[str, Any]:
-        """All of it, fit for JSON."""
+        """The state, serializable as JSON."""
         plans = (self._epoch, self._planned, self._before), self._newest
         return {
             "served": pack_mask(self.served),
@@ -69,7 +69,7 @@ class Marks:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Be as when `state` was taken."""
+        """Restore `state`."""
         count = len(self.served)
         self.served[:], self.ended[:] = unpack_mask(state["served"], count), state["ended"]
         (self._epoch, self._planned, self._before), self._newest = (
@@ -78,21 +78,20 @@ class Marks:
 
 
 class ActiveEpoch:
-    """An epoch that is served.
+    """An epoch that is being served.
 
     Args:
-        draw: plan and L-samples.
+        draw: the plan and its L-samples.
         batches: the ids of each batch of this rank, as planned.
-        weights: float32 per id, those of a batch.
+        weights: float32 per id.
         per_batch: scale the weights of a batch to a mean of 1.
-        marks: of what is served.
-        retention: what the cache keeps, or None.
-        rank, count: of this process among those that serve the plan.
+        marks: records the served samples.
+        retention: controls what the cache keeps, or None.
+        rank, count: rank of this process, and number of processes that serve the plan.
 
     Attributes:
         draw, batches: as given.
-        excluded: the ids that only other ranks may serve: those of their batches, and their part of the ids that are
-            in no batch.
+        excluded: ids that only other ranks may serve: those of their batches, and their part of the ids in no batch.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class ActiveEpoch:
         self.excluded = np.flatnonzero(others)
 
     def served(self, ids: Array) -> torch.Tensor:
-        """`ids` were delivered. Returns the weights of this batch: float32, normalized as asked for."""
+        """Mark `ids` as delivered. Returns the weights of this batch: float32, normalized as requested."""
         weights = self._weights[ids]
         self._marks.served[ids[weights > 0]] = True
         if self._retention is not None:
@@ -126,6 +125,6 @@ class ActiveEpoch:
         return torch.from_numpy(weights)
 
     def end(self) -> None:
-        """No more of it is served, here or after a resume. May be called twice."""
-        if self._number == self._marks.begun:  # else another epoch was begun since
+        """End the epoch: nothing more of it is served, here or after a resume. Idempotent."""
+        if self._number == self._marks.begun:  # else another epoch has begun since
             self._marks.ended[:] = True

@@ -1,8 +1,7 @@
-"""What a cache gains a job: how many times longer its epoch would take without it.
+"""The benefit of a cache for a job: how many times longer its epoch would take without the cache.
 
-By this factor jobs on one cache weigh what a sample matters to them (`sampling.plans.jobs`). A job whose steps take
-longer than
-its samples gains nothing, however slow the storage is.
+Jobs on one cache weight the importance of a sample by this factor (`sampling.plans.jobs`). A job whose steps take
+longer than its samples gains nothing, however slow the storage is.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from stallfree.units import parse_whole
 
 
 def benefit(step_seconds: float, hit_seconds: float, miss_seconds: float, *, workers: int, batch_size: int) -> float:
-    """The time of an epoch without the cache over that with all samples in it, predicted from measured times.
+    """The predicted ratio of the epoch time without the cache to that with all samples in the cache.
 
-    Samples are fetched and prepared while the device trains, so a batch takes the longer one of the two.
+    Samples are fetched and prepared while the device trains, so a batch takes the longer of the two times.
 
     Args:
-        step_seconds: of training on a batch.
-        hit_seconds: of one worker for a sample that is in the cache, prep included.
-        miss_seconds: the same for one that is not, fetch included.
-        workers: how many prepare samples. 0 counts as 1: the training process, whose threads fetch during the steps.
+        step_seconds: training time of a batch.
+        hit_seconds: time of one worker for a sample in the cache, prep included.
+        miss_seconds: the same for a sample that is not in the cache, fetch included.
+        workers: number of workers. 0 counts as 1: the training process, whose threads fetch during the steps.
         batch_size: samples per batch.
 
-    Raises `InputError` for a time that is negative or not finite, and when step and hits take no time at all.
+    Raises `InputError` for a time that is negative or not finite, and if step and hits both take zero time.
     """
     parse_whole(workers, "workers", 0), parse_whole(batch_size, "batch_size", 1)
     for name, value in (("step", step_seconds), ("hit", hit_seconds), ("miss", miss_seconds)):

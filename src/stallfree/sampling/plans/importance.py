@@ -1,4 +1,8 @@
-"""`ImportanceSampler`: fewer samples per epoch, chosen by their losses and by what the cache holds."""
+"""`ImportanceSampler`: fewer samples per epoch, selected by their losses and their residency in the cache.
+
+The training loop passes losses to `update`. `plan` draws an epoch from the losses of all ranks and the resident
+samples, and a loader serves it through the `ActiveEpoch` that `begin` returns.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ Array = npt.NDArray[Any]
 _STATE_VERSION = 1
 
 _LARGE = 1 << 17
-"""From so many samples on, the next plan is drawn while the last fiftieth of the epoch is trained."""
+"""From this number of samples on, the next plan is drawn during the last fiftieth of the epoch."""
 
 _NEARLY = 0.98
 
@@ -39,81 +43,80 @@ _LOWEST = 0.4
 """Lowest probability of a missing sample, as a share of their mean."""
 
 _LEAN = 0.8
-"""How much the probability of a missing sample depends on the rank of its loss; see docs/decisions/importance.md."""
+"""Dependence of a missing sample's probability on the rank of its loss; see docs/decisions/importance.md."""
 
 
 class ImportanceSampler:
     """Draws the samples of each epoch by their losses, so that an epoch costs less storage I/O.
 
-    Give it to `stallfree.DataLoader` as `sampler`: the loader then yields `Batch(data, ids, weights)`. Train on
-    `(losses * batch.weights).mean()` with one loss per sample, and hand the losses to `update`. Under another loader it
-    gives ids like any sampler, the weights are in `plan(epoch).weights`.
+    Pass it to `stallfree.DataLoader` as `sampler`: the loader then yields `Batch(data, ids, weights)`. Train on
+    `(losses * batch.weights).mean()` with one loss per sample, and pass the losses to `update`. Under another loader it
+    yields ids like any sampler, and the weights are in `plan(epoch).weights`.
 
     | plan | draws | weights |
     | --- | --- | --- |
-    | "unbiased" | all residents; of the others so many as `target_io` says, rather of high loss | 1 / p, see below |
-    | "icache" | each with the share of recent losses that its own is not below, to the power `beta` | none |
-    | "cis" | as "icache", but all samples are fetched, and the weight says which to train on | 0 or 1 |
-    | "infobatch" | leaves out a share `prune` of those below the mean loss | 1 / p |
+    | "unbiased" | all residents, plus a loss-weighted draw from the rest, limited by `target_io` | 1 / p, see below |
+    | "icache" | each with the share of recent losses that are not above its own, to the power `beta` | none |
+    | "cis" | as "icache", but all samples are fetched, and the weight selects those to train on | 0 or 1 |
+    | "infobatch" | all but a share `prune` of those below the mean loss | 1 / p |
     | "full" | all | none |
 
     Sources: "icache" and "cis" Chen et al., "iCACHE", HPCA 2023; "infobatch" Qin et al., ICLR 2024; the score "shade"
     Khan et al., FAST 2023. An *L-sample* is one whose probability is below 1/2, the others are *H-samples*.
 
-    In the plan "unbiased", p is a known function of the rank of the loss and of residency, and the weighted gradient
-    is, in expectation, that of the full epoch. On a cache of the policy "importance" the residents rotate: what is
-    fetched comes in, and one that was served goes. There the weight is one over the share that is drawn of the samples
-    of about the same rank, and the gradient is right as far as, among them, residency says nothing about it; where
-    losses are mostly noise it was off by 1% of its norm. That is for one job at a time, and for the policies "minio"
-    (residents stay) and "importance": others let residents go before their turn, which costs operations.
+    In the plan "unbiased", p is a known function of the rank of the loss and of residency, and the expected weighted
+    gradient is that of the full epoch. On a cache of the policy "importance" the residents rotate: each fetched sample
+    replaces one that was served. There the weight is one over the drawn share of the samples of about the same rank.
+    The gradient is then unbiased if, among these samples, it is independent of residency; where losses are mostly
+    noise, the measured error was 1% of its norm. This holds for one job at a time, and for the policies "minio"
+    (residents stay) and "importance": others evict residents before they are served, which costs operations.
 
     Args:
-        num_samples: of the data set; ids are 0 to `num_samples` - 1.
+        num_samples: size of the data set; ids are 0 to `num_samples` - 1.
         plan: see above.
-        cache: the `SampleCache` of the data set (`CachedDataset.cache`), or whatever has `resident(ids)`. None: nothing
-            counts as resident.
-        seed: of the draws, and of the order within an epoch. If None, it is drawn from torch's generator with the first
-            plan, and all ranks have that of rank 0.
-        target_io: storage operations per epoch, as a share of those the full plan would cost with this cache.
-        p_min: no sample has a lower probability ("unbiased"). None: 0.4 * `target_io`.
+        cache: the `SampleCache` of the data set (`CachedDataset.cache`), or any object with `resident(ids)`. None: no
+            sample counts as resident.
+        seed: of the draws, and of the order within an epoch. None: drawn from torch's generator with the first plan;
+            all ranks use that of rank 0.
+        target_io: storage operations per epoch, as a share of those of the full plan with this cache.
+        p_min: lowest probability of a sample ("unbiased"). None: 0.4 * `target_io`.
         beta: power of the selection probability ("icache", "cis"): 1 draws about half of the samples, 2 a third.
         prune: share of the samples below the mean loss to leave out ("infobatch").
-        max_age: a sample that was last served so many epochs ago is drawn. It may be dropped by `drop_last`, or because
-            an epoch ends early; then it is drawn again in the next one.
-        warm_up: epochs at the start that take all samples; before there is a loss, there is nothing to choose by.
-        full_every: each so many epochs one takes all samples; None: never. (3 is the default of the sampler that was
-            released with iCACHE.)
-        num_epochs: of the training; then "infobatch" takes all samples in the last eighth of it. None: never.
-        normalize: scale of the weights in a batch; "cis" has none, 0 and 1 say who is chosen. "epoch": one factor per
-            epoch, for which their mean over it is 1 in expectation; "batch": the mean in each batch is 1, which is a
-            little biased; None: 1 / p as it is, whose sum over the epoch is `num_samples` in expectation.
+        max_age: a sample that was last served this many epochs ago is always drawn. If `drop_last` or an early end of
+            the epoch drops it, it is drawn again in the next epoch.
+        warm_up: number of first epochs that take all samples, before any losses are known.
+        full_every: every `full_every`-th epoch takes all samples; None: never. (The sampler released with iCACHE has
+            the default 3.)
+        num_epochs: of the training; "infobatch" takes all samples in the last eighth of them. None: never.
+        normalize: scale of the weights in a batch; not for "cis". "epoch": one factor per epoch, so that the expected
+            mean over the epoch is 1; "batch": the mean in each batch is 1, with a small bias; None: 1 / p unscaled,
+            with the expected sum `num_samples` over the epoch.
         score: "loss", or "shade": the rank of the loss within its batch.
-        on_miss: what happens when an L-sample, one that is rather left out than drawn, is in the plan and not in the
-            cache. "swap": another one that is, and is in the plan too, is served first; "substitute": any L-sample is
-            served that is in the cache and was not yet used in this epoch (the paper's way); "fetch": it is fetched.
-            None: "swap" in the plan "icache", else "fetch". "substitute" is not for plans with weights.
-        low_region: share of the cache that may be filled out of `packages` with L-samples that are still to be served,
-            above 0 and up to 1 (the paper starts with 0.1). None: the share of the requests of the epoch before that
-            were for L-samples.
-        packages: a folder on a fast disk, or None. Two processes beside the loader then pack L-samples that are
-            missing into files of 1 MiB or more there, and fill the region of L-samples out of them, each file by one
-            sequential read. The files stay, and serve the next run of the same data. For a `stallfree.DataLoader` and a
-            cache of the policy "importance"; `on_miss` is then "swap" unless it is given.
-        write_budget: bytes of packages that one loader may write.
-        benefit: how many times longer an epoch of this job takes without the cache. Where several jobs use one cache of
-            the policy "importance", what a sample is worth is the sum of benefit times importance over the jobs (those
-            with a benefit of 1.5 or more, if there are any). None: found from the times of the epoch before; or measure
-            it with `stallfree.measure_benefit`.
+        on_miss: what to do if an L-sample in the plan is not in the cache. "swap": a resident L-sample from later in
+            the plan is served first; "substitute": any resident L-sample is served that was not yet used in this epoch
+            (as in the paper); "fetch": the sample is fetched. None: "swap" in the plan "icache", else "fetch".
+            "substitute" is not available for plans with weights.
+        low_region: share of the cache that `packages` may fill with pending L-samples, above 0 and up to 1 (the paper
+            starts with 0.1). None: the share of L-samples among the requests of the previous epoch.
+        packages: a folder on a fast disk, or None. Two processes then pack missing L-samples into files of 1 MiB or
+            more in it, and fill the L-region from them with one sequential read per file. The files persist for the
+            next run on the same data. Requires a `stallfree.DataLoader` and a cache of the policy "importance";
+            `on_miss` then defaults to "swap".
+        write_budget: maximum bytes of packages that one loader writes.
+        benefit: how many times longer an epoch of this job takes without the cache. If several jobs use one cache of
+            the policy "importance", the value of a sample is the sum of benefit times importance over the jobs (those
+            with a benefit of 1.5 or more, if there are any). None: measured in the previous epoch; or measure it with
+            `stallfree.measure_benefit`.
 
     Attributes:
-        benefit: as given, or as measured so far.
-        measures: whether a loader is to measure it.
+        benefit: as given, or the last measurement.
+        measures: whether a loader must measure it.
 
-    In a job of several ranks (torch.distributed) the losses of all are brought together when a plan is drawn, which
-    they must all do at the same time; all have the same plan, of which each takes its part, in equally many batches. A
-    sample that another node of a `RedisStore` holds is resident for all ranks; without torch.distributed, nobody knows.
+    In a job of several ranks (torch.distributed), drawing a plan is a collective operation that combines the losses of
+    all ranks. All ranks have the same plan, and each takes its part of it in the same number of batches. A sample in
+    another node's server of a `RedisStore` is resident for all ranks; without torch.distributed, this is unknown.
 
-    Raises `InputError` for arguments that cannot be used.
+    Raises `InputError` for invalid arguments.
     """
 
     plans_epochs = True
@@ -182,10 +185,10 @@ class ImportanceSampler:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def plan(self, epoch: int) -> Plan:
-        """The ids of an epoch in order, and their weights: 1 / p, not normalized, or None in plans without weights.
+        """The ids of an epoch in order, and their weights: 1 / p, not normalized; None in plans without weights.
 
-        The plan of the epoch asked for last is kept; another one is drawn from what is known at that moment. With
-        several ranks it is that of all of them together.
+        The plan of the last requested epoch is kept; any other is drawn from the data received so far. With several
+        ranks, the plan covers all of them.
         """
         return self._drawn_for(parse_whole(epoch, "epoch", 0)).plan
 
@@ -200,7 +203,7 @@ class ImportanceSampler:
                 self.losses.collect()
                 draw = draw_plan(self.rule, self._known(), self._seed_of_all(), epoch)
             self._take(draw)
-            self._marks.apply(self._drawn)  # what was received since the snapshot
+            self._marks.apply(self._drawn)  # losses received since the snapshot
             self._marks.plan(draw.plan, self._drawn)
         return draw
 
@@ -210,20 +213,20 @@ class ImportanceSampler:
         return self.seed
 
     def _known(self) -> Known:
-        """What has been received up to now, by all ranks."""
-        agree(self.losses, self._marks.served, self._marks.ended)  # so no rank is in the epoch before any more
+        """A snapshot of the data that all ranks have received."""
+        agree(self.losses, self._marks.served, self._marks.ended)  # so no rank is still in the previous epoch
         there = resident_to_all(self.cache, self.num_samples)
         self._marks.apply(self._drawn)
         return Known(self.losses.last.copy(), self._drawn.copy(), there)
 
     def _take(self, draw: Draw) -> None:
-        """Make `draw` the one that is kept."""
+        """Keep `draw`."""
         self._draw = draw
         if self.num_samples >= _LARGE and self.on_miss != "substitute" and ranks_of_job().count == 1:
             self.losses.pause_at = self.losses.taken + math.ceil(_NEARLY * len(draw.plan.ids))
 
     def _draw_ahead(self) -> None:
-        """Draw the next plan in a thread, from what has been received up to now."""
+        """Draw the next plan in a thread, from the data received so far."""
         assert self._draw is not None
         epoch, known = self._draw.plan.epoch + 1, self._known()
         thread = ThreadPoolExecutor(1, thread_name_prefix="stallfree-plan")
@@ -234,11 +237,11 @@ class ImportanceSampler:
 
     @short_traceback
     def update(self, ids: Any, losses: Any) -> None:
-        """Hand in the losses of samples that were served: `Batch.ids`, and one loss for each.
+        """Record the losses of served samples: `Batch.ids`, and one loss for each.
 
-        Both may be tensors on any device; nothing waits for the device. A loss that is NaN or infinite is left
-        out, with one warning: the sample keeps the loss that it had. Raises `InputError` if
-        there is not one number for each id, or an id is none of the data set's; for ids on a device, at a later call.
+        Both may be tensors on any device; the call does not wait for the device. A loss that is NaN or infinite is
+        ignored with one warning: the sample keeps its previous loss. Raises `InputError` if there is not one number
+        for each id, or an id is not in the data set; for ids on a device, at a later call.
         """
         self.losses.add(ids, losses)
         if self.losses.pause_at is not None and self.losses.taken >= self.losses.pause_at:
@@ -249,9 +252,9 @@ class ImportanceSampler:
     # -- an epoch that is served --------------------------------------------------------------------------------------
 
     def begin(self, epoch: int, batch_size: int, *, drop_last: bool = False) -> ActiveEpoch:
-        """An epoch that is about to be served. Sets the scores of what the cache is to keep.
+        """Begin serving an epoch. Sets the scores that decide what the cache keeps.
 
-        For a loader that serves the plan itself, as stallfree's does.
+        For loaders that serve the plan themselves, such as `stallfree.DataLoader`.
         """
         draw = self._drawn_for(parse_whole(epoch, "epoch", 0))
         self._next, self._iterated = epoch, True
@@ -262,9 +265,9 @@ class ImportanceSampler:
         return self._begun(draw, batches)
 
     def resume(self, rest: list[Array]) -> ActiveEpoch:
-        """The epoch that `load_state_dict` brought, of which the batches `rest` are left.
+        """Resume the epoch that `load_state_dict` restored, with the remaining batches `rest`.
 
-        Raises `InputError` if it brought none.
+        Raises `InputError` if it restored none.
         """
         if self._begun_draw is None:
             raise InputError(
@@ -285,17 +288,16 @@ class ImportanceSampler:
         return ActiveEpoch(draw, batches, weights, per_batch, self._marks, self._retention, me.rank, me.count)
 
     def close(self) -> None:
-        """This job is no longer one of those that use the cache. It is again, when another epoch begins."""
+        """Unregister this job from the cache. It is registered again when another epoch begins."""
         if self._retention is not None:
             self._retention.close()
 
     def expected_samples(self, epochs: int, *, start: int = 0) -> int:
-        """About how many samples the epochs from `start` to `epochs` - 1 serve, as far as is known beforehand.
+        """The approximate number of samples that the epochs from `start` to `epochs` - 1 serve, over all ranks.
 
-        For a schedule that goes by samples seen (`BySamples`). A cache that is not full yet is taken to hold what fits,
-        if samples are as large as those that are in it: so ask again when it is full, for the schedule.
-        "icache" and "infobatch" depend on the losses; for them it is the share that evenly spread losses give. Those of
-        all ranks together.
+        For a schedule that advances by samples seen (`BySamples`). For a cache that is not full yet, its final content
+        is extrapolated from the mean size of its samples: call this again once it is full. "icache" and "infobatch"
+        depend on the losses; for them the estimate assumes uniformly distributed losses.
         """
         epochs, start = parse_whole(epochs, "epochs", 0), parse_whole(start, "start", 0)
         held, rule = self._held(), self.rule
@@ -326,19 +328,19 @@ class ImportanceSampler:
     def batches(self, epoch: int, batch_size: int, *, drop_last: bool = False) -> list[Array]:
         """The ids of each batch of an epoch, for this rank, as planned.
 
-        With several ranks all have the same number of batches, whose sizes differ by one at most; with `drop_last` all
-        batches are full.
+        All ranks have the same number of batches, whose sizes differ by at most one; with `drop_last` all batches are
+        full.
         """
         ranks, size = ranks_of_job(), parse_whole(batch_size, "batch_size", 1)
         return [step[ranks.rank] for step in steps_of(self.plan(epoch).ids, ranks.count, size, drop_last)]
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch. Without it, each iteration is another one, counted from 0."""
+        """Set the epoch of the next iteration. Without it, iterations are consecutive epochs, counted from 0."""
         self._next, self._iterated = parse_whole(epoch, "epoch", 0), False
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that comes after the one that was served last."""
+        """The epoch after the last served one."""
         return self._next + self._iterated
 
     def __repr__(self) -> str:
@@ -351,15 +353,15 @@ class ImportanceSampler:
         return iter(deal(self.plan(self._next).ids, ranks.rank, ranks.count, drop_last=False).tolist())
 
     def __len__(self) -> int:
-        """How many ids this iteration gives, before the first the next one; its plan is drawn for that."""
+        """The number of ids of the current iteration, or of the first one before it. Draws its plan."""
         return share(len(self.plan(self._next).ids), ranks_of_job().count, drop_last=False)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next plans depend on, and the plan that is kept; fit for JSON.
+        """The state that the next plans depend on, and the kept plan; serializable as JSON.
 
-        Take it on each rank: the losses that it has not sent to the others yet are in its own state.
+        Save it on each rank: the state holds the losses that this rank has not sent to the others yet.
         """
         begun = self._begun_draw
         return {
@@ -376,7 +378,7 @@ class ImportanceSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as where `state_dict` was taken. Raises `InputError` for a state of another sampler or release."""
+        """Restore a state. Raises `InputError` for a state of another sampler or release."""
         names = ("plan", "seed", "next", "iterated", "drawn", "marks", "losses", "draw", "begun")
         check_state(state, _STATE_VERSION, *names)
         for name, mine in (("plan", self.rule.plan), ("seed", self._given)):
@@ -408,7 +410,7 @@ def _rule(plan: str, *, target_io: float, p_min: float | None, **given: Any) -> 
 
 
 def _check_serving(plan: str, on_miss: Any, packages: Any, benefit: Any, *, scored: bool) -> None:
-    """Raise `InputError` for a way of serving that does not fit the plan or the cache."""
+    """Raise `InputError` if the serving arguments do not match the plan or the cache."""
     if on_miss == "substitute" and plan in ("unbiased", "infobatch"):
         raise InputError(
             f"on_miss='substitute' serves samples that were not drawn, and plan={plan!r} has weights for those "

@@ -1,11 +1,11 @@
-"""Several jobs on one cache: how much each sample matters to all of them together.
+"""Several jobs on one cache: the combined importance of each sample.
 
-A loss of one model says nothing beside a loss of another, so each job gives the relative importance of a sample, its
-place among the losses of that job (RIV), and what the cache gains it, its benefit. What the samples are worth in all
-(AIV) is the sum of benefit times RIV over the jobs that gain enough (Chen et al., "iCACHE", HPCA 2023, section IV-E).
+Losses of different models are not comparable. Each job therefore publishes the relative importance of each sample, its
+rank among the losses of that job (RIV), and the job's benefit from the cache. The combined value (AIV) is the sum of
+benefit times RIV over the jobs that gain enough (Chen et al., "iCACHE", HPCA 2023, section IV-E).
 
-There is no server. A job is a claim on a byte of a lock file, which the kernel takes from a dead process, and a file of
-that number, which is written under another name and renamed. Whoever looks removes the files of those that are gone.
+There is no server. A job holds a lock on one byte of a lock file, which the kernel releases when the process dies, and
+a file of that number, which it writes under another name and renames. Readers remove the files of dead jobs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from stallfree.platform import OPEN
 Array = npt.NDArray[Any]
 
 THRESHOLD = 1.5
-"""Least benefit with which a job's importance counts, if there is one that has it."""
+"""Minimum benefit with which a job's importance counts, if any job reaches it."""
 
 LOCK_SECONDS = 2.0
-"""A job that does not get the lock for so long uses its own importance alone for now."""
+"""Lock timeout; after it a job temporarily uses only its own importance."""
 
 _HEADER = struct.Struct("<8sqd")  # magic, number of ids, benefit
 _MAGIC = b"sfjobs1\n"
@@ -43,22 +43,22 @@ _FILE = re.compile(r"(job|new)-([0-9]{1,3})")
 
 
 class Jobs:
-    """The jobs that use one cache, and this process as one of them from its first `publish` on.
+    """The jobs that use one cache. This process is one of them from its first `publish` on.
 
-    A job is gone when it has called `close`, was freed or has ended, however it ended: at the next `combined`, by
-    anyone, it is not in the sum, and its file is removed. A forked child is not the job: it joins as one of its own if
-    it publishes. Several jobs may be in one process.
+    A job has left when it has called `close`, was freed or its process has exited: the next `combined` of any job
+    leaves it out of the sum and removes its file. A forked child is not the job: it joins as a new job if it publishes.
+    One process may hold several jobs.
 
     Memory: a file of 4 bytes per id for each job, in the folder of the cache (shared memory, unless the cache is on a
-    disk) and beyond its capacity; twice that while it is written anew. In the process 4 bytes per id, and for each job
-    while they are added up. When the file system is full, or all 255 places are taken, there is one warning, and the
-    job uses its own importance alone until it can publish again.
+    disk) and in addition to its capacity; twice that while it is rewritten. In the process 4 bytes per id, and 4 more
+    per job during the sum. If the file system is full, or all 255 places are taken, one warning is logged, and the
+    job uses only its own importance until it can publish again.
 
     Args:
-        folder: of the cache (`SampleCache.path`). The files lie in `importance` below it, and go with it.
+        folder: of the cache (`SampleCache.path`). The files are in its subfolder `importance`, and are deleted with it.
         num_ids: number of samples of the data set.
 
-    Raises `InputError` after `close`, and for values that cannot be used.
+    Raises `InputError` after `close`, and for invalid values.
     """
 
     def __init__(self, folder: str | Path, num_ids: int) -> None:
@@ -70,11 +70,11 @@ class Jobs:
         self._leave = weakref.finalize(self, self._place.leave)
 
     def publish(self, importance: Any, benefit: float) -> None:
-        """Publish how much each sample matters to this job, in place of what it published before.
+        """Publish the importance of each sample to this job; replaces the values published before.
 
         Args:
-            importance: a number from 0 to 1 for each id: the place of its loss among all.
-            benefit: time of an epoch without the cache over that with it; see `loader.benefit`.
+            importance: a number from 0 to 1 for each id: the rank of its loss.
+            benefit: epoch time without the cache divided by that with it; see `loader.benefit`.
         """
         self._check_open()
         values = self._checked(importance)
@@ -84,15 +84,15 @@ class Jobs:
         try:
             self._place.write([_HEADER.pack(_MAGIC, self.num_ids, benefit), values.data])
             self._apart = False
-        except OSError as error:  # a `WaitError` too
+        except OSError as error:  # includes `WaitError`
             self._apart = True
             self._warn(error)
 
     def combined(self) -> tuple[Array, int]:
-        """What each sample is worth to the jobs that have published and live, and how many these are.
+        """The value of each sample to the live jobs that have published, and the number of these jobs.
 
-        The sum of benefit times importance, float64 per id, over those with a benefit of at least 1.5; over all, if
-        there is none. Zeros if nobody has published.
+        The sum of benefit times importance, float64 per id, over the jobs with a benefit of at least 1.5; over all, if
+        there is none. Zeros if no job has published.
         """
         self._check_open()
         found = None
@@ -111,7 +111,7 @@ class Jobs:
         return total, len(found)
 
     def _parsed(self, data: bytes) -> tuple[Array, float] | None:
-        """What a job has published, and its benefit; None if that is not whole."""
+        """The importance that a job has published, and its benefit; None if the data is incomplete."""
         if len(data) != _HEADER.size + 4 * self.num_ids:
             return None
         magic, num_ids, benefit = _HEADER.unpack_from(data)
@@ -146,21 +146,21 @@ class Jobs:
             )
 
     def close(self) -> None:
-        """Leave: this job counts no more. May be called twice. Happens by itself when this object is freed."""
+        """Leave: this job no longer counts. Idempotent, and called automatically when this object is freed."""
         self._leave()
 
 
 class _Place:
-    """The number of one process among the jobs in `folder`, and its file. Nothing is made before it is needed."""
+    """The number of one process among the jobs in `folder`, and its file. Created on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock: FileLock | None = None
         self._number = 0
-        self._pid = -1  # whose number it is
+        self._pid = -1  # the process that holds the number
 
     def write(self, parts: list[Any]) -> None:
-        """Let this job's file be these parts. Raises `OSError`; then there is none."""
+        """Write `parts` as this job's file. Raises `OSError`; there is no file then."""
         try:
             with self._held():
                 number = self._join()
@@ -174,7 +174,7 @@ class _Place:
             raise
 
     def read_living(self) -> list[bytes]:
-        """The files of the jobs that live. Those of the others are removed."""
+        """The files of live jobs. Removes those of dead jobs."""
         found: list[bytes] = []
         with self._held() as lock:
             for name in sorted(os.listdir(self._folder)):
@@ -182,17 +182,17 @@ class _Place:
                 if match is None:
                     continue
                 number = int(match[2])
-                if lock.claim(number):  # nobody has it
+                if lock.claim(number):  # no job holds it
                     _remove(self._folder, number)
                     lock.release(number)
                 elif match[1] == "job":
-                    with contextlib.suppress(FileNotFoundError):  # it is just leaving
+                    with contextlib.suppress(FileNotFoundError):  # the job is leaving
                         found.append((self._folder / name).read_bytes())
         return found
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[FileLock]:
-        """Hold the lock under which places are taken and looked at. Raises `WaitError`."""
+        """Hold the lock that guards claiming and reading places. Raises `WaitError`."""
         if self._lock is None:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             self._lock = FileLock(self._folder / "lock")
@@ -200,12 +200,12 @@ class _Place:
             yield self._lock
 
     def _join(self) -> int:
-        """The number of this job; taken, if it has none in this process."""
+        """The number of this job; claims one if it has none in this process."""
         assert self._lock is not None
         if self._pid != os.getpid():
             self._number = self._lock.claim_any()
             self._pid = os.getpid()
-            _remove(self._folder, self._number)  # what a dead one left
+            _remove(self._folder, self._number)  # the file of a dead job
         return self._number
 
     def _remove_own(self) -> None:
@@ -213,7 +213,7 @@ class _Place:
             _remove(self._folder, self._number)
 
     def leave(self) -> None:
-        """Give up the place. In a forked child, which has none, the parent's stays."""
+        """Release the place. In a forked child, which has none, the parent's place stays."""
         self._remove_own()
         if self._lock is not None:
             self._lock.close()

@@ -1,4 +1,4 @@
-"""The loss of each sample as it was last seen. Fed from the training loop, which never waits for it."""
+"""The last loss of each sample, received from the training loop without blocking it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Losses:
 
     Args:
         count: number of samples.
-        relative: keep the rank of a loss within its batch instead of the loss: 1 for the highest (Khan et al., "SHADE:
+        relative: store the rank of a loss within its batch instead of the loss: 1 for the highest (Khan et al., "SHADE:
             Enable Fundamental Cacheability for Distributed Deep Learning Training", FAST 2023, section 4.1).
 
     Attributes:
-        last: float32 per id; infinite where there is none yet.
+        last: float32 per id; infinite where no loss is known.
         fresh: bool per id: samples with a loss that other ranks have not received.
-        taken: losses taken in so far.
-        pause_at: no more losses of later steps are taken in once `taken` has reached it; None: never pause.
+        taken: losses received so far.
+        pause_at: losses of later steps are not taken once `taken` has reached it; None: never pause.
     """
 
     def __init__(self, count: int, *, relative: bool = False) -> None:
@@ -45,9 +45,9 @@ class Losses:
         self._under_way: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
 
     def add(self, ids: Any, losses: Any) -> None:
-        """Take the losses of `ids`. Does not wait for a device: what lies there is copied in the background.
+        """Record the losses of `ids`. Does not wait for a device: data there is copied in the background.
 
-        Raises `InputError` when these are not one number for each id; of ids on a device, that is found later.
+        Raises `InputError` if there is not one number for each id; for ids on a device, at a later call.
         """
         ids, losses = _tensor("ids", ids), _tensor("losses", losses)
         if ids.numel() == 0 and losses.numel() == 0:
@@ -67,18 +67,18 @@ class Losses:
         self.collect(wait=False)
 
     def _send_for(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
-        """Copy to the host without waiting. An event tells when it is done."""
+        """Copy to the host without waiting. An event marks the completion."""
         here = [_to_host(tensor) for tensor in (ids, losses)]
         device = losses.device if losses.device.type != "cpu" else ids.device
         event = None
-        if device.type not in ("cpu", "mps"):  # there `_to_host` waits
+        if device.type not in ("cpu", "mps"):  # on these `_to_host` waits
             module = torch.get_device_module(device)
             event = module.Event()
             event.record(module.current_stream(device))
         self._under_way.append((here[0], here[1], event))
 
     def collect(self, *, wait: bool = True) -> None:
-        """Take in what has arrived from devices, in the order of the steps; with `wait`, all of it."""
+        """Record the losses that have arrived from devices, in the order of the steps; with `wait`, all of them."""
         while self._under_way and not (self.pause_at is not None and self.taken >= self.pause_at):
             ids, losses, event = self._under_way[0]
             if event is not None and not event.query():
@@ -106,7 +106,7 @@ class Losses:
         self.fresh[ids] = True
 
     def _warn(self, ids: Array) -> None:
-        """A step in half precision may overflow now and then; a model that has diverged shows in the user's own log."""
+        """Warn once: a half-precision step may overflow occasionally; a diverged model shows in the user's own log."""
         if not self._warned:
             self._warned = True
             few = ", ".join(map(str, ids[:5].tolist())) + (", ..." if len(ids) > 5 else "")
@@ -118,14 +118,14 @@ class Losses:
             )
 
     def state(self) -> dict[str, Any]:
-        """All of it, fit for JSON."""
+        """The state, serializable as JSON."""
         pause, self.pause_at = self.pause_at, None
         self.collect()
         self.pause_at = pause
         return {"last": pack(self.last), "fresh": pack_mask(self.fresh), "relative": self._relative}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Be as when `state` was taken. Raises `InputError` for one of other samples."""
+        """Restore `state`. Raises `InputError` for a state of other samples."""
         last = unpack(state["last"], np.float32)
         if len(last) != self.count or state["relative"] != self._relative:
             theirs, mine = ("shade" if relative else "loss" for relative in (state["relative"], self._relative))
@@ -140,7 +140,7 @@ class Losses:
 
 
 def _tensor(name: str, given: Any) -> torch.Tensor:
-    """`given` as a tensor without a gradient. Raises `InputError` if it is none, and cannot be made one."""
+    """`given` as a tensor without a gradient. Raises `InputError` if it cannot be converted."""
     if isinstance(given, torch.Tensor):
         return given.detach()
     try:

@@ -1,4 +1,4 @@
-"""The plan of an epoch as a pure function of (seed, epoch), and its shares for ranks that prefer their own node."""
+"""The plan of an epoch as a pure function of (seed, epoch), and rank shares that prefer samples of the rank's node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Plan:
     Attributes:
         ids: int64, one per draw.
         weights: float32 of the same length, or None where all are 1.
-        epoch: which epoch it is.
+        epoch: number of the epoch.
     """
 
     ids: npt.NDArray[np.int64]
@@ -31,9 +31,9 @@ class Plan:
 
 
 def make_plan(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> Plan:
-    """Every sample once: in order, or in an order that (seed, epoch) decides.
+    """Every sample once: in order, or shuffled by (seed, epoch).
 
-    Any process that knows the two integers computes the same plan, so a resume needs no more than them.
+    Any process computes the same plan from the two integers, so a resume needs only them.
     """
     if not shuffle:
         return Plan(np.arange(num_samples, dtype=np.int64), None, epoch)
@@ -47,18 +47,18 @@ def local_shares(
 ) -> Array:
     """The ids of each rank, int64 of shape (ranks, ids per rank): every sample once, in the order of the epoch's plan.
 
-    A node's ranks get the samples that the node owns, as far as all ranks get equally many; what one node has too many
-    of goes to those that have too few, the last ones of the plan first. If the number of samples is no multiple of the
-    number of ranks, the first samples of the plan come twice, as with torch's `DistributedSampler`, or with `drop_last`
-    the last ones not at all.
+    A node's ranks get the samples that the node owns, up to an equal number per rank. Surplus samples of a node go to
+    nodes with too few, the last ones of the plan first. If the number of samples is not a multiple of the number of
+    ranks, the first samples of the plan are repeated, as by torch's `DistributedSampler`, or with `drop_last` the last
+    ones are omitted.
 
-    Any process computes the same from the same arguments; nobody is asked what is resident.
+    A pure function of its arguments; it does not query residency.
 
     Args:
         owner: node of each id, from 0.
-        nodes: how many there are.
-        ranks_per_node: how many ranks, the same for all. Rank r is on node r // `ranks_per_node`.
-        shuffle: whether (seed, epoch) decides the order; else ids rise.
+        nodes: number of nodes.
+        ranks_per_node: number of ranks, the same for all nodes. Rank r is on node r // `ranks_per_node`.
+        shuffle: whether (seed, epoch) determines the order; else ids ascend.
         seed, epoch: of the plan.
         drop_last: see above.
     """

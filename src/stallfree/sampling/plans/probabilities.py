@@ -1,7 +1,7 @@
-"""How likely each sample is to be drawn, and the draw. Pure functions of arrays; nothing here knows of a cache.
+"""Selection probabilities and the draw: pure functions of arrays, independent of any cache.
 
-Scores are losses (or ranks of losses): float32 per sample, infinite for a sample that has none yet. So what was never
-seen, or has diverged, counts as most important.
+Scores are losses (or ranks of losses): float32 per sample, infinite for a sample without a loss. So samples that were
+never seen, or have diverged, count as most important.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _GRID = 4096
 
 
 def generator(seed: int, epoch: int, use: int) -> np.random.Generator:
-    """Random numbers that (seed, epoch, use) decides."""
+    """A random generator seeded by (seed, epoch, use)."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed & (2**64 - 1), 0x494D504F, epoch, use])))
 
 
 def ranks(scores: Array) -> Array:
-    """Where each score stands among all: above 0, and 1 for the highest. Of equal ones the higher id stands higher.
+    """The relative rank of each score: above 0, and 1 for the highest. Ties are broken by id, in ascending order.
 
     Args:
         scores: numbers, not NaN, shape (n,).
 
-    float32, shape (n,). The same on every processor.
+    Returns float32, shape (n,). The result is the same on every processor.
     """
     count = len(scores)
     bits = scores.astype(np.float32).view(np.uint32)
@@ -51,11 +51,11 @@ def ranks(scores: Array) -> Array:
 
 
 def selective(scores: Array, history: Array, beta: float) -> Array:
-    """The share of the scores in `history` that a score is not below, to the power `beta`.
+    """The share of the scores in `history` that are not above a score, to the power `beta`.
 
     Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", arXiv:1910.00762, section 3.2, as
-    iCACHE uses it (Chen et al., HPCA 2023, section III). A score as high as the highest has probability 1, and so has
-    every one while nothing is known.
+    iCACHE uses it (Chen et al., HPCA 2023, section III). The highest score has probability 1, and so have all scores
+    while none is known.
     """
     if len(history) == 0:
         return np.ones(len(scores))
@@ -64,17 +64,17 @@ def selective(scores: Array, history: Array, beta: float) -> Array:
 
 
 def some_known(scores: Array, rng: np.random.Generator) -> Array:
-    """The scores of 1,024 samples, drawn at random from those that have a finite one; all if they are fewer.
+    """The finite scores of 1,024 samples, drawn at random; all finite scores if there are fewer.
 
-    Chen et al. compare with the 1,024 losses that were seen last. Those are losses of samples that were selected, thus
-    high; compared with them fewer are selected each time.
+    Chen et al. compare with the last 1,024 losses. These belong to selected samples and are therefore high, so that
+    each comparison selects fewer samples.
     """
     known = scores[np.isfinite(scores)]
     return known if len(known) <= HISTORY else known[rng.integers(0, len(known), HISTORY)]
 
 
 def pruned(scores: Array, share: float) -> Array:
-    """1 - `share` for the scores below the mean of those that are known, 1 for the others.
+    """1 - `share` for the scores below the mean of the known ones, 1 for the others.
 
     Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024, section 2.2.
     """
@@ -84,17 +84,17 @@ def pruned(scores: Array, share: float) -> Array:
 
 
 def leaning(places: Array, some: Array, mean: float, lowest: float, lean: float) -> Array:
-    """Probabilities that rise with the rank and are never below `lowest`; those of `some` have the mean `mean`.
+    """Probabilities that rise with the rank and are at least `lowest`; those of `some` have the mean `mean`.
 
     Args:
         places: ranks of all samples, above 0 and up to 1.
-        some: bool for each: those who will be drawn with them.
+        some: bool for each: the samples drawn with these probabilities.
         mean: 0 to 1; `lowest` if it is below that.
         lowest: 0 to 1.
-        lean: 0: all alike; 1: in proportion to the rank.
+        lean: 0: uniform; 1: proportional to the rank.
 
-    They are `scale * (1 - lean + 2 * lean * rank)`, cut off at `lowest` and 1. The scale is found from every
-    n-th of the ranks, about 4,096 of them, which meets the mean to about 1e-3 of it.
+    They are `scale * (1 - lean + 2 * lean * rank)`, clipped to `lowest` and 1. The scale is fitted to every n-th rank,
+    about 4,096 of them, which gives the mean a relative error of about 1e-3.
     """
     shape = 1 - lean + 2 * lean * places.astype(np.float64)
     step = max(1, int(np.count_nonzero(some)) // _GRID)
@@ -109,7 +109,7 @@ def leaning(places: Array, some: Array, mean: float, lowest: float, lean: float)
 
 
 def shares(chances: Array, places: Array) -> Array:
-    """For each sample the mean chance of those in the same stratum of rank `places`; there are 64 strata."""
+    """For each sample the mean chance of the samples in its stratum of the ranks `places`; there are 64 strata."""
     stratum = np.minimum(places * _WIDE, _WIDE - 1).astype(np.int64)
     sizes = np.bincount(stratum, minlength=_WIDE)
     mean = np.bincount(stratum, chances, minlength=_WIDE) / np.maximum(sizes, 1)
@@ -118,18 +118,18 @@ def shares(chances: Array, places: Array) -> Array:
 
 
 def systematic(chances: Array, order: Array, rng: np.random.Generator) -> Array:
-    """Which are drawn when each of `order` is drawn with its own chance, and as many in all as the chances add up to.
+    """The ids drawn from `order`, each with its own chance; their number is the sum of the chances.
 
-    Systematic sampling (Madow, 1949): the chances are laid end to end, and whoever lies under one of the marks that
-    stand 1 apart is drawn. The number is the sum of the chances, rounded up or down at random. Neighbours in `order`
-    are rarely drawn together, so an order by loss makes every range of losses take part in proportion.
+    Systematic sampling (Madow, 1949): the chances are accumulated in `order`, and each id whose interval contains one
+    of a sequence of points at distance 1 is drawn. The sum is rounded up or down at random. Neighbours in `order` are
+    rarely drawn together, so an order by loss represents every range of losses in proportion.
 
     Args:
         chances: 0 to 1, by id.
         order: ids.
-        rng: of the one random number there is.
+        rng: for the single random number.
 
-    The drawn ids, in the order of `order`.
+    Returns the drawn ids, in the order of `order`.
     """
     ends = np.cumsum(chances[order], dtype=np.float64)
     marks = np.floor(ends + rng.random())
@@ -140,10 +140,10 @@ def systematic(chances: Array, order: Array, rng: np.random.Generator) -> Array:
 
 
 def draw(chances: Array, places: Array, rng: np.random.Generator) -> Array:
-    """Draw each id with its own chance; the ids, ascending.
+    """Draw each id with its own chance; return the ids, ascending.
 
-    Those with chance 1 are drawn in any case. Of the others a fixed number is, spread evenly over the ranks `places`:
-    they stand in strata of rank, in random order within each.
+    Ids with chance 1 are always drawn. Of the others a fixed number is drawn, spread evenly over the ranks `places`:
+    they are ordered by strata of rank, and randomly within each stratum.
     """
     sure = np.flatnonzero(chances >= 1)
     rest = np.flatnonzero(chances < 1)

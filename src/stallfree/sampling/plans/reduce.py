@@ -1,4 +1,4 @@
-"""The ranks of a job agree on what a plan is drawn from."""
+"""Collective operations by which all ranks of a job draw a plan from the same losses, masks and residency."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _groups: dict[int, Any] = {}
 
 @dataclass(frozen=True)
 class Ranks:
-    """Number of this rank, and of all."""
+    """The number of this rank, and the number of ranks."""
 
     rank: int
     count: int
 
     @property
     def first_here(self) -> bool:
-        """Whether it is the first rank on its host, as torchrun, SLURM or Open MPI say; True where nothing tells."""
+        """Whether this is the first rank on its host, according to torchrun, SLURM or Open MPI; True if unknown."""
         for variable in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"):
             if os.environ.get(variable):
                 return self.count == 1 or os.environ[variable] == "0"
@@ -35,17 +35,17 @@ class Ranks:
 
 
 def ranks_of_job() -> Ranks:
-    """This process among the ranks of `torch.distributed`; alone where that is not initialised."""
+    """The rank of this process in `torch.distributed`; a single rank if that is not initialised."""
     if distributed.is_available() and distributed.is_initialized():
         return Ranks(distributed.get_rank(), distributed.get_world_size())
     return Ranks(0, 1)
 
 
 def agree(losses: Losses, *masks: Array) -> None:
-    """Bring the losses of all ranks together, and make each mask (bool) what it is for any of them. In place.
+    """Combine the losses of all ranks, and each mask (bool) by OR. In place.
 
-    Every rank must call it at the same time. A sample that had losses at several ranks gets their mean. Nothing happens
-    where there is only one rank.
+    A collective operation: every rank must call it at the same time. A sample with losses at several ranks gets their
+    mean. Does nothing with a single rank.
     """
     if ranks_of_job().count == 1:
         return
@@ -62,7 +62,7 @@ def agree(losses: Losses, *masks: Array) -> None:
 
 
 def of_first_rank(number: int) -> int:
-    """`number` as rank 0 has it. Every rank must call it at the same time."""
+    """`number` of rank 0. A collective operation: every rank must call it at the same time."""
     if ranks_of_job().count == 1:
         return number
     given = torch.tensor(number)
@@ -71,7 +71,7 @@ def of_first_rank(number: int) -> int:
 
 
 def unite(*masks: Array) -> None:
-    """Make each mask (bool) what it is for any rank. In place; every rank must call it at the same time."""
+    """Combine each mask (bool) of all ranks by OR, in place. Every rank must call it at the same time."""
     if ranks_of_job().count == 1:
         return
     bits = torch.from_numpy(np.concatenate(masks).astype(np.uint8))
@@ -83,16 +83,16 @@ def unite(*masks: Array) -> None:
 
 
 def resident_to_all(cache: Any, count: int) -> Array:
-    """Which of `count` samples every rank has at hand in its cache (or None), as an array of bool.
+    """Which of `count` samples are resident for every rank, as an array of bool.
 
-    That is what all their caches hold, or what the servers of a cache hold (its attribute `servers`). Every rank must
-    call it at the same time, and when all have ended the epoch before.
+    These are the samples that the caches (or None) of all ranks hold, or the servers of a cache (its attribute
+    `servers`). Every rank must call it at the same time, after all have ended the previous epoch.
     """
     ids = np.arange(count)
     servers = getattr(cache, "servers", None)
     if servers is not None:
         servers.drain(ids)
-        wait_for_all()  # all nodes have stored what they handed over
+        wait_for_all()  # all nodes have finished their queued writes
         there: Array = servers.verify(ids) if ranks_of_job().first_here else np.zeros(count, bool)
         unite(there)
         servers.learn(there)
@@ -103,15 +103,15 @@ def resident_to_all(cache: Any, count: int) -> Array:
 
 
 def wait_for_all() -> None:
-    """Come back when every rank has called it."""
+    """Return once every rank has called it."""
     unite(np.zeros(1, bool))
 
 
 def steps_of(ids: Array, ranks: int, batch_size: int, drop_last: bool) -> list[list[Array]]:
-    """The batches of a plan: for each step one for each rank, of sizes that differ by one at most.
+    """The batches of a plan: for each step one per rank, of sizes that differ by at most one.
 
-    With one rank, only the last batch may be smaller than `batch_size`. With `drop_last` all batches are full, and what
-    is left is in none; without, a plan with fewer ids than ranks has none.
+    With one rank, only the last batch may be smaller than `batch_size`. With `drop_last` all batches are full and the
+    remaining ids are dropped; without it, a plan with fewer ids than ranks has no batches.
     """
     together = batch_size * ranks
     if drop_last or ranks == 1:
@@ -124,7 +124,7 @@ def steps_of(ids: Array, ranks: int, batch_size: int, drop_last: bool) -> list[l
 
 
 def _group() -> Any:
-    """A group that takes tensors in memory. All ranks make it together, once per job."""
+    """A process group for CPU tensors. All ranks create it together, once per job."""
     default = distributed.group.WORLD
     if distributed.get_backend() == "gloo":
         return default

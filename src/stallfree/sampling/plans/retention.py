@@ -1,8 +1,8 @@
-"""What a cache of the policy "importance" keeps while a plan is served: the scores of its records.
+"""The scores that decide what a cache of the policy "importance" keeps while a plan is served.
 
-The paper's H-cache (Chen et al., "iCACHE", HPCA 2023, algorithm 1) is a min-heap by importance; when a new H-list
-comes, a shadow heap is built beside the old one. Here the scores of all samples are set at once, and the queue of
-victims is sorted anew when the next one is looked for, so there is nothing to wait for and nothing to build beside.
+The paper's H-cache (Chen et al., "iCACHE", HPCA 2023, algorithm 1) is a min-heap by importance, with a shadow heap that
+is built for each new H-list. Here the scores of all samples are set at once, and the eviction queue is sorted again at
+the next eviction, so no shadow structure is needed.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from stallfree.sampling.plans.sampling_plans import Draw
 Array = npt.NDArray[Any]
 
 FRESH = 1e9
-"""Score of a record that is still to be served in this epoch and must not go before: above all others."""
+"""Score of a record that must not be evicted before it is served in this epoch: above all others."""
 
 
 class ScoredCache(Protocol):
-    """A cache whose records of lowest score go first."""
+    """A cache that evicts the records of lowest score first."""
 
     def set_scores(self, ids: Any, scores: Any) -> None:
-        """How much each of `ids` is worth."""
+        """Set the score of each of `ids`."""
 
 
 class _Scores:
-    """Sets scores. If writers of the cache hold its lock for long, they are set the next time."""
+    """Sets scores. If the writer lock of the cache times out, they are set at the next call."""
 
     def __init__(self, cache: ScoredCache) -> None:
         self._cache = cache
         self._late: list[tuple[Array, Array]] = []
 
     def set(self, ids: Array, scores: Array) -> None:
-        """Let `scores` be those of `ids`, after those that could not be set before."""
+        """Set the scores of `ids`, after those of calls that timed out."""
         late, self._late = self._late, []
         ids, scores = (np.concatenate(column) for column in zip(*late, (ids, scores), strict=True))
         try:
@@ -51,23 +51,23 @@ class _Scores:
 
 
 class Rotating(_Scores):
-    """What the epoch fetches comes in, and in its place goes any record that was served already.
+    """Admits each fetched sample, and evicts any record that was already served.
 
-    So the residents change slowly, at no cost beside what the plan fetches anyway; none is lost before its turn, and
-    each one that was served is as likely to go as the next.
+    So the residents change slowly, at no cost in addition to the fetches of the plan. No record is evicted before it is
+    served, and all served records are equally likely to be evicted.
 
     Attributes:
-        seed: of the order in which they go. Set before the first epoch.
+        seed: of the eviction order. Set before the first epoch.
     """
 
     def __init__(self, cache: ScoredCache) -> None:
         super().__init__(cache)
         self.seed = 0
-        self._resident: Array | None = None  # when the epoch began
+        self._resident: Array | None = None  # at the start of the epoch
         self._luck = np.empty(0)
 
     def begin(self, draw: Draw, importance: Array, *, first: bool = True) -> None:
-        """A new epoch: nothing that is resident has been served. Only the `first` rank of a host sets scores."""
+        """Begin an epoch, in which no resident has been served yet. Only the `first` rank of a host sets scores."""
         count = len(draw.resident)
         self._resident = draw.resident
         self._luck = generator(self.seed, draw.plan.epoch, 2).random(count)
@@ -75,8 +75,8 @@ class Rotating(_Scores):
             self.set(np.arange(count), np.where(draw.resident, FRESH, 1.0))
 
     def served(self, ids: Array) -> None:
-        """These may go now, if they were resident when the epoch began."""
-        if self._resident is None:  # an epoch that another process began
+        """Make these evictable, if they were resident when the epoch began."""
+        if self._resident is None:  # another process began the epoch
             return
         old = ids[self._resident[ids]]
         if len(old):
@@ -84,7 +84,7 @@ class Rotating(_Scores):
 
 
 class Ranked(_Scores):
-    """The most important samples stay; those in the plan stay until served, so that none is fetched for nothing."""
+    """Keeps the most important samples, and those in the plan until they are served, so that no fetch is wasted."""
 
     def __init__(self, cache: ScoredCache) -> None:
         super().__init__(cache)
@@ -93,7 +93,7 @@ class Ranked(_Scores):
         self._waiting = np.empty(0, bool)
 
     def begin(self, draw: Draw, importance: Array, *, first: bool = True) -> None:
-        """A new epoch. Only the `first` rank of a host sets scores now; each does for what it serves."""
+        """Begin an epoch. Only the `first` rank of a host sets scores now; each rank does for its served samples."""
         count = len(draw.low)
         self._low = draw.low
         self._importance = importance
@@ -104,8 +104,8 @@ class Ranked(_Scores):
             self.set(np.arange(count), np.where(self._waiting, FRESH, importance))
 
     def served(self, ids: Array) -> None:
-        """These may go now, L-samples too that came in since."""
-        if self._low is None:  # an epoch that another process began
+        """Make these evictable, including L-samples admitted since the epoch began."""
+        if self._low is None:  # another process began the epoch
             return
         done = ids[self._waiting[ids] | self._low[ids]]
         if len(done):
@@ -113,11 +113,11 @@ class Ranked(_Scores):
 
 
 class Retention:
-    """What the cache keeps for this job, and for the others that use it with importance.
+    """Decides what the cache keeps for this job, and for other importance-sampling jobs that use it.
 
     Args:
         cache: of the policy "importance".
-        rotating: whether its residents rotate, else the most important ones stay.
+        rotating: whether its residents rotate; else the most important ones stay.
     """
 
     def __init__(self, cache: Any, rotating: bool) -> None:
@@ -127,7 +127,7 @@ class Retention:
         self._warned = False
 
     def begin(self, draw: Draw, losses: Array, benefit: float, seed: int) -> None:
-        """A new epoch. The first rank of each host publishes the losses and sets the scores; the others wait for it."""
+        """Begin an epoch. The first rank of each host publishes the losses and sets the scores; the others wait."""
         if isinstance(self._scores, Rotating):
             self._scores.seed = seed
         first = ranks_of_job().first_here
@@ -137,7 +137,7 @@ class Retention:
             if jobs is not None:
                 jobs.publish(mine, 0.0 if self._rotating else benefit)
             self._scores.begin(draw, self._importance(mine, jobs))
-        wait_for_all()  # no rank stores anything before the caches of all have the scores
+        wait_for_all()  # no rank stores anything before all caches have the scores
         if not first:
             self._scores.begin(draw, self._importance(mine, jobs), first=False)
 
@@ -149,7 +149,7 @@ class Retention:
         return self._jobs
 
     def _importance(self, mine: Array, jobs: Jobs | None) -> Array:
-        """How important each sample is to the jobs that use the cache."""
+        """The importance of each sample to the jobs that use the cache."""
         worth, count = (mine, 0) if jobs is None else jobs.combined()
         if not count:
             return mine
@@ -165,11 +165,11 @@ class Retention:
         return worth
 
     def served(self, ids: Array) -> None:
-        """`ids` were delivered, and may go now."""
+        """Make the delivered `ids` evictable."""
         self._scores.served(ids)
 
     def close(self) -> None:
-        """This job is no longer one of those that use the cache. It is again, when another epoch begins."""
+        """Unregister this job from the cache. It is registered again when another epoch begins."""
         if self._jobs is not None:
             self._jobs.close()
             self._jobs = None

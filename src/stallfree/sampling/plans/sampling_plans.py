@@ -1,4 +1,4 @@
-"""What each plan of importance sampling draws: a function of the losses, of what is resident, and of (seed, epoch)."""
+"""The draw of each importance sampling plan, as a function of losses, residency and (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLANS = ("unbiased", "icache", "cis", "infobatch", "full")
 
 @dataclass(frozen=True)
 class Rule:
-    """How an epoch is drawn. What is not given by the user is the default of the plan.
+    """The parameters of a draw: arguments of the user, or the defaults of the plan.
 
     Attributes:
         plan: its name.
@@ -37,12 +37,12 @@ class Rule:
         prune: share left out of the samples below the mean loss ("infobatch").
         target_io: storage operations of an epoch as a share of those of the full plan ("unbiased").
         p_min: lowest probability ("unbiased").
-        lean: how much the probability of a missing sample depends on its rank ("unbiased").
-        max_age: a sample that was not drawn for so many epochs is drawn.
-        warm_up: full epochs at the start.
-        full_every: every so many epochs a full one; 0 for none.
-        full_from: full from this epoch on; -1 for never.
-        rotating: whether the residents change at random from epoch to epoch.
+        lean: dependence of a missing sample's probability on its rank ("unbiased").
+        max_age: a sample that was not drawn for this many epochs is drawn.
+        warm_up: number of full epochs at the start.
+        full_every: interval of full epochs; 0 for none.
+        full_from: all epochs are full from this one on; -1 for never.
+        rotating: whether the residents change randomly between epochs.
     """
 
     plan: str
@@ -67,12 +67,12 @@ class Rule:
         )
 
     def chances(self, known: Known, places: Array, seed: int, epoch: int) -> tuple[Array, Array]:
-        """The probability of each sample to be drawn now, and the one that its weight goes by.
+        """The probability with which each sample is drawn, and the one that determines its weight.
 
-        The two are the same, except where the residents rotate: a resident is drawn for sure, but who among the samples
-        of about the same rank is resident was left to chance too. So there the weight goes by the share of such samples
-        that is drawn (post-stratification), and hardly differs from sample to sample. In the plan "cis" the draw
-        decides who is trained on; all are fetched. `places` are the ranks of the losses; not needed in a full epoch.
+        The two are equal unless the residents rotate: a resident is always drawn, but residency among samples of about
+        the same rank is itself random. The weight then depends on the drawn share of such samples
+        (post-stratification), and varies little between samples. In the plan "cis" the draw selects the samples to
+        train on; all are fetched. `places` are the ranks of the losses; not needed in a full epoch.
         """
         if self.full(epoch):
             return np.ones(len(known.losses)), np.ones(len(known.losses))
@@ -88,7 +88,7 @@ class Rule:
         return chances, chances
 
     def _unbiased(self, known: Known, places: Array, overdue: Array) -> tuple[Array, Array]:
-        """1 for what is resident or overdue; the others share what is left of the storage operations, by their loss."""
+        """1 for resident or overdue samples; the others share the remaining storage operations by loss."""
         left = ~(known.resident | overdue)
         missing, others = len(left) - int(np.count_nonzero(known.resident)), int(np.count_nonzero(left))
         mean = (self.target_io * missing - (missing - others)) / max(1, others)
@@ -98,7 +98,7 @@ class Rule:
 
 
 def _early(count: int, most: int) -> Array:
-    """0 to `most` - 1 for each id: so much before its time it is drawn, lest all that wait be due at once."""
+    """An offset of 0 to `most` - 1 epochs per id, which spreads the epochs in which overdue samples are drawn."""
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
     early: Array = ((mixed >> np.uint64(40)) % np.uint64(max(1, most))).astype(np.int32)
     return early
@@ -106,11 +106,11 @@ def _early(count: int, most: int) -> Array:
 
 @dataclass(frozen=True)
 class Known:
-    """The snapshot that a plan is a function of, beside (seed, epoch).
+    """The snapshot that, with (seed, epoch), determines a plan.
 
     Attributes:
-        losses: float32 per id; infinite where none is known.
-        drawn: int32 per id, the epoch that last had the sample; -1 for none.
+        losses: float32 per id; infinite if unknown.
+        drawn: int32 per id, the last epoch that served the sample; -1 for none.
         resident: bool per id.
     """
 
@@ -121,13 +121,13 @@ class Known:
 
 @dataclass(frozen=True)
 class Draw:
-    """A plan, and what follows from how it was drawn.
+    """A plan, and the classification of samples from its draw.
 
     Attributes:
-        plan: ids and weights. The weights are 1 / probability where the plan has weights at all ("unbiased",
-            "infobatch"); in the plan "cis", which has all ids, they say who is trained on: 1 or 0.
-        low: bool per id: the L-samples, which are rather left out than drawn.
-        resident: bool per id, when it was drawn.
+        plan: ids and weights. The weights are 1 / probability in "unbiased" and "infobatch"; in "cis", which has all
+            ids, they are 1 for the samples to train on, else 0.
+        low: bool per id: the L-samples, whose probability is below 1/2.
+        resident: bool per id, at the time of the draw.
     """
 
     plan: Plan
@@ -135,14 +135,14 @@ class Draw:
     resident: Array
 
     def state(self) -> dict[str, Any]:
-        """The draw, fit for JSON."""
+        """The draw, serializable as JSON."""
         weights = None if self.plan.weights is None else pack(self.plan.weights)
         masks = {"low": pack_mask(self.low), "resident": pack_mask(self.resident)}
         return {"epoch": self.plan.epoch, "ids": pack(self.plan.ids), "weights": weights, **masks}
 
     @staticmethod
     def load(state: dict[str, Any], count: int) -> Draw:
-        """The draw of that state, for `count` samples."""
+        """Restore the draw of a state, for `count` samples."""
         weights = None if state["weights"] is None else unpack(state["weights"], np.float32)
         plan = Plan(unpack(state["ids"], np.int64), weights, state["epoch"])
         return Draw(plan, unpack_mask(state["low"], count), unpack_mask(state["resident"], count))
@@ -171,6 +171,6 @@ def draw_plan(rule: Rule, known: Known, seed: int, epoch: int) -> Draw:
 
 
 def last_eighth(epochs: int | None, plan: str) -> int:
-    """The first epoch of the last eighth, rounded up to whole epochs; -1 where it is not known, or does not matter."""
+    """The first epoch of the last eighth, rounded up to whole epochs; -1 if unknown or not used by the plan."""
     count = -1 if epochs is None else parse_whole(epochs, "num_epochs", 1)
     return count - -(-count // 8) if count > 0 and plan == "infobatch" else -1

@@ -1,4 +1,4 @@
-"""Learning-rate schedules that go by the samples seen, because not all epochs have equally many steps."""
+"""Learning-rate schedules that advance by samples seen, for epochs with different numbers of steps."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _STATE_VERSION = 1
 _KEYS = ("steps", "seen", "at", "base", "since", "total", "scheduler")
 
 _PERIODIC = (OneCycleLR, CosineAnnealingWarmRestarts, CyclicLR)
-"""After the last step of a cycle these go up again."""
+"""Schedules that rise again after the last step of a cycle."""
 
 
 class BySamples:
-    """Drives `scheduler`, which counts steps, by the samples that were trained on.
+    """Drives `scheduler`, which counts steps, by the number of samples trained on.
 
-    An importance plan makes epochs shorter, and no two need have the same length: a schedule made for a number of steps
-    would not come to its end. Wrap it, and give each step the number of its samples:
+    An importance plan shortens epochs by varying amounts, so a schedule for a fixed number of steps would not reach its
+    end. Wrap it, and pass the number of samples of each step:
 
         schedule = OneCycleLR(optimizer, 0.1, total_steps=1000)
         scheduler = sf.BySamples(schedule, samples=sampler.expected_samples(epochs))
@@ -43,30 +43,29 @@ class BySamples:
                 optimizer.step()
                 scheduler.step(len(batch.ids))
 
-    After `seen` samples the schedule has made `steps * seen / samples` of its steps, rounded down. So it has the very
-    values that torch gives it, those of momentum included, and any scheduler will do that is stepped without arguments.
-    With batches of equal length, `steps` of them in all, it is torch's own schedule. It may count steps of any size:
-    one made for epochs goes from value to value where each epoch's share of the samples ends.
+    After `seen` samples the schedule has made `steps * seen / samples` of its steps, rounded down. It takes exactly
+    torch's values, those of momentum included, and works with any scheduler that is stepped without arguments. With
+    `steps` batches of equal length it is torch's own schedule. Its steps may have any size: a schedule per epoch
+    changes value where each epoch's share of the samples ends.
 
-    The last value is reached when all `samples` were seen, whatever their epochs and batches were, and is kept from
-    then on: `samples` is often an expectation, and going on after it is no error, but a warning from a 20th beyond. It
-    is the value after `steps` steps; of schedules that go up again there (`OneCycleLR`, `CyclicLR`,
-    `CosineAnnealingWarmRestarts`), that of the step before. Where it turns out how many samples are still to come, say
-    so with `expect`, as above.
+    The last value is reached when all `samples` were seen, and is kept from then on. `samples` is often an estimate:
+    exceeding it is no error, but logs a warning from 5% beyond. The last value is that after `steps` steps; for
+    schedules that rise again there (`OneCycleLR`, `CyclicLR`, `CosineAnnealingWarmRestarts`), that of the step before.
+    Pass better estimates of the remaining samples to `expect`, as above.
 
     Args:
-        scheduler: a new one, of the optimizer that is used. It must not be stepped by anyone else.
-        samples: in the whole training, at least 1; a fraction is rounded. In a job of several ranks give here and in
-            `step` those of one rank, or those of all.
-        steps: how many steps `scheduler` was made for. None: `total_steps` of a `OneCycleLR`, `T_max` of a
-            `CosineAnnealingLR`; of others it must be given.
+        scheduler: a new scheduler of the optimizer in use. Other code must not step it.
+        samples: of the whole training, at least 1; a fraction is rounded. In a job of several ranks pass, here and to
+            `step`, either those of one rank or those of all.
+        steps: total number of steps of `scheduler`. None: `total_steps` of a `OneCycleLR`, `T_max` of a
+            `CosineAnnealingLR`; required for others.
 
     Attributes:
-        scheduler: the one that is driven.
-        steps: that it was made for.
-        seen: samples so far.
+        scheduler: the wrapped scheduler.
+        steps: its total number of steps.
+        seen: number of samples so far.
 
-    Raises `InputError` for arguments that cannot be used, among them a `ReduceLROnPlateau`, which goes by a metric.
+    Raises `InputError` for invalid arguments, among them a `ReduceLROnPlateau`, which depends on a metric.
     """
 
     def __init__(self, scheduler: LRScheduler, *, samples: float, steps: int | None = None) -> None:
@@ -89,11 +88,11 @@ class BySamples:
         self._last = self.steps - 1 if _periodic(scheduler) else self.steps
         self._at = 0  # steps made
         self._warned = False
-        # The course is at step `base` when `since` samples were seen, and at its end `total` samples later.
+        # The schedule is at step `base` after `since` samples, and ends `total` samples later.
         self._base, self._since, self._total = 0, 0, _samples(samples)
 
     def step(self, samples: int) -> None:
-        """An optimizer step on so many samples was made. Raises `InputError` if that is no whole number."""
+        """Record an optimizer step on `samples` samples. Raises `InputError` if that is not a whole number."""
         self.seen += parse_whole(samples, "samples", 0)
         share = min(self.seen - self._since, self._total)
         if not self._warned and 20 * (self.seen - self._since) > 21 * self._total:
@@ -110,26 +109,26 @@ class BySamples:
             self._at += 1
 
     def expect(self, samples: float) -> None:
-        """So many samples are still to come: the rest of the schedule is spread over them.
+        """Spread the rest of the schedule over `samples` remaining samples.
 
-        Say it at the beginning of each epoch, and the last value is reached at the end of the last one even if
-        `samples` was a bad guess at first. The learning rate does not jump. Not in an epoch that is resumed in its
-        midst: the state knows it.
+        Call it at the beginning of each epoch: the last value is then reached at the end of the last epoch even if
+        `samples` was a poor estimate at first. The learning rate does not jump. Do not call it in an epoch that is
+        resumed midway: the state contains it.
         """
         self._total = _samples(samples)
         self._base, self._since = self._at, self.seen
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rate of each group of parameters."""
+        """The learning rate of each parameter group."""
         return list(self.scheduler.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is, and the state of `scheduler`. The learning rate itself is in the optimizer's state."""
+        """The position and the state of `scheduler`. The learning rate itself is in the optimizer's state."""
         values = (self.steps, self.seen, self._at, self._base, self._since, self._total, self.scheduler.state_dict())
         return {"version": _STATE_VERSION, **dict(zip(_KEYS, values, strict=True))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises `InputError` for a state of another schedule or release."""
+        """Restore a state. Raises `InputError` for a state of another schedule or release."""
         check_state(state, _STATE_VERSION, *_KEYS)
         if state["steps"] != self.steps:
             raise InputError(f"the state is of {state['steps']} steps, this schedule has {self.steps}: give the same")

@@ -1,9 +1,9 @@
-"""In which order, and by whom, the samples of a plan are served when unimportant ones are not in the cache.
+"""The serving order of a plan when L-samples are missing from the cache.
 
-A sample of low importance (an *L-sample*) that is missing is not waited for: another one that is resident is served
-instead. Chen et al., "iCACHE", HPCA 2023, section IV-C, serve any unused one and never come back to the missing one
-("substitute"). Here, by default, the other one is taken out of the rest of the plan and the missing one takes its
-place there ("swap"): so each sample of the plan is served exactly once all the same.
+Serving does not wait for a missing sample of low importance (an *L-sample*), but serves a resident one instead. Chen et
+al., "iCACHE", HPCA 2023, section IV-C, serve any unused one and drop the missing one ("substitute"). By default, the
+resident one is taken from the rest of the plan and exchanged with the missing one ("swap"), so each sample of the plan
+is still served exactly once.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ Array = npt.NDArray[Any]
 ON_MISS = ("swap", "substitute", "fetch")
 
 _PATIENCE = 16
-"""Batches until residents are looked for again after none was found."""
+"""Batches until the next search for residents after one found none."""
 
 
 class Flags(Protocol):
-    """Which samples are wanted, for the processes that bring them into the cache; see `stallfree.sampling.packager`."""
+    """Flags of requested samples for the processes that load them into the cache; see `stallfree.sampling.packager`."""
 
     def served(self, ids: Array) -> None:
-        """`ids` are pending no more."""
+        """Mark `ids` as no longer pending."""
 
     def missed(self, ids: Array) -> None:
-        """`ids` were requested and are not resident; they are deferred."""
+        """Mark `ids` as requested but not resident; they are deferred."""
 
     def wake(self, *, last: bool = False) -> None:
-        """There is something to do; after `last` nothing more comes in this epoch."""
+        """Signal new work; after `last` there is no more in this epoch."""
 
 
 class Residents(Protocol):
-    """What serving asks a cache."""
+    """The part of a cache that serving uses."""
 
     def resident(self, ids: Any) -> Array:
-        """Which of `ids` are in it, as an array of bool."""
+        """Which of `ids` are resident, as an array of bool."""
 
 
 class Serving:
-    """The batches of one epoch. Iterate it once.
+    """The batches of one epoch. Can be iterated once.
 
     Args:
         batches: the ids of each batch, as planned.
         low: bool per id: the L-samples.
-        cache: says what is resident.
-        on_miss: "swap", "substitute" or "fetch" (serve the missing one all the same).
-        rng: picks what is served instead.
-        flags: of what is served and missed; or None.
-        excluded: ids that other ranks of the job serve; they are not chosen here.
+        cache: reports residency.
+        on_miss: "swap", "substitute" or "fetch" (serve the missing one).
+        rng: selects the substitutes.
+        flags: receives served and missed ids; or None.
+        excluded: ids that other ranks of the job serve; they are never chosen here.
 
     Attributes:
-        high_requests, high_hits: how often an important sample was asked for, and was resident.
-        low_requests, low_hits: the same of L-samples, before anything is served instead.
-        swaps: L-samples that were served earlier, in the place of a missing one that comes later.
-        substitutions: L-samples that were served instead of a missing one. Where the substitute was in the plan itself,
-            the missing one is served in its place later, so that an epoch has its length; else it is left out.
+        high_requests, high_hits: requests for H-samples, and those that were resident.
+        low_requests, low_hits: the same for L-samples, before substitution.
+        swaps: L-samples that were served earlier, in exchange for a missing one that is served later.
+        substitutions: L-samples that were served instead of a missing one. If the substitute was in the plan itself,
+            the missing one is served in its place later, so that the epoch keeps its length; else it is left out.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Serving:
         if excluded is not None:
             self._used[excluded] = True
         self._deferred: list[Array] = []
-        self._pool = np.empty(0, np.int64)  # may be served instead, if they still are pending and resident
+        self._pool = np.empty(0, np.int64)  # candidates for substitution, if they are still pending and resident
         self._patience = 0
         self.high_requests = self.high_hits = self.low_requests = self.low_hits = 0
         self.swaps = self.substitutions = 0
@@ -108,7 +108,7 @@ class Serving:
         missing = np.flatnonzero(low & ~there)
         if len(missing) == 0 or self._on_miss == "fetch":
             return ids
-        self._used[ids] = True  # not to be chosen for this very batch
+        self._used[ids] = True  # not to be chosen for this batch
         others, planned = self._choose(len(missing))
         replaced = ids[missing[: len(others)]]
         self._used[replaced] = False
@@ -136,13 +136,13 @@ class Serving:
             end = len(step) if len(good) < need else int(good[-1]) + 1
             self._queue = self._queue[end:]
             found.append(step[good])
-            self._pending[step[good]] = False  # an id that was deferred twice stands twice in the queue
+            self._pending[step[good]] = False  # an id that was deferred twice is in the queue twice
             need -= len(good)
         taken: Array = np.concatenate([np.empty(0, np.int64), *found])
         return taken
 
     def _choose(self, count: int) -> tuple[Array, Array]:
-        """Up to `count` residents that are served now, and which of them the plan had for later."""
+        """Up to `count` residents to serve now, and which of them are in the rest of the plan."""
         chosen: list[Array] = []
         planned: list[Array] = []
         filled = False
@@ -162,19 +162,19 @@ class Serving:
         return np.concatenate([np.empty(0, np.int64), *chosen]), np.concatenate([np.empty(0, bool), *planned])
 
     def _may(self, ids: Array) -> Array:
-        """Which may be served instead: "swap": the pending; else those not used yet, in the plan or not."""
+        """Which ids may be substitutes: "swap": the pending ones; else all that were not used yet."""
         may: Array = self._pending[ids] if self._on_miss == "swap" else ~self._used[ids]
         return may
 
     def _fill(self) -> bool:
-        """Look for residents that may be served; whether there are any. Not at every batch, since it looks at all."""
+        """Scan all samples for substitutes; return whether there are any. Too slow to run for every batch."""
         if self._patience > 0:
             self._patience -= 1
             return False
         candidates = np.flatnonzero(self._low)
         candidates = candidates[self._may(candidates)]
         candidates = candidates[self._cache.resident(candidates)]
-        if self._on_miss == "substitute":  # first those that the plan has no use for
+        if self._on_miss == "substitute":  # first those that are not in the plan
             candidates = candidates[np.argsort(self._pending[candidates] + self._rng.random(len(candidates)))]
         else:
             candidates = candidates[self._rng.permutation(len(candidates))]

@@ -1,4 +1,4 @@
-"""States of samplers and schedules: checks, and arrays as text fit for JSON."""
+"""States of samplers and schedules: checks, and arrays encoded as JSON strings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 
 def check_state(state: Any, version: int, *names: str) -> None:
-    """Raise `InputError` unless `state` is a dict of that version with these entries."""
+    """Raise `InputError` unless `state` is a dict of this version with these entries."""
     given = state.get("version") if isinstance(state, dict) else None
     if given != version:
         raise InputError(
@@ -26,12 +26,12 @@ def check_state(state: Any, version: int, *names: str) -> None:
 
 
 def pack(array: Array) -> str:
-    """An array as a text fit for JSON."""
+    """Encode an array as a JSON string."""
     return base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()
 
 
 def unpack(text: str, dtype: Any) -> Array:
-    """The array in `text`. Raises `InputError` for what `pack` did not make."""
+    """Decode the array in `text`. Raises `InputError` for text that `pack` did not produce."""
     try:
         found: Array = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
         return found
@@ -40,10 +40,10 @@ def unpack(text: str, dtype: Any) -> Array:
 
 
 def pack_mask(mask: Array) -> str:
-    """An array of bool as a text fit for JSON."""
+    """Encode an array of bool as a JSON string."""
     return pack(np.packbits(mask))
 
 
 def unpack_mask(text: str, count: int) -> Array:
-    """The `count` bools in `text`. Raises `InputError` for what `pack_mask` did not make."""
+    """Decode the `count` bools in `text`. Raises `InputError` for text that `pack_mask` did not produce."""
     return np.unpackbits(unpack(text, np.uint8), count=count).astype(bool)

@@ -1,8 +1,8 @@
-"""A window that moves over the data set in circles: which samples an epoch of a Smart Cache trains on.
+"""A cyclic window over the data set: the samples that an epoch of a Smart Cache trains on.
 
-The samples of all passes, one after the other, are one endless sequence. The window of an epoch is `size` neighbours
-in it; when it moves on by n places, the first n leave and n new ones join. That is the Smart Cache of NVIDIA's Clara
-Train SDK (its manual, "Smart Cache"), which MONAI's `SmartCacheDataset` carries on.
+The samples of all passes form one infinite sequence. The window of an epoch is `size` consecutive samples of it; when
+it advances by n places, the first n samples leave and n new ones join. This is the Smart Cache of NVIDIA's Clara Train
+SDK (its manual, "Smart Cache"), which MONAI's `SmartCacheDataset` continues.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ Ids = npt.NDArray[np.int64]
 
 
 def replace_count(size: int, rate: float, total: int) -> int:
-    """Samples that are replaced per epoch: ceil(size * rate), but no more than there are outside of the window."""
+    """Samples replaced per epoch: ceil(size * rate), but at most the number outside the window."""
     return min(math.ceil(round(size * rate, 9)), total - size)
 
 
 class WindowPlan:
-    """A pure function of its arguments, the same in every process.
+    """The sequence of samples and its windows: a pure function of the arguments, the same in every process.
 
     Args:
         total: number of samples, with the ids 0 to `total` - 1.
-        size: samples in the window, at most as many as there are.
-        replace: samples that leave and join when the window moves on by one epoch.
+        size: samples in the window, at most `total`.
+        replace: samples that leave and join when the window advances by one epoch.
         seed: of the order.
-        shuffle: run over the samples in a random order, else in the order of their ids.
-        reshuffle: take another random order for each pass. A sample is not twice in one window: it moves forward from
+        shuffle: use a random order, else the order of the ids.
+        reshuffle: use another random order for each pass. No window holds a sample twice: a sample moves forward from
             one pass to the next by at most `total` - `size` places.
-        part: `(k, n)`: the k-th of n parts of the samples, which is what host k of n has. The parts do not depend on
-            the seed, so that no sample is lost where hosts have different ones.
+        part: `(k, n)`: the k-th of n parts of the samples, for host k of n. The parts do not depend on the seed, so
+            that no sample is lost if hosts have different seeds.
 
     Attributes:
         seed: see above.
 
-    Raises `InputError` for numbers that make no window.
+    Raises `InputError` for numbers that define no valid window.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class WindowPlan:
         self.replace = replace
         self.seed = seed
         self._reshuffle = reshuffle and shuffle and replace > 0
-        # The pass that was computed last, since each needs the one before.
+        # The last computed pass, since each pass depends on the previous one.
         self._last: tuple[int, Ids] = (
             0,
             self._first,
         )
 
     def sequence(self, start: int, end: int) -> Ids:
-        """The ids at the places `start` to `end` - 1 of the endless sequence."""
+        """The ids at the places `start` to `end` - 1 of the infinite sequence."""
         if start >= end:
             return np.empty(0, np.int64)
         places = np.arange(start, end)
@@ -89,22 +89,22 @@ class WindowPlan:
     def window(self, start: int) -> Ids:
         """The ids of the window that begins at place `start`, one for each position of the data set.
 
-        A sample keeps its position while it is in the window, and a newcomer takes the position of one that left.
+        A sample keeps its position while it is in the window, and a new sample takes the position of one that left.
         """
         ids = self.sequence(start, start + self.size)
         return np.roll(ids, start % self.size)
 
     def others(self, start: int) -> Ids:
-        """The ids that are not in that window, in the order of their ids."""
+        """The ids outside that window, ascending."""
         outside = np.zeros(int(self._first.max()) + 1, bool)
         outside[self._first] = True
         outside[self.sequence(start, start + self.size)] = False
         return np.flatnonzero(outside)
 
     def _reordered(self, number: int) -> Ids:
-        """The order of pass `number`: that of the pass before, shuffled so far as no window holds a sample twice.
+        """The order of pass `number`: that of the previous pass, shuffled so that no window holds a sample twice.
 
-        A Fisher-Yates shuffle that draws each place from what is at most `total` - `size` places further on.
+        A Fisher-Yates shuffle that draws each place from those at most `total` - `size` places further on.
         """
         if number == 0:
             return self._first
@@ -127,7 +127,7 @@ class WindowPlan:
         return np.array(order, np.int64)
 
     def shuffled(self, ids: Ids, epoch: int) -> Ids:
-        """`ids` in an order that (seed, epoch) decides."""
+        """`ids`, shuffled by (seed, epoch)."""
         return ids[_generator(self.seed, epoch, 1).permutation(len(ids))]
 
 

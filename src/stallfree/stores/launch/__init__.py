@@ -1,1 +1,1 @@
-"""Starts servers on each node, finds those of other nodes, and ends them with the job."""
+"""Starts servers on each node, finds those of other nodes, and stops them with the job."""

@@ -1,4 +1,4 @@
-"""Which node of a job this is, and the address of this host for the others."""
+"""The number of this node in its job, and the address at which other nodes reach it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 from stallfree.errors import InputError
 
-_SOMEWHERE = "192.0.2.1"  # an address that RFC 5737 reserves for documentation: no host has it
+_SOMEWHERE = "192.0.2.1"  # reserved for documentation by RFC 5737: no host has it
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which node of its job this is, by the environment.
+    """The number of this node in its job, from environment variables.
 
     Attributes:
-        number: from 0. If it is not known which ranks share a node, each rank has a number of its own.
-        count: of the nodes.
+        number: from 0. If it is unknown which ranks share a node, each rank has its own number.
+        count: number of nodes.
         host: MASTER_ADDR; empty for one node.
         port: MASTER_PORT.
     """
@@ -30,13 +30,13 @@ class Place:
 
 
 def find_place() -> Place:
-    """This node's place, by the variables of torchrun, of `torch.distributed` or of SLURM.
+    """This node's place, from the variables of torchrun, `torch.distributed` or SLURM.
 
     The first that is set counts: GROUP_RANK and GROUP_WORLD_SIZE; RANK and WORLD_SIZE (or an initialised
     `torch.distributed`) with LOCAL_WORLD_SIZE; SLURM_NODEID and SLURM_NNODES. One node if nothing is set. Ranks whose
     MASTER_ADDR is a loop-back address are on one node, unless LOCAL_WORLD_SIZE is set.
 
-    Raises `InputError` for values that are no numbers or contradict each other, and for several nodes without
+    Raises `InputError` for values that are not numbers or contradict each other, and for several nodes without
     MASTER_ADDR and MASTER_PORT.
     """
     number, count, known = _find_number()
@@ -58,7 +58,7 @@ def find_place() -> Place:
 
 
 def _find_number() -> tuple[int, int, bool]:
-    """Number and count of the nodes; or of the ranks, and False, if it is not known which ranks share a node."""
+    """Number and count of the nodes; or of the ranks, and False, if it is unknown which ranks share a node."""
     number, count = _number("GROUP_RANK"), _number("GROUP_WORLD_SIZE")
     if number is not None and count is not None:
         return number, count, True

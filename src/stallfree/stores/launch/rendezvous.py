@@ -1,13 +1,13 @@
 """Addresses of the servers of all nodes of a job, kept up to date through the job's key-value store.
 
-That store is the `TCPStore` at MASTER_ADDR:MASTER_PORT, which torchrun keeps from the start, and `init_process_group`
-from then on. It has no password: a process that can reach it can read the passwords of the servers, as it can take part
-in the training itself.
+That store is the `TCPStore` at MASTER_ADDR:MASTER_PORT, which torchrun runs from the start, and `init_process_group`
+after its call. It has no password: a process that can reach it can read the passwords of the servers, and can also join
+the training itself.
 
 One process of each node, the announcer, publishes the address of the node's server and a sequence number. Every node
 has a counter in the store: a process that needs an address confirmed adds 1, and the announcer of that node publishes
 the address again with the counter's value, if its server is alive. So a record whose number is at least the result of
-the addition was published after it, and an address that an earlier attempt of the job left is never confirmed.
+the addition was published after it, and a stale address from an earlier attempt of the job is never confirmed.
 
 Files in the folder of the node's server:
 
@@ -44,34 +44,34 @@ from stallfree.stores.launch.supervisor import identify, read_json, write_json
 log = logging.getLogger("stallfree")
 
 MEET_SECONDS = 300.0
-"""Longest wait for the other nodes."""
+"""Maximum wait for the other nodes."""
 
 _VERSION = 3
 _POLL_SECONDS = 0.2
-_QUICK_SECONDS = 0.01  # first pause of an announcer with requests; it grows to _POLL_SECONDS
+_QUICK_SECONDS = 0.01  # initial pause of an announcer with requests; grows to _POLL_SECONDS
 _LOG_SECONDS = 10.0
 _REREAD_SECONDS, _REVIVE_SECONDS, _END_SECONDS = 1.0, 5.0, 2.0
-_STARTS = 1 << 20  # sequence numbers for one start of the own server
+_STARTS = 1 << 20  # sequence numbers per start of the node's own server
 _NODES = "nodes.json"
 
 
 class NodeAddresses:
-    """The servers of all nodes of a job that have a store `name`, in the same order everywhere.
+    """The servers of all nodes of a job with a store `name`, in the same order on all nodes.
 
-    The constructor waits for all nodes and until each server answers here. Processes with the same server are one
-    node, whatever their numbers. A job of one node needs no `TCPStore`.
+    The constructor waits for all nodes, and until each server answers this node. Processes with the same server are one
+    node, regardless of their numbers. A job of one node needs no `TCPStore`.
 
     Args:
-        server: of this node. If there are several, other hosts must reach it.
+        server: of this node. If there are several nodes, other hosts must be able to reach it.
         name: of the store.
         place: of this node; `find_place()` if None.
-        seconds: longest wait for the others.
+        seconds: maximum wait for the other nodes.
 
     Attributes:
         names: one per server: its host name; further servers of that host have `#1`, `#2` and so on added.
         me: the place of this node's server among them.
 
-    A pickled copy or a forked child reads the files in the folder only, as long as the server's folder exists.
+    A pickled copy or a forked child only reads the files in the folder, as long as the server's folder exists.
 
     Raises `WaitError` naming the nodes that are missing after `seconds`, or whose server does not answer; `InputError`
     if other nodes cannot reach `server`, or run another release.
@@ -129,7 +129,7 @@ class NodeAddresses:
         self.names, self._ids, self.me = tuple(names), ids, ids.index(own)
 
     def of(self, place: int) -> tuple[int, Address] | None:
-        """A sequence number and the address of a server, as known on this node now; None if there is none."""
+        """The sequence number and address of a server currently known on this node; None if there is none."""
         if place == self.me:
             running = read_running(self._folder)
             return None if running is None else (max(running[0] * _STARTS, self._confirmed), running[1])
@@ -146,7 +146,7 @@ class NodeAddresses:
             self._confirmed = after + 1
 
     def close(self) -> None:
-        """End the thread. What is known stays. No effect in a forked child."""
+        """Stop the thread. Known addresses are kept. No effect in a forked child."""
         if self._stop is not None:
             self._stop()
 
@@ -162,7 +162,7 @@ class NodeAddresses:
     def _wait_for_addresses(
         self, store: Any, keys: list[str], members: list[dict[str, Any]], waiting: _Waiting
     ) -> None:
-        """Wait until the address of every member is confirmed, and read again which ones are missing."""
+        """Wait until the address of every member is confirmed, and re-read the missing ones."""
         reread = time.monotonic() + _REREAD_SECONDS
         while True:
             known = {*self._ids, *self._nodes.read()}
@@ -172,7 +172,7 @@ class NodeAddresses:
             for number in missing:
                 _request(self._folder, members[number]["id"], 0)
             waiting.check(missing.copy)
-            if time.monotonic() > reread:  # what an earlier attempt of the job left may have been replaced
+            if time.monotonic() > reread:  # records of an earlier attempt of the job may have been replaced
                 for number, value in zip(missing, store.multi_get([keys[number] for number in missing]), strict=True):
                     _withdraw(self._folder, members[number]["id"])
                     members[number] = _unpack(value, number)
@@ -199,7 +199,7 @@ class NodeAddresses:
 
 
 class _Nodes:
-    """The addresses in `nodes.json`, read again when the file was replaced."""
+    """The addresses in `nodes.json`, read again after the file was replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -220,7 +220,7 @@ class _Nodes:
 
 
 def known_addresses(folder: Path) -> list[Address]:
-    """The addresses that the node with this folder knows: its own first, if its server runs."""
+    """The addresses known to the node with this folder: its own first, if its server runs."""
     own = read_running(folder)
     others = [address for _, address in _Nodes(folder / _NODES).read().values()]
     return others if own is None else [own[1], *(other for other in others if other != own[1])]
@@ -231,7 +231,7 @@ def _unpack_record(record: dict[str, Any]) -> tuple[int, Address]:
 
 
 def _request(folder: Path, id: str, after: int) -> None:
-    with contextlib.suppress(OSError):  # the folder is gone, or full: the next request may succeed
+    with contextlib.suppress(OSError):  # the folder is deleted or full: the next request may succeed
         os.close(os.open(folder / REQUESTS / f"{id}-{max(0, after)}", os.O_WRONLY | os.O_CREAT | OPEN, 0o600))
 
 
@@ -241,7 +241,7 @@ def _withdraw(folder: Path, id: str) -> None:
 
 
 class _Announcer:
-    """Publishes the address of this node's server, and gets those of other nodes that are requested.
+    """Publishes the address of this node's server, and gets requested addresses of other nodes.
 
     Several threads and processes of a node may have one; a lock decides which is active.
     """
@@ -252,22 +252,22 @@ class _Announcer:
         self._over = threading.Event()
         self._owner = os.getpid()
         self._lock = FileLock(server.folder / "announcer")
-        self._start_number = -1  # of the server that was published
+        self._start_number = -1  # of the published server
         self._sequence = 0
         self._nodes: dict[str, Any] = {}
-        self._requested: dict[str, int] = {}  # by the names of request files: the least number that will do
+        self._requested: dict[str, int] = {}  # minimum sequence number by request file name
         self._revive_at = 0.0
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and wait for that unless the `TCPStore` blocks it."""
+        """Stop the thread, and join it unless the `TCPStore` blocks it."""
         if os.getpid() == self._owner:
             self._over.set()
             if threading.current_thread() is not self._thread:  # the garbage collector may run in any thread
                 self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
-        """Announce until `stop`, or until the `TCPStore` goes away."""
+        """Announce until `stop`, or until the `TCPStore` closes."""
         try:
             while not self._lock.claim(1):
                 if self._over.wait(_POLL_SECONDS):
@@ -276,12 +276,12 @@ class _Announcer:
             pause = 0.0
             while not self._over.wait(pause):
                 new = False
-                with contextlib.suppress(OSError, StallfreeError):  # no memory for files, or the folder is gone
+                with contextlib.suppress(OSError, StallfreeError):  # no memory for files, or the folder is deleted
                     self._publish()
                     new = self._get_requested()
                 pause = _QUICK_SECONDS if new else min(_POLL_SECONDS, 2 * pause + _QUICK_SECONDS)
         except RuntimeError:
-            pass  # the job ends; what is known stays
+            pass  # the job ends; known addresses are kept
         finally:
             self._lock.close()
             self._store = None
@@ -292,7 +292,7 @@ class _Announcer:
         before = read_running(folder)
         is_new = before is not None and before[0] != self._start_number
         sequence = self._store.add(_counter(self._server.id), int(is_new))
-        running = read_running(folder)  # after the counter was read: that confirms it
+        running = read_running(folder)  # read after the counter, which confirms it
         if running is None:
             self._revive()
         elif sequence > self._sequence:
@@ -317,7 +317,7 @@ class _Announcer:
                 if id in self._nodes and self._nodes[id]["sequence"] > int(after):
                     self._requested[name] = 0
                     continue
-                self._store.compare_set(_record(id), "", "")  # make it if it is missing, or multi_get would wait
+                self._store.compare_set(_record(id), "", "")  # create it if missing, or multi_get would wait
                 self._requested[name] = self._store.add(_counter(id), 1)
                 new = True
         self._requested = {name: least for name, least in self._requested.items() if name in names}
@@ -362,10 +362,10 @@ def _connect(place: Place, seconds: float) -> Any:
 
 
 class _Waiting:
-    """A wait for the nodes of a job that make the store `name`: logs once which ones are missing.
+    """A wait for the nodes of a job that open the store `name`: logs once which ones are missing.
 
     Attributes:
-        deadline: when it ends, on the clock of `time.monotonic`.
+        deadline: end of the wait, on the clock of `time.monotonic`.
     """
 
     def __init__(self, name: str, count: int, seconds: float) -> None:

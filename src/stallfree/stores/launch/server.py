@@ -1,11 +1,11 @@
-"""The server of this node: attached to if it runs, started if it does not, ended with the last process that uses it.
+"""The server of this node: started by the first process, shared by all, and stopped with the last.
 
 A node is a folder in shared memory with a server (Valkey or Redis) that its supervisor keeps running (see
 supervisor.py). Every process holds a shared lock on the folder, which forked workers inherit and the kernel releases
-when a process dies. So it does not matter which process or thread started the server, and how any of them ends.
+when a process dies. So it does not matter which process or thread started the server, or how any of them exits.
 
-A process that finds no supervisor starts one, under a lock that a dead process cannot keep. Password and port change
-with each start of the server: read the address before every connection, and send nothing to an old one.
+A process that finds no supervisor starts one, under a lock that a dead process cannot hold. Password and port change
+with each start of the server: read the address before every connection, and never send to an old one.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from stallfree.units import format_size, parse_size
 PROGRAMS = ("valkey-server", "redis-server")
 
 REQUESTS = "requests"
-"""Folder in a node's folder for the requests of addresses; see rendezvous.py."""
+"""Subfolder of a node's folder for address requests; see rendezvous.py."""
 
 _LEAST_MEMORY = 4 << 20
 _LOCAL = "127.0.0.1"
 _PREFIX = "redis-"
-_LIVES = 20  # deaths of the server, one soon after the other, until its supervisor gives up
-_SUPERVISORS = 3  # that may die without a message, one after the other
+_LIVES = 20  # deaths of the server in quick succession until its supervisor gives up
+_SUPERVISORS = 3  # consecutive supervisors that may die without a message
 _START_SECONDS = 30.0
 _END_SECONDS = 5.0
 _SIOCGIFADDR = 0x8915
@@ -48,7 +48,7 @@ _FRESH = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | OPEN
 
 
 def find_server() -> str:
-    """The path of valkey-server, else of redis-server, on the PATH or beside this Python. Or `MissingServerError`."""
+    """The path of valkey-server or else redis-server, on the PATH or beside this Python. Or `MissingServerError`."""
     beside = os.path.dirname(os.path.abspath(sys.executable))
     for program in PROGRAMS:
         found = shutil.which(program) or shutil.which(program, path=beside)
@@ -62,10 +62,10 @@ def find_server() -> str:
 
 
 def read_running(folder: Path) -> tuple[int, Address] | None:
-    """The number of the start of the server of a node's folder, and its address; None while none runs.
+    """The start number of the server of a node's folder, and its address; None while none runs.
 
-    If it is still the same after a connection was made, the connection is to that server: the port was not free in
-    between.
+    If the number is unchanged after a connection was opened, the connection is to that server: the port was in use
+    throughout.
     """
     server = supervisor.read_json(folder / supervisor.SERVER)
     if server is None or not 0 < supervisor.birth(server["pid"]) == server["birth"]:
@@ -74,21 +74,21 @@ def read_running(folder: Path) -> tuple[int, Address] | None:
 
 
 def server_folders(root: Path) -> dict[str, Path]:
-    """The folders of the servers of this user below `root`, by the names of their stores."""
+    """The folders of this user's servers below `root`, by the names of their stores."""
     found = sorted(root.glob(f"{_PREFIX}*/{supervisor.NODE}"))
     return {path.parent.name.removeprefix(_PREFIX): path.parent for path in found}
 
 
 class NodeServer:
-    """Attach to the server `name` of this host, and start it if it does not run.
+    """Attaches to the server `name` of this host, and starts it if it is not running.
 
     Args:
         name: letters, digits, `.`, `_` and `-`. Another name is another server.
-        memory: the server's limit, in bytes or as text. The first process decides; another value is a warning.
+        memory: the server's limit, in bytes or as text. The first process sets it; another value logs a warning.
         interface: an address of this host, or the name of a network interface, on which other hosts reach the server.
-            None: only this host does, at 127.0.0.1.
-        port: of the server. 0 for a free one, which changes with each start.
-        root: the folder above; `folders.default_root()` if None. Two roots on one host are two nodes.
+            None: only this host, at 127.0.0.1.
+        port: of the server. 0: a free port, which changes with each start.
+        root: the parent folder; `folders.default_root()` if None. Two roots on one host are two nodes.
 
     Attributes:
         folder: of the server, of mode 0700.
@@ -96,11 +96,11 @@ class NodeServer:
         id: of the folder, different from all others.
         started: whether this process started the server.
 
-    The constructor returns when the server has answered. Can be pickled: the other process attaches anew. A forked
-    child shares its parent's attachment; `close` there has no effect on the parent's.
+    The constructor returns when the server has answered. Can be pickled: the other process attaches separately. A
+    forked child shares its parent's attachment; `close` in the child has no effect on the parent's.
 
-    Raises `InputError` for values that cannot be used, a port that is taken, or a server of that name on another
-    interface or port; `MissingServerError` if no server is installed or it cannot be started; `WaitError` if it does
+    Raises `InputError` for invalid values, a port in use, or a server of that name on another interface or port;
+    `MissingServerError` if no server is installed or it cannot be started; `WaitError` if it does
     not answer within 30 s; `StorageError` as `SharedFolder` does.
     """
 
@@ -121,7 +121,7 @@ class NodeServer:
         _check_port(port)
         self._owner = os.getpid()
         root = default_root() if root is None else Path(root)
-        sweep(root)  # what killed processes left, or their settings would count for this server
+        sweep(root)  # leftovers of killed processes, whose settings would apply to this server
         self._attached = SharedFolder(
             _PREFIX + name, root=root, initialize=partial(_initialize, limit=limit, host=host or _LOCAL, port=port)
         )
@@ -140,17 +140,17 @@ class NodeServer:
             raise
 
     def address(self) -> Address | None:
-        """The server's address now; None while no server runs."""
+        """The server's current address; None while no server runs."""
         running = read_running(self.folder)
         return None if running is None else running[1]
 
     def revive(self) -> None:
-        """Start the supervisor again if it has died, unless it gave up."""
+        """Restart the supervisor if it has died, unless it gave up."""
         if not self._supervisor.claimed_elsewhere() and not (self.folder / supervisor.FAILED).exists():
             self._start()
 
     def close(self) -> None:
-        """Leave the server. If no process is left, server and folder are gone when this returns."""
+        """Detach from the server. If no process is left, server and folder are removed before this returns."""
         self._attached.close()
         deadline = time.monotonic() + _END_SECONDS
         if self._locks and os.getpid() == self._owner and not self.folder.exists():
@@ -175,7 +175,7 @@ class NodeServer:
         return lock
 
     def _check(self, setup: dict[str, Any], limit: int, host: str, port: int) -> None:
-        """Compare the settings of a server that another process made with those requested here."""
+        """Compare the settings of a server started by another process with those requested here."""
         for what, there, wanted in (("interface", setup["host"], host), ("port", setup["port"], port)):
             if wanted and wanted != there:
                 raise InputError(
@@ -217,7 +217,7 @@ class NodeServer:
             time.sleep(0.002)
 
     def _start(self) -> bool:
-        """Start a supervisor, unless another process was faster. It has its lock when this returns."""
+        """Start a supervisor, unless another process did. It holds its lock when this returns."""
         with self._starting.hold(_START_SECONDS, f"starting the server of the store {self.name!r}"):
             if self._supervisor.claimed_elsewhere():
                 return False
@@ -237,7 +237,7 @@ class NodeServer:
                 raise StorageError(
                     f"the server of the store {self.name!r} cannot be started: {error}. See that {program} can be run"
                 ) from error
-            process.wait()  # not for the supervisor, which is a child of this one and goes on
+            process.wait()  # not for the supervisor, a child of this one that keeps running
         self.started = True
         return True
 
@@ -254,9 +254,9 @@ class NodeServer:
 
 
 def find_address(interface: str) -> str:
-    """The address of this host that an address, the name of a network interface, or a host name stands for.
+    """The address of this host for an address, the name of a network interface, or a host name.
 
-    Raises `InputError` if it is no address of this host, or stands for all of them.
+    Raises `InputError` if it is not an address of this host, or means all of them.
     """
     expected = "give an address of this host or the name of a network interface, such as '10.1.2.3' or 'eth0'"
     if not isinstance(interface, str) or not interface:

@@ -1,21 +1,21 @@
-"""The process that keeps a node's server running, and ends it with the job.
+"""The process that keeps a node's server running, and stops it with the job.
 
     python -I -S supervisor.py FOLDER PROGRAM
 
 PROGRAM is valkey-server or redis-server. `server.NodeServer` starts this process, which outlives its starter. Ten times
 a second it checks whether any process is still attached to FOLDER; if not, it kills the server and removes the folder.
-When it is killed itself, the kernel kills the server. It imports the standard library only: quick to start, and small.
+When it is killed itself, the kernel kills the server. It imports only the standard library: quick to start, and small.
 
-A server that has died is started again, empty, with another password and, unless the user gave one, on another port.
+A server that has died is restarted, empty, with another password and, unless the user set the port, on another port.
 Another user may take the old port; no process sends a password there, because `server.json` is removed first.
 
 Files in the folder, beside `attached` (see ipc/folders.py):
 
     node.json     the settings of the server, written once
-    supervisor    byte 1 is locked by the supervisor as long as it lives
+    supervisor    byte 1 is locked by the supervisor while it runs
     starts.json   the number of starts of the server
     server.json   the server's process, address and password, while it runs
-    failed.json   why the last supervisor gave up
+    failed.json   the reason why the last supervisor gave up
     socket        a Unix socket of the server; only the supervisor uses it, to check a start without sending a password
     log           output of the server and the supervisor
 """
@@ -45,12 +45,12 @@ NODE, SERVER, FAILED, LOG = "node.json", "server.json", "failed.json", "log"
 SUPERVISOR = "supervisor"
 
 LOOK_SECONDS = 0.1
-"""Time between two checks whether any process is attached."""
+"""Seconds between two checks for attached processes."""
 
 _STARTS, _SOCKET = "starts.json", "socket"
 _ANSWER_SECONDS = 0.25
-_START_SECONDS = 20.0  # until a server that does not answer is killed
-_PORT_SECONDS = 1.0  # for a server that is ending to release its port
+_START_SECONDS = 20.0  # after which an unresponsive server is killed
+_PORT_SECONDS = 1.0  # for an exiting server to release its port
 _LONG_LIFE = 10.0  # seconds after which an earlier death no longer counts
 _LOG_BYTES = 1 << 20
 _MOST_CLIENTS = 1 << 16
@@ -61,7 +61,7 @@ _PROCESS_ID = re.compile(rb"process_id:(\d+)\r\n")
 
 
 def identify(where: str | tuple[str, int], password: str, seconds: float = _ANSWER_SECONDS) -> int | None:
-    """The process id that the server at `where` (path of a Unix socket, or host and port) sends.
+    """The process id sent by the server at `where` (path of a Unix socket, or host and port).
 
     None if no server answers within `seconds`, or it refuses the password.
     """
@@ -85,9 +85,9 @@ def identify(where: str | tuple[str, int], password: str, seconds: float = _ANSW
 
 
 def birth(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if it does not exist or is ending.
+    """Start time of a process, in clock ticks since boot; 0 if it does not exist or is exiting.
 
-    A process that is not ending still has all its sockets: no other process can have its port.
+    A process that is not exiting still has all its sockets: no other process can have its port.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -108,7 +108,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
-    """Replace a file, which only this user can read."""
+    """Replace a file that only this user can read."""
     new = f"{os.fspath(path)}.{os.getpid()}"
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
         json.dump(value, file)
@@ -116,7 +116,7 @@ def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
 
 
 class Failure(Exception):
-    """The supervisor gives up. `kind` is "port" if the port is taken, else "server"."""
+    """Raised when the supervisor gives up. `kind` is "port" if the port is in use, else "server"."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -124,7 +124,7 @@ class Failure(Exception):
 
 
 class Supervisor:
-    """See the module. The working directory is the node's folder, whose path is `folder`."""
+    """See the module docstring. The working directory is the node's folder, whose path is `folder`."""
 
     def __init__(self, folder: str, program: str) -> None:
         self._folder, self._program = folder, program
@@ -141,7 +141,7 @@ class Supervisor:
         self._answered = False
 
     def run(self) -> None:
-        """Return when no process is attached, the folder is gone, or the server cannot be kept running."""
+        """Run until no process is attached, the folder is deleted, or the server cannot be kept running."""
         try:
             _remove(SERVER)  # it died with the last supervisor
             while not self._is_over():
@@ -166,7 +166,7 @@ class Supervisor:
     # -- the server ---------------------------------------------------------------------------------------------------
 
     def _start_server(self) -> None:
-        """Start it, and write `server.json` when it answers. Raises `Failure` if it cannot be started."""
+        """Start the server, and write `server.json` when it answers. Raises `Failure` if it cannot be started."""
         start = (read_json(_STARTS) or {"start": 0})["start"] + 1
         write_json(_STARTS, {"start": start})
         log = os.fstat(2).st_size
@@ -190,12 +190,12 @@ class Supervisor:
                 raise _failure("the server ended when it was started", log)
 
     def _may_retry(self, failure: Failure) -> bool:
-        """Whether to start again after a failed start."""
+        """Whether to retry after a failed start."""
         other_port = failure.kind == "port" and not self._setup["port"] and self._deaths < _PORT_TRIES
         return self._answered or other_port
 
     def _bind(self) -> socket.socket:
-        """A socket bound to the port of the next server, so that no other process is given that port meanwhile."""
+        """A socket bound to the port of the next server, which reserves the port until the server binds it."""
         host, port = self._setup["host"], self._setup["port"]
         deadline = time.monotonic() + _PORT_SECONDS
         while True:
@@ -212,7 +212,7 @@ class Supervisor:
                 time.sleep(0.02)
 
     def _config(self, port: int) -> str:
-        """For the server's standard input, where no other user can read it."""
+        """The server's configuration, sent to its standard input, where no other user can read it."""
         return f"""
             bind {self._setup["host"]}
             port {port}
@@ -235,10 +235,10 @@ class Supervisor:
         """
 
     def _wait_for_answer(self, pid: int) -> bool:
-        """Whether the server answers; False if it has died, or no process is attached any more.
+        """Whether the server answers; False if it has died, or no process is attached.
 
-        It listens on its port before it does on the Unix socket. That is in a folder of mode 0700, so the answer comes
-        from no other user.
+        The server listens on its port before the Unix socket. The socket is in a folder of mode 0700, so no other user
+        can answer.
         """
         deadline = time.monotonic() + _START_SECONDS
         look = time.monotonic() + LOOK_SECONDS
@@ -255,7 +255,7 @@ class Supervisor:
         return True
 
     def _reap(self, seconds: float) -> bool:
-        """Wait for the server to die, so long at most. Returns whether it has died since the last call."""
+        """Wait up to `seconds` for the server to die. Returns whether it has died since the last call."""
         if self._process is None:
             time.sleep(seconds)
             return False
@@ -269,7 +269,7 @@ class Supervisor:
         return True
 
     def _postpone(self) -> None:
-        """Set when to start it again: at once, then after pauses that double from 0.1 to 5 s with deaths in a row."""
+        """Schedule the restart: immediately, then after pauses that double from 0.1 to 5 s with consecutive deaths."""
         now = time.monotonic()
         self._deaths = 1 if now - self._started > _LONG_LIFE else self._deaths + 1
         self._due = now + (min(5.0, 0.1 * 2 ** (self._deaths - 2)) if self._deaths > 1 else 0.0)
@@ -277,7 +277,7 @@ class Supervisor:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
-        """Whether no process is attached to the folder, or it does not exist any more."""
+        """Whether no process is attached to the folder, or it no longer exists."""
         try:
             fcntl.flock(self._attached, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._alone = True
@@ -293,12 +293,12 @@ class Supervisor:
         return os.path.samestat(there, os.fstat(self._attached))
 
     def _end(self) -> None:
-        """Kill the server, which has nothing to save, and remove the folder if no process is attached."""
+        """Kill the server, which has no data to save, and remove the folder if no process is attached."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
         if self._alone and self._is_in_place():  # and no process can attach: the lock is held
-            import shutil  # only now: it is large
+            import shutil  # imported late: it is large
 
             removed = os.path.join(os.path.dirname(self._folder), f".del-{os.getpid()}-{os.urandom(6).hex()}")
             os.rename(self._folder, removed)
@@ -306,7 +306,7 @@ class Supervisor:
 
 
 def _failure(what: str, since: int = 0) -> Failure:
-    """The error with the end of the log, from byte `since` on."""
+    """The error, with the end of the log from byte `since` on."""
     with open(LOG, "rb") as log:
         size = os.fstat(log.fileno()).st_size
         log.seek(max(min(since, size), size - 1500))
@@ -316,11 +316,11 @@ def _failure(what: str, since: int = 0) -> Failure:
 
 
 def _start(program: str, text: bytes) -> subprocess.Popen[bytes]:
-    """Start a server with `text` on its standard input. It is killed when this process ends. May raise `OSError`."""
+    """Start a server with `text` on its standard input. It is killed when this process exits. May raise `OSError`."""
     supervisor = os.getpid()
 
     def end_with_supervisor() -> None:
-        # The signal comes when the thread that forked ends: this process has only one.
+        # The signal is sent when the forking thread exits: this process has only one.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != supervisor:
             os._exit(1)
@@ -338,7 +338,7 @@ def _remove(name: str) -> None:
 
 
 def _claim() -> bool:
-    """Whether this is now the supervisor of the folder, until it ends: forked children do not inherit the lock."""
+    """Become the supervisor of the folder until exit; False if another is. Forked children do not inherit the lock."""
     fd = os.open(SUPERVISOR, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1)
@@ -348,7 +348,7 @@ def _claim() -> bool:
 
 
 def main() -> None:
-    """Start the supervisor in the background; it has its lock when this returns, or another process had it."""
+    """Start the supervisor in the background; it holds its lock when this returns, unless another process does."""
     os.umask(0o077)
     claimed, send = os.pipe()
     if os.fork():
