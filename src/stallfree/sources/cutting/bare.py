@@ -88,9 +88,10 @@ class BareSource(BaseSource):
         if self.plan is None:
             return planned_record(plan, tree)
         if plan != self.plan:
+            name = self._names[0]
             raise InputError(
                 f"for sample {id}, {self._kind} calls its transforms in another way than for the samples that cut has "
-                f"compared: name it there, as in cut(dataset, {self._names[0]!r}, check=[{id}])"
+                f"compared: name it there, as in cut(dataset, {name!r}, check=[{id}])"
             )
         return flat_record(tree, self._chains)
 

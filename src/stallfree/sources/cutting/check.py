@@ -110,11 +110,12 @@ class Check:
     def _require_calls(self, plans: Sequence[Plan], ids: Sequence[int]) -> None:
         """Raise `InputError` if a transform is never called."""
         seen = {number for plan in plans for number, _, _ in plan.calls}
+        tried = ", ".join(map(str, ids))
         for number, name in enumerate(self._names):
             if number not in seen:
                 raise InputError(
-                    f"{self._kind} does not call its {name} for any of the samples {', '.join(map(str, ids))}: leave "
-                    "it out, or name a sample that it is called for with check=[id]. A data set that keeps its samples "
+                    f"{self._kind} does not call its {name} for any of the samples {tried}: leave it "
+                    "out, or name a sample that it is called for with check=[id]. A data set that keeps its samples "
                     "after the transform cannot be cut"
                 )
 
@@ -179,11 +180,11 @@ class Check:
         again = self._own(with_values(self._dataset, {}), id)
         if not same(sample, again):
             raise InputError(
-                f"{self._what}: sample {id} is another one each time, also from equal states of all generators, so it "
+                f"{self._what}: sample {id} differs each time, also from equal states of all generators, so it "
                 "cannot be compared: let the transform draw from a generator that it keeps, or from a global one"
             )
         raise InputError(
-            f"{self._what}: sample {id} is another one if the transform runs after the rest of __getitem__: call the "
+            f"{self._what}: sample {id} differs if the transform runs after the rest of __getitem__: call the "
             "transform with what it needs, and return its output as it is"
         )
 
