@@ -181,6 +181,7 @@ INSIDE = (
     "cache/memory/records.py",
     "batches/ring.py",
     "pipeline/codec.py",
+    "pipeline/images.py",
     "pipeline/structure.py",
     "shared/views.py",
 )

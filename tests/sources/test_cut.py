@@ -597,3 +597,15 @@ def test_samples_that_cannot_be_read_are_left_out() -> None:
         data.fetch(1)
     with pytest.raises(SampleError, match="fetching sample 0 failed: OSError: damaged"):
         sf.cut(Damaged(tripled, set(range(COUNT))), "transform")
+
+
+def test_outputs_that_are_kept_are_refused() -> None:
+    class Last(Base):
+        last: Any = None
+
+        def __getitem__(self, id: int) -> Any:
+            before, self.last = self.last, self.transform(self.read(id))
+            return self.last, before
+
+    with pytest.raises(InputError, match=r"cut at 'transform': sample \d+ has an output .* kept from another sample"):
+        sf.cut(Last(tripled), "transform")

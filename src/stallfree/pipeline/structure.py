@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from stallfree.errors import CodecError
+from stallfree.pipeline.images import BANDS, image_of
 
 Bytes = npt.NDArray[np.uint8]
 Tree = Any  # see Structure.tree
@@ -94,7 +95,8 @@ class Structure:
         size: bytes of the packed data, a multiple of 8; -1 when not fixed.
         pickled: some leaf is a pickle.
         tree: how the leaves hang together. A node is the index of a leaf (an int), `("none",)`, `("list", children)`,
-            `("tuple", children)`, `("dict", keys, children)` or `("namedtuple", module, qualname, fields, children)`,
+            `("tuple", children)`, `("dict", keys, children)`, `("image", mode, (pixels, info))` or
+            `("namedtuple", module, qualname, fields, children)`,
             where `keys`, `fields` and `children` are tuples. Leaves are numbered in the order of a walk from the left.
 
     For those who read and write records:
@@ -280,6 +282,8 @@ def _tree_json(tokens: Iterator[Any], leaves: list[str]) -> Any:
         keys = next(tokens)
         next(tokens)
         return ["d", [_key_json(key) for key in keys], [_tree_json(tokens, leaves) for _ in keys]]
+    if token == "image":
+        return ["p", next(tokens), [_tree_json(tokens, leaves) for _ in range(2)]]
     if token == "namedtuple":
         kind = next(tokens)
         children = [_tree_json(tokens, leaves) for _ in kind._fields]
@@ -346,6 +350,8 @@ def _tree_of_json(node: Any, counter: list[int], depth: int) -> Tree:
         keys = tuple([_key_of_json(key) for key in details.pop()])
         if not details and len(keys) == len(children):
             return ("dict", keys, children)
+    if letter == "p" and len(details) == 1 and details[0] in BANDS and len(children) == 2:
+        return ("image", details[0], children)
     if letter == "n":
         module, qualname, fields = details
         names = [module, qualname, *fields]
@@ -384,6 +390,9 @@ def _node_maker(tree: Tree) -> Callable[[Iterator[Any]], Any]:
     if tree[0] == "dict":
         pairs = list(zip(tree[1], makers, strict=True))
         return lambda parts: {key: make(parts) for key, make in pairs}
+    if tree[0] == "image":
+        pixels, info = makers
+        return lambda parts: image_of(tree[1], pixels(parts), info(parts))
     _, module, qualname, fields, _ = tree
     # looked up each time: a class may be defined again; `tuple.__new__` runs no code of that class
     return lambda parts: tuple.__new__(_named_tuple(module, qualname, fields), [make(parts) for make in makers])

@@ -77,8 +77,10 @@ def taken(sample: Any, calls: Sequence[Call]) -> tuple[Plan, list[Any]]:
         tree[place] = _without_outputs(part, [["item", place]], found)
         for path, output in found:
             if id(output.call) not in order:
+                kind, name = output.recorder.dataset, output.recorder.names[output.call.number]
                 raise InputError(
-                    "the output of a transform was kept and used for another sample: let each sample call its transform"
+                    f"{kind} cannot be cut at {name!r}: sample {output.recorder.id} has an output of the transform "
+                    "that was kept from another sample: let __getitem__ call the transform for each sample"
                 )
             holes.append(Hole(path, order[id(output.call)], list(output.path)))
     return Plan([(call.number, len(call.args), list(call.kwargs)) for call in calls], holes), tree
