@@ -18,7 +18,7 @@ COUNT = 24
 
 
 def halved(image: Any) -> Any:
-    return np.asarray(image.resize((6, 4)))
+    return np.array(image.resize((6, 4)))
 
 
 def shifted(image: Any) -> Any:
@@ -112,3 +112,27 @@ def test_the_batches_are_those_of_the_data_set(
     for id in range(COUNT):
         one, two, three = (epoch[id] for epoch in augmented)
         assert not any(torch.equal(a, b) for a, b in ((one, two), (two, three), (one, three)))
+
+
+class Seldom(Pictures):
+    """Draws random numbers itself, for one sample that `cut` does not compare."""
+
+    def read(self, id: int) -> Any:
+        image = super().read(id)
+        return image.rotate(90 * random.randrange(4)) if id == 2 else image
+
+
+def test_draws_outside_of_the_transform_are_found_while_the_cache_is_filled(root: Path) -> None:
+    data = sf.cut(Seldom(root, sf.Compose([halved, torch.from_numpy])), "transform")
+    with sf.CachedDataset(data, capacity="4MiB") as cached:
+        with pytest.warns(sf.StallfreeWarning, match="random"):
+            epochs(cached, 0)
+        assert len({cached[2][0].numpy().tobytes() for _ in range(20)}) > 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_a_cache_such_draws_are_fresh(root: Path, workers: int) -> None:
+    data = sf.cut(Seldom(root, sf.Compose([halved, torch.from_numpy])), "transform")
+    options = {"batch_size": 4, "seed": 1, "num_workers": workers, "persistent_workers": workers > 0}
+    with sf.DataLoader(data, **options) as loader:
+        assert len({dict(images(loader))[2].numpy().tobytes() for _ in range(8)}) > 1
