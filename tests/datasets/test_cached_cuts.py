@@ -133,6 +133,6 @@ def test_draws_outside_of_the_transform_are_found_while_the_cache_is_filled(root
 @pytest.mark.parametrize("workers", [0, 1])
 def test_without_a_cache_such_draws_are_fresh(root: Path, workers: int) -> None:
     data = sf.cut(Seldom(root, sf.Compose([halved, torch.from_numpy])), "transform")
-    options = {"batch_size": 4, "seed": 1, "num_workers": workers, "persistent_workers": workers > 0}
+    options = {"batch_size": 2, "seed": 1, "num_workers": workers, "persistent_workers": workers > 0}
     with sf.DataLoader(data, **options) as loader:
         assert len({dict(images(loader))[2].numpy().tobytes() for _ in range(8)}) > 1
