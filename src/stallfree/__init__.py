@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stallfree.pipeline import Compose, OnItem, Split, StallfreeWarning, mark_deterministic, mark_random, split
     from stallfree.sampling.plans import BySamples, ImportanceSampler
     from stallfree.shared import SharedLoader
-    from stallfree.sources import DecodeImage, FileDataset, ImageFolder, TarDataset
+    from stallfree.sources import DecodeImage, FileDataset, ImageFolder, TarDataset, cut
     from stallfree.stats import (
         CacheStats,
         ImportanceStats,
@@ -52,7 +52,7 @@ _PLACES = {
     "pipeline": "Compose OnItem Split StallfreeWarning mark_deterministic mark_random split",
     "sampling.plans": "BySamples ImportanceSampler",
     "shared": "SharedLoader",
-    "sources": "DecodeImage FileDataset ImageFolder TarDataset",
+    "sources": "DecodeImage FileDataset ImageFolder TarDataset cut",
     "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats TierStats",
     "stores": "DiskTier RedisStore",
     "vision": "DecodeRandomResizedCrop",
@@ -115,6 +115,7 @@ __all__ = [
     "WorkerError",
     "analyze",
     "clara",
+    "cut",
     "mark_deterministic",
     "mark_random",
     "measure_benefit",

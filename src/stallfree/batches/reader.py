@@ -21,6 +21,7 @@ from stallfree.cache import Cache, Reading
 from stallfree.errors import InputError, StallfreeError
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.in_place import works_in_place
+from stallfree.pipeline.marks import drew
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
@@ -104,12 +105,16 @@ class Reader:
         """Which generators are seeded."""
         self._seen = self.split.uncached
         # Without a cache, a plain data set may augment its samples itself: they are drawn in the thread that is seeded.
-        self.seeds_fetch = self._dataset is not None and not self.caches
-        self.threads = not self.seeds_fetch and bool(getattr(self.source, "threads", True))
+        # So may a source, although its `fetch` should not: if it is read by one thread, or was seen to do so.
+        threads = bool(getattr(self.source, "threads", True))
+        may_draw = drew(self.split.origin) or (self.cache is None and not threads)
+        dataset = self.source if self._dataset is None and may_draw else self._dataset
+        self.seeds_fetch = dataset is not None and not self.caches
+        self.threads = threads and not self.seeds_fetch
         steps = Compose([*self.rest, *self.split.whole])
         drawing: Callable[[Any], Any] | None = steps if len(steps) else None
         if self.seeds_fetch:
-            drawing = _Drawing(self._dataset, self.rest)
+            drawing = _Drawing(dataset, self.rest)
         self.seeds = drawing is not None
         self.randomness = Randomness(drawing, [self._dataset, *self._pipeline], lazy=True)
 

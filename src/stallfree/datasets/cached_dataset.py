@@ -60,7 +60,8 @@ class CachedDataset:
 
     Args:
         dataset: a source such as `ImageFolder`, or any map-style data set. One that gives random samples cannot be
-            cached: give its transform here. To see whether it does, the first sample of a plain data set is read twice.
+            cached: give its transform here, or `cut(dataset, "transform")`. To see whether it does, the first sample of
+            a plain data set is read twice.
         capacity: bytes of this host's memory for records and index, as an int or such as "4GiB"; of the disk's if the
             store is a folder. 0 only with a `RedisStore`: no memory is used in front of its servers.
         policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle". The scores of the last two are given

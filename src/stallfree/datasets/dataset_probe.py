@@ -112,7 +112,7 @@ def _read(source: Source, id: int) -> Any:
 
 _FREEZE = (
     "a cache would freeze its augmentation. Make the data set without its random transforms and give them as "
-    "CachedDataset(..., transform=...)"
+    "CachedDataset(..., transform=...), or give stallfree.cut(dataset, 'transform') if an attribute holds them"
 )
 _INSIST = "if its samples are always the same, say so with stallfree.mark_deterministic(dataset)"
 

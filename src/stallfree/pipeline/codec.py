@@ -1,8 +1,14 @@
 """Converts values to flat bytes and back, without pickle.
 
 A *value* is a tree of dict, list, tuple and named tuple. Its leaves are tensors, arrays, NumPy scalars, numbers,
+<<<<<<< HEAD
 strings, bytes; None belongs to the tree. `encode` splits a value into a `Structure`, which describes everything but the
 data, and one flat array of bytes per leaf, which shares memory with the value where possible:
+=======
+strings, bytes; None belongs to the tree. An image of Pillow is a node of its pixels and its `info`. `encode` takes a
+value apart into a `Structure`, which says everything but the data, and one flat array of bytes per leaf, which shares
+memory with the value where it can:
+>>>>>>> cut
 
     structure, arrays = encode((image, label))
     out = np.empty(record_size(structure, arrays), np.uint8)
@@ -35,6 +41,7 @@ import numpy.typing as npt
 import torch
 
 from stallfree.errors import CodecError
+from stallfree.pipeline.images import is_image, pixels_of
 from stallfree.pipeline.structure import (
     CARRIERS,
     COMPLEX,
@@ -163,6 +170,9 @@ def _walk(value: Any, signature: list[Any], arrays: list[Bytes], depth: int, oth
             return other(value, reason, signature, arrays)
         signature += ("namedtuple", kind)
         children = value
+    elif is_image(value):
+        signature += ("image", value.mode)
+        children = (pixels_of(value), value.info)
     elif issubclass(kind, np.generic):
         return _take_scalar(value, signature, arrays, other)
     else:

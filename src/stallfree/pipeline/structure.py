@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from stallfree.errors import CodecError
+from stallfree.pipeline.images import BANDS, image_of
 
 Bytes = npt.NDArray[np.uint8]
 Tree = Any  # see Structure.tree
@@ -95,8 +96,9 @@ class Structure:
         size: bytes of the packed data, a multiple of 8; -1 if not fixed.
         pickled: some leaf is a pickle.
         tree: the tree of the leaves. A node is the index of a leaf (an int), `("none",)`, `("list", children)`,
-            `("tuple", children)`, `("dict", keys, children)` or `("namedtuple", module, qualname, fields, children)`,
-            where `keys`, `fields` and `children` are tuples. Leaves are numbered from left to right.
+            `("tuple", children)`, `("dict", keys, children)`, `("image", mode, (pixels, info))` or
+            `("namedtuple", module, qualname, fields, children)`, where `keys`, `fields` and `children` are tuples.
+            Leaves are numbered from left to right.
 
     For code that reads and writes records:
         head: the first bytes of each record of this structure.
@@ -282,6 +284,8 @@ def _tree_json(tokens: Iterator[Any], leaves: list[str]) -> Any:
         keys = next(tokens)
         next(tokens)
         return ["d", [_key_json(key) for key in keys], [_tree_json(tokens, leaves) for _ in keys]]
+    if token == "image":
+        return ["p", next(tokens), [_tree_json(tokens, leaves) for _ in range(2)]]
     if token == "namedtuple":
         kind = next(tokens)
         children = [_tree_json(tokens, leaves) for _ in kind._fields]
@@ -348,6 +352,8 @@ def _tree_of_json(node: Any, counter: list[int], depth: int) -> Tree:
         keys = tuple([_key_of_json(key) for key in details.pop()])
         if not details and len(keys) == len(children):
             return ("dict", keys, children)
+    if letter == "p" and len(details) == 1 and details[0] in BANDS and len(children) == 2:
+        return ("image", details[0], children)
     if letter == "n":
         module, qualname, fields = details
         names = [module, qualname, *fields]
@@ -386,6 +392,9 @@ def _node_maker(tree: Tree) -> Callable[[Iterator[Any]], Any]:
     if tree[0] == "dict":
         pairs = list(zip(tree[1], makers, strict=True))
         return lambda parts: {key: make(parts) for key, make in pairs}
+    if tree[0] == "image":
+        pixels, info = makers
+        return lambda parts: image_of(tree[1], pixels(parts), info(parts))
     _, module, qualname, fields, _ = tree
     # Looked up each time, since a class may be redefined; `tuple.__new__` runs no code of that class.
     return lambda parts: tuple.__new__(_named_tuple(module, qualname, fields), [make(parts) for make in makers])

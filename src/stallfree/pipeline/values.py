@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from stallfree.pipeline.images import is_image
+
 _UNCHANGING = frozenset({bytes, str, int, float, bool, complex, type(None)})
 
 _CLONED_ALONE = 32768
@@ -27,6 +29,8 @@ def private(value: Any) -> Any:
         return {key: private(item) for key, item in value.items()}
     if kind is torch.Tensor:  # deepcopy would copy the whole storage of a view
         return _cloned(value).requires_grad_(value.requires_grad)
+    if is_image(value):
+        return value.copy()
     try:
         return copy.deepcopy(value)
     except Exception:  # such as a lock, an open file or a handle of a C library

@@ -2,6 +2,7 @@
 
 from stallfree.sources.apart import ApartSource
 from stallfree.sources.base import BaseSource
+from stallfree.sources.cutting.cut import cut
 from stallfree.sources.decode import DecodeImage
 from stallfree.sources.files import FileDataset
 from stallfree.sources.image_folder import IMAGE_EXTENSIONS, ImageFolder
@@ -21,4 +22,5 @@ __all__ = [
     "TarDataset",
     "ThrottledSource",
     "as_source",
+    "cut",
 ]

@@ -7,7 +7,6 @@ is imported here.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from stallfree.pipeline.compose import Compose, OnItem, Transform, flatten
 from stallfree.pipeline.marks import mark_of
 from stallfree.sources.base import BaseSource
 from stallfree.sources.decode import DecodeImage
+from stallfree.sources.detach import is_same, value_at, with_values
 from stallfree.sources.files import FileDataset
 
 _VISION = ("transform", "target_transform", "transforms")
@@ -37,7 +37,7 @@ class ApartSource(BaseSource):
         dataset: the data set.
         bare: the same without its transform.
         steps: the transform, as steps.
-        watched: names of the attributes of `dataset` that say what its transform is.
+        watched: names of the attributes of `dataset` that say what its transform is; they may be dotted.
     """
 
     def __init__(self, dataset: Any, bare: BaseSource, steps: Sequence[Transform], watched: tuple[str, ...]) -> None:
@@ -45,14 +45,14 @@ class ApartSource(BaseSource):
         self.pipeline = Compose([*bare.pipeline, *steps])
         self.threads = bare.threads
         self._bare = bare
-        self._watched = {name: getattr(dataset, name, None) for name in watched}
+        self._watched = {name: _value_at(dataset, name) for name in watched}
 
     def __len__(self) -> int:
         return len(self._bare)
 
     def _record(self, id: int) -> Any:
         for name, value in self._watched.items():
-            if getattr(self.dataset, name, None) is not value:
+            if not is_same(_value_at(self.dataset, name), value):
                 raise InputError(
                     f"the {name.removeprefix('_')} of {type(self.dataset).__name__} was changed after the data set was "
                     "given away: make a new loader (and CachedDataset) with the data set as it is now"
@@ -157,11 +157,15 @@ def _image_files(dataset: Any, sample: Any) -> FileDataset | None:
 
 def _without(dataset: Any) -> Any:
     """A copy of `dataset` without its transforms."""
-    bare = copy.copy(dataset)
-    for name in _VISION:
-        if hasattr(bare, name):
-            setattr(bare, name, None)
-    return bare
+    return with_values(dataset, {name: None for name in _VISION if hasattr(dataset, name)})
+
+
+def _value_at(dataset: Any, name: str) -> Any:
+    """The value of a dotted attribute, None if there is none."""
+    try:
+        return value_at(dataset, name)
+    except (AttributeError, LookupError):
+        return None
 
 
 class _Seen:
@@ -182,11 +186,8 @@ def _vision_steps(dataset: Any, bare: Any) -> list[Transform] | None:
 
     Found out with marks in the place of the transforms: torchvision's classes do this each in its own code.
     """
-    tried = copy.copy(dataset)
     seen = {name: _Seen() for name in _VISION if getattr(dataset, name, None) is not None}
-    for name, stand_in in seen.items():
-        setattr(tried, name, stand_in)
-    marked = tried[0]
+    marked = with_values(dataset, seen)[0]
     used = {name: stand_in for name, stand_in in seen.items() if stand_in.calls}
     if any(len(stand_in.calls) != 1 for stand_in in used.values()):
         return None

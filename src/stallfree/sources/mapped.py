@@ -32,7 +32,7 @@ class MapSource(BaseSource):
     threads = False
 
     def __init__(self, dataset: Any) -> None:
-        _require_map_style(dataset)
+        require_map_style(dataset)
         require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
         self.dataset = dataset
         self.pipeline = Compose([])
@@ -113,7 +113,8 @@ def as_source(dataset: Any, *, apart: bool = True) -> Source:
     return MapSource(dataset) if own is None else own
 
 
-def _require_map_style(dataset: Any) -> None:
+def require_map_style(dataset: Any) -> None:
+    """Raise `InputError` for what is no map-style data set."""
     name = type(dataset).__name__
     if isinstance(dataset, type):
         raise InputError(f"{dataset.__name__} is a class: give an instance of it")

@@ -1,0 +1,1 @@
+"""`cut`: data sets split at their own attributes that hold a transform."""

@@ -1,0 +1,196 @@
+"""Compares samples that a data set makes itself with those that are made of its records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
+
+from stallfree.errors import InputError
+from stallfree.pipeline.classify.probe import all_generators, same, same_pickles, try_calls
+from stallfree.pipeline.classify.scan import scan
+from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.generators import Handle, preserved
+from stallfree.pipeline.marks import mark_of
+from stallfree.pipeline.protocol import sample_error
+from stallfree.pipeline.randomness import sample_seed
+from stallfree.pipeline.values import private
+from stallfree.sources.cutting.bare import BareSource
+from stallfree.sources.cutting.recorded import Plan
+from stallfree.sources.detach import with_values
+
+_SPREAD = 6
+"""Samples that are compared beside the first and the last one."""
+
+
+class Check:
+    """Finds the form of the records of a data set, and compares samples.
+
+    Args:
+        dataset: the data set. Copies of it are read.
+        names: the dotted attributes that hold a transform.
+        transforms: what they hold.
+    """
+
+    def __init__(self, dataset: Any, names: Sequence[str], transforms: Sequence[Transform]) -> None:
+        self._dataset, self._names, self._transforms = dataset, names, transforms
+        self._kind = type(dataset).__name__
+        self._what = f"{self._kind} cannot be cut at {' and '.join(map(repr, names))}"
+        self._handles: list[Handle] = []
+
+    def source(self, ids: Sequence[int]) -> tuple[BareSource, list[Transform]]:
+        """The source of the records and the steps after it, compared on `ids` and others. Raises `InputError`."""
+        with preserved(all_generators(self._dataset)):
+            self._handles = all_generators(self._dataset)
+            reading = self._bare()
+            samples = self._samples([*_spread(len(self._dataset)), *ids])
+            plans = [self._plan(reading, id) for id in samples]
+            self._require_calls(plans, list(samples))
+            self._require_steady(next(iter(samples)))
+            flat = all(plan == plans[0] for plan in plans) and self._flat(plans[0], samples)
+            if not flat:
+                steps = reading.make_planned()
+                for id, sample in samples.items():
+                    self._require_same(id, sample, reading, steps)
+        source = self._bare()  # what a data set opens is opened where it is used
+        steps = (flat and source.make_flat(plans[0])) or source.make_planned()
+        return source, steps
+
+    def _bare(self) -> BareSource:
+        try:
+            return BareSource(self._dataset, self._names, self._transforms)
+        except Exception as error:
+            raise InputError(
+                f"{self._what}: it cannot be copied with another object in that place ({type(error).__name__}: "
+                f"{error}): make the transform a plain attribute"
+            ) from error
+
+    def _samples(self, ids: Sequence[int]) -> dict[int, Any]:
+        """The samples as the data set makes them, without those that cannot be read."""
+        whole = with_values(self._dataset, dict(zip(self._names, self._transforms, strict=True)))
+        samples: dict[int, Any] = {}
+        problem: Exception | None = None
+        for id in dict.fromkeys(ids):
+            try:
+                samples[id] = self._own(whole, id)
+            except Exception as error:
+                problem = problem or sample_error(error, self._dataset, id, "fetching")
+                problem.__cause__ = problem.__cause__ or error
+        if not samples:
+            assert problem is not None
+            raise problem
+        return samples
+
+    def _own(self, whole: Any, id: int) -> Any:
+        self._seed(id)
+        return whole[id]
+
+    def _seed(self, id: int) -> None:
+        for place, handle in enumerate(self._handles):
+            handle.seed(sample_seed(place, 0, id))
+
+    def _plan(self, reading: BareSource, id: int) -> Plan:
+        """The plan of sample `id`. Raises `InputError` if it cannot be made without its transforms, or is random."""
+        self._seed(id)
+        before = [handle.get() for handle in self._handles]
+        try:
+            plan, _ = reading.recorded(id)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"{self._what}: sample {id} cannot be made without the output of the transform "
+                f"({type(error).__name__}: {error}): let __getitem__ return the output as it is, and move what follows "
+                "into the transform"
+            ) from error
+        if any(not same(handle.get(), state) for handle, state in zip(self._handles, before, strict=True)):
+            self._refuse_random(f"it drew random numbers when sample {id} was read", certain=True)
+        return plan
+
+    def _require_calls(self, plans: Sequence[Plan], ids: Sequence[int]) -> None:
+        """Raise `InputError` if a transform is never called."""
+        seen = {number for plan in plans for number, _, _ in plan.calls}
+        tried = ", ".join(map(str, ids))
+        for number, name in enumerate(self._names):
+            if number not in seen:
+                raise InputError(
+                    f"{self._kind} does not call its {name} for any of the samples {tried}: leave it "
+                    "out, or name a sample that it is called for with check=[id]. A data set that keeps its samples "
+                    "after the transform cannot be cut"
+                )
+
+    def _require_steady(self, id: int) -> None:
+        """Raise `InputError` if what is read depends on chance in a way that no generator shows."""
+        if mark_of(self._dataset) is False:
+            return
+        reading = self._bare()
+        bare = with_values(self._dataset, dict.fromkeys(self._names))
+        code = scan(bare)
+        if code.finding is not None:
+            self._refuse_random(f"its code uses {code.finding.what}", certain=code.finding.certain)
+        trial = try_calls(bare, [lambda: private(reading.fetch(id))] * 2, code.read)
+        if trial.random is not False:
+            self._refuse_random(f"when sample {id} was read, {trial.why}", certain=trial.random is True)
+
+    def _refuse_random(self, why: str, *, certain: bool) -> NoReturn:
+        if certain:
+            raise InputError(
+                f"{self._what}: it draws random numbers outside of the transform, which a cache would freeze: {why}. "
+                "Make all random changes in the transform"
+            )
+        raise InputError(
+            f"{self._what}: it may give something else each time, also without the transform, which a cache would "
+            f"freeze: {why}. Make all random changes in the transform; or, if what is read is always the same, say so "
+            "with stallfree.mark_deterministic(dataset)"
+        )
+
+    def _flat(self, plan: Plan, samples: dict[int, Any]) -> bool:
+        """Whether flat records give the same samples."""
+        reading = self._bare()
+        steps = reading.make_flat(plan)
+        if steps is None:
+            return False
+        try:
+            for id, sample in samples.items():
+                self._require_same(id, sample, reading, steps)
+        except InputError:  # then with one step for all, which calls the transforms just as the data set does
+            return False
+        return True
+
+    def _require_same(self, id: int, sample: Any, reading: BareSource, steps: Sequence[Transform]) -> None:
+        self._seed(id)
+        try:
+            made = Compose(steps)(reading.fetch(id))
+        except Exception as error:
+            raise InputError(
+                f"{self._what}: sample {id} is made by the data set, but not if the transform runs afterwards "
+                f"({type(error).__name__}: {error}): call the transform in __getitem__ with values that stay as they "
+                "are"
+            ) from error
+        equal = same(sample, made)
+        if equal is None:
+            equal = same_pickles(sample, made)
+        if equal:
+            return
+        if equal is None:
+            raise InputError(
+                f"{self._what}: its samples, such as {id} of type {type(sample).__name__}, cannot be compared: return "
+                "tensors, arrays, numbers, texts, or containers of these"
+            )
+        again = self._own(with_values(self._dataset, {}), id)
+        if not same(sample, again):
+            raise InputError(
+                f"{self._what}: sample {id} differs each time, also from equal states of all generators, so it "
+                "cannot be compared: let the transform draw from a generator that it keeps, or from a global one"
+            )
+        raise InputError(
+            f"{self._what}: sample {id} differs if the transform runs after the rest of __getitem__: call the "
+            "transform with what it needs, and return its output as it is"
+        )
+
+
+def _spread(length: int) -> list[int]:
+    """The first, the last and some ids between, always the same."""
+    edges = [place * length // _SPREAD for place in range(_SPREAD + 1)]
+    between = [low + sample_seed(0, 0, low) % (high - low) for low, high in pairwise(edges) if low < high]
+    return sorted({0, length - 1, *between})

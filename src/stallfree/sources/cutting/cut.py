@@ -1,0 +1,94 @@
+"""`cut`: a data set split at its own attributes that hold a transform."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stallfree.errors import InputError
+from stallfree.frames import short_traceback
+from stallfree.pipeline.compose import Transform
+from stallfree.pipeline.protocol import Source
+from stallfree.sources.apart import ApartSource
+from stallfree.sources.base import normalize_id, require_samples
+from stallfree.sources.cutting.check import Check
+from stallfree.sources.detach import value_at
+from stallfree.sources.mapped import require_map_style
+
+
+@short_traceback
+def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> ApartSource:
+    """Split a data set at the attributes that hold its transform, so that what comes before can be cached.
+
+    The result is a source. Its `fetch(id)` is `dataset[id]` without the transform: the decoded image, the label. Its
+    `pipeline` is the transform. A `CachedDataset` of it caches decoded images, or what the deterministic steps of the
+    transform make of them, and augments anew in each epoch.
+
+    To find out what the transform is called with, a copy of the data set has an object in its place that notes each
+    call. `dataset` itself is not changed. A transform may be called several times and with several arguments, its
+    output may be unpacked, an item of it taken, or be passed to another of `attributes`. Anything else that
+    `__getitem__` does with the output needs the output itself, and is refused.
+
+    The first and the last sample and six others are made with and without `cut` from equal states of the random
+    generators, and must be equal bit for bit.
+
+    Args:
+        dataset: a map-style data set.
+        attributes: names of attributes that hold a transform, such as `"transform"` and `"target_transform"`. A name
+            may be dotted: `"inner.transform"`, `"datasets.0.transform"`.
+        check: ids of further samples to compare.
+
+    Returns:
+        A source for `DataLoader` and `CachedDataset`. Its samples are those of `dataset`.
+
+    Raises:
+        InputError: an attribute does not exist or holds no transform; `__getitem__` uses the output of a transform,
+            draws random numbers itself, or makes another sample if the transform runs later.
+        SampleError: none of the samples can be read.
+
+    Example:
+        >>> class Numbers:
+        ...     def __init__(self, transform):
+        ...         self.transform = transform
+        ...
+        ...     def __len__(self):
+        ...         return 10
+        ...
+        ...     def __getitem__(self, id):
+        ...         return self.transform(id * 10), id
+        >>> data = cut(Numbers(lambda number: number + 1), "transform")
+        >>> data.fetch(3), data[3]
+        ((30, 3), (31, 3))
+    """
+    if isinstance(dataset, Source) and not isinstance(dataset, type):
+        raise InputError(
+            f"{type(dataset).__name__} has its transform apart already: give it to a loader or a CachedDataset as it is"
+        )
+    require_map_style(dataset)
+    require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
+    if not attributes:
+        raise InputError("cut got no attribute: name the one that holds the transform: cut(dataset, 'transform')")
+    transforms = [_transform_at(dataset, name) for name in attributes]
+    ids = [normalize_id(id, len(dataset)) for id in check]
+    bare, steps = Check(dataset, attributes, transforms).source(ids)
+    return ApartSource(dataset, bare, steps, attributes)
+
+
+def _transform_at(dataset: Any, name: str) -> Transform:
+    kind = type(dataset).__name__
+    try:
+        transform = value_at(dataset, name)
+    except (AttributeError, LookupError, TypeError) as error:
+        known = sorted(key for key, value in getattr(dataset, "__dict__", {}).items() if callable(value))
+        raise InputError(
+            f"{kind} has no attribute {name!r}: name one that holds a transform"
+            + (f" (callable are {', '.join(known)})" if known else "")
+        ) from error
+    if transform is None:
+        raise InputError(f"the {name} of {kind} is None, so there is nothing to cut: leave it out")
+    if not callable(transform):
+        raise InputError(
+            f"the {name} of {kind} is of type {type(transform).__name__}, which cannot be called: name an attribute "
+            "that holds a transform"
+        )
+    return transform  # type: ignore[no-any-return]
