@@ -1,14 +1,9 @@
 """Converts values to flat bytes and back, without pickle.
 
 A *value* is a tree of dict, list, tuple and named tuple. Its leaves are tensors, arrays, NumPy scalars, numbers,
-<<<<<<< HEAD
-strings, bytes; None belongs to the tree. `encode` splits a value into a `Structure`, which describes everything but the
-data, and one flat array of bytes per leaf, which shares memory with the value where possible:
-=======
-strings, bytes; None belongs to the tree. An image of Pillow is a node of its pixels and its `info`. `encode` takes a
-value apart into a `Structure`, which says everything but the data, and one flat array of bytes per leaf, which shares
-memory with the value where it can:
->>>>>>> cut
+strings, bytes; None belongs to the tree. An image of Pillow is a node of its pixels and its `info`. `encode` splits a
+value into a `Structure`, which describes everything but the data, and one flat array of bytes per leaf, which shares
+memory with the value where possible:
 
     structure, arrays = encode((image, label))
     out = np.empty(record_size(structure, arrays), np.uint8)
