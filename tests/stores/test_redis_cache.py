@@ -155,6 +155,18 @@ def test_a_value_that_is_wrong_is_a_miss_and_is_replaced(pair: list[Server]) -> 
             assert load(cache, ALL) == []
 
 
+def test_only_what_a_node_has_written_there_ends_the_use(pair: list[Server]) -> None:
+    with attach(pair[:1]) as cache, client(pair[0]) as there:
+        load(cache, ALL)
+        mark = name_of(cache, 3)[:-1] + b"random"
+        for value in (b"1", b"", b"garbage", there.get(name_of(cache, 3)), data_key("train", "other")):
+            there.set(mark, value)
+            assert shown(cache.get_many(ALL)) == ALL
+            assert not cache.uncached_steps
+        assert cache.uncache_steps()
+        assert there.get(mark) == data_key("train", "f")
+
+
 def test_a_forged_record_is_a_miss_and_is_never_unpickled(pair: list[Server]) -> None:
     """Somebody who can write to the server makes headers that are right."""
 

@@ -11,6 +11,17 @@ from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+_LIBRARIES = {"torch", "torchvision", "torchaudio", "numpy", "scipy", "PIL", "cv2", "monai", "albumentations"}
+"""Libraries wherever they are installed: some containers and builds from source have them outside of site-packages."""
+
+
+def attribute(thing: object, name: str, default: Any = None) -> Any:
+    """As `getattr`, for any object: one whose own code raises something else than `AttributeError` has no attribute."""
+    try:
+        return getattr(thing, name, default)
+    except Exception:
+        return default
+
 
 @functools.cache
 def library_version(module: str) -> str | None:
@@ -26,6 +37,8 @@ def library_version(module: str) -> str | None:
             return importlib.metadata.version(top)
         return "unknown"
     package = sys.modules.get(top)
+    if top in _LIBRARIES and package is not None:
+        return str(attribute(package, "__version__", "unknown"))
     places = [getattr(package, "__file__", None), *getattr(package, "__path__", ())]
     if not any({"site-packages", "dist-packages"} & set(PurePath(place).parts) for place in places if place):
         return None
@@ -85,7 +98,7 @@ def class_functions(cls: type) -> Iterator[FunctionType]:
     """Yield the functions defined in the body of `cls`, including properties, class methods and static methods."""
     for member in vars(cls).values():
         for name in ("__func__", "fget", "fset", "func"):
-            inner = getattr(member, name, None)
+            inner = attribute(member, name)
             if isinstance(inner, FunctionType):
                 yield inner
         if isinstance(member, FunctionType):
@@ -94,7 +107,7 @@ def class_functions(cls: type) -> Iterator[FunctionType]:
 
 def attributes(thing: object) -> dict[str, Any]:
     """Return the attributes that `thing` itself holds, in its `__dict__` or in slots."""
-    found: dict[str, Any] = dict(getattr(thing, "__dict__", ()))
+    found: dict[str, Any] = dict(attribute(thing, "__dict__", ()))
     for cls in type(thing).__mro__:
         slots = vars(cls).get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
@@ -108,7 +121,7 @@ def describe(transform: Any) -> str:
     """Return a short name for messages, such as `torchvision.transforms.Resize` or `load.<locals>.<lambda>`."""
     if isinstance(transform, functools.partial):
         return f"partial({describe(transform.func)})"
-    thing = transform if hasattr(transform, "__qualname__") else type(transform)
+    thing = transform if attribute(transform, "__qualname__") else type(transform)
     name = str(getattr(thing, "__qualname__", thing))
     module = str(getattr(thing, "__module__", None) or "")
     return name if module in ("", "__main__", "builtins") else f"{module}.{name}"

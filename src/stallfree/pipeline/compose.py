@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from stallfree.errors import InputError
-from stallfree.pipeline._objects import comes_from, describe
+from stallfree.pipeline._objects import attribute, comes_from, describe
 from stallfree.pipeline.marks import mark_of
 
 Transform: TypeAlias = Callable[[Any], Any]
@@ -212,7 +212,7 @@ def describe_step(step: Transform) -> str:
 def _sequence_in(transform: Any) -> tuple[Transform, ...] | None:
     """Return the parts of a torchvision `Compose` or a `torch.nn.Sequential`; None for anything else."""
     cls = type(transform)
-    if getattr(transform, "_forward_hooks", None) or getattr(transform, "_forward_pre_hooks", None):
+    if attribute(transform, "_forward_hooks") or attribute(transform, "_forward_pre_hooks"):
         return None
     if cls is nn.Sequential:
         return tuple(transform)

@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from stallfree.errors import InputError, StallfreeError
-from stallfree.pipeline._objects import closure_values, comes_from, library_version, used_globals
+from stallfree.pipeline._objects import attribute, closure_values, comes_from, library_version, used_globals
 from stallfree.pipeline._tensors import plain_bytes
 from stallfree.pipeline.generators import GENERATOR_TYPES
 from stallfree.pipeline.marks import DREW, MARK
@@ -138,7 +138,7 @@ class _Walker:
         except Exception as error:  # raised by user code
             del self._path[depth:]
             self._give_up(thing, f"{type(error).__name__}: {error}", error)
-        if isinstance(thing, _VALUES) or not hasattr(thing, "__dict__"):
+        if isinstance(thing, _VALUES) or attribute(thing, "__dict__") is None:
             del self._numbers[id(thing)]  # equal values count alike, whether they are one object or two
 
     def _feed(self, tag: str, content: bytes | memoryview = b"") -> None:
@@ -182,7 +182,7 @@ class _Walker:
         elif (own := _own_fingerprint(thing)) is not None:
             self._feed("own", type(thing).__qualname__.encode())
             self.visit(own())
-            if callable(pipeline := getattr(thing, "pipeline", None)):
+            if callable(pipeline := attribute(thing, "pipeline")):
                 self.visit(pipeline)  # a source's fingerprint covers only its records
         elif isinstance(thing, enum.Enum):
             self._feed("enum", f"{type(thing).__qualname__}.{thing.name}".encode())
@@ -203,7 +203,7 @@ class _Walker:
             self._parts("property", (thing.fget, thing.fset))
         elif isinstance(thing, functools.cached_property):
             self._parts("property", (thing.func,))
-        elif isinstance(getattr(thing, "__wrapped__", None), FunctionType):
+        elif isinstance(attribute(thing, "__wrapped__"), FunctionType):
             self._parts("wrapped", (thing.__wrapped__,))
         else:
             self._instance(thing)
@@ -402,7 +402,7 @@ class _Walker:
 
 def _own_fingerprint(thing: Any) -> Callable[[], Any] | None:
     """Return the method `fingerprint()` of `thing` if it has one without required arguments."""
-    method = getattr(thing, "fingerprint", None)
+    method = attribute(thing, "fingerprint")
     if not inspect.ismethod(method):
         return None
     try:

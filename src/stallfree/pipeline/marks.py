@@ -6,6 +6,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 from stallfree.errors import InputError
+from stallfree.pipeline._objects import attribute
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ def mark_of(transform: object) -> bool | None:
     entry = _refusers.get(_identity(transform))
     if entry is not None:
         return entry[1]
-    mark = getattr(transform, MARK, None)
+    mark = attribute(transform, MARK)
     if mark is False and not _own(transform):
         return None
     return mark if isinstance(mark, bool) else None
@@ -66,7 +67,7 @@ def note_drew(transform: object) -> bool:
 
 def drew(transform: object) -> bool:
     """Return whether `note_drew` was called with `transform`."""
-    return _identity(transform) in _drew or getattr(transform, DREW, False) is True
+    return _identity(transform) in _drew or attribute(transform, DREW) is True
 
 
 def _mark(transform: T, random: bool) -> T:

@@ -125,7 +125,7 @@ class RedisValues:
             if isinstance(value, Exception):
                 self.refuse(shard, value)
             elif position < 0:
-                found.off = True
+                found.off = value == self.key  # anything else was not written by `switch_off`
             elif record is None:
                 found.damaged.append(names[position])
             else:
@@ -195,7 +195,7 @@ class RedisValues:
         """Set the key at which all nodes stop using the values of this data set."""
         owning = [shard for shard, _ in self._servers.split(np.empty(0), [self._off])]
         for shard in self._servers.shards if self._servers.names else owning:
-            self.send(shard, [("SET", self._off, b"1")])
+            self.send(shard, [("SET", self._off, self.key)])
 
     def send(self, shard: Shard, commands: list[Any]) -> list[Any]:
         """The replies of a server, with errors as exceptions; none if it is lost or refuses the connection."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.pipeline._objects import attributes, class_functions, closure_values, is_library
+from stallfree.pipeline._objects import attribute, attributes, class_functions, closure_values, is_library
 from stallfree.pipeline.generators import CONTAINERS, GENERATOR_TYPES, is_opaque, reachable, references
 
 _ENTROPY = {
@@ -161,8 +161,8 @@ class _Calls:
             self._held[id(thing)] = thing
             if thing is not root and _makes_generators(thing):
                 self._found.append(Finding(f"{thing.__module__}.{thing.__name__}, which it keeps", False))
-            if hasattr(thing, "cache_info"):  # results of functools.cache outlive the call
-                self._cached.add(getattr(getattr(thing, "__wrapped__", None), "__code__", None))
+            if attribute(thing, "cache_info") is not None:  # results of functools.cache outlive the call
+                self._cached.add(attribute(attribute(thing, "__wrapped__"), "__code__"))
             if isinstance(thing, FunctionType):
                 self._function(thing)
                 todo += (*closure_values(thing).values(), *(thing.__defaults__ or ()))
