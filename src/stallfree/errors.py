@@ -76,8 +76,8 @@ def _make_sample_error(message: str, id: int, where: str) -> SampleError:
     return SampleError(message, id=id, where=where)
 
 
-class WorkerError(StallfreeError):
-    """Worker processes died again and again on one batch.
+class WorkerError(StallfreeError, RuntimeError):
+    """Worker processes died again and again on one batch. A `RuntimeError`, as in torch's loader.
 
     Attributes:
         ids: the ids of the samples of that batch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -127,5 +128,10 @@ def seed_of(dataset: Any, seed: Any, generator: Any) -> int | None:
     return dataset.seed if own else None
 
 
+def as_int(value: Any) -> int | None:
+    """Return a whole number, such as one of NumPy, as an int; None stays None."""
+    return None if value is None else operator.index(value)
+
+
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return hasattr(type(value), "__index__") and not isinstance(value, bool)

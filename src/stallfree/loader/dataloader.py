@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -20,7 +22,7 @@ from stallfree.device import DevicePrefetcher
 from stallfree.errors import InputError
 from stallfree.frames import short_traceback
 from stallfree.ipc.process import context_of
-from stallfree.loader.arguments import WAIT_SECONDS, check_arguments, seed_of
+from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_arguments, check_functions, seed_of
 from stallfree.loader.epoch_runner import EpochRunner, Prefetcher, Seeds
 from stallfree.loader.output import delivery
 from stallfree.loader.shown import own_collate, shown_by, shown_samplers
@@ -100,6 +102,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     multiprocessing_context: Any = None  # torch's property accepts one only with workers
     _dataset_kind = 0  # map-style: set by torch's constructor, which is not called
     _iterator = None
+    __initialized = False
 
     # Arguments under their names in torch's loader: other libraries read them to recreate a loader.
     shuffle: bool
@@ -147,6 +150,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         del given["self"]
         room = check_arguments(**given)
         self.__dict__.update(given)
+        batch_size, num_workers, self.prefetch_factor = map(as_int, (batch_size, num_workers, prefetch_factor))
         single = batch_size is None and batch_sampler is None
         self.batch_size, self.shuffle = (batch_size if batch_sampler is None else None), bool(shuffle)
         self.collate_fn: Any = collate_fn or (default_convert if single else default_collate)
@@ -166,6 +170,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         )
         self._prefetcher = None if device is None else DevicePrefetcher(self._runner, device)
         self.device = None if self._prefetcher is None else self._prefetcher.device
+        self.__initialized = True
+
+    @short_traceback
+    def __setattr__(self, name: str, value: Any) -> None:
+        """`collate_fn` may be replaced, as in torch's loader. Raises `InputError` for other arguments."""
+        if self.__initialized and name in _ARGUMENTS:
+            if name != "collate_fn":
+                raise InputError(f"{name} of a loader that exists cannot be set: make a DataLoader with {name}=...")
+            check_functions(value, None, "raise")
+            options = self._runner.options
+            value = value or (default_convert if options.single else default_collate)
+            self._runner.options = replace(options, collate=own_collate(value, single=options.single))
+        object.__setattr__(self, name, value)
 
     def _options(self, context: BaseContext, single: bool) -> Options:
         return Options(
@@ -198,6 +215,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             seed=self.seed,
             seed_of_data=seed_of_data,
             reader=options.reader,
+            cached=self._auto is not None,
             context=options.context,
             counts=counts,
         )
@@ -227,8 +245,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Return `iterator`, whose start has drawn the seed and chosen the workers."""
         runner = self._runner
-        if self.seed != runner.seed or self.num_workers != runner.options.workers:  # torch's class sets them slowly
-            self.seed, self.num_workers = runner.seed, runner.options.workers
+        self.__dict__.update(seed=runner.seed, num_workers=runner.options.workers)
         return iterator
 
     @property
@@ -288,7 +305,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         Raises `InputError` for an invalid state, and for one of another version, seed or order.
         """
         self._runner.load_state_dict(state)
-        self.seed = self._runner.seed
+        self.__dict__["seed"] = self._runner.seed
 
     @short_traceback
     def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
@@ -334,3 +351,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.close()
 
     __repr__ = shown_by("batch_size", "shuffle", "num_workers", "drop_last", "device")
+
+
+_ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self"}
+"""Names of the arguments, which are attributes too."""

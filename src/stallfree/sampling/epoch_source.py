@@ -130,6 +130,7 @@ class SourceSetup:
         seed_of_data: whether the seed is that of the data set.
         counter: its attribute `next_epoch` is the epoch count of all loaders of a data set; None: one count per loader.
         reader: reads the samples.
+        cached: whether the loader makes a cache for these samples.
         context: `multiprocessing` context.
         counts: of the loader, by the names of `LoaderStats`.
     """
@@ -145,6 +146,7 @@ class SourceSetup:
     seed_of_data: bool = False
     counter: Any = None
     reader: Any = None
+    cached: bool = False
     context: Any = None
     counts: Mapping[str, Any] = field(default_factory=dict)
 

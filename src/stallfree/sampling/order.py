@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +15,8 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from stallfree.error_types import also_of_type
 from stallfree.errors import InputError
+from stallfree.frames import users_level
+from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
 from stallfree.sampling.plans import make_plan
 from stallfree.sampling.ranks import deal, rank_and_count, share, warn_of_ranks
@@ -32,11 +36,29 @@ class _Counted(EpochSource):
     def __init__(self, setup: SourceSetup) -> None:
         self._setup = setup
         self._next = 0
+        self._warned_of = -1  # length of the data set
 
     @property
     def next_epoch(self) -> int:
         counter = self._setup.counter
         return self._next if counter is None else max(self._next, counter.next_epoch)
+
+    def _follow_length(self) -> None:
+        """Use the present length of the data set, as torch's samplers do. A cache keeps the length that it has."""
+        setup, reader = self._setup, self._setup.reader
+        length = setup.samples if reader is None else len(reader.source)
+        if length == setup.samples or length == self._warned_of:
+            return
+        if reader.cache is None and not setup.cached and length > 0:
+            self._setup = replace(setup, samples=length)
+            return
+        self._warned_of = length
+        warnings.warn(
+            f"the data set has {length} samples now and had {setup.samples} when the loader was made, which keeps to "
+            "these: make a new CachedDataset and DataLoader",
+            StallfreeWarning,
+            stacklevel=users_level(),
+        )
 
     def _count(self, epoch: int) -> None:
         self._next = epoch + 1
@@ -64,6 +86,7 @@ class Order(_Counted):
     @property
     def samples(self) -> int:
         """Number of samples of this rank in a whole epoch."""
+        self._follow_length()
         return share(self._setup.samples, rank_and_count(self.ranks)[1], drop_last=self._setup.drop_last)
 
     @property
@@ -86,6 +109,7 @@ class Order(_Counted):
         self.seed = seed
 
     def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
+        self._follow_length()
         first, dealt = self._place(resume or Position())
         self._count(epoch)
         return EpochPlan(self.batches(epoch, first, dealt["start"]), first, dealt)
@@ -154,6 +178,7 @@ class SamplerOrder(_Counted):
 
     def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
         self._count(epoch)
+        self._follow_length()
         if resume is not None and resume.rest is not None:
             return EpochPlan((np.asarray(ids, np.int64) for ids in resume.rest), resume.batches)
         if self._distributed is not None and not _set_by_user(self._distributed):
