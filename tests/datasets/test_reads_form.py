@@ -18,6 +18,7 @@ import stallfree as sf
 from cached_data import Numbers
 from loader_data import same
 from reads_data import Crops, KeepsArchive, OwnGenerator, gone, opens_below, write_arrays
+from stallfree.cache.memory.records import Borrowed
 from stallfree.errors import InputError, SampleError
 from stallfree.sources import ThrottledSource
 
@@ -177,6 +178,24 @@ def test_a_file_that_changes_is_read_again(folder: Path) -> None:
     assert (stats.hits, stats.misses) == (1, 2)
 
 
+def test_a_record_that_is_overwritten_while_it_is_lent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sf.CachedDataset(Crops(folder), capacity="4MiB", form="reads", seed=1) as data:
+        data.set_epoch(0)
+        right = data.__getitems__([2, 3, 4])
+        before, cache = data.stats(), data.cache
+        lend = type(cache).borrow
+
+        def overwritten(self: Any, ids: Any) -> Any:
+            lent = lend(self, ids)
+            lent.values[1] = np.zeros_like(lent.values[1])
+            return Borrowed(lent.values, lambda at: at == 0)
+
+        monkeypatch.setattr(type(cache), "borrow", overwritten)
+        assert same(data.__getitems__([2, 3, 4]), right)
+        after = data.stats()
+        assert after.storage_reads - before.storage_reads == 2
+
+
 class _Halves(Crops):
     more = False
 
@@ -232,7 +251,7 @@ class _Pictures(Crops):
     [
         (_Native, r"_Native\[0\] read no regular file"),
         (_Pictures, "cv2.imdecode"),
-        (lambda folder: Numbers(), "was given with a Numbers, .* Use form='fetched'"),
+        (lambda folder: Numbers(), "and Numbers keeps .* use form='fetched'"),
         (lambda folder: Subset(Numbers(), [1]), "SubsetSource"),  # type: ignore[arg-type]
         (lambda folder: ThrottledSource(Crops(folder)), "ThrottledSource"),
         (lambda folder: 3, "has no __getitem__"),

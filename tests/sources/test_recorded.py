@@ -32,7 +32,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from reads_data import gone, opens_below, outcome, recorded, served
+from reads_data import contents, gone, opens_below, outcome, recorded, served
 from stallfree.sources import open_calls
 from stallfree.sources import recorded as records
 from stallfree.sources.open_calls import Tracker
@@ -242,11 +242,11 @@ def test_what_is_no_regular_file_is_opened_plainly(folder: Path) -> None:
         plain = outcome(read)
         result, record = recorded(read)
         assert result == plain
-        assert record == ("[]",)
+        assert contents(record) == {}
         assert served(read, record)[0] == plain
     os.symlink("/proc/self/comm", folder / "comm")
-    assert recorded(lambda: open(folder / "comm").read())[1] == ("[]",)
-    assert recorded(lambda: open("/dev/null").read())[1] == ("[]",)
+    assert contents(recorded(lambda: open(folder / "comm").read())[1]) == {}
+    assert contents(recorded(lambda: open("/dev/null").read())[1]) == {}
 
 
 def test_files_that_are_written_are_left_out(folder: Path) -> None:
@@ -372,8 +372,7 @@ def test_only_what_was_read_is_recorded_and_the_rest_comes_from_storage(folder: 
             return file.read(size)
 
     _, record = recorded(lambda: (part(100, 50), part(150, 50), part(120, 10), part(500_000, 7)))
-    assert record[0].endswith("[100,200,500000,500007]]]")
-    assert record[1] == content[100:200] + content[500_000:500_007]
+    assert contents(record) == {"large": ([100, 200, 500_000, 500_007], content[100:200] + content[500_000:500_007])}
     with opens_below(folder) as found:
         assert served(lambda: (part(110, 90), part(500_001, 3)), record)[0][1] == (
             content[110:200],
@@ -395,7 +394,7 @@ def test_a_buffered_reader_of_a_large_file_reads_little_more_than_it_is_asked_fo
             file.seek(300_000)
             return file.read(100)
 
-    assert len(recorded(read)[1][1]) <= 2 * io.DEFAULT_BUFFER_SIZE
+    assert len(contents(recorded(read)[1])["large"][1]) <= 2 * io.DEFAULT_BUFFER_SIZE
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "touch", "replace"])
@@ -445,7 +444,7 @@ def test_a_file_that_changes_while_it_is_recorded_is_left_out(folder: Path) -> N
             os.utime(folder / "small", ns=(5, 5))
             return first, file.read(10)
 
-    assert recorded(read)[1] == ("[]",)
+    assert contents(recorded(read)[1]) == {}
 
 
 def test_large_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,10 +457,9 @@ def test_large_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = outcome(read)
     result, record = recorded(read)
     assert result == plain
-    assert len(record) == 2
-    assert record[1] == plain[1][0]
+    assert contents(record) == {"small": ([0, 1024], plain[1][0])}
     assert served(read, record)[0] == plain
-    assert recorded(lambda: np.fromfile(folder / "large", np.uint8).sum())[1] == ("[]",)
+    assert contents(recorded(lambda: np.fromfile(folder / "large", np.uint8).sum())[1]) == {}
 
 
 def test_many_ranges(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,7 +469,7 @@ def test_many_ranges(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with open(folder / "large", "rb", buffering=0) as file:
             return [(file.seek(1000 * at), file.read(1)) for at in range(11)]
 
-    assert recorded(read)[1] == ("[]",)
+    assert contents(recorded(read)[1]) == {}
 
 
 def test_what_many_samples_read_is_stored_with_few_of_them(folder: Path) -> None:
@@ -483,17 +481,47 @@ def test_what_many_samples_read_is_stored_with_few_of_them(folder: Path) -> None
             file.seek(200_000 + 70_000 * (id % 5))
             return index, file.read(70_000), (folder / "small").read_bytes()
 
-    sizes = [len(b"".join(recorded(lambda id=id: read(id), tracker, id)[1][1:])) for id in range(12)]
+    def size(record: Any) -> int:
+        return sum(len(data) for _, data in contents(record).values())
+
+    sizes = [size(recorded(lambda id=id: read(id), tracker, id)[1]) for id in range(12)]  # type: ignore[misc]
     assert sizes == [171_024] * 8 + [71_024] * 4
-    again = [len(b"".join(recorded(lambda: read(3), Tracker(), 3)[1][1:])) for _ in range(12)]
+    tracker = Tracker()
+    again = [size(recorded(lambda: read(3), tracker, 3)[1]) for _ in range(12)]
     assert again == [171_024] * 12  # one sample that is read often
 
 
 def test_malformed_records_raise(folder: Path) -> None:
     _, record = recorded(lambda: (folder / "small").read_bytes())
-    for bad in [("",), ("[]", b""), (record[0], b"short"), ("[[1]]", b""), (record[0],)]:
+    damaged = record.copy()
+    damaged[3] = 200
+    bad: list[Any] = [
+        record[:0],
+        record[:50],
+        record[:1000],
+        damaged,
+        record.astype(np.int16),
+        b"",
+        np.zeros(64, np.uint8),
+    ]
+    for value in [*bad, "text", 3, (b"",)]:
         with pytest.raises((ValueError, TypeError)):
-            Block(bad)
+            Block(value)
+
+
+def test_files_that_outlive_a_record_that_was_lent(folder: Path) -> None:
+    content = (folder / "large").read_bytes()
+    _, record = recorded(lambda: (folder / "large").read_bytes())
+    block = Block(record, lent=True)
+    kept = Tracker().run(block, open, folder / "large", "rb")
+    closed = Block(record, lent=True)
+    lost = Tracker().run(closed, open, folder / "large", "rb")
+    closed.close_files()
+    record[:] = 0
+    with gone(folder), kept:
+        assert kept.read() == content
+    with pytest.raises(ValueError, match="closed"):
+        lost.read()
 
 
 # --- threads and handles ---------------------------------------------------------------------------------------------
@@ -521,7 +549,7 @@ def test_threads_of_a_pool_that_lives_on(folder: Path) -> None:
 
         _, small = recorded(lambda: read("small"), tracker)
         _, large = recorded(lambda: read("large"), tracker)
-        assert len(small) == len(large) == 2
+        assert [*contents(small), *contents(large)] == ["small", "large"]
         with opens_below(folder) as found:
             assert served(lambda: read("large"), large, tracker)[0][1] == (folder / "large").read_bytes()
         assert len(found) == 1  # the one outside of the block
@@ -566,7 +594,7 @@ def test_a_file_that_is_kept_open_serves_later_blocks(folder: Path) -> None:
 
     _, first = recorded(lambda: read(0))
     _, second = recorded(lambda: read(300_000))
-    assert len(second[1]) >= 20_000
+    assert len(contents(second)["large"][1]) >= 20_000
     kept.pop().close()
     with gone(folder):
         assert served(lambda: read(300_000), second)[0][1] == content[300_000:320_000]
@@ -612,11 +640,11 @@ def test_blocks_are_left_and_nested(folder: Path) -> None:
         _, record = recorded(lambda: (folder / "text").read_bytes(), inner)
         with pytest.raises(ZeroDivisionError):
             inner.run(Block(), lambda: 1 // 0)
-        return (folder / "small").read_bytes(), record[1]
+        return (folder / "small").read_bytes(), contents(record)["text"][1]
 
     result, record = recorded(read, outer)
-    assert len(record) == 2
-    assert result[1] == (record[1], TEXT.encode())
+    assert list(contents(record)) == ["small"]
+    assert result[1] == (contents(record)["small"][1], TEXT.encode())
     assert type(open(folder / "small", "rb").raw) is io.FileIO
 
 

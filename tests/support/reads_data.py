@@ -33,6 +33,12 @@ def recorded(read: Callable[[], Any], tracker: Tracker | None = None, id: int = 
     return result, through_codec(block.record(id, tracker.shared))
 
 
+def contents(record: Record) -> dict[str, tuple[list[int], bytes]]:
+    """The ranges of each file in a record, and their bytes; by the names of the files."""
+    files = Block(record).files
+    return {Path(path).name: (file.ranges, bytes(file.data)) for path, file in files.items()}
+
+
 def served(read: Callable[[], Any], record: Record, tracker: Tracker | None = None) -> tuple[Any, Block]:
     """The outcome of `read` while `record` is served, and the block."""
     block = Block(record)
@@ -45,7 +51,7 @@ def through_codec(record: Record) -> Record:
     out = np.empty(record_size(structure, arrays), np.uint8)
     write_record(structure, arrays, out)
     found: Record = read_record(out, copy=True)
-    assert found == record
+    assert np.array_equal(found, record)
     return found
 
 

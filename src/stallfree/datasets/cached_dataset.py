@@ -173,6 +173,8 @@ class CachedDataset:
         sample = Sample(first.id, first.record, first.prepared if prepared else first.record)
         if not is_new:
             return [sample], sample.value
+        if self.form == "reads":
+            return [sample], bytes(len(sample.value))  # of no fixed size
         if 0 < share < 1:
             return [sample], example_of_both(first)
         second, example = look_again(self.source, before, sample)

@@ -13,6 +13,8 @@ from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.generators import find_generators, global_generators, preserved
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.sources.mapped import MapSource, as_source
+from stallfree.sources.open_calls import install
+from stallfree.sources.recorded import files_of
 
 _NATIVE = {
     "imread": "cv2.imdecode(np.frombuffer(data, np.uint8), flags) in place of cv2.imread(path)",
@@ -25,12 +27,13 @@ _NATIVE = {
 
 def reads_source(dataset: Any) -> MapSource:
     """`dataset` as a source that is indexed. Raises `InputError` for one whose records can be cached as such."""
+    install()  # now, as fingerprints of modules that hold `open` change with it
     source = as_source(dataset, apart=False)
     if isinstance(source, MapSource):
         return source
     raise InputError(
-        f"form='reads' was given with a {type(source).__name__}, which keeps fetching and preparing apart: it is for "
-        "plain data sets that read and augment in __getitem__. Use form='fetched', which caches the same bytes"
+        f"form='reads' is for plain data sets that read and augment in __getitem__, and {type(source).__name__} keeps "
+        "the two apart: use form='fetched', which caches the same bytes"
     )
 
 
@@ -51,7 +54,7 @@ def look_at_reads(source: Source, steps: Compose) -> FirstLook:
             problem.__cause__ = None if problem is error else error
             problems.append(problem)
             continue
-        if len(record) == 1:
+        if not files_of(record):
             raise _nothing(source.dataset, id)
         return FirstLook(id, record, record, Split(Compose([]), steps, ()))
     raise problems[0]

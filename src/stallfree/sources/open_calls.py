@@ -62,13 +62,14 @@ class Tracker:
 
     def run(self, block: Block, function: Callable[..., _T], *args: Any) -> _T:
         """`function(*args)` in `block`."""
-        _install()
+        install()
         before = THREAD.tracker, self.block
         THREAD.tracker, self.block = self, block
         try:
             return function(*args)
         finally:
             THREAD.tracker, self.block = before
+            block.end()
 
     def note_written(self, block: Block, path: str) -> None:
         """A file is opened for writing."""
@@ -121,7 +122,9 @@ def _tracked(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict
         return None
     entry = block.files.get(path)
     if entry is not None:
-        return _wrapped(TrackedFile(name, path, entry.identity, entry=entry), call, binary, entry.identity[0])
+        served = TrackedFile(name, path, entry.identity, entry=entry)
+        block.opened(served)
+        return _wrapped(served, call, binary, entry.identity[0])
     if not block.recording:
         return None
     started = time.perf_counter()
@@ -184,7 +187,7 @@ _lock = threading.Lock()
 _installed = False
 
 
-def _install() -> None:
+def install() -> None:
     """Replace `open`, once per process."""
     global _installed
     if _installed:

@@ -1,22 +1,32 @@
 """What a sample reads from files: its record, and the block in which its reads are recorded or served.
 
-The record of a sample is `(head, data, data, ...)`: a text, and the bytes that were read of each file, one after the
-other. The head is a list in JSON with one entry per file: `[path, size, mtime in ns, [start, stop, start, stop, ...]]`.
-The ranges ascend and do not touch.
+The record of a sample is one array of bytes, so that a cache can lend it without a copy:
+
+    u64 length of the head, little-endian
+    the head: JSON, a list with `[path, size, mtime in ns, [start, stop, start, stop, ...]]` for each file
+    from the next multiple of 64, the bytes of these ranges, one file after the other
+    zeros
+
+The ranges of a file ascend and do not touch. The zeros are there so that records have few different lengths.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+import weakref
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from stallfree.sources.open_calls import Tracker
+    from stallfree.sources.tracked_file import TrackedFile
 
 MOST_BYTES = 64 << 20
 """Bytes of one record. Files that do not fit are left out of it, and are read from storage each time."""
@@ -36,7 +46,7 @@ _REMEMBERED = 4096
 Identity = tuple[int, int]
 """Size of a file, and its time of modification in ns. A file with another identity has another content."""
 
-Record = tuple[Any, ...]
+Record = npt.NDArray[np.uint8]
 
 
 class FileChanged(OSError):
@@ -56,7 +66,7 @@ class FileRecord:
 
     __slots__ = ("_offsets", "data", "identity", "path", "ranges", "whole")
 
-    def __init__(self, path: str, identity: Identity, ranges: list[int], data: bytes) -> None:
+    def __init__(self, path: str, identity: Identity, ranges: list[int], data: bytes | memoryview) -> None:
         self.path, self.identity, self.ranges, self.data = path, identity, ranges, data
         self.whole = ranges == [0, identity[0]] or identity[0] == 0
         self._offsets = [0]
@@ -88,7 +98,10 @@ class Block:
     """One run of `dataset[id]`, in which reads of files are recorded, or served from a record.
 
     Args:
-        record: what is served; None to record. Raises `ValueError` if it is malformed.
+        record: what is served; None to record.
+        lent: whether its memory may change after this block.
+
+    Raises `ValueError` or `TypeError` for a malformed record.
 
     Attributes:
         files: what is served, by path.
@@ -98,13 +111,34 @@ class Block:
         seconds: spent on reading these.
     """
 
-    def __init__(self, record: Record | None = None) -> None:
+    def __init__(self, record: Record | None = None, *, lent: bool = False) -> None:
         self.recording = record is None
         self.files: dict[str, FileRecord] = {} if record is None else _unpack(record)
         self.stale = False
         self.storage_bytes, self.seconds = 0, 0.0
         self._reads: dict[str, _Reads] = {}
         self._size = 0
+        self._lent = lent
+        self._opened: list[weakref.ref[TrackedFile]] = []
+
+    def opened(self, file: TrackedFile) -> None:
+        """A file is served."""
+        if self._lent:
+            self._opened.append(weakref.ref(file))
+
+    def end(self) -> None:
+        """The run is over: files that are still open go on with a copy of what was lent."""
+        if self._lent:
+            for ref in self._opened:
+                if (file := ref()) is not None:
+                    file.keep()
+            self.files = {}
+
+    def close_files(self) -> None:
+        """Close what is still open: what was lent has changed meanwhile."""
+        for ref in self._opened:
+            if (file := ref()) is not None:
+                file.close()
 
     def begin(self, path: str, identity: Identity) -> None:
         """A file was opened."""
@@ -149,9 +183,8 @@ class Block:
             kept = [piece for piece in pieces if not shared.leaves_out(path, piece.start, piece.stop, id)]
             if len(kept) <= MOST_RANGES and (kept or not pieces):
                 heads.append([path, *reads.identity, [place for piece in kept for place in (piece.start, piece.stop)]])
-                joined = [part for piece in kept for part in piece.parts]
-                parts.append(joined[0] if len(joined) == 1 else b"".join(joined))
-        return (json.dumps(heads, separators=(",", ":")), *parts)
+                parts += [part for piece in kept for part in piece.parts]
+        return _pack(heads, parts)
 
 
 def _covers(chunks: Sequence[tuple[int, bytes]], start: int, stop: int) -> bool:
@@ -181,12 +214,44 @@ def _merged(chunks: Sequence[tuple[int, bytes]]) -> list[_Piece]:
     return pieces
 
 
+def _pack(heads: list[Any], parts: list[bytes]) -> Record:
+    head = json.dumps(heads, separators=(",", ":")).encode()
+    start = _first(len(head))
+    size = start + sum(map(len, parts))
+    step = max(64, 1 << size.bit_length() - 6)  # 32 lengths for each doubling
+    out = np.zeros(-(-size // step) * step, np.uint8)
+    view = out.data
+    view[:8] = len(head).to_bytes(8, "little")
+    view[8 : 8 + len(head)] = head
+    for part in parts:
+        view[start : start + len(part)] = part
+        start += len(part)
+    return out
+
+
+def _first(head: int) -> int:
+    """Where the data begin after a head of this length."""
+    return 8 + head + 63 & ~63
+
+
 def _unpack(record: Record) -> dict[str, FileRecord]:
-    head, *parts = record
+    given: Any = record
+    view = memoryview(given)
+    if view.format != "B" or view.ndim != 1:
+        raise TypeError("malformed record")
+    length = int.from_bytes(view[:8], "little")
+    start = _first(length)
     found = {}
-    for (path, size, mtime, ranges), data in zip(json.loads(head), parts, strict=True):
-        found[path] = FileRecord(path, (size, mtime), ranges, data)
+    for path, size, mtime, ranges in json.loads(bytes(view[8 : min(len(view), 8 + length)])):
+        stop = start + sum(ranges[1::2]) - sum(ranges[::2])
+        found[path] = FileRecord(path, (size, mtime), ranges, view[start:stop])
+        start = stop
     return found
+
+
+def files_of(record: Record) -> list[str]:
+    """The paths of the files in a record."""
+    return list(_unpack(record))
 
 
 class SharedRanges:

@@ -205,9 +205,16 @@ class TrackedFile(io.RawIOBase):
         self._check()
         return False
 
+    def keep(self) -> None:
+        """Take a copy of what is served, whose memory may change from now on."""
+        if self._entry is not None:
+            entry = self._entry
+            self._entry = FileRecord(entry.path, entry.identity, entry.ranges, bytes(entry.data))
+
     def close(self) -> None:
         """Close what is open."""
         if not self.closed:
+            self._entry = None
             for file in (self._file, self._by_number):
                 if file is not None:
                     file.close()
