@@ -150,9 +150,9 @@ def test_a_cache_that_holds_few_samples(folder: Path) -> None:
     big.mkdir()
     for id in range(12):
         (big / f"{id}.raw").write_bytes(bytes([id]) * 100_000 + bytes(44_000))
-    for policy in ("minio", "lru"):
+    for policy, workers in (("minio", 0), ("lru", 0), ("lru", 2)):
         with sf.CachedDataset(_Large(big), capacity="600KiB", policy=policy, form="reads") as data:
-            assert same(epochs(data), epochs(_Large(big)))
+            assert same(epochs(data, num_workers=workers), epochs(_Large(big)))
             assert 0 < data.stats().resident_items < 12
 
 

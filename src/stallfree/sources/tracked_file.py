@@ -85,9 +85,7 @@ class TrackedFile(io.RawIOBase):
 
     def _next(self, block: Block | None, most: int) -> bytes | memoryview:
         """Up to `most` bytes from the position on; none at the end of the file."""
-        entry = None if block is None else block.files.get(self._path)
-        if entry is None or entry.identity != self._identity:
-            entry = self._entry
+        entry = self._recorded(block)
         if entry is not None:
             offset, there = entry.find(self._at)
             if there or self._at >= self._identity[0]:
@@ -97,6 +95,15 @@ class TrackedFile(io.RawIOBase):
                     return entry.data
                 return memoryview(entry.data)[offset : offset + there]
         return self._from_storage(block, most, self._at)
+
+    def _recorded(self, block: Block | None) -> FileRecord | None:
+        """What is recorded of this file: by the block, else by that in which it was opened."""
+        entry = None if block is None else block.files.get(self._path)
+        if block is None or entry is None or entry.identity != self._identity:
+            return self._entry
+        if entry is not self._entry:
+            block.opened(self)
+        return entry
 
     def _from_storage(self, block: Block | None, most: int, at: int) -> bytes:
         started = time.perf_counter()
@@ -167,10 +174,7 @@ class TrackedFile(io.RawIOBase):
         return self._by_number.fileno()
 
     def _in_memory(self) -> io.FileIO | None:
-        block = current_block()
-        entry = None if block is None else block.files.get(self._path)
-        if entry is None or entry.identity != self._identity:
-            entry = self._entry
+        entry = self._recorded(current_block())
         if entry is None or not entry.whole or not hasattr(os, "memfd_create"):
             return None
         file = io.FileIO(os.memfd_create("stallfree-file"), "r")
