@@ -118,6 +118,7 @@ WHEN = {
     "loader/progress.py": "The state of a `DataLoader` is taken",
     "sampling/ranks.py": "A job of several ranks starts",
     "ipc/shared_counts.py": "A cache is made",
+    "datasets/reads_probe.py": 'A `CachedDataset` with `form="reads"` is made',
     "datasets/smart_cache.py": "A `SmartCacheDataset` is made or used",
     "sampling/window_size.py": "A `SmartCacheDataset` is made",
     "sampling/window_source.py": "A `SmartCacheDataset` is made or used",

@@ -131,6 +131,8 @@ def make_job(
         raise InputError(f"step={step!r} cannot be called: give a function that trains on a batch")
     if isinstance(dataset, SmartCacheDataset):
         raise InputError("a SmartCacheDataset cannot be analysed: give the data set beneath it")
+    if isinstance(dataset, CachedDataset) and dataset.form == "reads":
+        raise InputError("a CachedDataset with form='reads' cannot be analysed: give the data set beneath it")
     try:
         where = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:

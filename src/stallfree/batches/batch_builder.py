@@ -200,7 +200,7 @@ class BatchBuilder:
                 drawing.seed(self.seed, task.epoch, -1 - task.number)
                 value = self.collate(values[0] if self.single else values)
         elif self.single:
-            sample = private(values[0]) if here and self.reader.direct else values[0]  # of the data set itself
+            sample = private(values[0]) if here and self.reader.indexes else values[0]  # of the data set itself
             value = default_convert(sample)  # type: ignore[no-untyped-call]
         elif not values:
             raise also_of_type(

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.batch_state import BatchState, Samples
 from stallfree.batches.direct import index_samples
+from stallfree.batches.recorded_reads import RecordedReads
 from stallfree.batches.transform_split import Reclassified, TransformSplit
 from stallfree.cache import Cache, Reading
 from stallfree.errors import InputError, StallfreeError
@@ -25,6 +26,7 @@ from stallfree.pipeline.marks import drew
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
+from stallfree.sources.open_calls import Tracker
 from stallfree.sources.throttle import ThrottledSource, payload_bytes
 
 IO_THREADS = 8
@@ -69,11 +71,13 @@ class Reader:
         whole: what is applied to those, each time anew.
         steps: all that is applied to a record, as the user gave it: the seeds of generators go by their places there.
             `deterministic` and `rest` if None.
+        reads: the cache holds what the data set of `source`, a `MapSource`, reads from files while it is indexed.
 
     Attributes:
         split: which steps come before the cache and which after. It changes when a step turns out to be random.
         threads: whether records are fetched by threads.
         seeds_fetch: whether the source may draw random numbers that are to be fresh each time.
+        tracker: records and serves what the data set reads, if that is what is cached; else None.
     """
 
     def __init__(
@@ -86,14 +90,17 @@ class Reader:
         share: float = 1.0,
         whole: Compose = _NOTHING,
         steps: Compose | None = None,
+        reads: bool = False,
     ) -> None:
         self.source, self.cache = source, cache
+        self.tracker = Tracker() if reads else None
         self.io_threads = IO_THREADS
         beneath = plain_beneath(source, 0)
         self._dataset = None if beneath is None else beneath[0].dataset
         origin = source if beneath is None else self._dataset
-        self.split = TransformSplit(source, cache, origin, deterministic, rest, share, whole)
-        if cache is not None:
+        watched = None if reads else cache  # whose records hold what the steps made
+        self.split = TransformSplit(source, watched, origin, deterministic, rest, share, whole)
+        if watched is not None:
             self.split.note_settings()
         self._pipeline = (*deterministic, *rest) if steps is None else (*steps,)
         self._pool: ThreadPoolExecutor | None = None
@@ -109,7 +116,7 @@ class Reader:
         threads = bool(getattr(self.source, "threads", True))
         may_draw = drew(self.split.origin) or (self.cache is None and not threads)
         dataset = self.source if self._dataset is None and may_draw else self._dataset
-        self.seeds_fetch = dataset is not None and not self.caches
+        self.seeds_fetch = dataset is not None and (not self.caches or self.tracker is not None)
         self.threads = threads and not self.seeds_fetch
         steps = Compose([*self.rest, *self.split.whole])
         drawing: Callable[[Any], Any] | None = steps if len(steps) else None
@@ -136,7 +143,7 @@ class Reader:
     @property
     def plain(self) -> bool:
         """Whether a hit is the sample, with nothing left to do."""
-        return self.caches and len(self.rest) == 0 and self.split.share == 1
+        return self.caches and len(self.rest) == 0 and self.split.share == 1 and self.tracker is None
 
     @property
     def current(self) -> bool:
@@ -147,7 +154,7 @@ class Reader:
     def in_place(self) -> bool:
         """Whether samples are made by steps that write into the buffer of a batch: see `finish`."""
         split = self.split
-        if not len(split.rest):
+        if not len(split.rest) or self.tracker is not None:
             return False
         steps = [*split.rest, *split.whole]
         return (split.share == 1 or len(split.whole) > 0) and all(map(works_in_place, steps))
@@ -156,6 +163,11 @@ class Reader:
     def direct(self) -> bool:
         """Whether the data set is indexed sample by sample in the thread that prepares: there is nothing to start."""
         return not self.caches and not self.threads
+
+    @property
+    def indexes(self) -> bool:
+        """Whether samples are what a data set gives that is indexed, which may keep them."""
+        return self.direct or self.tracker is not None
 
     # -- a batch ------------------------------------------------------------------------------------------------------
 
@@ -222,6 +234,8 @@ class Reader:
                 with self.randomness:
                     if self.direct:
                         return index_samples(self, ids.tolist(), seed, epochs, skip=skip)
+                    if self.tracker is not None:
+                        return RecordedReads(self, self.tracker, pending, seed, epochs, skip=skip).make()
                     return BatchState(self, pending, seed, epochs, skip, buffer).make()
             except (Reclassified, Drew):  # the batch is made again: without that step's output, or with seeds
                 if buffer is not None:
@@ -274,7 +288,7 @@ class Reader:
 
     def check_settings(self) -> None:
         """Warn of attributes of the data set and its steps that have changed since samples were cached."""
-        if self.cache is not None:
+        if self.cache is not None and self.tracker is None:
             self.split.check_settings()
 
     # -- the life of it -----------------------------------------------------------------------------------------------
@@ -298,7 +312,8 @@ class Reader:
     def __copy__(self) -> Reader:
         """The same with threads and a split of its own, over the same cache."""
         other = object.__new__(Reader)
-        other.__dict__.update(self.__dict__, split=copy.copy(self.split), _pool=None, _pid=-1)
+        tracker = copy.copy(self.tracker)
+        other.__dict__.update(self.__dict__, split=copy.copy(self.split), tracker=tracker, _pool=None, _pid=-1)
         return other
 
     def __getstate__(self) -> dict[str, Any]:

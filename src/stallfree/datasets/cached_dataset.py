@@ -19,6 +19,7 @@ from stallfree.cache import Cache
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.datasets.dataset_probe import FirstLook, Sample, choose_form, example_of_both, look, look_again
 from stallfree.datasets.private_names import private_name
+from stallfree.datasets.reads_probe import look_at_reads, reads_source
 from stallfree.errors import InputError
 from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name, default_root, user_root
@@ -79,6 +80,9 @@ class CachedDataset:
         form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them, a
             number between 0 and 1 that share of the samples prepared and the others as fetched. "auto" (the default) is
             the prepared form if all of it fits, else the smaller one; `DataLoader(cache="auto")` measures and chooses.
+            "reads" caches the contents of the files that `dataset[id]` reads through Python's `open`: for a data set
+            that reads, decodes and augments in `__getitem__`. On a hit `dataset[id]` runs as always, and `open` serves
+            these files from memory, without a look at storage; what was not recorded is read from there.
         name: of the cache; processes that give the same name share it. By default it follows from what is cached, so
             that jobs with the same data, policy and capacity share one. If the data set or a deterministic transform
             holds an object without a fingerprint (a lock, an open file, a client), the cache is private to this process
@@ -92,7 +96,7 @@ class CachedDataset:
     Attributes:
         cache: what holds the samples; see `stallfree.cache.Cache`. Of tiers and of servers it has `cache.servers`: the
             tier in servers, or None.
-        form: "fetched", "prepared", or the share of the samples that is cached prepared.
+        form: "fetched", "prepared", "reads", or the share of the samples that is cached prepared.
         steps: all that is applied to a record, the source's own pipeline and `transform`.
         decision: one line that says why. It goes to the log `stallfree` too, as information.
         next_epoch: with a `seed`, the number of the epoch that the next iteration of stallfree's loaders has; they all
@@ -121,14 +125,15 @@ class CachedDataset:
         if name is not None:
             check_name(name)
         self._auto = store == "auto"
-        self.source: Source = as_source(dataset)
+        reads = form == "reads"
+        self.source: Source = reads_source(dataset) if reads else as_source(dataset)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.next_epoch = 0
         self._drawn: int | None = None
         self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
-        first = look(self.source, self.steps)
-        with tolerant() as unknown:
+        with tolerant() as unknown:  # before the data set is read, which may open files and keep them
             data = fingerprint(self.source.fingerprint())
+        first = look_at_reads(self.source, self.steps) if reads else look(self.source, self.steps)
         found, memory = store, size
         if self._auto:
             with tolerant() as steps:
@@ -139,12 +144,12 @@ class CachedDataset:
         count, room = len(self.source), room_of(found, memory)
         self.form, self.decision = choose_form(form, first, count, room, scored=policy.scored, on_disk=on_disk)
         log.info("%s", self.decision)
-        share = {"fetched": 0.0, "prepared": 1.0}.get(str(self.form), self.form)
+        share = {"fetched": 0.0, "reads": 0.0, "prepared": 1.0}.get(str(self.form), self.form)
         assert isinstance(share, float)
         before = first.parts.deterministic if share else Compose([])
         rest = first.parts.random if share else self.steps
         self._epochs = SharedCounts(1 + count)
-        key, steps = _key_of(data, before, share)
+        key, steps = _key_of(data, before, share, reads)
         if name is None and (unknown := [*unknown, *steps]):
             key = name = private_name(found, unknown[0], persist=persist)
         name = name or f"{key[:20]}-{policy.name}-{memory}"
@@ -155,7 +160,7 @@ class CachedDataset:
         try:
             whole = self.steps if 0 < share < 1 else Compose([])
             parts_of = self.source, self.cache, before, rest
-            self.reader = Reader(*parts_of, share=share or 1.0, whole=whole, steps=self.steps)
+            self.reader = Reader(*parts_of, share=share or 1.0, whole=whole, steps=self.steps, reads=reads)
             for sample in samples:
                 self.cache.count_fetch(1, payload_bytes(sample.record))
                 self.reader.store([sample.id], [sample.value])
@@ -169,6 +174,8 @@ class CachedDataset:
         sample = Sample(first.id, first.record, first.prepared if prepared else first.record)
         if not is_new:
             return [sample], sample.value
+        if self.form == "reads":
+            return [sample], bytes(len(sample.value))  # of no fixed size
         if 0 < share < 1:
             return [sample], example_of_both(first)
         second, example = look_again(self.source, before, sample)
@@ -267,20 +274,21 @@ class CachedDataset:
         return f"CachedDataset({self.source!r}, {self.form}, cache={self.cache.name!r})"
 
 
-def _key_of(data: str, before: Compose, share: float) -> tuple[str, list[str]]:
+def _key_of(data: str, before: Compose, share: float, reads: bool) -> tuple[str, list[str]]:
     """The fingerprint of what is cached, and the objects in the steps that have none."""
-    form = repr(share) if 0 < share < 1 else "prepared" if len(before) else "fetched"
+    form = repr(share) if 0 < share < 1 else "prepared" if len(before) else "reads" if reads else "fetched"
     with tolerant() as unknown:
         key = key_of(**{"data set": data, "transforms": before}, form=form, format=_FORMAT)
     return key, unknown
 
 
 def _check_form(form: Any) -> None:
-    if form in ("auto", "fetched", "prepared"):
+    if form in ("auto", "fetched", "prepared", "reads"):
         return
     if isinstance(form, bool) or not isinstance(form, (int, float)) or not 0 <= form <= 1:
         raise InputError(
-            f"form={form!r}: use 'fetched', 'prepared' or 'auto', or the share of samples to cache prepared, 0 to 1"
+            f"form={form!r}: use 'fetched', 'prepared', 'reads' or 'auto', or the share of samples to cache prepared, "
+            "0 to 1"
         )
 
 

@@ -111,8 +111,9 @@ def _read(source: Source, id: int) -> Any:
 
 
 _FREEZE = (
-    "a cache would freeze its augmentation. Make the data set without its random transforms and give them as "
-    "CachedDataset(..., transform=...), or give stallfree.cut(dataset, 'transform') if an attribute holds them"
+    "a cache would freeze its augmentation. Give form='reads', which caches the files that it reads and augments anew; "
+    "or make the data set without its random transforms and give them as CachedDataset(..., transform=...); or give "
+    "stallfree.cut(dataset, 'transform') if an attribute holds them"
 )
 _INSIST = "if its samples are always the same, say so with stallfree.mark_deterministic(dataset)"
 

@@ -62,7 +62,8 @@ def measure_benefit(
         raise InputError("nothing is in the cache yet, so what it gains cannot be measured: train for an epoch first")
     past = copy.copy(dataset)
     nothing: Any = _Nothing(cache)
-    past.reader = Reader(reader.source, nothing, reader.deterministic, reader.rest)
+    reads = reader.tracker is not None
+    past.reader = Reader(reader.source, nothing, reader.deterministic, reader.rest, reads=reads)
     probe = _Probe(step, batch_size, workers, batches, clock or SystemClock())
     rng = np.random.default_rng((dataset.seed or 0) & (2**64 - 1))
     return probe.seconds(past, rng.permutation(len(dataset))) / probe.seconds(dataset, rng.permutation(resident))

@@ -1,0 +1,157 @@
+"""Samples of a data set whose reads of files are cached: it is indexed anew each time, and its files come from records.
+
+Nothing of what the data set returns is cached, so nothing is classified, and random numbers are drawn afresh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from stallfree.batches.batch_state import Samples, raise_from
+from stallfree.cache import MISS, Lends
+from stallfree.cache.memory.records import Borrowed
+from stallfree.pipeline.protocol import sample_error
+from stallfree.sources.mapped import MapSource
+from stallfree.sources.open_calls import Tracker
+from stallfree.sources.recorded import Block, FileChanged, Record
+
+if TYPE_CHECKING:
+    from stallfree.batches.reader import Pending, Reader
+
+_ATTEMPTS = 4
+"""Runs for one sample, should files change again and again."""
+
+
+class RecordedReads:
+    """Makes the samples of one batch; see `Reader.finish`.
+
+    Args:
+        reader: of the data set, which is a `MapSource`.
+        tracker: records and serves.
+        pending: the reads from the cache that were started.
+        seed, epochs: of the randomness; one epoch per sample.
+        skip: leave samples out that cannot be had.
+    """
+
+    def __init__(
+        self, reader: Reader, tracker: Tracker, pending: Pending, seed: int, epochs: Sequence[int], *, skip: bool
+    ) -> None:
+        assert isinstance(reader.source, MapSource)
+        self.reader, self.tracker, self.pending, self.skip = reader, tracker, pending, skip
+        self.seed, self.epochs = seed, epochs
+        self.dataset = reader.source.dataset
+        self.samples = Samples()
+        self._lent: Borrowed | None = None
+        self._new: dict[int, Record] = {}
+        self._outdated: list[int] = []
+        self._reads = self._changed = 0
+        self._doing = ""
+
+    def make(self) -> Samples:
+        """Make the samples, and store the records of those that the cache has not. Raises `SampleError`."""
+        samples, found = self.samples, self._read()
+        try:
+            for at, (id, epoch, record) in enumerate(zip(self.pending.ids.tolist(), self.epochs, found, strict=True)):
+                try:
+                    value = self._sample(at, id, epoch, None if record is MISS else record)
+                except Exception as error:
+                    problem = sample_error(error, self.reader.source, id, self._doing)
+                    if not self.skip:
+                        raise_from(problem, error)
+                    samples.skipped.append(problem)
+                else:
+                    samples.ids.append(id)
+                    samples.values.append(value)
+        finally:
+            del found
+            self._lent = None
+            self._store()
+        return samples
+
+    def _read(self) -> list[Any]:
+        """The records that the cache has: in place, if it does not give their memory to others all the time."""
+        reader, cache = self.reader, self.reader.cache
+        assert cache is not None
+        if isinstance(cache, Lends) and not cache.policy.evicts:
+            self._lent = cache.borrow(self.pending.ids)
+            if self._lent is not None:
+                return self._lent.values
+        return (self.pending.reading or reader.begin_read(self.pending, cache)).result()
+
+    def _sample(self, at: int, id: int, epoch: int, record: Record | None) -> Any:
+        """The sample of `id`, with its files out of `record`; without one, the reads of its files are recorded."""
+        lent = record is not None and self._lent is not None
+        block = _block(self._new.get(id) if record is None else record, lent)
+        for _ in range(_ATTEMPTS):
+            value, problem = None, None
+            try:
+                value = self.tracker.run(block, self._run, id, epoch)
+            except Exception as error:
+                problem = error
+            self.samples.storage_bytes += block.storage_bytes
+            self.samples.fetch_seconds += block.seconds
+            overwritten = lent and not block.recording and self._lent is not None and not self._lent.unchanged(at)
+            if not block.stale and not overwritten:
+                break
+            self._discard(block, id, overwritten=overwritten)
+            block = Block()
+        else:
+            raise problem or FileChanged(f"files of sample {id} changed {_ATTEMPTS} times while they were read")
+        self.samples.hits += not block.recording
+        self.samples.misses += block.recording
+        if problem is not None:
+            raise problem
+        if block.recording:
+            self._reads += 1
+            self._new[id] = block.record(id, self.tracker.shared)
+        return value
+
+    def _discard(self, block: Block, id: int, *, overwritten: bool) -> None:
+        """What was made in `block` does not count: a file has changed, or the record was overwritten."""
+        if block.recording:
+            return
+        self._changed += 1
+        self._new.pop(id, None)
+        if overwritten:
+            block.close_files()
+        else:
+            self._outdated.append(id)
+
+    def _run(self, id: int, epoch: int) -> Any:
+        reader = self.reader
+        self._doing = "fetching"
+        reader.randomness.seed(self.seed, epoch, id)
+        value = self.dataset[id]
+        if len(reader.rest):
+            self._doing = "preparing"
+            reader.randomness.seed(self.seed, epoch, id)
+            value = reader.rest(value)
+        return value
+
+    def _store(self) -> None:
+        cache = self.reader.cache
+        assert cache is not None
+        if self._outdated:
+            cache.drop(self._outdated)
+        if self._changed and isinstance(cache, Lends):
+            cache.count_changed(self._changed)
+        if self._reads or self.samples.storage_bytes:
+            cache.count_fetch(self._reads, self.samples.storage_bytes)
+        self.reader.store(list(self._new), list(self._new.values()))
+
+
+def _block(record: Record | None, lent: bool) -> Block:
+    """The block that serves `record`. One that cannot be read is a miss."""
+    if record is not None:
+        with contextlib.suppress(ValueError, TypeError):
+            return Block(record, lent=lent)
+    return Block()
+
+
+def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
+    """Index `dataset` once. Returns the record of what it read, and the bytes that it read from storage."""
+    tracker, block = Tracker(), Block()
+    tracker.run(block, lambda: dataset[id])
+    return block.record(id, tracker.shared), block.storage_bytes

@@ -1,0 +1,246 @@
+"""The replacement of `open`: in a block, files are opened so that their reads are recorded or served.
+
+`builtins.open` and `io.open` are replaced once per process, with the names under which modules hold them. Outside of
+blocks, and for all that is no plain opening of a regular file for reading, the replacement calls the real one.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from stallfree.platform import at_fork
+from stallfree.sources.recorded import THREAD, Block, SharedRanges
+from stallfree.sources.tracked_file import TrackedFile, identity_of
+
+_T = TypeVar("_T")
+
+_BINARY = {"rb": True, "br": True, "r": False, "rt": False, "tr": False}
+"""The modes that only read, and whether they are binary."""
+
+_BUFFER, _UP_TO = 32 << 10, 256 << 10
+"""Bytes of a buffer, for files of up to so many bytes. Of larger ones little more is to be read than is asked for."""
+
+_NOT_FILES = ("/proc/", "/sys/", "/dev/")
+
+
+class _Call(NamedTuple):
+    """The arguments of `open`."""
+
+    file: Any
+    mode: Any = "r"
+    buffering: Any = -1
+    encoding: Any = None
+    errors: Any = None
+    newline: Any = None
+    closefd: Any = True
+    opener: Any = None
+
+
+class Tracker:
+    """Runs functions in blocks. One per reader; only one thread may be in `run` at a time.
+
+    Threads that the function starts are in its block too, and in later ones of the same tracker if they live on.
+
+    Attributes:
+        block: the block of now, or None.
+        shared: what is left out of records.
+        written: paths that were opened for writing in a block: they are neither recorded nor served.
+    """
+
+    def __init__(self) -> None:
+        self.block: Block | None = None
+        self.shared = SharedRanges()
+        self.written: set[str] = set()
+
+    def run(self, block: Block, function: Callable[..., _T], *args: Any) -> _T:
+        """`function(*args)` in `block`."""
+        install()
+        before = THREAD.tracker, self.block
+        THREAD.tracker, self.block = self, block
+        try:
+            return function(*args)
+        finally:
+            THREAD.tracker, self.block = before
+            block.end()
+
+    def note_written(self, block: Block, path: str) -> None:
+        """A file is opened for writing."""
+        self.written.add(path)
+        if block.recording:
+            block.leave_out(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tracker, ()
+
+
+class _Open:
+    """What stands for `open`. No function, which would become a method where it is held in a class."""
+
+    def __init__(self, real: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, real)
+        self.__module__ = "io"  # by which it is pickled
+        self._real = real
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tracker = THREAD.tracker
+        if tracker is None or tracker.block is None:
+            return self._real(*args, **kwargs)
+        found = _tracked(tracker, tracker.block, args, kwargs)
+        return self._real(*args, **kwargs) if found is None else found
+
+    def __reduce__(self) -> str:
+        return "open"
+
+    def __repr__(self) -> str:
+        return repr(self._real)
+
+
+def _tracked(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The open file, if it is recorded or served; None if the real `open` is to be called."""
+    try:
+        call = _Call(*args, **kwargs)
+        name = call.file if type(call.file) is str else os.fspath(call.file)
+        path = name if type(name) is str else os.fsdecode(name)
+        if not path.startswith("/") and not os.path.isabs(path):
+            path = os.path.join(os.getcwd(), path)  # not normalized: `..` after a symbolic link
+    except (TypeError, ValueError, OSError, AttributeError):
+        return None  # the real one raises what is to be raised
+    binary = _BINARY.get(call.mode) if type(call.mode) is str else None
+    if binary is None:
+        if type(call.mode) is str and set(call.mode) & set("wax+"):
+            tracker.note_written(block, path)
+        return None
+    if path in tracker.written or path.startswith(_NOT_FILES) or not _is_plain(call, binary):
+        return None
+    entry = block.files.get(path)
+    if entry is not None:
+        served = TrackedFile(name, path, entry.identity, entry=entry)
+        block.opened(served)
+        return _wrapped(served, call, binary, entry.identity[0])
+    if not block.recording:
+        return None
+    started = time.perf_counter()
+    file = io.FileIO(name, "r")
+    try:
+        status = os.fstat(file.fileno())
+    except BaseException:
+        file.close()
+        raise
+    if not stat.S_ISREG(status.st_mode) or status.st_dev in _kernel_devices():
+        return _wrapped(file, call, binary, 0)
+    block.seconds += time.perf_counter() - started
+    identity = identity_of(status)
+    block.begin(path, identity)
+    return _wrapped(TrackedFile(name, path, identity, file=file), call, binary, identity[0])
+
+
+def _is_plain(call: _Call, binary: bool) -> bool:
+    """Whether nothing is asked for that only the real `open` does, such as raising an error."""
+    if type(call.buffering) is not int or not call.closefd or call.opener is not None:
+        return False
+    if binary:
+        return call.buffering >= -1 and call.buffering != 1 and call.encoding is call.errors is call.newline is None
+    return call.buffering >= -1 and call.buffering != 0
+
+
+def _wrapped(raw: Any, call: _Call, binary: bool, size: int) -> Any:
+    """`raw`, in what `open` returns for these arguments."""
+    buffering = call.buffering
+    if buffering == 0:
+        return raw
+    try:
+        line_buffering = buffering == 1 or (buffering < 0 and raw.isatty())
+        if buffering < 2:
+            buffering = _BUFFER if io.DEFAULT_BUFFER_SIZE < size <= _UP_TO else io.DEFAULT_BUFFER_SIZE
+        buffer = io.BufferedReader(raw, buffering)
+        if binary:
+            return buffer
+        text: Any = io.TextIOWrapper(buffer, call.encoding, call.errors, call.newline, line_buffering)
+        text.mode = call.mode
+        return text
+    except BaseException:
+        raw.close()
+        raise
+
+
+@functools.cache
+def _kernel_devices() -> frozenset[int]:
+    """The devices of file systems whose files are made by the kernel when they are read."""
+    found = set()
+    for folder in ("/proc", "/sys"):
+        if os.path.isdir(folder):
+            found.add(os.stat(folder).st_dev)
+    return frozenset(found - {os.stat("/").st_dev})
+
+
+# --- the replacement -------------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_installed = False
+
+
+def install() -> None:
+    """Replace `open`, once per process."""
+    global _installed
+    if _installed:
+        return
+    with _lock:
+        if not _installed:
+            _replace_open()
+            _replace_thread_start()
+            _installed = True
+
+
+def _replace_open() -> None:
+    """Replace it where a module holds it, unless another library has replaced it there."""
+    real = sys.modules["_io"].open
+    ours = _Open(real)
+    for name, module in list(sys.modules.items()):
+        try:
+            names: dict[str, Any] = object.__getattribute__(module, "__dict__")
+        except AttributeError:
+            continue
+        if name in ("_io", __name__):
+            continue
+        for key, value in list(names.items()):
+            if value is real:
+                names[key] = ours
+    openers = sys.modules.get("numpy.lib._datasource")
+    kept = getattr(getattr(openers, "_file_openers", None), "_file_openers", {})
+    for key, value in list(kept.items()):
+        if value is real:
+            kept[key] = ours
+
+
+def _replace_thread_start() -> None:
+    """Have threads run on behalf of the tracker that the thread runs for which starts them."""
+    start = threading.Thread.start
+
+    @functools.wraps(start)
+    def start_tracked(self: threading.Thread) -> None:
+        tracker = THREAD.tracker
+        if tracker is not None and tracker.block is not None:
+            self.run = functools.partial(_run_tracked, tracker, self.run)  # type: ignore[method-assign]
+        start(self)
+
+    threading.Thread.start = start_tracked  # type: ignore[method-assign]
+
+
+def _run_tracked(tracker: Tracker, run: Callable[[], None]) -> None:
+    THREAD.tracker = tracker
+    run()
+
+
+def _forget() -> None:
+    THREAD.tracker = None
+
+
+at_fork(after_in_child=_forget)

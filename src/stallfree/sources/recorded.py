@@ -1,0 +1,289 @@
+"""What a sample reads from files: its record, and the block in which its reads are recorded or served.
+
+The record of a sample is one array of bytes, so that a cache can lend it without a copy:
+
+    u64 length of the head, little-endian
+    the head: JSON, a list with `[path, size, mtime in ns, [start, stop, start, stop, ...]]` for each file
+    from the next multiple of 64, the bytes of these ranges, one file after the other
+    zeros
+
+The ranges of a file ascend and do not touch. The zeros are there so that records have few different lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from stallfree.sources.open_calls import Tracker
+    from stallfree.sources.tracked_file import TrackedFile
+
+MOST_BYTES = 64 << 20
+"""Bytes of one record. Files that do not fit are left out of it, and are read from storage each time."""
+
+MOST_RANGES = 4096
+"""Ranges of one file in a record. A file with more is left out."""
+
+SMALL = 64 << 10
+"""Ranges of up to as many bytes are recorded for all samples that read them."""
+
+MANY = 8
+"""A larger range that more samples than this have read, such as an index, is left out of the records of others."""
+
+_REMEMBERED = 4096
+"""Ranges for which the ids that read them are remembered."""
+
+Identity = tuple[int, int]
+"""Size of a file, and its time of modification in ns. A file with another identity has another content."""
+
+Record = npt.NDArray[np.uint8]
+
+
+class FileChanged(OSError):
+    """A file is not what it was when a part of it was recorded. The sample has to be made again without its record."""
+
+
+class FileRecord:
+    """What was read of one file.
+
+    Attributes:
+        path: absolute, not normalized.
+        identity: of the file when it was read.
+        ranges: flat list of the starts and stops of the parts that were read.
+        data: these parts, one after the other.
+        whole: whether that is all of the file.
+    """
+
+    __slots__ = ("_offsets", "data", "identity", "path", "ranges", "whole")
+
+    def __init__(self, path: str, identity: Identity, ranges: list[int], data: bytes | memoryview) -> None:
+        self.path, self.identity, self.ranges, self.data = path, identity, ranges, data
+        self.whole = ranges == [0, identity[0]] or identity[0] == 0
+        self._offsets = [0]
+        for at in range(0, len(ranges), 2):
+            self._offsets.append(self._offsets[-1] + ranges[at + 1] - ranges[at])
+        if len(ranges) % 2 or self._offsets[-1] != len(data):
+            raise ValueError(f"malformed record of the file {path}")
+
+    def find(self, at: int) -> tuple[int, int]:
+        """Where position `at` of the file lies in `data`, and how many bytes are there from it on; (0, 0) if none."""
+        place = bisect_right(self.ranges, at)
+        if place % 2 == 0:
+            return 0, 0
+        return self._offsets[place // 2] + at - self.ranges[place - 1], self.ranges[place] - at
+
+
+class _Reads:
+    """What has been read of one file so far. `chunks` is None if the file is left out."""
+
+    __slots__ = ("chunks", "identity", "size")
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.chunks: list[tuple[int, bytes]] | None = []
+        self.size = 0
+
+
+class Block:
+    """One run of `dataset[id]`, in which reads of files are recorded, or served from a record.
+
+    Args:
+        record: what is served; None to record.
+        lent: whether its memory may change after this block.
+
+    Raises `ValueError` or `TypeError` for a malformed record.
+
+    Attributes:
+        files: what is served, by path.
+        recording: whether reads are recorded.
+        stale: whether a file has changed since it was recorded: the outcome of this run does not count.
+        storage_bytes: bytes that were read from storage.
+        seconds: spent on reading these.
+    """
+
+    def __init__(self, record: Record | None = None, *, lent: bool = False) -> None:
+        self.recording = record is None
+        self.files: dict[str, FileRecord] = {} if record is None else _unpack(record)
+        self.stale = False
+        self.storage_bytes, self.seconds = 0, 0.0
+        self._reads: dict[str, _Reads] = {}
+        self._size = 0
+        self._lent = lent
+        self._opened: list[weakref.ref[TrackedFile]] = []
+
+    def opened(self, file: TrackedFile) -> None:
+        """A file is served."""
+        if self._lent:
+            self._opened.append(weakref.ref(file))
+
+    def end(self) -> None:
+        """The run is over: files that are still open go on with a copy of what was lent."""
+        if self._lent:
+            for ref in self._opened:
+                if (file := ref()) is not None:
+                    file.keep()
+            self.files = {}
+
+    def close_files(self) -> None:
+        """Close what is still open: what was lent has changed meanwhile."""
+        for ref in self._opened:
+            if (file := ref()) is not None:
+                file.close()
+
+    def begin(self, path: str, identity: Identity) -> None:
+        """A file was opened."""
+        reads = self._reads.setdefault(path, _Reads(identity))
+        if reads.identity != identity:
+            self.leave_out(path)
+
+    def note(self, path: str, identity: Identity, at: int, data: bytes) -> None:
+        """`data` was read at position `at` of a file."""
+        reads = self._reads.get(path)
+        if reads is None:
+            reads = self._reads.setdefault(path, _Reads(identity))
+        chunks, stop = reads.chunks, at + len(data)
+        if chunks is None or not data:
+            return
+        if reads.identity != identity or stop > identity[0] or self._size + len(data) > MOST_BYTES:
+            self.leave_out(path)
+        elif not _covers(chunks, at, stop):
+            chunks.append((at, data))
+            reads.size += len(data)
+            self._size += len(data)
+
+    def has_read(self, path: str, identity: Identity) -> bool:
+        """Whether all of a file is recorded."""
+        reads = self._reads.get(path)
+        return reads is not None and reads.identity == identity and _covers(reads.chunks or [], 0, identity[0])
+
+    def leave_out(self, path: str) -> None:
+        """Do not record a file."""
+        reads = self._reads.setdefault(path, _Reads((0, 0)))
+        self._size -= reads.size
+        reads.chunks, reads.size = None, 0
+
+    def record(self, id: int, shared: SharedRanges) -> Record:
+        """The record of sample `id`; `shared` says what is left out of it."""
+        heads: list[Any] = []
+        parts: list[bytes] = []
+        for path, reads in list(self._reads.items()):
+            if reads.chunks is None:
+                continue
+            pieces = _merged(reads.chunks)
+            kept = [piece for piece in pieces if not shared.leaves_out(path, piece.start, piece.stop, id)]
+            if len(kept) <= MOST_RANGES and (kept or not pieces):
+                heads.append([path, *reads.identity, [place for piece in kept for place in (piece.start, piece.stop)]])
+                parts += [part for piece in kept for part in piece.parts]
+        return _pack(heads, parts)
+
+
+def _covers(chunks: Sequence[tuple[int, bytes]], start: int, stop: int) -> bool:
+    """Whether the first of `chunks` contains the range: most files are read at once, and some once more."""
+    return len(chunks) > 0 and chunks[0][0] <= start and stop <= chunks[0][0] + len(chunks[0][1])
+
+
+@dataclass
+class _Piece:
+    """A range that was read, in parts."""
+
+    start: int
+    stop: int
+    parts: list[bytes]
+
+
+def _merged(chunks: Sequence[tuple[int, bytes]]) -> list[_Piece]:
+    """What `chunks` cover, in ranges that ascend and do not touch."""
+    pieces: list[_Piece] = []
+    for start, data in sorted(chunks, key=lambda chunk: chunk[0]):
+        stop = start + len(data)
+        if not pieces or start > pieces[-1].stop:
+            pieces.append(_Piece(start, stop, [data]))
+        elif stop > pieces[-1].stop:
+            pieces[-1].parts.append(data[pieces[-1].stop - start :])
+            pieces[-1].stop = stop
+    return pieces
+
+
+def _pack(heads: list[Any], parts: list[bytes]) -> Record:
+    head = json.dumps(heads, separators=(",", ":")).encode()
+    start = _first(len(head))
+    size = start + sum(map(len, parts))
+    step = max(64, 1 << size.bit_length() - 6)  # 32 lengths for each doubling
+    out = np.zeros(-(-size // step) * step, np.uint8)
+    view = out.data
+    view[:8] = len(head).to_bytes(8, "little")
+    view[8 : 8 + len(head)] = head
+    for part in parts:
+        view[start : start + len(part)] = part
+        start += len(part)
+    return out
+
+
+def _first(head: int) -> int:
+    """Where the data begin after a head of this length."""
+    return 8 + head + 63 & ~63
+
+
+def _unpack(record: Record) -> dict[str, FileRecord]:
+    given: Any = record
+    view = memoryview(given)
+    if view.format != "B" or view.ndim != 1:
+        raise TypeError("malformed record")
+    length = int.from_bytes(view[:8], "little")
+    start = _first(length)
+    found = {}
+    for path, size, mtime, ranges in json.loads(bytes(view[8 : min(len(view), 8 + length)])):
+        stop = start + sum(ranges[1::2]) - sum(ranges[::2])
+        found[path] = FileRecord(path, (size, mtime), ranges, view[start:stop])
+        start = stop
+    return found
+
+
+def files_of(record: Record) -> list[str]:
+    """The paths of the files in a record."""
+    return list(_unpack(record))
+
+
+class SharedRanges:
+    """Which ranges of files so many samples have read that they are not stored again with each of them."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[tuple[str, int, int], set[int]] = OrderedDict()
+
+    def leaves_out(self, path: str, start: int, stop: int, id: int) -> bool:
+        """Whether to leave a range out of the record of sample `id`, which has read it."""
+        if stop - start <= SMALL:
+            return False
+        key = path, start, stop
+        ids = self._ids.pop(key, None) or set()
+        if len(ids) <= MANY:
+            ids.add(id)
+        self._ids[key] = ids
+        if len(self._ids) > _REMEMBERED:
+            self._ids.popitem(last=False)
+        return len(ids) > MANY
+
+
+class _Thread(threading.local):
+    """The tracker on whose behalf a thread runs, if any."""
+
+    tracker: Tracker | None = None
+
+
+THREAD = _Thread()
+
+
+def current_block() -> Block | None:
+    """The block that this thread runs in, or that has started it."""
+    tracker = THREAD.tracker
+    return None if tracker is None else tracker.block
