@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -270,13 +271,8 @@ class Reader:
             pending.reading.cancel()
         for future in list(pending.fetches.values()):
             if not future.cancel() and self.cache is not None:
-                future.add_done_callback(self._count_unused)
+                future.add_done_callback(partial(_count_unused, self.cache))
         pending.fetches.clear()
-
-    def _count_unused(self, future: Future[Any]) -> None:
-        if self.cache is not None and not future.cancelled() and future.exception() is None:
-            with contextlib.suppress(StallfreeError, ValueError):  # the cache may have been closed meanwhile
-                self.cache.count_fetch(1, payload_bytes(future.result()))
 
     # -- the split ----------------------------------------------------------------------------------------------------
 
@@ -318,6 +314,13 @@ class Reader:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None, "_pid": -1}
+
+
+def _count_unused(cache: Cache, future: Future[Any]) -> None:
+    """Count a fetch whose record was not used."""
+    if not future.cancelled() and future.exception() is None:
+        with contextlib.suppress(StallfreeError, ValueError):  # the cache may have been closed meanwhile
+            cache.count_fetch(1, payload_bytes(future.result()))
 
 
 class _Drawing:

@@ -313,19 +313,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
         Does not wait for their device. Raises `InputError` without an `ImportanceSampler`.
         """
-        self._importance("update").update(ids, losses)
+        _takes_losses(self._runner.source, "update").update(ids, losses)
 
     def importance_stats(self) -> ImportanceStats:
         """The cache requests of the plans of the `ImportanceSampler`. Raises `InputError` without one."""
-        return self._importance("importance_stats").stats()  # type: ignore[no-any-return]
-
-    def _importance(self, method: str) -> TakesLosses:
-        source = self._runner.source
-        if not isinstance(source, TakesLosses):
-            raise InputError(
-                f"{method} is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
-            )
-        return source
+        return _takes_losses(self._runner.source, "importance_stats").stats()  # type: ignore[no-any-return]
 
     @property
     def counts(self) -> Counts:
@@ -351,6 +343,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.close()
 
     __repr__ = shown_by("batch_size", "shuffle", "num_workers", "drop_last", "device")
+
+
+def _takes_losses(source: EpochSource, method: str) -> TakesLosses:
+    if not isinstance(source, TakesLosses):
+        raise InputError(
+            f"{method} is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
+        )
+    return source
 
 
 _ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self"}

@@ -30,13 +30,18 @@ _SAME_ON_ALL_RANKS = (RandomSampler, SequentialSampler)
 """Samplers of torch that give every rank every sample. Samplers of users may depend on the rank."""
 
 
+def _length_of(reader: Any) -> int:
+    """The present number of samples of the data set; 0 if it is not known."""
+    return 0 if reader is None else len(reader.source)
+
+
 class _Counted(EpochSource):
     """Counts epochs: per loader, or with a `counter` for all loaders that share it."""
 
     def __init__(self, setup: SourceSetup) -> None:
         self._setup = setup
         self._next = 0
-        self._warned_of = -1  # length of the data set
+        self._length = _length_of(setup.reader)
 
     @property
     def next_epoch(self) -> int:
@@ -45,17 +50,16 @@ class _Counted(EpochSource):
 
     def _follow_length(self) -> None:
         """Use the present length of the data set, as torch's samplers do. A cache keeps the length that it has."""
-        setup, reader = self._setup, self._setup.reader
-        length = setup.samples if reader is None else len(reader.source)
-        if length == setup.samples or length == self._warned_of:
+        setup, reader, before = self._setup, self._setup.reader, self._length
+        self._length = _length_of(reader)
+        if self._length == before:
             return
-        if reader.cache is None and not setup.cached and length > 0:
-            self._setup = replace(setup, samples=length)
+        if reader.cache is None and not setup.cached and self._length > 0:
+            self._setup = replace(setup, samples=self._length)
             return
-        self._warned_of = length
         warnings.warn(
-            f"the data set has {length} samples now and had {setup.samples} when the loader was made, which keeps to "
-            "these: make a new CachedDataset and DataLoader",
+            f"the data set has {self._length} samples now and had {before}; the loader keeps to those that it had when "
+            "it was made: make a new CachedDataset and DataLoader",
             StallfreeWarning,
             stacklevel=users_level(),
         )
