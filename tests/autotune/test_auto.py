@@ -121,7 +121,7 @@ def test_a_share_of_the_samples_is_kept_prepared_and_all_are_what_they_are(share
 
 def test_a_form_that_is_none_is_refused() -> None:
     for form in (-0.1, 1.1, "half", True, math.nan):
-        with pytest.raises(sf.InputError, match="'fetched', 'prepared' or 'auto', or the share"):
+        with pytest.raises(sf.InputError, match="'fetched', 'prepared', 'reads' or 'auto', or the share"):
             sf.CachedDataset(Numbers(), capacity=ROOM, form=form)
 
 

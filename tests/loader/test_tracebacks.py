@@ -94,6 +94,21 @@ def frames(error: BaseException) -> list[str]:
     return [entry.filename for entry in traceback.extract_tb(error.__traceback__)]
 
 
+def test_an_open_that_fails_after_reads_were_recorded(tmp_path: Path) -> None:
+    """`open` is replaced from then on. The innermost frame is still that of the user."""
+    (path := tmp_path / "file").write_text("1")
+
+    class Files(Data):
+        def __getitem__(self, id: int) -> Any:
+            return read(id) if id == 5 else torch.tensor(int(path.read_text()))
+
+    with sf.CachedDataset(Files(), capacity="1MiB", form="reads") as data:
+        for loader in (sf.DataLoader(data), sf.DataLoader(Data())):
+            with loader, pytest.raises(FileNotFoundError) as caught:
+                list(loader)
+            assert PACKAGE not in "".join(traceback.format_exception(caught.value))
+
+
 def test_the_cause_stays() -> None:
     with pytest.raises(FileNotFoundError) as caught:
         list(sf.DataLoader(Made(4, read)))
