@@ -1,4 +1,4 @@
-"""Read each record from slow storage once, prepare it once, augment it anew in each epoch."""
+"""Read each record from slow storage once, prepare it once, augment it in each epoch."""
 
 import random
 
@@ -27,7 +27,7 @@ def spectrum(sample):
 
 @sf.mark_random
 def louder(sample):
-    """Random: runs anew for each sample in each epoch."""
+    """Random: runs for each sample in each epoch."""
     wave, id = sample
     return wave * random.uniform(1, 2), id
 

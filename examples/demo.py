@@ -116,7 +116,7 @@ def train(
 
 def compare(folder: Path, options: argparse.Namespace) -> None:
     """Train with both loaders on the pictures in `folder`."""
-    augment = sf.vision.RandomResizedCrop(96), sf.vision.RandomHorizontalFlip()  # anew in each epoch
+    augment = sf.vision.RandomResizedCrop(96), sf.vision.RandomHorizontalFlip()  # random, in each epoch
     files = sf.ImageFolder(folder, sf.Compose([sf.vision.Resize(112), *augment, sf.vision.ChannelsFirst()]))
     classes, workers = len(files.classes), options.workers
     print(f"{len(files):,} pictures in {classes} classes behind storage of {options.bandwidth}, {workers} workers")

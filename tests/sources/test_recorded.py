@@ -22,6 +22,7 @@ import threading
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -581,16 +582,19 @@ def test_other_threads_are_not_in_a_block(folder: Path) -> None:
     assert found == [(io.FileIO, b"n")]
 
 
+def read_kept(folder: Path, kept: list[Any], at: int) -> bytes:
+    """Read 20,000 bytes at a position of the large file, which is opened once and kept open."""
+    if not kept:
+        kept.append(open(folder / "large", "rb"))
+    kept[0].seek(at)
+    found: bytes = kept[0].read(20_000)
+    return found
+
+
 def test_a_file_that_is_kept_open_serves_later_blocks(folder: Path) -> None:
     kept: list[Any] = []
     content = (folder / "large").read_bytes()
-
-    def read(at: int) -> bytes:
-        if not kept:
-            kept.append(open(folder / "large", "rb"))
-        kept[0].seek(at)
-        found: bytes = kept[0].read(20_000)
-        return found
+    read = partial(read_kept, folder, kept)
 
     _, first = recorded(lambda: read(0))
     _, second = recorded(lambda: read(300_000))
@@ -613,13 +617,7 @@ def test_a_file_that_is_kept_open_serves_later_blocks(folder: Path) -> None:
 
 def test_a_kept_file_that_has_changed(folder: Path) -> None:
     kept: list[Any] = []
-
-    def read(at: int) -> bytes:
-        if not kept:
-            kept.append(open(folder / "large", "rb"))
-        kept[0].seek(at)
-        found: bytes = kept[0].read(20_000)
-        return found
+    read = partial(read_kept, folder, kept)
 
     tracker = Tracker()
     _, first = recorded(lambda: read(0), tracker)

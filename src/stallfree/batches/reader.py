@@ -67,9 +67,9 @@ class Reader:
         source: where records come from.
         cache: holds what `deterministic` gave for a record (or the record, when `deterministic` is in `rest`); or None.
         deterministic: applied to a record before it is cached.
-        rest: applied to what is cached, each time anew.
+        rest: applied to what is cached, each time it is read.
         share: of the samples that this holds for; the others are cached as they are fetched. See `is_prepared`.
-        whole: what is applied to those, each time anew.
+        whole: what is applied to those, each time they are read.
         steps: all that is applied to a record, as the user gave it: the seeds of generators go by their places there.
             `deterministic` and `rest` if None.
         reads: the cache holds what the data set of `source`, a `MapSource`, reads from files while it is indexed.
@@ -295,7 +295,7 @@ class Reader:
             raise InputError(self._ended)
 
     def close(self) -> None:
-        """End the threads that fetch, once they are through. They start anew when they are needed again."""
+        """End the threads that fetch, once they are through. They are started again when they are needed."""
         pool, self._pool = self._pool, None
         if pool is not None and self._pid == os.getpid():
             pool.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Samples of a data set whose reads of files are cached: it is indexed anew each time, and its files come from records.
+"""Samples of a data set whose reads of files are cached: `dataset[id]` runs each time, and its files come from records.
 
 Nothing of what the data set returns is cached, so nothing is classified, and random numbers are drawn afresh.
 """

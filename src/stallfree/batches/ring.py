@@ -42,7 +42,7 @@ class Slots:
         self._pinned: dict[int, Callable[[], object]] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self.kept: dict[int, Any] = {}
-        """What others made for the memory of a slot; gone when it is mapped anew."""
+        """What others made for the memory of a slot; deleted when the slot is mapped again."""
 
     def reserve(self, slot: int, size: int) -> Bytes | None:
         """The memory of `slot`, grown to `size` bytes or more; None when there is no room for so much."""

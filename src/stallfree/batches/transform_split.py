@@ -43,9 +43,9 @@ class TransformSplit:
         cache: what holds the samples, or None.
         origin: the object whose draws count as those of the fetch: the user's data set, or `source`.
         deterministic: applied to a record before it is cached.
-        rest: applied to what is cached, each time anew.
+        rest: applied to what is cached, each time it is read.
         share: of the samples that this holds for; the others are cached as they are fetched (`is_prepared`).
-        whole: applied to those, each time anew.
+        whole: applied to those, each time they are read.
 
     Attributes:
         uncached: how many steps turned out to be random, counted from the last cached one. If it is more than there

@@ -46,7 +46,7 @@ class CachedDataset:
     """`dataset` with a sample cache behind it. Works with any loader; with `stallfree.DataLoader` at full speed.
 
     A sample is `random_part(deterministic_part(fetch(id)))`. What is cached is the record as it was fetched, or what
-    the deterministic part made of it; the random part runs each time anew, as a function of (seed, epoch, id). Under
+    the deterministic part made of it; the random part runs again each time, as a function of (seed, epoch, id). Under
     another loader than stallfree's the epoch of a sample is how often it has been asked for, or what `set_epoch` says;
     that is counted in shared memory, 4 bytes per sample, by all workers together.
 

@@ -111,7 +111,7 @@ def _read(source: Source, id: int) -> Any:
 
 
 _FREEZE = (
-    "a cache would freeze its augmentation. Give form='reads', which caches the files that it reads and augments anew; "
+    "a cache would freeze its augmentation. Give form='reads', which caches the files that it reads, not the result; "
     "or make the data set without its random transforms and give them as CachedDataset(..., transform=...); or give "
     "stallfree.cut(dataset, 'transform') if an attribute holds them"
 )

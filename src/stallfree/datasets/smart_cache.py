@@ -48,7 +48,7 @@ class SmartCacheDataset:
     """A data set of `cache_num` samples: a window over `data`, of which a share is replaced after each epoch.
 
     The samples of the window are kept in memory that all processes of the host share, after the longest deterministic
-    run of their transforms; the random rest runs each time anew, as a function of (seed, epoch, id). While an epoch
+    run of their transforms; the random rest runs again each time, as a function of (seed, epoch, id). While an epoch
     trains on the N samples of the window, processes in the background prepare the ceil(N * replace_rate) that join at
     its end, when as many leave. The window runs in circles over a random order of all samples. After NVIDIA's Clara
     Train SDK ("Smart Cache").

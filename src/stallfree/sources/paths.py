@@ -79,7 +79,7 @@ class PathList(Sequence[str]):
     def fingerprint(self) -> str:
         """Changes with every change of a path, and with the size of any of 256 local files, evenly spread.
 
-        Sizes are looked at because a data set that is made anew keeps its names; all of them would take minutes on
+        Sizes are looked at because a data set that is rewritten keeps its names; all of them would take minutes on
         millions of files, and times of modification would differ between hosts that hold the same files.
         """
         state = xxhash.xxh3_128(self._prefix)

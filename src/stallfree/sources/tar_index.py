@@ -63,7 +63,7 @@ def index_of(shard: str, folder: Path) -> ShardIndex:
     """The index of `shard`, a local path or an fsspec URL, out of `folder` if it is there and fits, else made and kept.
 
     Any number of processes may do this at once: a file appears whole. One that is damaged, of another shard, or older
-    than the shard is made anew. If none can be written, that is a `StallfreeWarning`.
+    than the shard is rebuilt. If none can be written, that is a `StallfreeWarning`.
 
     Raises `InputError` for a shard that is missing, compressed, damaged or cut off, and for names that occur twice.
     """

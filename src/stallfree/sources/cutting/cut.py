@@ -22,7 +22,7 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> ApartSourc
 
     The result is a source. Its `fetch(id)` is `dataset[id]` without the transform: the decoded image, the label. Its
     `pipeline` is the transform. A `CachedDataset` of it caches decoded images, or what the deterministic steps of the
-    transform make of them, and augments anew in each epoch.
+    transform make of them, and runs the random steps in each epoch.
 
     To find out what the transform is called with, a copy of the data set has an object in its place that notes each
     call. `dataset` itself is not changed. A transform may be called several times and with several arguments, its
