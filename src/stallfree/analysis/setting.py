@@ -59,6 +59,7 @@ class Setting:
         record_bytes: mean bytes of a cached sample; None if unknown.
         samples: of the data set.
         jobs: equal jobs on the machine; the rates are those of one of them.
+        measured: cores and loader from which `with_cpus` scales; None: these.
     """
 
     rates: Rates
@@ -70,6 +71,7 @@ class Setting:
     record_bytes: float | None
     samples: int
     jobs: int = 1
+    measured: tuple[int, Loading] | None = None
 
     @cached_property
     def throughput(self) -> float:
@@ -142,10 +144,11 @@ class Setting:
         factor = cpus / self.cpus
         rates = replace(self.rates, prep=self.rates.prep * factor, prep_hit=self.rates.prep_hit * factor)
         sharing = self.sharing and _scaled(self.sharing, 1 / factor)
-        workers = max(1, math.ceil(self.loading.workers * factor)) if self.loading.workers else cpus
-        ahead = max(self.loading.ahead, math.ceil(self.loading.ahead * factor))
+        measured = base, loading = self.measured or (self.cpus, self.loading)  # rounded once, not in each variant
+        workers = max(1, math.ceil(loading.workers * cpus / base)) if loading.workers else cpus
+        ahead = max(loading.ahead, math.ceil(loading.ahead * cpus / base))
         loading = replace(self.loading, workers=workers, ahead=ahead)
-        return replace(self, rates=rates, loading=loading, cpus=cpus, sharing=sharing)
+        return replace(self, rates=rates, loading=loading, cpus=cpus, sharing=sharing, measured=measured)
 
     def with_workers(self, workers: int) -> Setting:
         """With `workers` workers on the same machine: P in proportion, with the same shared work."""
@@ -201,7 +204,7 @@ class Setting:
         rates = Rates(self.rates.compute, prep, prep, choice.fetch, choice.fetch)
         size, workers = self.loading.batch_size, max(1, choice.workers)
         loading = Loading(size, workers, max(self.loading.ahead, 2 * workers), overlap=True)
-        return replace(self, rates=rates, loading=loading, hits=choice.hits, cpus=workers)
+        return replace(self, rates=rates, loading=loading, hits=choice.hits, cpus=workers, measured=None)
 
     # -- sufficient resources -----------------------------------------------------------------------------------------
 
