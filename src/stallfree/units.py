@@ -37,6 +37,19 @@ def parse_size(value: int | str, name: str = "size") -> int:
     return int(size)
 
 
+def parse_room(value: int | str, name: str) -> float | int:
+    """A share such as "50%" as a float from 0 to 1, else bytes as an int. Raises `InputError`."""
+    if not isinstance(value, str) or not value.strip().endswith("%"):
+        return parse_size(value, name)
+    try:
+        share = float(value.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise InputError(f"{name}={value!r}: a share is 0% to 100%")
+    return share
+
+
 def parse_whole(value: Any, name: str, low: int | None = None) -> int:
     """`value` as an int: an int, or what Python takes for one, such as those of NumPy.
 

@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import stallfree as sf
 from cached_data import Given, Numbers
 from stallfree.autotune import auto_cache as auto
 from stallfree.autotune.choice import Measured
-from stallfree.autotune.measure import Probe, measure
+from stallfree.autotune.measure import Probe, measure, measure_reads
 from stallfree.batches.transform_split import is_prepared
+from stallfree.cache.memory import limits
 from stallfree.ipc.folders import SharedFolder, default_root
 from stallfree.testing import ThrottledSource
 
@@ -60,7 +62,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measured], list[int]]
     found: list[Measured] = []
     calls: list[int] = []
 
-    def stand_in(source: Any, steps: Any, first: Any, *, seed: int, disk: Any) -> Probe:
+    def stand_in(source: Any, steps: Any, first: Any, *, seed: int, disk: Any = None) -> Probe:
         calls.append(len(calls))
         return Probe(found[-1], {first.id: first.record})
 
@@ -181,7 +183,12 @@ def test_the_cache_is_what_was_chosen(
     with sf.DataLoader(Numbers(COUNT, [squared, shaken]), 8, num_workers=1, cache="auto", capacity=ROOM) as loader:
         epochs(loader, 1)
         assert (loader.cached and loader.cached.form) == form
-        assert capfd.readouterr().err == f"stallfree: {loader.decision}\n"
+        line = capfd.readouterr().err
+        assert line.startswith("stallfree: ")
+        assert line.count("\n") == 1
+        assert line.removeprefix("stallfree: ").split(";")[0] == loader.decision.split(";")[0]
+        epochs(loader, 1)
+        assert capfd.readouterr().err.startswith("stallfree: the second epoch gave ")
 
 
 def test_a_disk_that_pays_is_used_and_one_that_does_not_is_not(
@@ -314,6 +321,118 @@ def test_a_data_set_that_augments_by_itself_goes_on_without_a_cache() -> None:
         assert "drew random numbers" in loader.decision
 
 
+class Files:
+    """Reads and augments in one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for id in range(COUNT):
+            (folder / str(id)).write_bytes(bytes([id]) * 1000)
+        self.augment = shifted
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> tuple[np.ndarray[Any, Any], int]:
+        return self.augment(np.frombuffer((self.folder / str(id)).read_bytes(), np.uint8)), id
+
+
+def shifted(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return numbers[:8] + random.random()
+
+
+@pytest.fixture
+def slow_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement of files by which they lie in slow storage."""
+    real = auto.measure_reads
+
+    def slow(source: Any, steps: Any, *, seed: int) -> Probe:
+        probe = real(source, steps, seed=seed)
+        return Probe(replace(probe.measured, fetching=1.0), probe.records)
+
+    monkeypatch.setattr(auto, "measure_reads", slow)
+
+
+def double(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, Any], int]:
+    return 2 * sample[0], sample[1]
+
+
+@pytest.mark.usefixtures("slow_files")
+@pytest.mark.parametrize("transform", [None, double])
+def test_files_are_cached_where_samples_are_random(tmp_path: Path, transform: Any) -> None:
+    data = Files(tmp_path)
+    with sf.DataLoader(data, 8, shuffle=True, seed=3) as without:
+        expected = epochs(without, 3)
+    options: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 1, "cache": "auto", "transform": transform}
+    with sf.DataLoader(data, 8, capacity=ROOM, **options) as loader:
+        found = epochs(loader, 2)
+        for file in tmp_path.iterdir():
+            file.unlink()
+        found += epochs(loader, 1)
+        assert loader.cached is not None
+        assert loader.cached.form == "reads"
+        assert "files cached that the data set reads, 100% of them fit" in loader.decision
+        assert "it drew random numbers" in loader.decision
+    for epoch, wanted in zip(found, expected, strict=True):
+        assert epoch.keys() == wanted.keys()
+        for id, sample in wanted.items():
+            factor = 2 if transform else 1
+            np.testing.assert_array_equal(np.frombuffer(epoch[id]), factor * np.frombuffer(sample))
+
+
+def test_files_are_measured_without_a_trace(tmp_path: Path) -> None:
+    random.seed(1)
+    before = random.getstate()
+    source = sf.sources.as_source(Files(tmp_path))
+    probe = measure_reads(source, sf.Compose([]), seed=0)
+    assert random.getstate() == before
+    assert sorted(probe.records) == list(range(COUNT))
+    assert 1000 < probe.measured.sizes[0] < 1500
+    assert 0 < probe.measured.fetching < probe.measured.whole
+    (tmp_path / "3").unlink()
+    assert sorted(measure_reads(source, sf.Compose([]), seed=0).records) == [id for id in range(COUNT) if id != 3]
+
+
+@pytest.mark.usefixtures("slow_files")
+def test_what_cut_would_gain_is_said(
+    tmp_path: Path, measured: Callable[[Measured], list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    measured(rates(whole=1e-7, deterministic=0.0, random=1e-7))
+    data = Files(tmp_path)
+    for wrapped, name in ((data, "augment"), (torch.utils.data.Subset(data, range(8)), "dataset.augment")):
+        with sf.DataLoader(wrapped, 8, cache="auto", capacity=ROOM, num_workers=0) as loader:
+            next(iter(loader))
+            assert f"stallfree.cut(dataset, {name!r})" in loader.decision
+            assert f"stallfree.cut(dataset, {name!r})" in capfd.readouterr().err
+
+
+def test_a_share_of_the_free_memory_is_that_of_the_process_that_decides(
+    measured: Callable[[Measured], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(rates())
+    free = iter([8 << 20, 1 << 20])
+    monkeypatch.setattr(auto, "grantable_memory", lambda root: next(free))
+    source = Numbers(COUNT, [squared, shaken])
+    with (
+        sf.DataLoader(source, 8, cache="auto", num_workers=0) as first,
+        sf.DataLoader(source, 8, cache="auto", num_workers=0) as second,
+    ):
+        epochs(first, 1)
+        epochs(second, 1)
+        assert first.cached.cache.path == second.cached.cache.path
+        assert first.cached.cache.capacity == pytest.approx(4 << 20, rel=0.1)
+
+
+def test_memory_that_caches_may_still_fill_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 1000 << 20
+    monkeypatch.setattr(limits, "free_memory", lambda: free)
+    monkeypatch.setattr(limits, "free_space", lambda folder: 2 * free)
+    assert limits.grantable_memory(default_root()) == free
+    with sf.CachedDataset(Numbers(COUNT, size=200_000), capacity="600MiB"):  # of which 64 MiB are allocated
+        assert limits.grantable_memory(default_root()) == pytest.approx(464 << 20, rel=0.05)
+    assert limits.grantable_memory(default_root()) == free
+
+
 def test_a_resume_in_mid_epoch_gives_what_was_left() -> None:
     def make() -> Any:
         source = Numbers(COUNT, [squared, shaken])
@@ -332,12 +451,15 @@ def test_a_resume_in_mid_epoch_gives_what_was_left() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cache": "auto"}, "without a capacity"),
-        ({"capacity": "1GiB"}, "give cache='auto' and a capacity"),
-        ({"cache": "memory", "capacity": "1GiB"}, "give cache='auto' and a capacity"),
+        ({"capacity": "1GiB"}, "give cache='auto', or leave them out"),
+        ({"cache": "memory", "capacity": "1GiB"}, "give cache='auto', or leave them out"),
+        ({"transform": str}, "give cache='auto', or leave them out"),
+        ({"cache": "auto", "transform": 3}, "transform=3 cannot be called"),
+        ({"cache": "auto", "capacity": "0%"}, "share above 0%"),
+        ({"cache": "auto", "capacity": "120%"}, "a share is 0% to 100%"),
         ({"cache": "auto", "capacity": "much"}, "is no size"),
         ({"cache": "auto", "capacity": "1GiB", "store": "/mnt/ssd"}, "give a DiskTier"),
-        ({"store": sf.DiskTier("/mnt/ssd", capacity=1 << 30)}, "give cache='auto' and a capacity"),
+        ({"store": sf.DiskTier("/mnt/ssd", capacity=1 << 30)}, "give cache='auto', or leave them out"),
         ({"cache": "auto", "capacity": "1GiB", "sampler": sf.ImportanceSampler(12)}, "give it a CachedDataset"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.autotune.choice import Measured, choose, expect, explain
+from stallfree.autotune.choice import SAMPLES, Measured, choose, describe, expect, explain
 
 SLOW_STORAGE = Measured(
     samples=1000,
@@ -63,7 +63,7 @@ def test_no_cache_where_storage_is_no_wait_and_nothing_is_deterministic() -> Non
     warm = replace(SLOW_STORAGE, storage={8: math.inf}, deterministic=0.0, random=0.010, sizes=(100_000.0, math.inf))
     chosen = choose(warm, 500_000_000, workers=2, cpus=2)
     assert (chosen.share, chosen.hits) == (None, 0.0)
-    assert "no cache" in explain(warm, chosen, 500_000_000)
+    assert "no cache" in explain(warm, chosen, 500_000_000, SAMPLES)
 
 
 def test_no_cache_where_not_one_sample_fits() -> None:
@@ -98,17 +98,35 @@ def test_a_disk_below_memory_is_used_where_it_pays() -> None:
     assert (chosen.share, chosen.hits, chosen.on_disk) == (0.0, pytest.approx(0.2), pytest.approx(0.8))
     assert 1 / chosen.fetch == pytest.approx(0.2 * 0.0001 / 2 + 0.8 / 2000)
     assert chosen.prep == pytest.approx(2 / (0.010 + 0.2 * 0.0001 + 0.8 * 0.0002))
-    assert "20% of them fit and 80% on the disk" in explain(quick, chosen, room)
+    assert "20% of them fit and 80% on the disk" in explain(quick, chosen, room, SAMPLES)
     for slow in (replace(quick, disk=(90.0, 20.0)), replace(quick, disk=(0.0, 0.0)), replace(quick, compute=50.0)):
         assert choose(slow, room, workers=2, cpus=2, disk=disk).on_disk == 0
 
 
 def test_the_line_says_what_and_why() -> None:
     slower = replace(SLOW_STORAGE, storage={8: 5.0})
-    line = explain(slower, choose(slower, 200_000_000, workers=1, cpus=4), 200_000_000)
+    chosen = choose(slower, 200_000_000, workers=1, cpus=4)
+    line = explain(slower, chosen, 200_000_000, SAMPLES)
     assert "\n" not in line
     for part in ("31% of the samples cached prepared", "1 worker", "S=5/s", "G=?", "97.7 KiB", "190.7 MiB"):
         assert part in line
+
+
+def test_the_line_for_people() -> None:
+    def line(rates: Measured, room: int) -> str:
+        return describe(rates, choose(rates, room, workers=2, cpus=2), room, ("files cached", ""))
+
+    warm = replace(SLOW_STORAGE, sizes=(100_000.0, math.inf))
+    assert line(warm, 100_000_000).startswith(
+        "files cached, 100% of them fit; 2 workers; 198/s expected (1.98 times as"
+    )
+    assert line(warm, 100_000_000).endswith("; prep is the limit")
+    slower = replace(SLOW_STORAGE, storage={8: 5.0})
+    assert line(slower, 50_000_000).endswith("fetching is the limit")
+    trained = replace(SLOW_STORAGE, compute=50.0)
+    assert line(trained, 0) == (
+        "no cache; 2 workers; 50/s expected; the training step is the limit, and a cache would gain less than 2%"
+    )
 
 
 seconds = st.floats(1e-6, 0.1)

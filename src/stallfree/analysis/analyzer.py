@@ -22,10 +22,10 @@ import torch
 
 from stallfree.analysis.job import Bare, Cold, Endless, Held, Job, Records, make_job, read_some
 from stallfree.analysis.progress import RUNS, Bar
-from stallfree.analysis.report import Remedy, Report, Sizes, make_report, parse_cache
+from stallfree.analysis.report import Remedy, Report, Sizes, make_report
 from stallfree.analysis.residency import read_file, resident_share
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, ChildTime, Limits, Rate, combined, steady_rate
-from stallfree.autotune.choice import choose, explain
+from stallfree.autotune.choice import SAMPLES, choose, explain
 from stallfree.autotune.measure import measure
 from stallfree.batches.reader import IO_THREADS
 from stallfree.cache.memory.limits import free_memory, free_space
@@ -38,6 +38,7 @@ from stallfree.loader import DataLoader
 from stallfree.pipeline.compose import Compose
 from stallfree.platform import cpu_count
 from stallfree.sources.mapped import as_source
+from stallfree.units import parse_room
 
 _MOST_CACHE = 4 << 30
 """Maximum bytes of the cache for the samples; only the necessary bytes are used."""
@@ -95,7 +96,7 @@ def analyze(
             raise InputError(f"cache={cache!r}: the CachedDataset that was given has a cache; leave `cache` out")
         cache = dataset.cache.capacity
     elif cache is not None:
-        parse_cache(cache)
+        parse_room(cache, "cache")
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not number or not seconds > 0:
         raise InputError(f"seconds={seconds!r}: give the longest time for one run, above 0")
@@ -299,7 +300,7 @@ class Analysis:
         None for a data set with random samples and inseparable fetch and prep: it cannot be cached.
         """
         job = self._job
-        given = free_memory() // 2 if cache is None else parse_cache(cache)
+        given = free_memory() // 2 if cache is None else parse_room(cache, "cache")
         room = int(given * len(job.source) * record_bytes) if isinstance(given, float) else given
         source = job.source if job.parted else as_source(job.dataset)
         steps = job.steps if job.parted else source.pipeline
@@ -314,7 +315,7 @@ class Analysis:
             measured = replace(measured, storage=storage, fetching=fetching)
         measured = replace(measured, compute=float(rates["G"]))
         chosen = choose(measured, room, workers=None, cpus=cpu_count())
-        self._note(f"sf.DataLoader(..., cache='auto', capacity={room}): {explain(measured, chosen, room)}")
+        self._note(f"sf.DataLoader(..., cache='auto', capacity={room}): {explain(measured, chosen, room, SAMPLES)}")
         return Remedy(measured, chosen, room)
 
     # -- tools --------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from stallfree.report.figures import REPORT_KEYS, plural, speed
 from stallfree.report.figures import expect as expect_format
 from stallfree.report.page import report_page
 from stallfree.report.terminal import render_report
-from stallfree.units import format_size, parse_rate, parse_size, parse_whole
+from stallfree.units import format_size, parse_rate, parse_room, parse_whole
 
 FORMAT, VERSION = "stallfree-report", 1
 
@@ -122,7 +122,7 @@ class Report:
 
     def hits_of(self, cache: int | str) -> float:
         """The share of hits with a cache of this size: that of the samples that fit. Raises `InputError`."""
-        given = parse_cache(cache)
+        given = parse_room(cache, "cache")
         if isinstance(given, float):
             return given
         job = self.data["job"]
@@ -159,19 +159,6 @@ class Report:
         runs = [rate(name, "runs") for name in ("cold", "warm")]
         fastest = max((value for value in runs if math.isfinite(value)), default=math.inf)
         return replace(setting, sharing=_sharing(setting, fastest, own_cpu=machine["device"] == "cpu"))
-
-
-def parse_cache(given: int | str) -> float | int:
-    """A cache size: a share such as "50%" as a float from 0 to 1, else bytes as an int. Raises `InputError`."""
-    if not isinstance(given, str) or not given.strip().endswith("%"):
-        return parse_size(given, "cache")
-    try:
-        share = float(given.strip().removesuffix("%")) / 100
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise InputError(f"cache={given!r}: a share is 0% to 100%")
-    return share
 
 
 @dataclass(frozen=True)

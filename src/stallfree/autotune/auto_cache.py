@@ -5,28 +5,35 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stallfree.autotune.choice import Choice, Measured, choose, expect, explain
-from stallfree.autotune.measure import measure
+from stallfree.autotune.choice import SAMPLES, Choice, Measured, choose, describe, expect, explain
+from stallfree.autotune.measure import measure, measure_reads
 from stallfree.batches.reader import Reader
 from stallfree.batches.transform_split import is_prepared
+from stallfree.cache.memory.limits import grantable_memory
 from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.datasets.dataset_probe import FirstLook, look
+from stallfree.datasets.dataset_probe import FirstLook, RandomSamples, look
 from stallfree.datasets.private_names import token
+from stallfree.datasets.reads_probe import look_at_reads, reads_source
 from stallfree.errors import InputError, SampleError, StallfreeError
-from stallfree.ipc.folders import SharedFolder
-from stallfree.pipeline.compose import Compose
+from stallfree.ipc.folders import SharedFolder, default_root
+from stallfree.pipeline._objects import attribute
+from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.values import private
 from stallfree.platform import cpu_count
 from stallfree.sources import as_source
+from stallfree.sources.cutting.cut import cut
+from stallfree.sources.mapped import MapSource
 from stallfree.stores import DiskTier
 from stallfree.workers.worker_pool import Options
 
@@ -49,6 +56,40 @@ _STEADY = 2
 _SECONDS = 1.0
 
 log = logging.getLogger("stallfree")
+
+
+_FILES = "files cached that the data set reads", ""
+"""What is cached of a data set whose samples are random."""
+
+_CUTS = 4
+"""Maximum attributes of a data set that are tried as its transform."""
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is to be cached.
+
+    Attributes:
+        source: of the samples.
+        steps: all that is applied to a record.
+        first: one sample.
+        why: the reason why the samples cannot be cached, but what the data set reads; "" if they can.
+    """
+
+    source: Source
+    steps: Compose
+    first: FirstLook
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """A decision that processes share: bytes of the cache, rates, choice, and advice for the user."""
+
+    room: int
+    measured: Measured
+    choice: Choice
+    advice: str
 
 
 @dataclass(frozen=True)
@@ -76,19 +117,30 @@ class AutoCache:
     Processes of a host with the same data set, pipeline and capacity share one decision and one cache: the first
     process decides, and a new decision waits until the others have exited.
 
+    Samples are cached, in the form that is fastest. If they are random and cannot be separated from their prep, the
+    files are cached that the data set reads (`form="reads"`).
+
     Args:
         dataset: a source or any map-style data set, without a cache.
-        room: bytes of the cache.
+        capacity: bytes of the cache, or a share of the memory that is free when the decision is made.
         workers: number of worker processes; None: chosen automatically.
         tier: a disk to use below memory if that is faster.
+        transform: applied to the samples of `dataset` after its own steps.
 
     Attributes:
         cached: the data set with the cache; None before the first iteration, and if no cache is faster.
-        decision: one line with the decision and its reason; "" before the first iteration.
+        decision: one line with the decision and its figures; "" before the first iteration.
         num_workers: worker processes.
     """
 
-    def __init__(self, dataset: Any, room: int, workers: int | None, tier: DiskTier | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        capacity: int | float,
+        workers: int | None,
+        tier: DiskTier | None = None,
+        transform: Transform | None = None,
+    ) -> None:
         if isinstance(getattr(dataset, "reader", None), Reader):
             raise InputError(
                 f"cache='auto' with a {type(dataset).__name__}, which has a cache: give the data set without it, or "
@@ -96,7 +148,9 @@ class AutoCache:
             )
         self.cached: CachedDataset | None = None
         self.decision = ""
-        self._dataset, self._room, self._workers, self._tier = dataset, room, workers, tier
+        self._dataset, self._capacity, self._workers, self._tier = dataset, capacity, workers, tier
+        self._transform = transform
+        self._room = capacity if isinstance(capacity, int) else 0  # a share counts once the decision is made
         self._seed = 0
         self._cpus = cpu_count()
         self.num_workers = self._cpus if workers is None else workers
@@ -139,27 +193,61 @@ class AutoCache:
         if samples:
             self._last = _Epoch(samples, seconds, waited)
             self._epochs += 1
+            if self._epochs == _STEADY:
+                _show(
+                    f"the second epoch gave {samples / seconds:,.0f} samples/s; the training loop waited for data "
+                    f"{waited / seconds:.0%} of the time"
+                )
 
     def _decide(self) -> None:
-        source = as_source(self._dataset)
+        if isinstance(self._capacity, float) and not self._room:  # unless another process decided before
+            self._room = int(self._capacity * grantable_memory(default_root()))
         try:
-            first = look(source, source.pipeline)
-        except SampleError:
-            raise
-        except InputError as error:  # samples are random, and inseparable from their prep
-            self._reader = _without(source)
-            self._say(f"no cache, {self._count()}: {error}")
+            subject = self._look()
+        except _NotCached as reason:
+            source = as_source(self._dataset)
+            self._reader = _without(source, self._steps(source))
+            advice = self._advice_to_cut(0.0)
+            short, full = (f"no cache; {self._count()}; {why}{advice}" for why in (reason, reason.__cause__))
+            self._say(short, full)
             return
         with tolerant() as unknown:
-            key = fingerprint(source.fingerprint(), source.pipeline, f"{self._room} {self._workers} {self._tier!r}")
-        folder = self._attach(f"auto-{token() if unknown else key[:20]}", source, first)
-        measured, choice = _load(folder.path)
-        if measured.samples != len(source):
-            raise StallfreeError(
-                f"{folder.path} holds a decision for {measured.samples} samples, the data set has {len(source)}: "
-                "remove it"
+            key = fingerprint(
+                subject.source.fingerprint(),
+                subject.steps,
+                f"{self._capacity} {self._workers} {self._tier!r} {bool(subject.why)}",
             )
-        self._adopt(source, measured, choice)
+        folder = self._attach(f"auto-{token() if unknown else key[:20]}", subject)
+        found = _load(folder.path)
+        if found.measured.samples != len(subject.source):
+            raise StallfreeError(
+                f"{folder.path} holds a decision for {found.measured.samples} samples, the data set has "
+                f"{len(subject.source)}: remove it"
+            )
+        self._room = found.room
+        self._adopt(subject, found)
+
+    def _look(self) -> _Subject:
+        """Look at the first samples. Raises `_NotCached` if neither samples nor files can be cached."""
+        source = as_source(self._dataset)
+        try:
+            return _Subject(source, self._steps(source), look(source, self._steps(source)))
+        except RandomSamples as error:  # and inseparable from their prep
+            why = error.why
+        except SampleError:
+            raise
+        except InputError as error:
+            raise _NotCached(str(error)) from error
+        try:
+            source = reads_source(self._dataset)
+            return _Subject(source, self._steps(source), look_at_reads(source, self._steps(source)), why)
+        except SampleError:
+            raise
+        except InputError as error:
+            raise _NotCached(f"{why}, and no files that it reads can be cached") from InputError(f"{why}; {error}")
+
+    def _steps(self, source: Source) -> Compose:
+        return Compose([source.pipeline, *([] if self._transform is None else [self._transform])])
 
     def _decide_afresh(self) -> None:
         """Decide again after a step or the data set proved random."""
@@ -167,21 +255,42 @@ class AutoCache:
         self._last, self._epochs = None, 0
         self._decide()
 
-    def _attach(self, name: str, source: Source, first: FirstLook) -> SharedFolder:
+    def _attach(self, name: str, subject: _Subject) -> SharedFolder:
         """The folder with the decision; created here, with a new decision, if missing."""
-        self._folder = SharedFolder(name, initialize=lambda folder: self._publish(folder, source, first))
+        self._folder = SharedFolder(name, initialize=lambda folder: self._publish(folder, subject))
         weakref.finalize(self, self._folder.close)
         return self._folder
 
-    def _publish(self, folder: Path, source: Source, first: FirstLook) -> None:
-        disk = None if self._tier is None else self._tier.folder
-        probe = measure(source, source.pipeline, first, seed=self._seed, disk=disk)
+    def _publish(self, folder: Path, subject: _Subject) -> None:
+        if subject.why:
+            assert isinstance(subject.source, MapSource)
+            probe = measure_reads(subject.source, subject.steps, seed=self._seed)
+        else:
+            disk = None if self._tier is None else self._tier.folder
+            probe = measure(subject.source, subject.steps, subject.first, seed=self._seed, disk=disk)
         self._records = probe.records
         compute = math.inf if self._measured is None else self._measured.compute
         measured = replace(probe.measured, compute=compute)
         choice = self._choose(measured)
-        text = json.dumps({"measured": asdict(measured), "choice": asdict(choice)})
-        (folder / _FILE).write_text(text)
+        advice = self._advice_to_cut(choice.rate) if subject.why else ""
+        found = _Decision(self._room, measured, choice, advice)
+        (folder / _FILE).write_text(json.dumps(asdict(found)))
+
+    def _advice_to_cut(self, rate: float) -> str:
+        """What `cut` would gain at one of the data set's attributes, against `rate`; 0: without a cache."""
+        for name in _callables(self._dataset)[:_CUTS]:
+            with suppress(StallfreeError):
+                source = cut(self._dataset, name)
+                steps = self._steps(source)
+                measured = measure(source, steps, look(source, steps), seed=self._seed).measured
+                choice = self._choose(measured)
+                before = rate or expect(measured, None, self._bytes, max(1, choice.workers)).rate
+                if choice.share is not None and choice.rate > _BETTER * before:
+                    return (
+                        f". stallfree.cut(dataset, {name!r}) in place of the data set separates its transform, so that "
+                        f"what comes before is cached: {choice.rate / before:.1f} times as many samples/s"
+                    )
+        return ""
 
     def _choose(self, measured: Measured) -> Choice:
         return choose(measured, self._bytes, workers=self._workers, cpus=self._cpus, disk=self._disk)
@@ -194,20 +303,30 @@ class AutoCache:
     def _bytes(self) -> int:
         return max(0, self._room - _INDEX * len(self._dataset))
 
-    def _adopt(self, source: Source, measured: Measured, choice: Choice, why: str = "") -> None:
+    def _adopt(self, subject: _Subject, found: _Decision, why: str = "") -> None:
         """Apply a choice."""
+        measured, choice = found.measured, found.choice
         self._measured, self._choice = measured, choice
         self.num_workers, self._expected = choice.workers, choice.rate
         if choice.share is None:
-            self._reader = _without(source)
+            self._reader = _without(as_source(self._dataset), subject.steps)
         else:
             form = {0.0: "fetched", 1.0: "prepared"}.get(choice.share, choice.share)
-            store = self._tier if self._tier is not None and choice.on_disk else "memory"
-            self.cached = CachedDataset(source, capacity=self._room, form=form, store=store, seed=self._seed)
+            self.cached = CachedDataset(
+                self._dataset,
+                capacity=self._room,
+                form="reads" if subject.why else form,
+                store=self._tier if self._tier is not None and choice.on_disk else "memory",
+                transform=self._transform,
+                seed=self._seed,
+            )
             self._reader = self.cached.reader
         self._reader.io_threads = max(1, math.ceil(choice.threads / max(1, self.num_workers)))
         self._keep_records()
-        self._say(f"{why}{explain(measured, choice, self._bytes)}")
+        forms = _FILES if subject.why else SAMPLES
+        short, full = (say(measured, choice, self._bytes, forms) for say in (describe, explain))
+        because = f"; {subject.why}" if subject.why else ""
+        self._say(f"{why}{short}{found.advice}", f"{why}{full}{because}{found.advice}")
 
     def _keep_records(self) -> None:
         """Cache the records that were fetched for the measurement."""
@@ -215,6 +334,9 @@ class AutoCache:
         if self.cached is None:
             return
         reader, began = self.cached.reader, time.monotonic()
+        if reader.tracker is not None:
+            reader.store(list(records), list(records.values()))
+            return
         prepare = [True] * len(records) if reader.split.share == 1 else is_prepared(list(records), reader.split.share)
         with reader.split.watch() as watch:
             for (id, record), wanted in zip(records.items(), prepare, strict=True):
@@ -254,21 +376,21 @@ class AutoCache:
             if self._reader is not None:
                 self._reader.io_threads = max(1, math.ceil(best.threads / best.workers))
             self._choice = best
-            self._say(f"G={measured.compute:,.0f}/s: {self._count()} from now on")
+            self._say(f"the training step takes {measured.compute:,.0f} samples/s: {self._count()} from now on")
 
     def _decide_again(self, folder: SharedFolder, measured: Measured, old: Choice) -> None:
         """Measure again, and change the cache if the gain is large and no other process uses the old decision."""
         self._measured = measured
-        source = as_source(self._dataset)
         folder.close()  # the last process to detach decides again
         try:
-            first = look(source, source.pipeline)
-            folder = self._attach(folder.path.name, source, first)
+            subject = self._look()
+            folder = self._attach(folder.path.name, subject)
         except StallfreeError as error:
-            log.warning("the rates could not be measured again, so the cache stays as it is: %s", error)
+            log.warning("the rates could not be measured again, so the cache stays as it is: %s", str(error))
             self._folder = None
             return
-        self._measured, new = _load(folder.path)
+        found = _load(folder.path)
+        self._measured, new = found.measured, found.choice
         there = expect(self._measured, old.share, self._bytes, max(1, old.workers), self._disk if old.on_disk else 0)
         if not folder.created or new.rate <= _BETTER * there.rate:
             self._records = {}
@@ -277,15 +399,16 @@ class AutoCache:
         if self.cached is not None:
             self.cached.close()
             self.cached = None
-        self._adopt(source, self._measured, new, "the rates have changed: ")
+        self._adopt(subject, found, "the rates have changed: ")
 
     def _count(self) -> str:
         return f"{self.num_workers} worker{'' if self.num_workers == 1 else 's'}"
 
-    def _say(self, text: str) -> None:
-        self.decision = text
-        log.info("%s", text)
-        print(f"stallfree: {text}", file=sys.stderr)
+    def _say(self, text: str, full: str | None = None) -> None:
+        """Print a decision; `full` has its figures."""
+        self.decision = full or text
+        log.info("%s", self.decision)
+        _show(text)
 
     def close(self) -> None:
         """Detach from the cache and the decision. A further iteration decides again."""
@@ -297,14 +420,31 @@ class AutoCache:
         self._records = {}
 
 
-def _without(source: Source) -> Reader:
-    return Reader(source, None, Compose([]), source.pipeline)
+class _NotCached(StallfreeError):
+    """Nothing of a data set can be cached."""
 
 
-def _load(folder: Path) -> tuple[Measured, Choice]:
+def _show(text: str) -> None:
+    print(f"stallfree: {text}", file=sys.stderr)
+
+
+def _without(source: Source, steps: Compose) -> Reader:
+    return Reader(source, None, Compose([]), steps)
+
+
+def _callables(dataset: Any, prefix: str = "") -> list[str]:
+    """The attributes of a data set that can be called, those first that are named like a transform."""
+    held: dict[str, Any] = attribute(dataset, "__dict__") or {}
+    names = [prefix + name for name, value in held.items() if callable(value) and not isinstance(value, type)]
+    if not prefix and (inner := held.get("dataset")) is not None:  # of a `Subset`, say
+        names += _callables(inner, "dataset.")
+    return sorted(names, key=lambda name: not re.search("transform|aug", name))
+
+
+def _load(folder: Path) -> _Decision:
     data = json.loads((folder / _FILE).read_text())
     measured = data["measured"]
     measured["storage"] = {int(count): rate for count, rate in measured["storage"].items()}
     for name in ("sizes", "reading", "disk"):
         measured[name] = tuple(measured[name])
-    return Measured(**measured), Choice(**data["choice"])
+    return _Decision(data["room"], Measured(**measured), Choice(**data["choice"]), data["advice"])

@@ -28,6 +28,9 @@ WORTH = 1.02
 FEWEST = 2
 """Minimum workers if there are enough cores: a single worker was 7 to 8% slower than the model predicts."""
 
+SAMPLES = "samples cached as fetched", "samples cached prepared"
+"""What is cached of a data set whose samples can be cached, with y = 0 and y = 1."""
+
 SPARE = 2.0
 """Required surplus of the workers' rate, because the number of misses varies randomly between batches."""
 
@@ -178,24 +181,53 @@ def _threads(measured: Measured, choice: Choice, room: int, disk: int) -> Choice
     return choice
 
 
-def explain(measured: Measured, choice: Choice, room: int) -> str:
-    """One line with the choice, and the figures behind it."""
-    nothing = expect(measured, None, room, max(1, choice.workers))
-    what = {None: "no cache", 0.0: "samples cached as fetched", 1.0: "samples cached prepared"}.get(
-        choice.share,
-        f"{choice.share or 0:.0%} of the samples cached prepared, the others as fetched",
+def describe(measured: Measured, choice: Choice, room: int, forms: tuple[str, str]) -> str:
+    """One line for people: what is cached, how many workers, the rate to expect, and what limits it.
+
+    Args:
+        measured, choice, room: as of `choose`.
+        forms: what is cached with y = 0 and with y = 1, such as `SAMPLES`.
+    """
+    rate = min(choice.rate, measured.compute)
+    limit = "the training step" if rate < choice.rate else "fetching" if choice.fetch < choice.prep else "prep"
+    gain = (
+        f" ({_gain(measured, choice, room):.2f} times as many as without a cache)" if choice.share is not None else ""
     )
-    held = "" if choice.share is None else f", {choice.hits:.0%} of them fit"
-    held += f" and {choice.on_disk:.0%} on the disk" if choice.on_disk else ""
-    fetched, prepared = (("-" if math.isinf(size) else format_size(int(size))) for size in measured.sizes)
-    storage = measured.storage[choice.threads]
-    gain = f", {choice.rate / nothing.rate:.2f} times as many as without a cache" if choice.share is not None else ""
+    nothing = "" if choice.share is not None else ", and a cache would gain less than 2%"
     return (
-        f"{what}{held}; {choice.workers} {'worker' if choice.workers == 1 else 'workers'}, {choice.threads} fetches at "
-        f"once: S={_rate(storage)}, F={_rate(choice.fetch)}, P={_rate(choice.prep)}, G={_rate(measured.compute)}; a "
-        f"sample takes {fetched} as fetched and {prepared} prepared, {format_size(room)} are there; the loader "
-        f"can give {_rate(choice.rate)}{gain}"
+        f"{_what(choice, forms)}{_held(choice)}; {_workers(choice)}; {_rate(rate)} expected{gain}; {limit} is the "
+        f"limit{nothing}"
     )
+
+
+def explain(measured: Measured, choice: Choice, room: int, forms: tuple[str, str]) -> str:
+    """One line with the choice, and the figures behind it. Arguments as of `describe`."""
+    fetched, prepared = (("-" if math.isinf(size) else format_size(int(size))) for size in measured.sizes)
+    gain = f", {_gain(measured, choice, room):.2f} times as many as without a cache" if choice.share is not None else ""
+    return (
+        f"{_what(choice, forms)}{_held(choice)}; {_workers(choice)}, {choice.threads} fetches at "
+        f"once: S={_rate(measured.storage[choice.threads])}, F={_rate(choice.fetch)}, P={_rate(choice.prep)}, "
+        f"G={_rate(measured.compute)}; a sample takes {fetched} as fetched and {prepared} prepared, "
+        f"{format_size(room)} are there; the loader can give {_rate(choice.rate)}{gain}"
+    )
+
+
+def _what(choice: Choice, forms: tuple[str, str]) -> str:
+    mixture = f"{choice.share or 0:.0%} of the samples cached prepared, the others as fetched"
+    return {None: "no cache", 0.0: forms[0], 1.0: forms[1]}.get(choice.share, mixture)
+
+
+def _held(choice: Choice) -> str:
+    held = "" if choice.share is None else f", {choice.hits:.0%} of them fit"
+    return held + (f" and {choice.on_disk:.0%} on the disk" if choice.on_disk else "")
+
+
+def _gain(measured: Measured, choice: Choice, room: int) -> float:
+    return choice.rate / expect(measured, None, room, max(1, choice.workers)).rate
+
+
+def _workers(choice: Choice) -> str:
+    return f"{choice.workers} {'worker' if choice.workers == 1 else 'workers'}"
 
 
 def _rate(rate: float) -> str:

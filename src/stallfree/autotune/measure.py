@@ -25,10 +25,14 @@ from stallfree.errors import CodecError, InputError, SampleError, StallfreeError
 from stallfree.pipeline.classify.watch import Watch
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.generators import find_generators, global_generators, preserved
 from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
 from stallfree.pipeline.values import private
+from stallfree.sources.mapped import MapSource
+from stallfree.sources.open_calls import Tracker
+from stallfree.sources.recorded import Block
 from stallfree.sources.throttle import payload_bytes
 
 LEVELS = (8, 16, 32, 64)
@@ -92,6 +96,46 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int, disk
         disk=(0.0, 0.0) if disk is None else (_rate_of_disk(disk, values), _rate_of_disk(disk, prepared)),
     )
     return Probe(measured, {} if drew else fetched.records)  # a cache would freeze random records
+
+
+def measure_reads(source: MapSource, steps: Compose, *, seed: int) -> Probe:
+    """Index some random samples of a data set twice, with its files in storage and then in records, and time it.
+
+    Takes about two seconds at most if single samples are fast. The generators are left as they were. Raises
+    `SampleError` if all samples fail.
+    """
+    ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source)).tolist()
+    dataset, tracker, records = source.dataset, Tracker(), dict[int, Any]()
+    reading, held, problem = 0.0, 0, None
+
+    def make(block: Block, id: int) -> None:
+        tracker.run(block, lambda: steps(dataset[id]))
+
+    with preserved([*global_generators(), *find_generators(dataset), *find_generators(steps)]), _one_thread():
+        end = time.monotonic() + SECONDS
+        for id in ids:
+            if len(records) >= _LEAST and (time.monotonic() > end or held > BYTES):
+                break
+            block = Block()
+            try:
+                make(block, id)
+            except Exception as error:
+                problem = sample_error(error, source, id, "fetching")
+                continue
+            record = records[id] = block.record(id, tracker.shared)
+            reading, held = reading + block.seconds, held + len(record)
+        if problem is not None and not records:
+            raise problem
+        count, made, began = len(records), 0, time.monotonic()
+        for id, record in records.items():
+            with contextlib.suppress(Exception):  # raised again when the sample is requested
+                make(Block(record), id)
+            made += 1
+            if made >= _LEAST and time.monotonic() - began > SECONDS:
+                break
+        whole = (time.monotonic() - began) / made
+    sizes = sum(_sizes(list(records.values()))) / count, math.inf
+    return Probe(Measured(len(source), {1: math.inf}, reading / count, whole, 0.0, whole, (0.0, 0.0), sizes), records)
 
 
 @dataclass

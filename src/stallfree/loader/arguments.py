@@ -14,16 +14,27 @@ from stallfree.loader.output import check_output
 from stallfree.sampling.epoch_source import plans_epochs
 from stallfree.sampling.ranks import check_ranks
 from stallfree.stores import DiskTier
-from stallfree.units import parse_size, parse_whole
+from stallfree.units import parse_room, parse_whole
 
 WAIT_SECONDS = 300.0
 """Default maximum wait for a batch."""
 
+FREE_SHARE = 0.5
+"""Default capacity of `cache="auto"`: half of the free memory."""
+
 
 def check_arguments(
-    *, cache: Any, capacity: Any, store: Any, num_workers: Any, sampler: Any, batch_sampler: Any, **others: Any
-) -> int | None:
-    """The bytes for the cache of `cache="auto"`; None without it.
+    *,
+    cache: Any,
+    capacity: Any,
+    store: Any,
+    transform: Any,
+    num_workers: Any,
+    sampler: Any,
+    batch_sampler: Any,
+    **others: Any,
+) -> int | float | None:
+    """The capacity of the cache of `cache="auto"`; None without it. See `check_auto`.
 
     Raises `InputError` for arguments of a `DataLoader` that are invalid or contradict each other.
     """
@@ -31,7 +42,7 @@ def check_arguments(
     def of(*names: str) -> dict[str, Any]:
         return {name: others[name] for name in names}
 
-    room = check_auto(cache, capacity, store, sampler)
+    room = check_auto(cache, capacity, store, transform, sampler)
     workers = 0 if num_workers is None else num_workers
     check_numbers(workers, **of("batch_size", "timeout", "prefetch_factor", "persistent_workers"))
     check_sampling(sampler=sampler, batch_sampler=batch_sampler, **of("batch_size", "shuffle", "drop_last"))
@@ -91,22 +102,28 @@ def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any) -> None:
         )
 
 
-def check_auto(cache: Any, capacity: Any, store: Any, sampler: Any) -> int | None:
-    """The bytes for the cache of `cache="auto"`; None without it. Raises `InputError` for invalid arguments."""
-    if cache is None and capacity is None and store is None:
+def check_auto(cache: Any, capacity: Any, store: Any, transform: Any, sampler: Any) -> int | float | None:
+    """The capacity of the cache of `cache="auto"` in bytes, or as a share of the free memory; None without it.
+
+    Raises `InputError` for invalid arguments.
+    """
+    if cache is None and capacity is None and store is None and transform is None:
         return None
     if cache != "auto":
         raise InputError(
-            f"cache={cache!r}, capacity={capacity!r}, store={store!r:.80}: give cache='auto' and a capacity, or leave "
-            "them out and give a CachedDataset"
+            f"cache={cache!r}, capacity={capacity!r}, store={store!r:.80}, transform={transform!r:.80}: give "
+            "cache='auto', or leave them out and give a CachedDataset"
         )
     if store is not None and not isinstance(store, DiskTier):
         raise InputError(f"store={store!r:.80} with cache='auto': give a DiskTier, or a CachedDataset with that store")
-    if capacity is None:
-        raise InputError("cache='auto' without a capacity: say how much memory it may take, such as capacity='16GiB'")
+    if transform is not None and not callable(transform):
+        raise InputError(f"transform={transform!r:.80} cannot be called: give a function or step, or None")
     if plans_epochs(sampler):
         raise InputError("an ImportanceSampler goes by what its cache holds: give it a CachedDataset, not cache='auto'")
-    return parse_size(capacity, "capacity")
+    room = FREE_SHARE if capacity is None else parse_room(capacity, "capacity")
+    if room == 0:
+        raise InputError(f"capacity={capacity!r} with cache='auto': give a size such as '16GiB', or a share above 0%")
+    return room
 
 
 def check_functions(collate_fn: Any, worker_init_fn: Any, on_error: Any) -> None:

@@ -26,6 +26,7 @@ from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_arguments, ch
 from stallfree.loader.epoch_runner import EpochRunner, Prefetcher, Seeds
 from stallfree.loader.output import delivery
 from stallfree.loader.shown import own_collate, shown_by, shown_samplers
+from stallfree.pipeline.compose import Transform
 from stallfree.sampling.epoch_source import EpochSource, SourceSetup, TakesLosses
 from stallfree.sampling.ranks import check_prepared
 from stallfree.sampling.sources import source_of
@@ -74,10 +75,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             `DevicePrefetcher`, with its defaults). The ring is pinned for that, once with `persistent_workers`;
             `pin_memory` is not needed. None: yield batches on the host.
         cache: "auto": the first iteration measures the speed of storage, prep and cache, and creates the cache with the
-            highest modelled throughput: of fetched samples, prepared samples, a mixture, or none. It prints one line
-            with the decision and its reason. See `decision` and `cached`. None: no cache but that of a `CachedDataset`.
-        capacity: bytes for that cache, as an int or a string like "16GiB"; shared by jobs on this host with equal data.
+            highest modelled throughput: of fetched samples, prepared samples, a mixture, or none. Of a data set whose
+            samples are random, the files that it reads are cached. One line says what is cached, how many workers
+            there are and what rate to expect; another one, after the second epoch, what was reached. See `decision`
+            and `cached`. None: no cache but that of a `CachedDataset`.
+        capacity: for that cache: bytes as an int or a string like "16GiB", or a share of the free memory like "50%",
+            the default. Shared by jobs on this host with equal data and capacity.
         store: a `DiskTier` that this cache uses below memory if that is faster.
+        transform: with `cache="auto"`: applied to the samples after the data set's own steps, as in `CachedDataset`.
         ranks: (rank, number of ranks), or "auto" for those of `torch.distributed`, or else of RANK and WORLD_SIZE:
             partition one order among the ranks, as torch's `DistributedSampler` does. Each sample is on one rank. To
             equalize the ranks, the first samples are repeated, or the last ones omitted with `drop_last`. All ranks use
@@ -93,7 +98,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     Attributes:
         cached: the `CachedDataset` that `cache="auto"` has created; None without it, before the first iteration, and if
             no cache is faster.
-        decision: the line with the decision of `cache="auto"`; "" before the first iteration.
+        decision: the decision of `cache="auto"` in one line, with all measured rates; "" before the first iteration.
 
     A batch owns its memory while any of its tensors is alive: kept batches are never overwritten. Raises `InputError`
     for invalid arguments; while iterating `SampleError`, `WorkerError` and `WaitError`.
@@ -142,6 +147,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         cache: str | None = None,
         capacity: int | str | None = None,
         store: DiskTier | None = None,
+        transform: Transform | None = None,
         event_log: str | os.PathLike[str] | None = None,
         output: str = "torch",
         ranks: tuple[int, int] | str | None = None,
@@ -157,7 +163,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         context = context_of(multiprocessing_context)
         self.multiprocessing_context = None if multiprocessing_context is None else context
         self.seed = seed_of(dataset, seed, generator)
-        self._auto = None if room is None else AutoCache(dataset, room, num_workers, store)
+        self._auto = None if room is None else AutoCache(dataset, room, num_workers, store, transform)
         self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers
         options = self._options(context, single)
         counts = {**new_counts(), "num_workers": self.num_workers}

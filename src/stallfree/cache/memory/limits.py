@@ -24,6 +24,16 @@ def free_space(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def grantable_memory(root: Path) -> int:
+    """Bytes of memory that are free, less those that the caches below `root` may still fill."""
+    promised = 0
+    for file in root.glob("*/data"):
+        with contextlib.suppress(OSError):
+            status = file.stat()
+            promised += max(0, status.st_size - 512 * status.st_blocks)
+    return max(0, min(free_memory(), free_space(root if root.exists() else root.parent)) - promised)
+
+
 def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
     """The capacity for a requested `size` in bytes: less, with a warning, if the file system of `folder` is small.
 
