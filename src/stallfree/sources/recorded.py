@@ -3,7 +3,8 @@
 The record of a sample is one array of bytes, so that a cache can lend it without a copy:
 
     u64 length of the head, little-endian
-    the head: JSON, a list with `[path, size, mtime in ns, [start, stop, start, stop, ...]]` for each file
+    the head, for each file: i64 size, i64 time of modification in ns, u32 number of places, u32 length of the path,
+    the places as i64 (start, stop, start, stop, ...), the path as the file system has it
     from the next multiple of 64, the bytes of these ranges, one file after the other
     zeros
 
@@ -12,7 +13,8 @@ The ranges of a file ascend and do not touch. The zeros are there so that record
 
 from __future__ import annotations
 
-import json
+import os
+import struct
 import threading
 import weakref
 from bisect import bisect_right
@@ -39,6 +41,9 @@ SMALL = 64 << 10
 
 MANY = 8
 """A larger range that more samples than this have read, such as an index, is left out of the records of others."""
+
+_HEAD = struct.Struct("<qqII")
+_TWO = struct.Struct("<2q")
 
 _REMEMBERED = 4096
 """Ranges for which the ids that read them are remembered."""
@@ -174,7 +179,7 @@ class Block:
 
     def record(self, id: int, shared: SharedRanges) -> Record:
         """The record of sample `id`; `shared` says what is left out of it."""
-        heads: list[Any] = []
+        heads: list[tuple[str, Identity, list[int]]] = []
         parts: list[bytes] = []
         for path, reads in list(self._reads.items()):
             if reads.chunks is None:
@@ -182,7 +187,7 @@ class Block:
             pieces = _merged(reads.chunks)
             kept = [piece for piece in pieces if not shared.leaves_out(path, piece.start, piece.stop, id)]
             if len(kept) <= MOST_RANGES and (kept or not pieces):
-                heads.append([path, *reads.identity, [place for piece in kept for place in (piece.start, piece.stop)]])
+                heads.append((path, reads.identity, [place for piece in kept for place in (piece.start, piece.stop)]))
                 parts += [part for piece in kept for part in piece.parts]
         return _pack(heads, parts)
 
@@ -214,8 +219,8 @@ def _merged(chunks: Sequence[tuple[int, bytes]]) -> list[_Piece]:
     return pieces
 
 
-def _pack(heads: list[Any], parts: list[bytes]) -> Record:
-    head = json.dumps(heads, separators=(",", ":")).encode()
+def _pack(heads: list[tuple[str, Identity, list[int]]], parts: list[bytes]) -> Record:
+    head = b"".join([_packed_head(*each) for each in heads])
     start = _first(len(head))
     size = start + sum(map(len, parts))
     step = max(64, 1 << size.bit_length() - 6)  # 32 lengths for each doubling
@@ -229,24 +234,44 @@ def _pack(heads: list[Any], parts: list[bytes]) -> Record:
     return out
 
 
+def _packed_head(path: str, identity: Identity, ranges: list[int]) -> bytes:
+    name = os.fsencode(path)
+    return _HEAD.pack(*identity, len(ranges), len(name)) + struct.pack(f"<{len(ranges)}q", *ranges) + name
+
+
 def _first(head: int) -> int:
     """Where the data begin after a head of this length."""
     return 8 + head + 63 & ~63
 
 
 def _unpack(record: Record) -> dict[str, FileRecord]:
+    """The files of a record, by path. Raises `ValueError` or `TypeError` for a malformed one."""
     given: Any = record
     view = memoryview(given)
     if view.format != "B" or view.ndim != 1:
         raise TypeError("malformed record")
     length = int.from_bytes(view[:8], "little")
-    start = _first(length)
+    at, end, start = 8, 8 + length, _first(length)
+    if end > len(view):
+        raise ValueError("malformed record")
     found = {}
-    for path, size, mtime, ranges in json.loads(bytes(view[8 : min(len(view), 8 + length)])):
+    while at < end:
+        size, mtime, count, name = _unpacked(_HEAD, view, at, end)
+        at += _HEAD.size
+        ranges = list(_unpacked(_TWO if count == 2 else struct.Struct(f"<{count}q"), view, at, end))
+        at += 8 * count
+        path = os.fsdecode(bytes(view[at : at + name]))
+        at += name
         stop = start + sum(ranges[1::2]) - sum(ranges[::2])
         found[path] = FileRecord(path, (size, mtime), ranges, view[start:stop])
         start = stop
     return found
+
+
+def _unpacked(form: struct.Struct, view: memoryview, at: int, end: int) -> tuple[int, ...]:
+    if at + form.size > end:
+        raise ValueError("malformed record")
+    return form.unpack_from(view, at)
 
 
 def files_of(record: Record) -> list[str]:

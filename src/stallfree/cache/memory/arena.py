@@ -146,8 +146,8 @@ class MemoryArena(Arena):
 
     def pieces(self, blocks: Array, size: int) -> list[Array]:
         """Views of the first `size` bytes of the concatenated `blocks`: few arrays of bytes."""
-        if len(blocks) == 1:
-            start = int(blocks[0]) * self.block
+        start = int(blocks[0]) * self.block
+        if len(blocks) == 1 or bool((blocks[1:] - blocks[:-1] == 1).all()):
             return [self._bytes[start : start + size]]
         pieces = []
         for first, count, at in _runs(blocks):

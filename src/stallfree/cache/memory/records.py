@@ -158,15 +158,16 @@ class Records:
         at = np.flatnonzero(found.good)
         counts = counts[at]
         blocks = chains(self._index, found.first[at].astype(np.int64) - 1, counts)
-        for position, count, end in zip(at.tolist(), counts.tolist(), np.cumsum(counts).tolist(), strict=True):
-            own, length = blocks[end - count : end], int(found.length[position])
+        ends = np.cumsum(counts)
+        sizes = found.length[at].tolist()
+        for position, count, end, length in zip(at.tolist(), counts.tolist(), ends.tolist(), sizes, strict=True):
+            own = blocks[end - count : end]
             if length:
                 parts[position] = tuple(arena.pieces(own, length))
             elif self.common is not None:
                 parts[position] = (self.common.head, *arena.pieces(own, self.common.size))
             else:  # a writer is changing it
                 found.good[position] = False
-
         return parts
 
     def borrow(self, found: Found, values: list[Any]) -> Borrowed:
