@@ -446,3 +446,42 @@ def test_no_time_is_counted_twice(timed: Timed) -> None:
     assert total["between_seconds"] >= alone["between_seconds"] + 2 * 0.03 + outer["between_seconds"]
     assert whole(total) <= sum(elapsed) <= found["seconds"]
     check_share(total)
+
+
+# -- the forecast -----------------------------------------------------------------------------------------------------
+
+WAITING = """
+import torch
+from torch.utils.data import DataLoader
+
+class Slow(torch.utils.data.Dataset):
+    augments = False
+    def __len__(self):
+        return 40
+    def __getitem__(self, i):
+        sum(range(100_000))
+        print("sample", i)
+        return torch.full((8,), float(i)) + (torch.rand(8) if self.augments else 0)
+
+def main():
+    for batch in DataLoader(Slow(), batch_size=8):
+        batch.sum()
+
+main()
+"""
+
+
+def test_the_line_to_change_is_named_with_what_it_gains(tmp_path: Path) -> None:
+    watched, found = both(WAITING, tmp_path, watching("--json", "out.json", "train.py"))
+    forecast = found["forecast"]
+    assert (forecast["where"], forecast["cached"]) == ("train.py:15", "samples cached as fetched")
+    assert forecast["rate"] > 2 * forecast["now"]
+    last = watched.stderr.splitlines()[-1]
+    assert last.startswith("Next: give stallfree.DataLoader the arguments of the DataLoader at train.py:15, and cache=")
+    assert "samples/s from the second epoch on in place of" in last
+    augmenting = WAITING.replace("augments = False", "augments = True")  # and reads no files
+    _, found = both(augmenting, tmp_path, watching("--json", "out.json", "train.py"))
+    assert found["forecast"] is None
+    failing = WAITING.replace("main()\n", "main()\nraise SystemExit(3)\n")
+    _, found = both(failing, tmp_path, watching("--json", "out.json", "train.py"))
+    assert found["forecast"] is None

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stallfree.autotune.choice import SAMPLES, Choice, Measured, choose, describe, expect, explain
-from stallfree.autotune.measure import measure, measure_reads
+from stallfree.autotune.choice import SAMPLES, Choice, Measured, choose, describe, expect, explain, what
+from stallfree.autotune.measure import Probe, measure, measure_reads
 from stallfree.batches.reader import Reader
 from stallfree.batches.transform_split import is_prepared
 from stallfree.cache.memory.limits import grantable_memory
@@ -199,9 +199,23 @@ class AutoCache:
                     f"{waited / seconds:.0%} of the time"
                 )
 
-    def _decide(self) -> None:
+    def forecast(self, compute: float) -> tuple[Choice, str]:
+        """What would be chosen for a training loop of `compute` samples/s, and what would be cached. Creates nothing.
+
+        Raises `StallfreeError` if nothing can be cached, or all samples fail.
+        """
+        self._set_room()
+        subject = self._look()
+        measured = replace(self._measure(subject, None).measured, compute=compute)
+        choice = self._choose(measured)
+        return choice, what(choice, _FILES if subject.why else SAMPLES)
+
+    def _set_room(self) -> None:
         if isinstance(self._capacity, float) and not self._room:  # unless another process decided before
             self._room = int(self._capacity * grantable_memory(default_root()))
+
+    def _decide(self) -> None:
+        self._set_room()
         try:
             subject = self._look()
         except _NotCached as reason:
@@ -262,12 +276,7 @@ class AutoCache:
         return self._folder
 
     def _publish(self, folder: Path, subject: _Subject) -> None:
-        if subject.why:
-            assert isinstance(subject.source, MapSource)
-            probe = measure_reads(subject.source, subject.steps, seed=self._seed)
-        else:
-            disk = None if self._tier is None else self._tier.folder
-            probe = measure(subject.source, subject.steps, subject.first, seed=self._seed, disk=disk)
+        probe = self._measure(subject, None if self._tier is None else self._tier.folder)
         self._records = probe.records
         compute = math.inf if self._measured is None else self._measured.compute
         measured = replace(probe.measured, compute=compute)
@@ -275,6 +284,12 @@ class AutoCache:
         advice = self._advice_to_cut(choice.rate) if subject.why else ""
         found = _Decision(self._room, measured, choice, advice)
         (folder / _FILE).write_text(json.dumps(asdict(found)))
+
+    def _measure(self, subject: _Subject, disk: Path | None) -> Probe:
+        if subject.why:
+            assert isinstance(subject.source, MapSource)
+            return measure_reads(subject.source, subject.steps, seed=self._seed)
+        return measure(subject.source, subject.steps, subject.first, seed=self._seed, disk=disk)
 
     def _advice_to_cut(self, rate: float) -> str:
         """What `cut` would gain at one of the data set's attributes, against `rate`; 0: without a cache."""

@@ -195,7 +195,7 @@ def describe(measured: Measured, choice: Choice, room: int, forms: tuple[str, st
     )
     nothing = "" if choice.share is not None else ", and a cache would gain less than 2%"
     return (
-        f"{_what(choice, forms)}{_held(choice)}; {_workers(choice)}; {_rate(rate)} expected{gain}; {limit} is the "
+        f"{what(choice, forms)}{_held(choice)}; {_workers(choice)}; {_rate(rate)} expected{gain}; {limit} is the "
         f"limit{nothing}"
     )
 
@@ -205,14 +205,15 @@ def explain(measured: Measured, choice: Choice, room: int, forms: tuple[str, str
     fetched, prepared = (("-" if math.isinf(size) else format_size(int(size))) for size in measured.sizes)
     gain = f", {_gain(measured, choice, room):.2f} times as many as without a cache" if choice.share is not None else ""
     return (
-        f"{_what(choice, forms)}{_held(choice)}; {_workers(choice)}, {choice.threads} fetches at "
+        f"{what(choice, forms)}{_held(choice)}; {_workers(choice)}, {choice.threads} fetches at "
         f"once: S={_rate(measured.storage[choice.threads])}, F={_rate(choice.fetch)}, P={_rate(choice.prep)}, "
         f"G={_rate(measured.compute)}; a sample takes {fetched} as fetched and {prepared} prepared, "
         f"{format_size(room)} are there; the loader can give {_rate(choice.rate)}{gain}"
     )
 
 
-def _what(choice: Choice, forms: tuple[str, str]) -> str:
+def what(choice: Choice, forms: tuple[str, str]) -> str:
+    """What is cached, in words; `forms` as of `describe`."""
     mixture = f"{choice.share or 0:.0%} of the samples cached prepared, the others as fetched"
     return {None: "no cache", 0.0: forms[0], 1.0: forms[1]}.get(choice.share, mixture)
 

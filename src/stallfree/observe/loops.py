@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-clock = time.perf_counter
+clock, cpu_clock = time.perf_counter, time.process_time
 
 FORMAT, VERSION = "stallfree-run", 1
 SMALL_SHARE = 0.05
 """Share of the time below which stalls count as small."""
+
+WORTH = 1.05
+"""Minimum gain of a loader that is recommended."""
 
 _WATCHED = {
     "torch.utils.data.dataloader": ("torch.utils.data.dataloader", "_BaseDataLoaderIter"),
@@ -48,6 +51,7 @@ class Row:
         first: seconds from the start of a pass to its first batch, over all passes.
         waited: seconds in `next` after that.
         between: seconds between one call of `next` and the following one.
+        between_cpu: CPU seconds of this process in that time.
         keeps: whether its workers persist between passes.
     """
 
@@ -58,7 +62,7 @@ class Row:
         self.keeps = bool(getattr(loader, "persistent_workers", False))
         self.loaders = 1
         self.passes = self.batches = 0
-        self.first = self.waited = self.between = 0.0
+        self.first = self.waited = self.between = self.between_cpu = 0.0
         self._counted: int | None = 0
         self._exact: list[dict[str, int]] = []  # of stallfree's loaders, which have exact counts
 
@@ -91,6 +95,11 @@ class Row:
             self._counted = self._counted + min(batches * size, at_most) if known else None  # type: ignore[operator, type-var]
 
     @property
+    def stalls(self) -> float:
+        """Seconds that the script waited for its batches."""
+        return self.first + self.waited
+
+    @property
     def samples(self) -> int | None:
         """The number of delivered samples; None if unknown."""
         return sum(counts["samples"] for counts in self._exact) if self._exact else self._counted
@@ -117,6 +126,7 @@ class Pass:
         self.batches = 0
         self.fresh = True
         self.last: float | None = None  # when `next` returned
+        self.last_cpu = 0.0
         self.thread: Thread | None = None  # thread of that call, if not within the `next` of another loader
         self.mark = 0  # number of the wait in that thread
 
@@ -179,6 +189,7 @@ class Watch:
         self._passes: dict[int, Pass] = {}
         self._threads: dict[int, Thread] = {}
         self._undo: list[tuple[Any, str, Any]] = []
+        self._slowest: tuple[Row, Any] | None = None  # the row of torch's loaders that waits most, and its data set
         sys.meta_path.insert(0, self)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._stop)
@@ -243,6 +254,7 @@ class Watch:
                     here.leave(now, now - started, first=True)
             row = self._row(loader, sys._getframe(1))
             row.first += now - started
+            self._keep(row, loader)
             self._add(iterator, row, row.begin(loader))
             return iterator
 
@@ -262,6 +274,7 @@ class Watch:
                 here.enter(started, one)
             if one.last is not None:
                 one.row.between += started - one.last
+                one.row.between_cpu += cpu_clock() - one.last_cpu
             here.depth += 1
             try:
                 batch = original(iterator)
@@ -280,6 +293,7 @@ class Watch:
     def _end(self, one: Pass, here: Thread, started: float, outermost: bool) -> None:
         """Record the end of a wait."""
         now = one.last = clock()
+        one.last_cpu = cpu_clock()
         here.depth -= 1
         if one.fresh:
             one.row.first += now - started
@@ -303,6 +317,12 @@ class Watch:
                 return row
         self.rows.append(Row(loader, key))
         return self.rows[-1]
+
+    def _keep(self, row: Row, loader: Any) -> None:
+        """Keep the data set of the loader that waits most, to measure it when the script has ended."""
+        most = self._slowest
+        if type(loader).__module__ == "torch.utils.data.dataloader" and (most is None or most[0].stalls <= row.stalls):
+            self._slowest = row, loader.dataset
 
     def _add(self, iterator: Any, row: Row, at_most: int | None) -> None:
         """Record the start of a pass. Ends the previous pass of the same iterator (persistent workers)."""
@@ -329,6 +349,8 @@ class Watch:
         found = self.summary()
         if self.rows:
             _say(_text(found))
+            found["forecast"] = None if self.failed else self._forecast(found["total"]["stall_share"])
+            _say(f"{_advice(found)}\n")
         elif not self.failed:
             _say(_nothing(self._target))
         if self._out:
@@ -339,6 +361,24 @@ class Watch:
                     file.write(json.dumps(found, indent=1) + "\n")
             except OSError as error:
                 _say(f"error: the summary cannot be written to {self._out}: {error}\n")
+
+    def _forecast(self, stalled: float) -> dict[str, Any] | None:
+        """The gain of stallfree's loader in the place of the one that waits most; None if there is none."""
+        row, dataset = self._slowest or (None, None)
+        self._slowest = None  # the script's objects go as they do without this
+        if row is None or not row.samples or stalled < SMALL_SHARE:
+            return None
+        try:
+            from stallfree.observe.forecast import forecast
+
+            step, step_cpu = row.between / row.samples, row.between_cpu / row.samples
+            found = forecast(dataset, row.workers, step, step_cpu)
+        except Exception:  # the script has ended; what its data set raises now is of no interest
+            return None
+        if found is None:
+            return None
+        now = row.samples / (row.stalls + row.between)
+        return {**found, "where": row.where, "now": now} if found["rate"] > WORTH * now else None
 
     def summary(self) -> dict[str, Any]:
         """All statistics; times in seconds."""
@@ -410,7 +450,7 @@ def _nothing(target: str) -> str:
 
 
 def _text(found: dict[str, Any]) -> str:
-    """The summary as text."""
+    """The summary as text, without advice."""
     total, loaders = found["total"], found["loaders"]
     lines = [["loader", "iterated at", "passes", "batches", "samples", "first", "waited", "between", "stalled"]]
     for row in loaders:
@@ -421,7 +461,7 @@ def _text(found: dict[str, Any]) -> str:
     if len(loaders) > 1:
         lines.append(["total", "", *_cells(total)])
     head = f"stallfree: {found['target']} waited for data {total['stall_share']:.1%} of the time of its loops"
-    return f"\n{head}\n\n{_table(lines)}\n{_advice(found)}\n"
+    return f"\n{head}\n\n{_table(lines)}\n"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -449,6 +489,8 @@ def _advice(found: dict[str, Any]) -> str:
     starting = [row for row in found["loaders"] if _starting(row) > SMALL_SHARE * whole]
     seconds = sum(map(_starting, starting))
     advice = "`stallfree analyze` shows whether fetching or preparing is too slow, and what would end these waits."
+    if found.get("forecast"):
+        return _recommendation(**found["forecast"])
     if not starting:
         return f"Next: {advice}"
     places = ", ".join(row["where"] for row in starting)
@@ -457,6 +499,14 @@ def _advice(found: dict[str, Any]) -> str:
         "persistent_workers=True."
     )
     return f"Next: {cure}" + (f" Then {advice}" if total["waited_seconds"] >= SMALL_SHARE * whole else "")
+
+
+def _recommendation(cached: str, workers: int, rate: float, where: str, now: float) -> str:
+    return (
+        f'Next: give stallfree.DataLoader the arguments of the DataLoader at {where}, and cache="auto": {cached}, '
+        f"{workers} workers, about {rate:,.0f} samples/s from the second epoch on in place of {now:,.0f} "
+        f"({rate / now:.1f}x)."
+    )
 
 
 def _starting(row: dict[str, Any]) -> float:
