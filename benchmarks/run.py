@@ -54,6 +54,7 @@ NAMES = (
     "stall_shares",
     "model_rates",
     "observer",
+    "run_forecast",
     "plain_loader",
     "watch_cost",
     "replay",

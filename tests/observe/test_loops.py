@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.observe.loops import Pass, Row, Thread, _advice, _figures, _text
+from stallfree.observe.loops import Pass, Row, Thread, _figures, _text
 
 
 class Loader:
@@ -89,7 +89,7 @@ def test_the_headline_counts_the_first_batch_of_each_pass() -> None:
 def test_persistent_workers_are_named_where_their_start_is_the_reason(
     found: dict[str, Any], named: bool, further: bool
 ) -> None:
-    text = _advice(found)
+    text = _text(found)
     assert ("train.py:9 are started again" in text) == named
     assert ("persistent_workers=True" in text) == named
     assert ("what would end these waits" in text) == further

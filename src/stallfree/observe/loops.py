@@ -189,6 +189,7 @@ class Watch:
         self._passes: dict[int, Pass] = {}
         self._threads: dict[int, Thread] = {}
         self._undo: list[tuple[Any, str, Any]] = []
+        self._forecast: dict[str, Any] | None = None
         self._slowest: tuple[Row, Any] | None = None  # the row of torch's loaders that waits most, and its data set
         sys.meta_path.insert(0, self)
         if hasattr(os, "register_at_fork"):
@@ -343,14 +344,10 @@ class Watch:
         """Write the summary to standard error, and as JSON if requested."""
         if os.getpid() != self._pid:
             return
-        for one in list(self._passes.values()):
-            _close(one)
-        self._passes.clear()
+        self._close_all()
         found = self.summary()
         if self.rows:
             _say(_text(found))
-            found["forecast"] = None if self.failed else self._forecast(found["total"]["stall_share"])
-            _say(f"{_advice(found)}\n")
         elif not self.failed:
             _say(_nothing(self._target))
         if self._out:
@@ -362,23 +359,28 @@ class Watch:
             except OSError as error:
                 _say(f"error: the summary cannot be written to {self._out}: {error}\n")
 
-    def _forecast(self, stalled: float) -> dict[str, Any] | None:
-        """The gain of stallfree's loader in the place of the one that waits most; None if there is none."""
+    def measure(self) -> None:
+        """Forecast the gain of stallfree's loader in the place of the one that waits most. Called after the script."""
         row, dataset = self._slowest or (None, None)
-        self._slowest = None  # the script's objects go as they do without this
-        if row is None or not row.samples or stalled < SMALL_SHARE:
-            return None
+        self._close_all()
+        if row is None or not row.samples or self.summary()["total"]["stall_share"] < SMALL_SHARE:
+            return
         try:
             from stallfree.observe.forecast import forecast
 
             step, step_cpu = row.between / row.samples, row.between_cpu / row.samples
             found = forecast(dataset, row.workers, step, step_cpu)
         except Exception:  # the script has ended; what its data set raises now is of no interest
-            return None
-        if found is None:
-            return None
+            return
         now = row.samples / (row.stalls + row.between)
-        return {**found, "where": row.where, "now": now} if found["rate"] > WORTH * now else None
+        if found is not None and found["rate"] > WORTH * now:
+            self._forecast = {**found, "where": row.where, "now": now}
+
+    def _close_all(self) -> None:
+        self._slowest = None  # the script's objects are freed as they are without this
+        for one in list(self._passes.values()):
+            _close(one)
+        self._passes.clear()
 
     def summary(self) -> dict[str, Any]:
         """All statistics; times in seconds."""
@@ -389,6 +391,7 @@ class Watch:
             "version": VERSION,
             "target": self._target,
             "seconds": clock() - self._started,
+            "forecast": self._forecast,
             "loaders": [
                 {
                     "dataset": row.data,
@@ -450,7 +453,7 @@ def _nothing(target: str) -> str:
 
 
 def _text(found: dict[str, Any]) -> str:
-    """The summary as text, without advice."""
+    """The summary as text."""
     total, loaders = found["total"], found["loaders"]
     lines = [["loader", "iterated at", "passes", "batches", "samples", "first", "waited", "between", "stalled"]]
     for row in loaders:
@@ -461,7 +464,7 @@ def _text(found: dict[str, Any]) -> str:
     if len(loaders) > 1:
         lines.append(["total", "", *_cells(total)])
     head = f"stallfree: {found['target']} waited for data {total['stall_share']:.1%} of the time of its loops"
-    return f"\n{head}\n\n{_table(lines)}\n"
+    return f"\n{head}\n\n{_table(lines)}\n{_advice(found)}\n"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -41,8 +41,11 @@ def main() -> None:
     try:
         code = (_script if kind == "script" else _module)(target, rest, module, own_path)
         exec(code, names)
+        watch.measure()
     except SystemExit as end:
         watch.failed = bool(end.code)
+        if not watch.failed:
+            watch.measure()
         raise
     except BaseException as error:
         watch.failed = True
