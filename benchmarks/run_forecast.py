@@ -70,9 +70,9 @@ def run(options: Options) -> Report:
         rows=rows,
         checks=checks,
         notes=[
-            f"{photos}; batches of {BATCH}, 2 workers that persist. {EPOCHS} epochs run under "
-            '`stallfree run`, then with `stallfree.DataLoader(..., cache="auto")` in place of its loader; reached is the median of its '
-            f"epochs from the second on. {rounds} pairs in turn; medians (lowest to highest)."
+            f"{photos}; batches of {BATCH}, 2 workers that persist, {EPOCHS} epochs. First the script runs under "
+            "`stallfree run`, then with `stallfree.DataLoader` in place of its loader; reached is the median of its epochs "
+            f"from the second on. {rounds} pairs in turn; medians (lowest to highest)."
         ],
         versions={name: version(name) for name in ("stallfree", "torch")},
         raw=raw,
