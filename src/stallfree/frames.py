@@ -15,7 +15,7 @@ _Given = ParamSpec("_Given")
 _Returned = TypeVar("_Returned")
 
 _OURS = os.path.dirname(__file__) + os.sep
-_OPEN = os.path.join(_OURS, "sources", "open_calls.py")
+_OPEN = os.path.join(_OURS, "sources", "reads", "open_calls.py")
 """Stands for `open`: its caller is where an error came up."""
 
 _CARRIERS = os.path.join("concurrent", "futures") + os.sep

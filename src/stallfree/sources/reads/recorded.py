@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from stallfree.sources.open_calls import Tracker
-    from stallfree.sources.tracked_file import TrackedFile
+    from stallfree.sources.reads.open_calls import Tracker
+    from stallfree.sources.reads.tracked_file import TrackedFile
 
 MOST_BYTES = 64 << 20
 """Bytes of one record. Files that do not fit are left out of it, and are read from storage each time."""
@@ -108,6 +108,7 @@ class Block:
         recording: whether reads are recorded.
         stale: whether a file has changed since it was recorded: the outcome of this run does not count.
         storage_bytes: bytes that were read from storage.
+        handed_bytes: bytes of files whose descriptors were given out, which may be read once more.
         seconds: spent on reading these.
     """
 
@@ -116,6 +117,7 @@ class Block:
         self.files: dict[str, FileRecord] = {} if record is None else _unpack(record)
         self.stale = False
         self.storage_bytes, self.seconds = 0, 0.0
+        self.handed_bytes = 0
         self._reads: dict[str, _Reads] = {}
         self._size = 0
         self._lent = lent
