@@ -256,6 +256,15 @@ def files_of(record: Record) -> list[str]:
     return list(_unpack(record))
 
 
+def parts_of(record: Record) -> list[tuple[str, int, int]]:
+    """The ranges in a record: path, start and stop."""
+    return [
+        (file.path, *file.ranges[at : at + 2])  # type: ignore[misc]
+        for file in _unpack(record).values()
+        for at in range(0, len(file.ranges), 2)
+    ]
+
+
 class SharedRanges:
     """Which ranges of files so many samples have read that they are not stored again with each of them."""
 
