@@ -187,6 +187,31 @@ class _Fsspec(Crops):
     protocol = "file://"
 
 
+class _Remote(_Fsspec):
+    protocol = "memory://"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_files_of_fsspec_elsewhere(folder: Path, workers: int) -> None:
+    fs = pytest.importorskip("fsspec").filesystem("memory")
+    fs.pipe({f"{folder}/{id}.raw": (folder / f"{id}.raw").read_bytes() for id in range(COUNT)})
+    try:
+        plain = epochs(sf.DataLoader(_Remote(folder), **OPTIONS))
+        with (
+            sf.CachedDataset(_Remote(folder), capacity="4MiB", form="reads") as some,
+            sf.DataLoader(some, num_workers=workers, persistent_workers=False, **OPTIONS) as loader,
+        ):
+            found = [list(loader)]
+            if workers == 0:
+                fs.rm(str(folder), recursive=True)
+            found += [list(loader), list(loader)]
+            assert some.stats().storage_reads == COUNT
+            assert some.stats().hits == 2 * COUNT + 1
+        assert same(found, plain)
+    finally:
+        fs.store.clear()
+
+
 def test_files_of_fsspec_on_this_host(folder: Path) -> None:
     plain = epochs(sf.DataLoader(_Fsspec(folder), **OPTIONS))
     with (

@@ -264,7 +264,8 @@ class Analysis:
             self._time("S", _file_reads(cold, some, job), 1)
             self._check_out(cold)
             if full is not None:
-                self._time("C", _cache_reads(full, self._there, job.batch_size), 2)
+                workers = max(1, min(job.num_workers, cpu_count()))  # P is theirs together, and contains this
+                self._time("C", _cache_reads(full, self._there, job.batch_size, workers), 2)
                 return
             self._bring_in(some)
             self._time("C", _file_reads(Endless(some.ids), some, job), 1)
@@ -417,11 +418,14 @@ def _file_reads(ids: Iterable[int], some: Records, job: Job) -> Iterator[int]:
             yield job.batch_size
 
 
-def _cache_reads(full: CachedDataset, ids: list[int], batch_size: int) -> Iterator[int]:
+def _cache_reads(full: CachedDataset, ids: list[int], batch_size: int, threads: int = 1) -> Iterator[int]:
     order = iter(Endless(ids))
-    while True:
-        full.cache.get_many([next(order) for _ in range(batch_size)])
-        yield batch_size
+    with ThreadPoolExecutor(threads) as pool:
+        while True:
+            batches = [list(islice(order, batch_size)) for _ in range(threads)]
+            for _ in (map if threads == 1 else pool.map)(full.cache.get_many, batches):
+                pass
+            yield threads * batch_size
 
 
 def _record_bytes(full: CachedDataset | None) -> float | None:

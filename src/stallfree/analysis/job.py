@@ -377,7 +377,7 @@ class Records:
     Attributes:
         ids: their ids.
         values: their records, if fetch and prep can be separated; else empty.
-        parts: what each was read from, if they cannot be separated: files, each with its first and last byte.
+        parts: what each was read from, if they cannot be separated: files of this host, each with start and stop.
         sample_bytes: mean bytes of a fetch; None if unknown.
     """
 
@@ -439,4 +439,4 @@ def _recorded_parts(source: MapSource, id: int) -> list[tuple[str, int, int]]:
         record, _ = record_sample(source.dataset, id)
     except Exception as error:
         raise_from(sample_error(error, source, id, "fetching"), error)
-    return parts_of(record)
+    return [part for part in parts_of(record) if os.path.isabs(part[0])]  # not those on other machines

@@ -23,14 +23,15 @@ import os
 import stat
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from stallfree.sources.reads.recorded import MOST_BYTES, THREAD, current_block
+from stallfree.sources.reads.recorded import MOST_BYTES, current_block, outside
+from stallfree.sources.reads.remote import replace_remote_open
 from stallfree.sources.reads.tracked_file import TrackedFile
 
 _MOST_KINDS = 256
@@ -155,7 +156,7 @@ def _agrees(kind: Hashable, path: Any, native: Callable[[], Any], memory: Callab
     if block is None or not block.recording or _alike.get(kind):
         return True
     found = other = None
-    with _outside():
+    with outside():
         with contextlib.suppress(Exception):
             found = native()
         with contextlib.suppress(Exception):
@@ -180,16 +181,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
-
-
-@contextlib.contextmanager
-def _outside() -> Iterator[None]:
-    """Files are neither recorded nor served in this thread."""
-    tracker, THREAD.tracker = THREAD.tracker, None
-    try:
-        yield
-    finally:
-        THREAD.tracker = tracker
 
 
 def _absolute(path: Any) -> str:
@@ -274,6 +265,7 @@ _missing: dict[str, Callable[[ModuleType], None]] = {
     "torchvision.io.image": _replace_read_file,
     "soundfile": _replace_open_sound,
     "torchaudio": _replace_load_audio,
+    "fsspec.spec": replace_remote_open,
 }
 """Modules that have not been found yet, and what replaces their function."""
 

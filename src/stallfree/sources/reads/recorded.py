@@ -12,12 +12,13 @@ The ranges of a file ascend and do not touch. The zeros are there so that record
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -298,3 +299,13 @@ def current_block() -> Block | None:
     """The block that this thread runs in, or that has started it."""
     tracker = THREAD.tracker
     return None if tracker is None else tracker.block
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Files that this thread opens are neither recorded nor served."""
+    tracker, THREAD.tracker = THREAD.tracker, None
+    try:
+        yield
+    finally:
+        THREAD.tracker = tracker

@@ -26,12 +26,13 @@ _CURES = {
     "netCDF4": f"netCDF4.Dataset('data', memory={_DATA})",
     "pyarrow": "its readers with open(path, 'rb')",
     "safetensors": f"safetensors.torch.load({_DATA})",
+    "fsspec": "fs.open(path).read() in place of fs.cat_file(path)",
     "soundfile": "soundfile.read(open(path, 'rb'))",
     "torchaudio": "torchaudio.load(open(path, 'rb'))",
 }
 """Libraries that open files natively, and what to use in their place."""
 
-_SERVED = {"cv2", "torchvision", "soundfile", "torchaudio"}
+_SERVED = {"cv2", "torchvision", "soundfile", "torchaudio", "fsspec"}
 """Those whose functions are replaced in most places: see `native`."""
 
 MAPPING = {"lmdb", "pyarrow", "datasets"}
