@@ -165,7 +165,10 @@ def test_a_call_that_fails_in_memory_stays_native(folder: Path, monkeypatch: pyt
 
 
 def test_a_library_that_is_imported_late(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run in which it is imported does not count, as its files were not seen; the next one does."""
+    """The run in which it is imported does not count, as its files were not seen; the next one does.
+
+    A process that serves a record without having imported it runs twice: the first time it goes to storage.
+    """
     (folder / "late_library.py").write_text(
         "import os\ndef read(path):\n file = os.open(path, os.O_RDONLY)\n data = os.read(file, 99)\n os.close(file)\n"
         " return data\n"
@@ -192,6 +195,12 @@ def test_a_library_that_is_imported_late(folder: Path, monkeypatch: pytest.Monke
         again, record = recorded(read, tracker)
         assert again[1] == found
         assert list(contents(record)) == ["a.jpg"]
+        for missing in (False, True):
+            del sys.modules["late_library"]
+            monkeypatch.setitem(native._missing, "late_library", replace)
+            if missing:
+                (folder / "a.jpg").rename(folder / "away")
+            assert tracker.run(Block(record), read) == found
     finally:
         sys.modules.pop("late_library", None)
 

@@ -62,11 +62,23 @@ class Tracker:
         self.written: set[str] = set()
 
     def run(self, block: Block, function: Callable[..., _T], *args: Any) -> _T:
-        """`function(*args)` in `block`, which is stale if a library that opens files natively was imported in it."""
+        """`function(*args)` in `block`.
+
+        If a library that opens files natively is imported meanwhile, the block is stale if it records; if it serves,
+        the function is called once more.
+        """
         install()
         before = THREAD.tracker, self.block
         THREAD.tracker, self.block = self, block
         try:
+            try:
+                value = function(*args)
+            except Exception:
+                if block.recording or not replace_imported():
+                    raise
+            else:
+                if block.recording or not replace_imported():
+                    return value
             return function(*args)
         finally:
             THREAD.tracker, self.block = before
