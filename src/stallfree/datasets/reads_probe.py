@@ -73,13 +73,11 @@ def _record(dataset: Any, id: int) -> tuple[Record, float | None]:
 
 def _report(dataset: Any, id: int, record: Record, unseen: float | None) -> None:
     """Warn of bytes that a sample reads past `open`."""
-    library, cure = native_library(dataset)
-    mapped = (
-        [path for path in mapped_files() if path not in files_of(record)]
-        if MAPPING & set(library.split(" or "))
-        else []
-    )
+    mapped = [path for path in mapped_files() if path not in files_of(record)]
     if unseen is None and not mapped:
+        return
+    library, cure = native_library(dataset)
+    if unseen is None and not MAPPING & set(library.split(" or ")):
         return
     what = f"{mapped[0]}, which is mapped into memory," if unseen is None else f"{unseen:.0%} of the bytes"
     warnings.warn(

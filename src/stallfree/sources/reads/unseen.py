@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
@@ -41,7 +41,7 @@ MAPPING = {"lmdb", "pyarrow", "datasets"}
 _MOST_OBJECTS = 64
 """Objects that are looked at for the names of libraries."""
 
-_NO_DATA = (sys.prefix, sys.base_prefix, "/usr/", "/lib", "/dev/", "/proc/", "/memfd:", "/SYSV")
+_MAPPED = (".mdb", ".lmdb", ".arrow", ".feather")
 
 
 def bytes_read() -> int | None:
@@ -52,12 +52,12 @@ def bytes_read() -> int | None:
 
 
 def mapped_files() -> list[str]:
-    """The files that this process has mapped into memory, without libraries and those of the system."""
+    """The files with data of such libraries that this process has mapped into memory."""
     found = set()
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
             path = line.rstrip("\n")[73:]
-            if path.startswith("/") and not path.startswith(_NO_DATA) and ".so" not in path:
+            if path.endswith(_MAPPED):
                 found.add(path)
     return sorted(found)
 
@@ -83,6 +83,10 @@ def _objects(dataset: Any) -> Iterator[Any]:
             yield thing
             if isinstance(thing, (list, tuple)):
                 todo += thing[:8]
+            elif isinstance(thing, dict):
+                todo += list(thing.values())[:8]
+            elif isinstance(thing, functools.partial):
+                todo.append(thing.func)
             elif not isinstance(thing, (type, ModuleType, FunctionType)):
                 todo += attributes(thing).values()
 
@@ -108,4 +112,6 @@ def _users(function: FunctionType) -> list[FunctionType]:
 
 def _library(thing: Any) -> str:
     name = thing.__name__ if isinstance(thing, ModuleType) else attribute(thing, "__module__")
+    if name is None and attribute(thing, "__name__") == "imread":
+        return "cv2"  # whose functions name no module
     return str(name).partition(".")[0]
