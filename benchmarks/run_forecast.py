@@ -71,8 +71,8 @@ def run(options: Options) -> Report:
         checks=checks,
         notes=[
             f"{photos}; batches of {BATCH}, 2 workers that persist, {EPOCHS} epochs. First the script runs under "
-            "`stallfree run`, then with `stallfree.DataLoader` in place of its loader; reached is the median of its epochs "
-            f"from the second on. {rounds} pairs in turn; medians (lowest to highest)."
+            "`stallfree run`, then with `stallfree.DataLoader` in place of its loader; reached is the median of the "
+            f"epochs from the second on. {rounds} pairs in turn; medians (lowest to highest)."
         ],
         versions={name: version(name) for name in ("stallfree", "torch")},
         raw=raw,

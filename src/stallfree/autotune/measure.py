@@ -31,8 +31,8 @@ from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
 from stallfree.pipeline.values import private
 from stallfree.sources.mapped import MapSource
-from stallfree.sources.open_calls import Tracker
-from stallfree.sources.recorded import Block
+from stallfree.sources.reads.open_calls import Tracker
+from stallfree.sources.reads.recorded import Block
 from stallfree.sources.throttle import payload_bytes
 
 LEVELS = (8, 16, 32, 64)

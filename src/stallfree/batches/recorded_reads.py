@@ -14,8 +14,8 @@ from stallfree.cache import MISS, Lends
 from stallfree.cache.memory.records import Borrowed
 from stallfree.pipeline.protocol import sample_error
 from stallfree.sources.mapped import MapSource
-from stallfree.sources.open_calls import Tracker
-from stallfree.sources.recorded import Block, FileChanged, Record
+from stallfree.sources.reads.open_calls import Tracker
+from stallfree.sources.reads.recorded import Block, FileChanged, Record
 
 if TYPE_CHECKING:
     from stallfree.batches.reader import Pending, Reader
@@ -151,7 +151,11 @@ def _block(record: Record | None, lent: bool) -> Block:
 
 
 def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
-    """Index `dataset` once. Returns the record of what it read, and the bytes that it read from storage."""
-    tracker, block = Tracker(), Block()
-    tracker.run(block, lambda: dataset[id])
-    return block.record(id, tracker.shared), block.storage_bytes
+    """Index `dataset` once. Returns the record of what it read, and the most bytes that it read by way of `open`."""
+    tracker = Tracker()
+    for _ in range(_ATTEMPTS):
+        block = Block()
+        tracker.run(block, lambda: dataset[id])
+        if not block.stale:
+            break
+    return block.record(id, tracker.shared), block.storage_bytes + block.handed_bytes

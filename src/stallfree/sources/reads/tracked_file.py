@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from stallfree.sources.recorded import MOST_BYTES, Block, FileChanged, FileRecord, Identity, current_block
+from stallfree.sources.reads.recorded import MOST_BYTES, Block, FileChanged, FileRecord, Identity, current_block
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -186,6 +186,7 @@ class TrackedFile(io.RawIOBase):
         block = current_block()
         file = self._opened(block)
         if block is not None and block.recording:
+            block.handed_bytes += self._identity[0]
             if self._identity[0] > MOST_BYTES:
                 block.leave_out(self._path)
             elif not block.has_read(self._path, self._identity):

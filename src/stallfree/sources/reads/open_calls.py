@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from stallfree.platform import at_fork
-from stallfree.sources.recorded import THREAD, Block, SharedRanges
-from stallfree.sources.tracked_file import TrackedFile, identity_of
+from stallfree.sources.reads.native import replace_held, replace_imported
+from stallfree.sources.reads.recorded import THREAD, Block, SharedRanges
+from stallfree.sources.reads.tracked_file import TrackedFile, identity_of
 
 _T = TypeVar("_T")
 
@@ -61,15 +62,29 @@ class Tracker:
         self.written: set[str] = set()
 
     def run(self, block: Block, function: Callable[..., _T], *args: Any) -> _T:
-        """`function(*args)` in `block`."""
+        """`function(*args)` in `block`.
+
+        If a library that opens files natively is imported meanwhile, the block is stale if it records; if it serves,
+        the function is called once more.
+        """
         install()
         before = THREAD.tracker, self.block
         THREAD.tracker, self.block = self, block
         try:
+            try:
+                value = function(*args)
+            except Exception:
+                if block.recording or not replace_imported():
+                    raise
+            else:
+                if block.recording or not replace_imported():
+                    return value
             return function(*args)
         finally:
             THREAD.tracker, self.block = before
             block.end()
+            if block.recording and replace_imported():
+                block.stale = True
 
     def note_written(self, block: Block, path: str) -> None:
         """A file is opened for writing."""
@@ -188,8 +203,9 @@ _installed = False
 
 
 def install() -> None:
-    """Replace `open`, once per process."""
+    """Replace `open`, once per process, and the functions of libraries that were imported meanwhile."""
     global _installed
+    replace_imported()
     if _installed:
         return
     with _lock:
@@ -203,16 +219,7 @@ def _replace_open() -> None:
     """Replace it where a module holds it, unless another library has replaced it there."""
     real = sys.modules["_io"].open
     ours = _Open(real)
-    for name, module in list(sys.modules.items()):
-        try:
-            names: dict[str, Any] = object.__getattribute__(module, "__dict__")
-        except AttributeError:
-            continue
-        if name in ("_io", __name__):
-            continue
-        for key, value in list(names.items()):
-            if value is real:
-                names[key] = ours
+    replace_held(real, ours, but=("_io", __name__))
     openers = sys.modules.get("numpy.lib._datasource")
     kept = getattr(getattr(openers, "_file_openers", None), "_file_openers", {})
     for key, value in list(kept.items()):
