@@ -143,6 +143,7 @@ class EpochRunner:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, which begins at its start."""
+        self.source.set_epoch(epoch)
         self._epoch = epoch
         self._resume = self._progress = self._prefetcher = None
 
@@ -168,10 +169,10 @@ class EpochRunner:
         if self.pools.persistent:
             self._end_iteration()
         pool = self.pools.take(self.options, self._seeds.base, None if prefetcher is None else prefetcher.pin)
-        progress = self._progress = Progress(plan.batches, epoch, plan.first, plan.dealt)
+        progress = self._progress = Progress(plan.batches, epoch, plan.first, plan.dealt, plan.end_stream)
         self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
         self._epoch = None
-        deliver = self._deliver(weigh=plan.on_delivered)
+        deliver = self._deliver(weigh=plan.on_delivered, count=plan.count)
         keep, steps = pool is self.pools.kept, prefetcher is None
         iteration = Iteration(self, pool, plan, progress, deliver, keep_pool=keep, log_steps=steps)
         self._iteration = weakref.ref(iteration)
