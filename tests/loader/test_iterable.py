@@ -22,6 +22,7 @@ import stallfree as sf
 from loader_data import same
 from stallfree.batches import stream
 from stallfree.errors import InputError, SampleError, StallfreeError, WorkerError
+from stallfree.integrations.accelerate import prepare
 from stallfree.pipeline import StallfreeWarning
 from stream_data import Generated, Held, Killed, Range, Sized, Stream, divide, drawing, refuse, stops
 
@@ -42,10 +43,14 @@ def outcomes(iterator: Iterator[Any]) -> Iterator[Any]:
 def epochs(kind: Any, dataset: Any, count: int, *, most: int | None = None, **arguments: Any) -> Any:
     """What `count` iterations give, of which each may end early, and where the generators are after that."""
     torch.manual_seed(1), random.seed(2), np.random.seed(3)
-    loader = kind(dataset, **arguments)
-    found = [list(islice(outcomes(iter(loader)), most)) for _ in range(count)]
+    loader, found = kind(dataset, **arguments), []
+    for _ in range(count):
+        iterator = iter(loader)
+        found.append(list(islice(outcomes(iterator), most)))
     if kind is sf.DataLoader:
         loader.close()
+    elif loader.num_workers:  # they would live as long as the traceback of an error
+        iterator._shutdown_workers()
     return found, random.random(), np.random.rand(), torch.rand(())
 
 
@@ -271,6 +276,8 @@ def test_arguments_that_torch_refuses(name: str) -> None:
 def test_other_arguments_and_data_sets() -> None:
     with pytest.raises(InputError, match=r"ranks=.*leave out ranks"):
         sf.DataLoader(Sized(5), ranks="auto")
+    with pytest.raises(InputError, match="prepare was given a loader of an IterableDataset"):
+        prepare(None, sf.DataLoader(Sized(5)))
     with pytest.raises(InputError, match="IterDataPipe"):
         sf.DataLoader(torch.utils.data.datapipes.iter.IterableWrapper([1]))
 

@@ -63,12 +63,14 @@ class StreamSource:
         """0, as there are no ids to draw."""
         return 0
 
-    def __getitem__(self, id: int) -> Any:
-        return self.fetch(id)
-
     def fetch(self, id: int) -> Any:
         """Raises `InputError`: a stream has no random access."""
-        raise InputError(f"sample {id} of an iterable data set cannot be fetched by its id: iterate over a DataLoader")
+        name = type(self.dataset).__name__
+        raise InputError(
+            f"{name} is an IterableDataset, whose samples are not had by their ids: give a map-style data set"
+        )
+
+    __getitem__ = fetch
 
     def where(self, id: int) -> str:
         """The position of a sample."""
@@ -76,8 +78,8 @@ class StreamSource:
         return f"position {position} of the stream of worker {number}"
 
     def fingerprint(self) -> str:
-        """Raises `InputError`: nothing is cached by id."""
-        raise InputError("an iterable data set has no fingerprint: give CachedDataset a map-style data set")
+        """Raises `InputError`, as `fetch`."""
+        return str(self.fetch(0))
 
 
 class StreamReader(Reader):

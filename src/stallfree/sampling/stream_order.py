@@ -76,8 +76,8 @@ class StreamOrder(EpochSource):
         if before >= 0 > left[0]:
             warnings.warn(
                 f"the length of {type(self._dataset).__name__} is {self._length}, and more samples have come: "
-                "len(loader) is too small. Each worker iterates over its own copy of the data set: let its __iter__ yield the part "
-                "of torch.utils.data.get_worker_info()",
+                "len(loader) is too small. Each worker iterates over its own copy of the data set: let its __iter__ "
+                "yield the part of torch.utils.data.get_worker_info()",
                 StallfreeWarning,
                 stacklevel=users_level(),
             )
