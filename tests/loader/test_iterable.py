@@ -103,10 +103,8 @@ def test_a_collate_fn_draws_as_under_torch() -> None:
         check(Stream([5, 4]), batch_size=2, num_workers=workers, collate_fn=drawing)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_worker_init_fn_divides_the_copy_that_is_iterated(method: str) -> None:
-    arguments = {"batch_size": 3, "num_workers": 2, "worker_init_fn": divide, "multiprocessing_context": method}
-    with sf.DataLoader(Range(3, 14), **arguments) as loader:
+def test_worker_init_fn_divides_the_copy_that_is_iterated() -> None:
+    with sf.DataLoader(Range(3, 14), batch_size=3, num_workers=2, worker_init_fn=divide) as loader:
         assert [batch.tolist() for batch in loader] == [[3, 4, 5], [9, 10, 11], [6, 7, 8], [12, 13]]
 
 

@@ -7,6 +7,7 @@ that has its position 0, and cannot be read again: each of its tasks goes to the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils.data import IterableDataset, IterDataPipe
 from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.batch_state import Samples, raise_from
 from stallfree.batches.reader import Pending, Reader, reader_of
+from stallfree.batches.stream_recorder import Recorder
 from stallfree.errors import InputError
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import sample_error
@@ -89,6 +91,10 @@ class StreamReader(Reader):
         dataset: an iterable data set.
         workers: number of worker processes.
         drop_last: leave out an incomplete last batch of each stream.
+
+    Attributes:
+        recorder: stores the samples, or None.
+        table: the ids of all samples, if a cache holds them; else None.
     """
 
     indexes = False  # samples are delivered as under torch
@@ -97,6 +103,8 @@ class StreamReader(Reader):
         self.streams = max(1, workers)
         self._stream = StreamSource(dataset, self.streams)
         super().__init__(self._stream, None, Compose([]), Compose([]))
+        self.recorder: Recorder | None = None
+        self.table: Ids | None = None
         self._drop_last = drop_last
         self._iterator: Iterator[Any] | None = None
         self._fresh = False
@@ -105,7 +113,8 @@ class StreamReader(Reader):
     def begin(self) -> None:
         """Begin the stream of this process; else its first task does."""
         self._iterator = None
-        self._iterator = iter(self._stream.dataset)
+        with self._recorded():
+            self._iterator = iter(self._stream.dataset)
         self._fresh = True
 
     def finish(
@@ -113,7 +122,21 @@ class StreamReader(Reader):
     ) -> Samples:
         """The next samples of the stream: as many as there are ids, or fewer at its end."""
         self.check()
-        ids, samples, tried = pending.ids.tolist(), Samples(), 0
+        ids = pending.ids.tolist()
+        with self._recorded():
+            samples, end = self._take(ids, skip)
+        if self.recorder is not None:
+            self.recorder.store(samples, self.streams, end)
+        if samples.ended and self._drop_last and len(samples.ids) + len(samples.skipped) < len(ids):
+            return Samples(skipped=samples.skipped, ended=True)
+        samples.misses = len(samples.ids)
+        if samples.values:
+            samples.storage_bytes = payload_bytes(samples.values[0]) * len(samples.values)
+        return samples
+
+    def _take(self, ids: list[int], skip: bool) -> tuple[Samples, int | None]:
+        """The samples of `ids`, and the id at which the iterator has ended."""
+        samples, end = Samples(), None
         for id in ids:
             try:
                 if id < self.streams and not self._fresh:
@@ -125,7 +148,7 @@ class StreamReader(Reader):
                 samples.ids.append(id)
                 self._failures = 0
             except StopIteration:
-                self._iterator = None
+                self._iterator, end = None, id
                 break
             except Exception as error:
                 problem = sample_error(error, self.source, id, "fetching")
@@ -133,14 +156,11 @@ class StreamReader(Reader):
                 if not skip or self._failures >= FAILURES:
                     raise_from(problem, error)
                 samples.skipped.append(problem)
-            tried += 1
         samples.ended = self._iterator is None
-        if self._drop_last and tried < len(ids):
-            return Samples(skipped=samples.skipped, ended=samples.ended)
-        samples.misses = len(samples.ids)
-        if samples.values:
-            samples.storage_bytes = payload_bytes(samples.values[0]) * len(samples.values)
-        return samples
+        return samples, end
+
+    def _recorded(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.recorder is None else self.recorder
 
     def close(self) -> None:
         """End the stream, which may hold open files."""

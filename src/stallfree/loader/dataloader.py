@@ -15,7 +15,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate, default_convert
 
-from stallfree.autotune.auto_cache import AutoCache
+from stallfree.autotune.stream_cache import auto_cache
 from stallfree.batches.stream import loader_reader
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.device import DevicePrefetcher
@@ -78,6 +78,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         cache: "auto": the first iteration measures the speed of storage, prep and cache, and creates the cache with the
             highest modelled throughput: of fetched samples, prepared samples, a mixture, or none. It prints one line
             with the decision and its reason. See `decision` and `cached`. None: no cache but that of a `CachedDataset`.
+            Of an `IterableDataset`, the first whole iteration is stored; later ones have its samples in a new order, a
+            function of (seed, epoch), and do not read it. It is not stored if it does not fit, if two short iterations
+            over a copy differ, or if it draws random numbers (unless marked with `mark_deterministic`).
         capacity: bytes for that cache, as an int or a string like "16GiB"; shared by jobs on this host with equal data.
         store: a `DiskTier` that this cache uses below memory if that is faster.
         ranks: (rank, number of ranks), or "auto" for those of `torch.distributed`, or else of RANK and WORLD_SIZE:
@@ -159,7 +162,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         context = context_of(multiprocessing_context)
         self.multiprocessing_context = None if multiprocessing_context is None else context
         self.seed, self._dataset_kind = seed_of(dataset, seed, generator), int(isinstance(dataset, IterableDataset))
-        self._auto = None if room is None else AutoCache(dataset, room, num_workers, store)
+        self._auto = None if room is None else auto_cache(dataset, room, num_workers, store)
         self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers
         options = self._options(context, single)
         counts = {**new_counts(), "num_workers": self.num_workers}

@@ -89,6 +89,10 @@ class Seeds:
         self.seed = seed
         return seed
 
+    def renew(self) -> None:
+        """Draw another seed for workers that are started in the place of persistent ones."""
+        self.base = draw_seed(self._generator)
+
 
 class EpochRunner:
     """Runs the epochs of a loader, as batches on the host.
@@ -120,6 +124,7 @@ class EpochRunner:
         self.source, self.options, self.counts = source, options, counts
         self._seeds, self._deliver, self._tuner = seeds, deliver, tuner
         self.pools = WorkerPools(counts, persistent)
+        self._uncached = options.reader
         self._epoch: int | None = None  # of the next iteration, set by the user or a state
         self._resume: Position | None = None
         self._progress: Progress | None = None
@@ -164,7 +169,10 @@ class EpochRunner:
         self.options.reader.follow()
         self.options.reader.check_settings()
         if self._tuner is not None:
+            had_workers = self.pools.has_workers(self.options)
             self.options = self._tuner.tuned(self.options)
+            if had_workers and not self.pools.has_workers(self.options):
+                self._seeds.renew()
             self.counts["num_workers"] = self.options.workers
         if self.pools.persistent:
             self._end_iteration()
@@ -250,6 +258,8 @@ class EpochRunner:
         """Stop all iterations and their pools. More may be started afterwards."""
         self.pools.close()
         self.source.close()
+        if self._tuner is not None:  # its cache is closed next
+            self.options = replace(self.options, reader=self._uncached)
         if self.options.log is not None:
             iteration = None if self._iteration is None else self._iteration()
             if iteration is not None:

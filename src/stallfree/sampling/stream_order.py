@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -13,6 +14,19 @@ from stallfree.errors import InputError
 from stallfree.frames import users_level
 from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
+from stallfree.sampling.order import Order
+
+
+class _Shuffled(Order):
+    """All samples of streams that a cache holds, in an order that depends on (seed, epoch)."""
+
+    def __init__(self, setup: SourceSetup, table: Ids) -> None:
+        super().__init__(replace(setup, samples=len(table), shuffle=True, reader=None))
+        self._table = table
+
+    def ids(self, epoch: int, start: int = 0) -> Ids:
+        found: Ids = self._table[super().ids(epoch, start)]
+        return found
 
 
 class StreamOrder(EpochSource):
@@ -22,7 +36,9 @@ class StreamOrder(EpochSource):
 
     def __init__(self, setup: SourceSetup) -> None:
         self._setup = setup
+        self._reader = setup.reader
         self._dataset, self._streams = setup.reader.source.dataset, setup.reader.streams
+        self._shuffled: _Shuffled | None = None
         self._next = 0
         self._length: int | None = None  # of the data set, if the user has asked for it: else no warning
 
@@ -36,6 +52,8 @@ class StreamOrder(EpochSource):
         return self._next
 
     def num_batches(self, epoch: int) -> int:
+        if self._reader.table is not None:
+            return self._setup.num_batches(len(self._reader.table))
         self._length = len(self._dataset)
         return self._setup.num_batches(self._length)
 
@@ -55,12 +73,19 @@ class StreamOrder(EpochSource):
 
     def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
         self._next = epoch + 1
+        if self._reader.table is not None:
+            self._shuffled = _Shuffled(self._setup, self._reader.table)
+            return self._shuffled.begin(epoch, resume)
         ended: set[int] = set()
         return EpochPlan(
             self._batches(ended),
             count=None if self._length is None else partial(self._count, [self._length]),
             end_stream=lambda ids: ended.add(int(ids[0]) % self._streams),
         )
+
+    def set_seed(self, seed: int) -> None:
+        if self._shuffled is not None:
+            self._shuffled.set_seed(seed)
 
     def _batches(self, ended: set[int]) -> Iterator[Ids]:
         for first in count(0, self._setup.size):
