@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 import stallfree as sf
 from stallfree.errors import WorkerError
 from stallfree.pipeline import StallfreeWarning
-from stream_data import Killed, Listed, Range, Sized, divide
+from stream_data import Killed, Listed, Parts, Range, Sized, divide
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -55,6 +55,15 @@ def test_later_epochs_are_shuffled_and_read_nothing(workers: int, listed: Listed
     for numbers_of_epoch in epochs:
         assert len(numbers_of_epoch) == len(set(numbers_of_epoch) & set(range(COUNT))) == kept
     assert len({tuple(epoch) for epoch in [torchs, *epochs]}) == 4
+
+
+def test_streams_of_different_length() -> None:
+    lengths = [5, 0, 9]
+    whole = sorted((worker, position) for worker in range(3) for position in range(lengths[worker]))
+    with loader_of(Parts(lengths), num_workers=3) as loader:
+        for _ in range(3):
+            assert sorted(tuple(at) for batch in loader for at in batch.tolist()) == whole
+        assert "cached (14 samples" in loader.decision
 
 
 def test_the_order_depends_on_seed_and_epoch(listed: Listed) -> None:

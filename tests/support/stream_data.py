@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-STREAMS = 3
-
 
 def worker() -> int:
     info = get_worker_info()
@@ -165,3 +163,14 @@ class Listed(IterableDataset[torch.Tensor]):
         first, step = (info.id, info.num_workers) if info is not None else (0, 1)
         for number in range(first, self.count, step):
             yield torch.tensor([number])
+
+
+class Parts(IterableDataset[torch.Tensor]):
+    """`lengths[w]` samples (w, position) in worker `w`."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for position in range(self.lengths[worker()]):
+            yield torch.tensor([worker(), position])

@@ -67,7 +67,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         in_order: accepted for compatibility; batches are always in order.
         seed: of order and augmentation. If None, that of the `CachedDataset` or `SmartCacheDataset`; else it is drawn
             from torch's generator when the first iteration begins, as torch's loader draws it.
-        with_ids: yield `Batch(data, ids, weights)`. Always the case with an `ImportanceSampler`.
+        with_ids: yield `Batch(data, ids, weights)`. Always the case with an `ImportanceSampler`. With an
+            `IterableDataset`, the sample at `position` of worker `w` has the id `position * max(1, num_workers) + w`.
         on_error: "raise" a `SampleError` for a sample that fails, or "skip" it: it is left out and counted, and the
             first ones are logged. After an error, `next` continues with the next batch.
         staging: bytes for the ring of ready batches, as an int or a string like "256MiB". None: space for the batches
