@@ -77,7 +77,8 @@ def _make_sample_error(message: str, id: int, where: str) -> SampleError:
 
 
 class WorkerError(StallfreeError, RuntimeError):
-    """Worker processes died again and again on one batch. A `RuntimeError`, as in torch's loader.
+    """Worker processes died again and again on one batch, or one died on its stream. A `RuntimeError`, as in torch's
+    loader.
 
     Attributes:
         ids: the ids of the samples of that batch.

@@ -411,7 +411,7 @@ def test_a_share_of_the_free_memory_is_that_of_the_process_that_decides(
 ) -> None:
     measured(rates())
     free = iter([8 << 20, 1 << 20])
-    monkeypatch.setattr(auto, "grantable_memory", lambda root: next(free))
+    monkeypatch.setattr(limits, "grantable_memory", lambda root: next(free))
     source = Numbers(COUNT, [squared, shaken])
     with (
         sf.DataLoader(source, 8, cache="auto", num_workers=0) as first,

@@ -18,7 +18,7 @@ from stallfree.autotune.choice import SAMPLES, Choice, Measured, choose, describ
 from stallfree.autotune.measure import Probe, measure, measure_reads
 from stallfree.batches.reader import Reader
 from stallfree.batches.transform_split import is_prepared
-from stallfree.cache.memory.limits import grantable_memory
+from stallfree.cache.memory.limits import granted
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.dataset_probe import FirstLook, RandomSamples, look
 from stallfree.datasets.private_names import token
@@ -150,7 +150,7 @@ class AutoCache:
         self.decision = ""
         self._dataset, self._capacity, self._workers, self._tier = dataset, capacity, workers, tier
         self._transform = transform
-        self._room = capacity if isinstance(capacity, int) else 0  # a share counts once the decision is made
+        self._room = 0  # once the decision is made, the bytes of it
         self._seed = 0
         self._cpus = cpu_count()
         self.num_workers = self._cpus if workers is None else workers
@@ -211,8 +211,8 @@ class AutoCache:
         return choice, what(choice, _FILES if subject.why else SAMPLES)
 
     def _set_room(self) -> None:
-        if isinstance(self._capacity, float) and not self._room:  # unless another process decided before
-            self._room = int(self._capacity * grantable_memory(default_root()))
+        if not self._room:
+            self._room = granted(self._capacity, default_root())
 
     def _decide(self) -> None:
         self._set_room()

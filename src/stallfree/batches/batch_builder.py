@@ -41,7 +41,8 @@ class BatchBuilder:
     Attributes:
         reader: gives samples.
         slots: where batches of worker processes and of threads go.
-        collate: the user's function, or None for torch's default. What it draws is a function of (seed, epoch, batch).
+        collate: the user's function, or None for torch's default. What it draws is a function of (seed, epoch, batch),
+            unless the samples are from streams.
         single: a batch is one sample, which is not collated but converted.
         seed: of the randomness.
         skip: leave samples out that cannot be had.
@@ -57,7 +58,7 @@ class BatchBuilder:
     _stacked: Structure | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._drawing = Randomness(self.collate, lazy=True)
+        self._drawing = Randomness(None if self.reader.streams else self.collate, lazy=True)
 
     # -- batches that are nothing but a gather out of the cache -------------------------------------------------------
 
@@ -147,6 +148,7 @@ class BatchBuilder:
             fetch_seconds=samples.fetch_seconds,
             prep_seconds=max(0.0, spent - samples.fetch_seconds),
             skipped=len(samples.skipped),
+            ended=samples.ended,
             ids=task.ids if len(samples.ids) == len(task.ids) else np.array(samples.ids, np.int64),
             note="\n".join([str(error).replace("\n", " ") for error in samples.skipped]).encode(errors="replace"),
             memory=place.memory if status == PRIVATE else None,

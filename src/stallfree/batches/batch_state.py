@@ -35,6 +35,7 @@ class Samples:
         storage_bytes: bytes that were fetched.
         fetch_seconds: time spent on waiting for fetches.
         skipped: why samples were left out.
+        ended: whether the stream that they are from has no more.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Samples:
     storage_bytes: int = 0
     fetch_seconds: float = 0.0
     skipped: list[SampleError] = field(default_factory=list)
+    ended: bool = False
 
 
 class BatchState:

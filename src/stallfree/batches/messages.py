@@ -16,11 +16,11 @@ Bytes = npt.NDArray[np.uint8]
 _TASK = struct.Struct("<iiqqq")
 _NUMBERS = (
     *("status", "slot", "token", "number", "size", "hits", "misses", "storage_bytes"),
-    *("fetch_seconds", "prep_seconds", "started", "skipped"),
+    *("fetch_seconds", "prep_seconds", "started", "skipped", "ended"),
 )
 """Attributes of a `Result` at the head of its message."""
 
-_RESULT = struct.Struct("<iiqqqqqqdddqqqq")  # these, and the lengths of ids, note and memory
+_RESULT = struct.Struct("<iiqqqqqqdddqqqqq")  # these, and the lengths of ids, note and memory
 _numbers_of = attrgetter(*_NUMBERS)
 _ALIGNMENT = 64
 
@@ -83,6 +83,7 @@ class Result:
         skipped: number of samples left out; then `note` says why, a line each.
         started: when the work on it began, in seconds of `time.monotonic`; 0 if it failed or was not done.
         worker: number of the worker process, or `GATHERER`. Not in the message: who reads it knows.
+        ended: whether the stream of the task has no more batches; 0 for data sets that are indexed.
     """
 
     status: int
@@ -102,6 +103,7 @@ class Result:
     value: Any = None
     started: float = 0.0
     worker: int = 0
+    ended: int = 0
 
     def pack(self) -> list[bytes | memoryview]:
         """As pieces of bytes, one after the other."""

@@ -79,7 +79,11 @@ class Reader:
         threads: whether records are fetched by threads.
         seeds_fetch: whether the source may draw random numbers that are to be fresh each time.
         tracker: records and serves what the data set reads, if that is what is cached; else None.
+        streams: number of streams that samples are taken from, one per worker: see `batches.stream`. 0: samples are had
+            by id, in any order.
     """
+
+    streams = 0
 
     def __init__(
         self,
@@ -307,7 +311,7 @@ class Reader:
 
     def __copy__(self) -> Reader:
         """The same with threads and a split of its own, over the same cache."""
-        other = object.__new__(Reader)
+        other = object.__new__(type(self))
         tracker = copy.copy(self.tracker)
         other.__dict__.update(self.__dict__, split=copy.copy(self.split), tracker=tracker, _pool=None, _pid=-1)
         return other

@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
 from stallfree.errors import InputError
 from stallfree.loader import DataLoader
@@ -60,6 +60,11 @@ class _Prepared(DataLoader):
 def _check(accelerator: Any, loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise InputError(f"prepare was given a {type(loader).__name__}: give it a stallfree.DataLoader")
+    if isinstance(loader.dataset, IterableDataset):
+        raise InputError(
+            "prepare was given a loader of an IterableDataset, whose samples are not dealt out by their ids: let its "
+            "__iter__ yield the part of the process, and use the loader as it is"
+        )
     if loader.ranks is not None or isinstance(loader.sampler, (DistributedSampler, ImportanceSampler)):
         raise InputError(
             "prepare was given a loader whose samples are dealt out already, by ranks= or its sampler: use that loader "

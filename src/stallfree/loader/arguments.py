@@ -7,6 +7,7 @@ import operator
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from stallfree.batches.reader import Reader
 from stallfree.errors import InputError
@@ -42,6 +43,7 @@ def check_arguments(
     def of(*names: str) -> dict[str, Any]:
         return {name: others[name] for name in names}
 
+    check_stream(sampler=sampler, batch_sampler=batch_sampler, **of("dataset", "shuffle", "ranks"))
     room = check_auto(cache, capacity, store, transform, sampler)
     workers = 0 if num_workers is None else num_workers
     check_numbers(workers, **of("batch_size", "timeout", "prefetch_factor", "persistent_workers"))
@@ -82,6 +84,17 @@ def check_sampling(
         iterable = not isinstance(value, type) and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
         if value is not None and not iterable:
             raise InputError(f"{name}={value!r} cannot be iterated: give one that yields ids")
+
+
+def check_stream(dataset: Any, shuffle: Any, sampler: Any, batch_sampler: Any, ranks: Any) -> None:
+    """Raise `InputError` for arguments that an iterable data set does not have."""
+    given = {"shuffle": shuffle or None, "sampler": sampler, "batch_sampler": batch_sampler, "ranks": ranks}
+    for name, value in given.items():
+        if value is not None and isinstance(dataset, IterableDataset):
+            raise InputError(
+                f"{name}={value!r:.80} and an IterableDataset, which decides itself which samples come and in which "
+                f"order: leave out {name}, and let __iter__ of the data set do it"
+            )
 
 
 def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any) -> None:

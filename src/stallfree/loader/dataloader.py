@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.utils.data
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import IterableDataset, default_collate, default_convert
 
-from stallfree.autotune.auto_cache import AutoCache
-from stallfree.batches.reader import reader_of
+from stallfree.autotune.stream_cache import auto_cache
+from stallfree.batches.stream import loader_reader
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.device import DevicePrefetcher
 from stallfree.errors import InputError
@@ -38,13 +38,15 @@ from stallfree.workers.worker_pool import Counts, Options, new_counts
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
-    """Batches of a map-style data set, prepared ahead by worker processes in reused shared memory.
+    """Batches of a data set, prepared ahead by worker processes in reused shared memory.
 
     The arguments of `torch.utils.data.DataLoader` have the same meaning; differences and additions are below. It is a
     subclass, so that other libraries accept it as a loader; only the names are inherited.
 
     Args:
-        dataset: a `CachedDataset`, a source, or any map-style data set.
+        dataset: a `CachedDataset`, a source, any map-style data set, or an `IterableDataset`: each worker iterates over
+            its own copy, and the batches, their order and their randomness are those of torch's loader. Only its start
+            can be resumed. A worker that dies is a `WorkerError`, and ends its stream.
         batch_size: samples per batch; None: single samples, not collated.
         shuffle: use a new order each epoch, a function of (seed, epoch).
         sampler: yields ids (integers). An `ImportanceSampler` decides the samples of an epoch.
@@ -66,7 +68,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         in_order: accepted for compatibility; batches are always in order.
         seed: of order and augmentation. If None, that of the `CachedDataset` or `SmartCacheDataset`; else it is drawn
             from torch's generator when the first iteration begins, as torch's loader draws it.
-        with_ids: yield `Batch(data, ids, weights)`. Always the case with an `ImportanceSampler`.
+        with_ids: yield `Batch(data, ids, weights)`. Always the case with an `ImportanceSampler`. With an
+            `IterableDataset`, the sample at `position` of worker `w` has the id `position * max(1, num_workers) + w`.
         on_error: "raise" a `SampleError` for a sample that fails, or "skip" it: it is left out and counted, and the
             first ones are logged. After an error, `next` continues with the next batch.
         staging: bytes for the ring of ready batches, as an int or a string like "256MiB". None: space for the batches
@@ -79,6 +82,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             samples are random, the files that it reads are cached. One line says what is cached, how many workers
             there are and what rate to expect; another one, after the second epoch, what was reached. See `decision`
             and `cached`. None: no cache but that of a `CachedDataset`.
+            Of an `IterableDataset`, the first whole iteration is stored; later ones have its samples in a new order, a
+            function of (seed, epoch), and do not read it. It is not stored if it does not fit, if two short iterations
+            over a copy differ, or if it draws random numbers (unless marked with `mark_deterministic`).
         capacity: for that cache: bytes as an int or a string like "16GiB", or a share of the free memory like "50%",
             the default. Shared by jobs on this host with equal data and capacity.
         store: a `DiskTier` that this cache uses below memory if that is faster.
@@ -105,7 +111,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     """
 
     multiprocessing_context: Any = None  # torch's property accepts one only with workers
-    _dataset_kind = 0  # map-style: set by torch's constructor, which is not called
+    _dataset_kind: int  # set by torch's constructor, which is not called
     _iterator = None
     __initialized = False
 
@@ -162,8 +168,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.collate_fn: Any = collate_fn or (default_convert if single else default_collate)
         context = context_of(multiprocessing_context)
         self.multiprocessing_context = None if multiprocessing_context is None else context
-        self.seed = seed_of(dataset, seed, generator)
-        self._auto = None if room is None else AutoCache(dataset, room, num_workers, store, transform)
+        self.seed, self._dataset_kind = seed_of(dataset, seed, generator), int(isinstance(dataset, IterableDataset))
+        self._auto = None if room is None else auto_cache(dataset, room, num_workers, store, transform)
         self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers
         options = self._options(context, single)
         counts = {**new_counts(), "num_workers": self.num_workers}
@@ -192,7 +198,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def _options(self, context: BaseContext, single: bool) -> Options:
         return Options(
-            reader=reader_of(self.dataset),
+            reader=loader_reader(self.dataset, self.num_workers, drop_last=self.drop_last),
             dataset=self.dataset,
             collate=own_collate(self.collate_fn, single=single),
             single=single,
@@ -240,7 +246,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Set the epoch of the next iteration. Without it, iterations are consecutive epochs, counted from 0.
 
         A `SmartCacheDataset`, an `ImportanceSampler`, a `DistributedSampler` and a `CachedDataset` with a seed count
-        the epochs of all loaders over them: a new loader continues with the next one.
+        the epochs of all loaders over them: a new loader continues with the next one. An `IterableDataset` that has
+        `set_epoch` is given the number.
         """
         self._runner.set_epoch(parse_whole(epoch, "epoch", 0))
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
+from stallfree.batches.stream import StreamReader
 from stallfree.errors import StallfreeError, WaitError
 from stallfree.ipc.remote import RemoteTraceback, unpack_error
 from stallfree.loader.progress import Progress
@@ -149,6 +150,8 @@ class Epoch(_Pass):
                 self.pool.submit(task, gather=False)
             else:
                 self._results[result.number] = result
+                if result.ended:
+                    self.progress.end_stream(self._tasks[result.number].ids)
         return bool(results)
 
     def _count(self, result: Result) -> None:
@@ -224,6 +227,11 @@ class Epoch(_Pass):
 class DirectEpoch(_Pass):
     """Like `Epoch`, but the training process builds each batch on request: nothing is started ahead."""
 
+    def __init__(self, pool: WorkerPool, progress: Progress) -> None:
+        super().__init__(pool, progress)
+        if isinstance(pool.builder.reader, StreamReader):
+            pool.builder.reader.begin()
+
     def __iter__(self) -> DirectEpoch:
         return self
 
@@ -252,6 +260,8 @@ class DirectEpoch(_Pass):
                 self._end()
                 raise
             progress.hand_out()
+            if samples.ended:
+                progress.end_stream(ids)
             now = self._now = time.monotonic()
             counts = pool.counts
             if pool.counts_waits:

@@ -89,6 +89,10 @@ class Seeds:
         self.seed = seed
         return seed
 
+    def renew(self) -> None:
+        """Draw another seed for workers that are started in the place of persistent ones."""
+        self.base = draw_seed(self._generator)
+
 
 class EpochRunner:
     """Runs the epochs of a loader, as batches on the host.
@@ -120,6 +124,7 @@ class EpochRunner:
         self.source, self.options, self.counts = source, options, counts
         self._seeds, self._deliver, self._tuner = seeds, deliver, tuner
         self.pools = WorkerPools(counts, persistent)
+        self._uncached = options.reader
         self._epoch: int | None = None  # of the next iteration, set by the user or a state
         self._resume: Position | None = None
         self._progress: Progress | None = None
@@ -143,6 +148,7 @@ class EpochRunner:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, which begins at its start."""
+        self.source.set_epoch(epoch)
         self._epoch = epoch
         self._resume = self._progress = self._prefetcher = None
 
@@ -163,15 +169,18 @@ class EpochRunner:
         self.options.reader.follow()
         self.options.reader.check_settings()
         if self._tuner is not None:
+            had_workers = self.pools.has_workers(self.options)
             self.options = self._tuner.tuned(self.options)
+            if had_workers and not self.pools.has_workers(self.options):
+                self._seeds.renew()
             self.counts["num_workers"] = self.options.workers
         if self.pools.persistent:
             self._end_iteration()
         pool = self.pools.take(self.options, self._seeds.base, None if prefetcher is None else prefetcher.pin)
-        progress = self._progress = Progress(plan.batches, epoch, plan.first, plan.dealt)
+        progress = self._progress = Progress(plan.batches, epoch, plan.first, plan.dealt, plan.end_stream)
         self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
         self._epoch = None
-        deliver = self._deliver(weigh=plan.on_delivered)
+        deliver = self._deliver(weigh=plan.on_delivered, count=plan.count)
         keep, steps = pool is self.pools.kept, prefetcher is None
         iteration = Iteration(self, pool, plan, progress, deliver, keep_pool=keep, log_steps=steps)
         self._iteration = weakref.ref(iteration)
@@ -249,6 +258,8 @@ class EpochRunner:
         """Stop all iterations and their pools. More may be started afterwards."""
         self.pools.close()
         self.source.close()
+        if self._tuner is not None:  # its cache is closed next
+            self.options = replace(self.options, reader=self._uncached)
         if self.options.log is not None:
             iteration = None if self._iteration is None else self._iteration()
             if iteration is not None:

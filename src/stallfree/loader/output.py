@@ -27,21 +27,29 @@ class Batch(NamedTuple):
 
 
 def delivery(
-    *, with_ids: bool, weigh: Callable[[Ids], torch.Tensor] | None, pin: bool, arrays: bool
+    *,
+    with_ids: bool,
+    weigh: Callable[[Ids], torch.Tensor] | None,
+    count: Callable[[Ids], None] | None,
+    pin: bool,
+    arrays: bool,
 ) -> Callable[[Any, Ids], Any] | None:
     """The function that converts a batch and its ids to the delivered object; None if that is the batch itself.
 
     Args:
         with_ids: return a `Batch`.
         weigh: returns the weights of ids, and implies a `Batch`; or None.
+        count: called with the ids of each batch; or None.
         pin: copy tensors to pinned memory, if there is an accelerator.
         arrays: convert tensors to arrays.
     """
     change = as_arrays if arrays else pinned if pin and torch.cuda.is_available() else None
-    if not (with_ids or weigh or change):
+    if not (with_ids or weigh or count or change):
         return None
 
     def deliver(data: Any, ids: Ids) -> Any:
+        if count is not None:
+            count(ids)
         if with_ids or weigh is not None:
             data = Batch(data, torch.from_numpy(ids.copy()), None if weigh is None else weigh(ids))
         return data if change is None else change(data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from stallfree.errors import StallfreeError
 from stallfree.sampling.epoch_source import Ids, Position
@@ -20,6 +20,7 @@ class Progress:
         number: of the epoch.
         first: number of the first of `batches`; those before it were delivered by an earlier process.
         dealt: see `Position`.
+        end_stream: see `EpochPlan`.
 
     Attributes:
         number, first: as given.
@@ -27,11 +28,17 @@ class Progress:
     """
 
     def __init__(
-        self, batches: Iterator[Ids], number: int, first: int = 0, dealt: dict[str, int] | None = None
+        self,
+        batches: Iterator[Ids],
+        number: int,
+        first: int = 0,
+        dealt: dict[str, int] | None = None,
+        end_stream: Callable[[Ids], None] | None = None,
     ) -> None:
         self.number = number
         self.first = self.handed_out = first
         self._dealt = dealt
+        self._end_stream = end_stream
         self._batches = batches
         self._problem: Exception | None = None  # exception of the sampler, which ends the epoch
         self._ready: deque[Ids] = deque()  # drawn from the sampler, not started
@@ -71,6 +78,11 @@ class Progress:
         """Record the delivery of the first batch in flight."""
         self._recent.append(self._started.popleft())
         self.handed_out += 1
+
+    def end_stream(self, ids: Ids) -> None:
+        """Draw no more batches of the stream that these ids are from, if they are from one."""
+        if self._end_stream is not None:
+            self._end_stream(ids)
 
     def position(self, batches: int, *, planned: bool) -> Position:
         """The position of the epoch after `batches` delivered batches, at most 64 ago.

@@ -13,10 +13,12 @@ from torch.utils.data import (
     default_collate,
     default_convert,
 )
+from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from stallfree.sampling.epoch_source import EpochSource
 from stallfree.sampling.order import Order
 from stallfree.sampling.ranks import rank_and_count
+from stallfree.sampling.stream_order import StreamOrder
 
 
 def own_collate(collate_fn: Callable[[Any], Any], *, single: bool) -> Callable[[Any], Any] | None:
@@ -31,7 +33,7 @@ def shown_by(*names: str) -> Callable[[Any], str]:
         dataset = loader.dataset
         kind = type(dataset)
         ours = kind.__module__.split(".")[0] == "stallfree"  # other classes may have all their data in their `repr`
-        data = repr(dataset) if ours else f"<{kind.__name__} of {len(dataset)} samples>"
+        data = repr(dataset) if ours else f"<{kind.__name__}{_size(dataset)}>"
         values = {name: getattr(loader, name) for name in names}
         given = [f"{name}={value!r}" for name, value in values.items() if value is not None and value is not False]
         return f"{type(loader).__name__}({', '.join([data, *given])})"
@@ -44,7 +46,9 @@ def shown_samplers(loader: Any, source: EpochSource, sampler: Any, batch_sampler
 
     Other libraries inspect them to determine whether a loader is shuffled, and whether its samples are partitioned.
     """
-    if sampler is None:
+    if isinstance(source, StreamOrder):
+        sampler = _InfiniteConstantSampler()
+    elif sampler is None:
         order: Any = getattr(source, "order", source)  # of a window
         if getattr(order, "ranks", None) is not None:
             sampler = DealtSampler(loader.dataset, order)
@@ -55,6 +59,14 @@ def shown_samplers(loader: Any, source: EpochSource, sampler: Any, batch_sampler
     if batch_sampler is None and loader.batch_size is not None:
         batch_sampler = BatchSampler(sampler, loader.batch_size, loader.drop_last)
     return sampler, batch_sampler
+
+
+def _size(dataset: Any) -> str:
+    """The size of a data set for its `repr`; "" if it has none, as a stream may."""
+    try:
+        return f" of {len(dataset)} samples"
+    except TypeError:
+        return ""
 
 
 class DealtSampler(DistributedSampler[Any]):

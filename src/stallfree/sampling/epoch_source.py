@@ -46,6 +46,9 @@ class EpochPlan:
         dealt: see `Position`.
         on_delivered: called with the ids of each delivered batch; returns their weights. None: no weights.
         end: called when the iteration has ended. Idempotent.
+        count: called with the ids of each delivered batch; or None.
+        end_stream: called with ids of a batch when the stream that it is from has no more, for `batches` to leave that
+            stream out; or None.
     """
 
     batches: Iterator[Ids]
@@ -53,6 +56,8 @@ class EpochPlan:
     dealt: dict[str, int] | None = None
     on_delivered: Callable[[Ids], torch.Tensor] | None = None
     end: Callable[[], None] = _nothing
+    count: Callable[[Ids], None] | None = None
+    end_stream: Callable[[Ids], None] | None = None
 
 
 class EpochSource(Protocol):
@@ -88,6 +93,10 @@ class EpochSource(Protocol):
 
     def set_seed(self, seed: int) -> None:
         """Set the seed of the loader. Called after `begin` and before the first batch is taken."""
+        return
+
+    def set_epoch(self, epoch: int) -> None:
+        """The user or a state has set the number of the next epoch."""
         return
 
     def begin(self, epoch: int, resume: Position | None) -> EpochPlan:

@@ -6,7 +6,7 @@ import queue
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.batches.batch_builder import BatchBuilder, failure
-from stallfree.batches.messages import FORGET, UNDONE, Result, Task, unpack_task
+from stallfree.batches.messages import EMPTY, FORGET, UNDONE, Result, Task, unpack_task
 from stallfree.batches.reader import Pending
 from stallfree.ipc.process import Parent
 
@@ -31,7 +31,7 @@ class WorkerSetup:
         workers: number of workers.
         builder: builds batches.
         dataset: as passed by the user, for `torch.utils.data.get_worker_info()`.
-        seed: of this worker's generators; samples do not depend on it.
+        seed: of this worker's generators, as under torch's loader; samples that are had by id do not depend on it.
         worker_init: the user's `worker_init_fn`, or None.
     """
 
@@ -60,7 +60,7 @@ def worker_main(parent: Parent, setup: WorkerSetup) -> None:
         if task.token < inbox.wanted:
             result = Result(UNDONE, task.token, task.number, task.slot)
         elif problem is not None:
-            result = failure(task, problem, here=False)
+            result = _failed(task, problem, setup.builder.reader.streams)
         else:
             result = setup.builder.finish(task, pending or setup.builder.start(task), here=False)
         try:
@@ -75,7 +75,8 @@ def _prepare_process(setup: WorkerSetup) -> None:
     torch.set_num_threads(1)
     sys.setswitchinterval(_SWITCH_SECONDS)
     random.seed(setup.seed)
-    np.random.seed(setup.seed & 0xFFFFFFFF)
+    state = torch_worker._generate_state(setup.seed - setup.worker, setup.worker)  # type: ignore[no-untyped-call]
+    np.random.seed(state)
     torch.manual_seed(setup.seed)
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=setup.worker, num_workers=setup.workers, seed=setup.seed, dataset=setup.dataset
@@ -90,6 +91,13 @@ def _problem_of_init(setup: WorkerSetup) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def _failed(task: Task, problem: Exception, streams: int) -> Result:
+    """The result of a task if the user's function has failed. A stream ends with its first batch."""
+    if streams and task.ids[0] >= streams:
+        return Result(EMPTY, task.token, task.number, task.slot, ended=1)
+    return replace(failure(task, problem, here=False), ended=1)
 
 
 class _Inbox:

@@ -34,6 +34,11 @@ def grantable_memory(root: Path) -> int:
     return max(0, min(free_memory(), free_space(root if root.exists() else root.parent)) - promised)
 
 
+def granted(capacity: int | float, root: Path) -> int:
+    """Bytes of a capacity that is given in bytes, or as a share of the memory that may still be promised."""
+    return capacity if isinstance(capacity, int) else int(capacity * grantable_memory(root))
+
+
 def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
     """The capacity for a requested `size` in bytes: less, with a warning, if the file system of `folder` is small.
 

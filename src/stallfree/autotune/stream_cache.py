@@ -1,0 +1,202 @@
+"""`DataLoader(cache="auto")` of an iterable data set: later epochs come from what the first one has read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import sys
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from stallfree.autotune.auto_cache import AutoCache
+from stallfree.batches.reader import Reader
+from stallfree.batches.stream import StreamReader
+from stallfree.batches.stream_recorder import DREW, FAILED, FULL, UNSTORABLE, Recorder, ids_of_streams
+from stallfree.cache import Cache
+from stallfree.cache.memory.limits import granted
+from stallfree.datasets.private_names import token
+from stallfree.errors import InputError, StallfreeError
+from stallfree.ipc.folders import default_root
+from stallfree.pipeline.classify.probe import try_calls
+from stallfree.pipeline.classify.scan import scan
+from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.marks import mark_of
+from stallfree.pipeline.values import private
+from stallfree.sources.throttle import payload_bytes
+from stallfree.stores import DiskTier, open_cache
+from stallfree.units import format_size
+from stallfree.workers.worker_pool import Options
+
+_PROBED = 4
+"""Samples that two iterations over a copy of the data set must give alike."""
+
+_SMALLEST = 400
+"""Bytes of the capacity per id, at least: the index has about 20 bytes for each."""
+
+_WHY = {
+    0: "an iteration over it was not whole: a worker died, or two iterations ran at the same time",
+    FULL: "it does not fit in the capacity",
+    UNSTORABLE: "its samples cannot be stored",
+    FAILED: "a sample failed",
+    DREW: "it drew random numbers, and a cache would freeze them",
+}
+
+log = logging.getLogger("stallfree")
+
+
+def auto_cache(
+    dataset: Any, capacity: int | float, workers: int | None, tier: DiskTier | None, transform: Transform | None
+) -> AutoCache | StreamCache:
+    """The cache that a loader of `dataset` creates by itself. Arguments as of `AutoCache`."""
+    if not isinstance(dataset, IterableDataset):
+        return AutoCache(dataset, capacity, workers, tier, transform)
+    if transform is not None:
+        raise InputError(
+            f"transform={transform!r:.80} with an iterable {type(dataset).__name__}: let the data set apply it"
+        )
+    return StreamCache(dataset, granted(capacity, default_root()), workers or 0, tier)
+
+
+def _first(dataset: Any, epoch: int) -> list[Any]:
+    """The first samples of a data set in an epoch."""
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    return [private(sample) for sample in islice(dataset, _PROBED)]
+
+
+class StreamCache:
+    """The cache of an iterable data set, with the interface of `AutoCache`.
+
+    The first iteration that runs to its end fills it. Further ones have all samples in a new order, a function of
+    (seed, epoch), and read no stream. That is so only if the data set repeats, as two short iterations over a copy of
+    it show, draws no random numbers while it is read, and fits. Otherwise all iterations read it, as under torch.
+
+    Args:
+        dataset: an iterable data set.
+        room: bytes of the cache.
+        workers: number of worker processes.
+        tier: a disk to use below memory, or None.
+
+    Attributes:
+        cached: None: samples have no data set.
+        decision: one line with the decision and its reason; "" before the first iteration.
+        num_workers: as given.
+    """
+
+    cached = None
+
+    def __init__(self, dataset: Any, room: int, workers: int, tier: DiskTier | None) -> None:
+        self._dataset, self._room, self._tier = dataset, room, tier
+        self.num_workers, self.decision = workers, ""
+        self._cache: Cache | None = None
+        self._reader: StreamReader | None = None
+        self._filling: StreamReader | None = None  # whose samples are stored
+        self._example: Any = None
+        self._repeats = self._watches = True
+
+    def tuned(self, options: Options) -> Options:
+        """The options of a loader's next epoch."""
+        if self._reader is None:
+            assert isinstance(options.reader, StreamReader)
+            self._reader = options.reader
+            self._probe()
+        if self._cache is not None and (why := self._cache.uncached_steps):
+            self._refuse(_WHY[why])
+        if not self._repeats:
+            return options
+        if self._reader.table is None:
+            return self._fill(options, self._reader)
+        if options.reader.streams:
+            cached = Reader(self._reader.source, self._cache, Compose([]), Compose([]))
+            cached.split.origin = self._dataset  # whose attributes must not change
+            cached.split.note_settings()
+            return replace(options, reader=cached)
+        return options
+
+    def end(self, samples: int, seconds: float, waited: float) -> None:
+        """Use what an iteration has stored."""
+        cache, reader = self._cache, self._reader
+        if cache is None or reader is None or reader.table is not None:
+            return
+        why = cache.uncached_steps
+        reader.table = ids = None if why else ids_of_streams(cache, reader.streams)
+        if ids is None or not len(ids):
+            self._refuse(_WHY[why] if samples else "it is empty")
+        else:
+            size = format_size(cache.stats().resident_bytes)
+            self._say(
+                f"{self._name} is cached ({len(ids):,} samples, {size}): from now on each epoch has all of them in a "
+                "new order, and does not read it"
+            )
+
+    def _probe(self) -> None:
+        """Find out whether the data set repeats; keep its first sample."""
+        mark, code = mark_of(self._dataset), scan(self._dataset)
+        try:
+            trial = copy.deepcopy(self._dataset)
+            calls = (partial(_first, trial, 0), partial(_first, trial, 1))
+            found = try_calls(trial, calls, code.read)
+        except Exception as error:
+            return self._refuse(f"two iterations over a copy of it raised {type(error).__name__}: {error}")
+        doubt = found.why if code.finding is None else f"its code uses {code.finding.what}"
+        if not found.output:
+            self._refuse("it is empty")
+        elif mark:
+            self._refuse("it is marked as random")
+        elif mark is None and doubt:
+            self._refuse(
+                f"it may not repeat: {doubt}. Leave out its own shuffle, as epochs from a cache are shuffled; or, if "
+                "it always has the same samples, say so with stallfree.mark_deterministic(dataset)"
+            )
+        else:
+            self._example, self._watches = found.output[0], mark is None
+
+    def _fill(self, options: Options, reader: StreamReader) -> Options:
+        """Record the next iteration in a cache of its own: what another one has stored may be of other samples."""
+        self._drop()
+        ids = self._room // max(_SMALLEST, payload_bytes(self._example) // 4)
+        name, store = f"stream-{token()}", "memory" if self._tier is None else self._tier
+        arguments = {"policy": "minio", "name": name, "persist": False, "example": self._example}
+        try:
+            self._cache = open_cache(store, ids + reader.streams, capacity=self._room, fingerprint=name, **arguments)
+        except StallfreeError as error:
+            self._refuse(str(error))
+            return options
+        filling = self._filling = copy.copy(reader)
+        filling.recorder = Recorder(self._cache, self._dataset, watches=self._watches)
+        return replace(options, reader=filling)
+
+    @property
+    def _name(self) -> str:
+        return f"the stream {type(self._dataset).__name__}"
+
+    def _refuse(self, why: str) -> None:
+        self._repeats = False
+        if self._cache is not None:
+            with contextlib.suppress(StallfreeError):  # persistent workers, which go on as under torch, stop storing
+                self._cache.uncache_steps(DREW)
+        if self._filling is not None:
+            self._filling.recorder = None
+        self._drop()
+        self._say(f"no cache for {self._name}: {why}")
+
+    def _say(self, text: str) -> None:
+        self.decision = text
+        log.info("%s", text)
+        print(f"stallfree: {text}", file=sys.stderr)
+
+    def _drop(self) -> None:
+        if self._cache is not None:
+            self._cache.close()
+        self._cache = None
+
+    def close(self) -> None:
+        """Remove the cache. The next iteration reads the stream again, and stores it."""
+        self._drop()
+        if self._reader is not None:
+            self._reader.table = None

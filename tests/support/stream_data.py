@@ -1,0 +1,176 @@
+"""Iterable data sets for the tests of the loader, where every worker can import them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+
+def worker() -> int:
+    info = get_worker_info()
+    return 0 if info is None else info.id
+
+
+def sample(number: int, position: int) -> Any:
+    """A sample that says where it is from, with a draw of each process-wide generator."""
+    draws = torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
+    return {"at": torch.tensor([number, position]), "draws": draws, "name": f"{number}.{position}"}
+
+
+class Stream(IterableDataset[Any]):
+    """`lengths[w]` samples in worker `w`; its iterator raises at the positions `bad` and can go on after that.
+
+    Attributes:
+        begun: how often this copy was iterated.
+    """
+
+    def __init__(self, lengths: list[int], bad: tuple[int, ...] = ()) -> None:
+        self.lengths, self.bad = lengths, bad
+        self.begun = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun += 1
+        return Positions(self)
+
+
+class Positions:
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.next = stream, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        position, number = self.next, worker()
+        if position >= self.stream.lengths[number]:
+            raise StopIteration
+        self.next += 1
+        if position in self.stream.bad:
+            raise FileNotFoundError(2, "no such shard", f"shard-{position}")
+        return sample(number, position)
+
+
+class Generated(Stream):
+    """The same by a generator, which is over after an exception."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for position in range(self.lengths[worker()]):
+            if position in self.bad:
+                raise FileNotFoundError(2, "no such shard", f"shard-{position}")
+            yield sample(worker(), position)
+
+
+class Sized(IterableDataset[torch.Tensor]):
+    """Numbers, all of them in each worker unless `shares`; with `length`."""
+
+    def __init__(self, count: int, length: int | None = None, *, shares: bool = False) -> None:
+        self.count, self.length, self.shares = count, count if length is None else length, shares
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if self.shares and info is not None else (0, 1)
+        return iter([torch.tensor(number + 1000 * self.epoch) for number in range(first, self.count, step)])
+
+
+class Range(IterableDataset[int]):
+    """The numbers from `start` to `end`; `divide` gives each worker its part, as in torch's documentation."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+
+def divide(number: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert info.id == number
+    data: Any = info.dataset
+    size = -(-(data.end - data.start) // info.num_workers)
+    data.start, data.end = data.start + number * size, min(data.end, data.start + (number + 1) * size)
+
+
+def refuse(number: int) -> None:
+    raise PermissionError(f"worker {number} may not")
+
+
+class Held(IterableDataset[int]):
+    """Endless, and calls `end` when its iterator ends."""
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        self.end = end
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            number = 0
+            while True:
+                yield number
+                number += 1
+        finally:
+            self.end()
+
+
+class Killed(IterableDataset[torch.Tensor]):
+    """Ten numbers; worker 1 is killed at position 5 while `file` exists."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(10):
+            if worker() == 1 and number == 5 and os.path.exists(self.file):
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield torch.tensor(100 * worker() + number)
+
+
+def drawing(samples: list[Any]) -> Any:
+    """A collate function that draws."""
+    return len(samples), random.random(), torch.rand(2), np.random.rand()
+
+
+def stops(samples: list[Any]) -> Any:
+    raise StopIteration
+
+
+class Listed(IterableDataset[torch.Tensor]):
+    """The numbers below `count`, dealt out to the workers; `file` gets a byte for each iteration."""
+
+    def __init__(self, count: int, file: str) -> None:
+        self.count, self.file = count, file
+
+    def begun(self) -> int:
+        return os.path.getsize(self.file)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        with open(self.file, "ab") as file:
+            file.write(b"x")
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info is not None else (0, 1)
+        for number in range(first, self.count, step):
+            yield torch.tensor([number])
+
+
+class Parts(IterableDataset[torch.Tensor]):
+    """`lengths[w]` samples (w, position) in worker `w`."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for position in range(self.lengths[worker()]):
+            yield torch.tensor([worker(), position])
