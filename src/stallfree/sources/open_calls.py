@@ -1,7 +1,8 @@
 """The replacement of `open`: in a block, files are opened so that their reads are recorded or served.
 
-`builtins.open` and `io.open` are replaced once per process, with the names under which modules hold them. Outside of
-blocks, and for all that is no plain opening of a regular file for reading, the replacement calls the real one.
+`builtins.open`, `io.open` and `os.stat` are replaced once per process, with the names under which modules hold them.
+Outside of blocks, and for all that is no plain opening of a regular file for reading, the replacement calls the real
+one. `os.stat`, on which `os.path.exists` and others build, is answered from the record for the files in it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from stallfree.platform import at_fork
 from stallfree.sources.recorded import THREAD, Block, SharedRanges
-from stallfree.sources.tracked_file import TrackedFile, identity_of
+from stallfree.sources.tracked_file import TrackedFile, identity_of, status_fields, status_of
 
 _T = TypeVar("_T")
 
@@ -81,36 +82,58 @@ class Tracker:
         return Tracker, ()
 
 
-class _Open:
-    """What stands for `open`. No function, which would become a method where it is held in a class."""
+class _Replacement:
+    """What stands for `open` or `stat`. No function, which would become a method where it is held in a class.
 
-    def __init__(self, real: Callable[..., Any]) -> None:
+    Args:
+        real: what it stands for.
+        module: in which it is found by its name; it is pickled so.
+        tracked: gives what is returned in a block; None if the real function is to be called.
+    """
+
+    def __init__(self, real: Callable[..., Any], module: str, tracked: Callable[..., Any]) -> None:
         functools.update_wrapper(self, real)
-        self.__module__ = "io"  # by which it is pickled
-        self._real = real
+        self.__module__ = module
+        self._real, self._tracked = real, tracked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tracker = THREAD.tracker
         if tracker is None or tracker.block is None:
             return self._real(*args, **kwargs)
-        found = _tracked(tracker, tracker.block, args, kwargs)
+        found = self._tracked(tracker, tracker.block, args, kwargs)
         return self._real(*args, **kwargs) if found is None else found
 
     def __reduce__(self) -> str:
-        return "open"
+        return self._real.__name__
 
     def __repr__(self) -> str:
         return repr(self._real)
+
+
+def _recorded_status(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The status of a file that is served; None if the real `stat` is to be called."""
+    if len(args) != 1 or kwargs or not block.files or type(args[0]) is int:
+        return None
+    try:
+        path = _absolute(args[0])
+    except (TypeError, ValueError, OSError, AttributeError):
+        return None
+    entry = block.files.get(path)
+    return None if entry is None or not entry.status or path in tracker.written else status_of(entry)
+
+
+def _absolute(file: Any) -> str:
+    """The absolute path that `file` names. It is not normalized, as `..` may come after a symbolic link."""
+    name = file if type(file) is str else os.fspath(file)
+    path = name if type(name) is str else os.fsdecode(name)
+    return path if path.startswith("/") or os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
 def _tracked(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The open file, if it is recorded or served; None if the real `open` is to be called."""
     try:
         call = _Call(*args, **kwargs)
-        name = call.file if type(call.file) is str else os.fspath(call.file)
-        path = name if type(name) is str else os.fsdecode(name)
-        if not path.startswith("/") and not os.path.isabs(path):
-            path = os.path.join(os.getcwd(), path)  # not normalized: `..` after a symbolic link
+        path, name = _absolute(call.file), os.fspath(call.file)
     except (TypeError, ValueError, OSError, AttributeError):
         return None  # the real one raises what is to be raised
     binary = _BINARY.get(call.mode) if type(call.mode) is str else None
@@ -138,7 +161,7 @@ def _tracked(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict
         return _wrapped(file, call, binary, 0)
     block.seconds += time.perf_counter() - started
     identity = identity_of(status)
-    block.begin(path, identity)
+    block.begin(path, identity, status_fields(status))
     return _wrapped(TrackedFile(name, path, identity, file=file), call, binary, identity[0])
 
 
@@ -194,30 +217,35 @@ def install() -> None:
         return
     with _lock:
         if not _installed:
-            _replace_open()
+            _replace_functions()
             _replace_thread_start()
             _installed = True
 
 
-def _replace_open() -> None:
-    """Replace it where a module holds it, unless another library has replaced it there."""
-    real = sys.modules["_io"].open
-    ours = _Open(real)
-    for name, module in list(sys.modules.items()):
+def _replace_functions() -> None:
+    """Replace them where a module holds them, unless another library has replaced them there."""
+    builtin = sys.modules["_io"].open, os.stat
+    ours = _Replacement(builtin[0], "io", _tracked), _Replacement(builtin[1], "os", _recorded_status)
+    replaced = {id(real): own for real, own in zip(builtin, ours, strict=True)}
+    holders = [module for name, module in list(sys.modules.items()) if name not in ("_io", "posix", "nt", __name__)]
+    holders.append(getattr(sys.modules.get("pathlib"), "_NormalAccessor", None))  # of Python 3.10
+    for holder in holders:
         try:
-            names: dict[str, Any] = object.__getattribute__(module, "__dict__")
+            names: dict[str, Any] = object.__getattribute__(holder, "__dict__")
         except AttributeError:
             continue
-        if name in ("_io", __name__):
-            continue
         for key, value in list(names.items()):
-            if value is real:
-                names[key] = ours
+            own = replaced.get(id(value))
+            if own is not None:
+                setattr(holder, key, own)
+    for supporting in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+        if builtin[1] in supporting:
+            supporting.add(ours[1])
     openers = sys.modules.get("numpy.lib._datasource")
     kept = getattr(getattr(openers, "_file_openers", None), "_file_openers", {})
     for key, value in list(kept.items()):
-        if value is real:
-            kept[key] = ours
+        if value is builtin[0]:
+            kept[key] = ours[0]
 
 
 def _replace_thread_start() -> None:

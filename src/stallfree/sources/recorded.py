@@ -3,11 +3,11 @@
 The record of a sample is one array of bytes, so that a cache can lend it without a copy:
 
     u64 length of the head, little-endian
-    the head: JSON, a list with `[path, size, mtime in ns, [start, stop, start, stop, ...]]` for each file
+    the head: JSON, a list with `[path, size, mtime in ns, [start, stop, start, stop, ...], status]` for each file
     from the next multiple of 64, the bytes of these ranges, one file after the other
     zeros
 
-The ranges of a file ascend and do not touch. The zeros are there so that records have few different lengths.
+The ranges of a file ascend and do not touch. Its status has the further fields of `os.stat_result`. The zeros are there so that records have few different lengths.
 """
 
 from __future__ import annotations
@@ -61,13 +61,16 @@ class FileRecord:
         identity: of the file when it was read.
         ranges: flat list of the starts and stops of the parts that were read.
         data: these parts, one after the other.
+        status: what `fstat` gave when it was opened, as `status_fields` has it; empty if that is not known.
         whole: whether that is all of the file.
     """
 
-    __slots__ = ("_offsets", "data", "identity", "path", "ranges", "whole")
+    __slots__ = ("_offsets", "data", "identity", "path", "ranges", "status", "whole")
 
-    def __init__(self, path: str, identity: Identity, ranges: list[int], data: bytes | memoryview) -> None:
-        self.path, self.identity, self.ranges, self.data = path, identity, ranges, data
+    def __init__(
+        self, path: str, identity: Identity, ranges: list[int], data: bytes | memoryview, status: Sequence[int] = ()
+    ) -> None:
+        self.path, self.identity, self.ranges, self.data, self.status = path, identity, ranges, data, status
         self.whole = ranges == [0, identity[0]] or identity[0] == 0
         self._offsets = [0]
         for at in range(0, len(ranges), 2):
@@ -86,10 +89,10 @@ class FileRecord:
 class _Reads:
     """What has been read of one file so far. `chunks` is None if the file is left out."""
 
-    __slots__ = ("chunks", "identity", "size")
+    __slots__ = ("chunks", "identity", "size", "status")
 
-    def __init__(self, identity: Identity) -> None:
-        self.identity = identity
+    def __init__(self, identity: Identity, status: Sequence[int] = ()) -> None:
+        self.identity, self.status = identity, status
         self.chunks: list[tuple[int, bytes]] | None = []
         self.size = 0
 
@@ -140,9 +143,9 @@ class Block:
             if (file := ref()) is not None:
                 file.close()
 
-    def begin(self, path: str, identity: Identity) -> None:
+    def begin(self, path: str, identity: Identity, status: Sequence[int]) -> None:
         """A file was opened."""
-        reads = self._reads.setdefault(path, _Reads(identity))
+        reads = self._reads.setdefault(path, _Reads(identity, status))
         if reads.identity != identity:
             self.leave_out(path)
 
@@ -182,7 +185,8 @@ class Block:
             pieces = _merged(reads.chunks)
             kept = [piece for piece in pieces if not shared.leaves_out(path, piece.start, piece.stop, id)]
             if len(kept) <= MOST_RANGES and (kept or not pieces):
-                heads.append([path, *reads.identity, [place for piece in kept for place in (piece.start, piece.stop)]])
+                ranges = [place for piece in kept for place in (piece.start, piece.stop)]
+                heads.append([path, *reads.identity, ranges, reads.status])
                 parts += [part for piece in kept for part in piece.parts]
         return _pack(heads, parts)
 
@@ -242,9 +246,9 @@ def _unpack(record: Record) -> dict[str, FileRecord]:
     length = int.from_bytes(view[:8], "little")
     start = _first(length)
     found = {}
-    for path, size, mtime, ranges in json.loads(bytes(view[8 : min(len(view), 8 + length)])):
+    for path, size, mtime, ranges, status in json.loads(bytes(view[8 : min(len(view), 8 + length)])):
         stop = start + sum(ranges[1::2]) - sum(ranges[::2])
-        found[path] = FileRecord(path, (size, mtime), ranges, view[start:stop])
+        found[path] = FileRecord(path, (size, mtime), ranges, view[start:stop], status)
         start = stop
     return found
 

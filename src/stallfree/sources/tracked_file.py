@@ -213,7 +213,7 @@ class TrackedFile(io.RawIOBase):
         """Take a copy of what is served, whose memory may change from now on."""
         if self._entry is not None:
             entry = self._entry
-            self._entry = FileRecord(entry.path, entry.identity, entry.ranges, bytes(entry.data))
+            self._entry = FileRecord(entry.path, entry.identity, entry.ranges, bytes(entry.data), entry.status)
 
     def close(self) -> None:
         """Close what is open."""
@@ -236,6 +236,37 @@ class TrackedFile(io.RawIOBase):
 def identity_of(status: os.stat_result) -> Identity:
     """The identity of the file with this `status`."""
     return status.st_size, status.st_mtime_ns
+
+
+_STATUS = (
+    "st_mode",
+    "st_ino",
+    "st_dev",
+    "st_nlink",
+    "st_uid",
+    "st_gid",
+    "st_atime_ns",
+    "st_ctime_ns",
+    "st_blksize",
+    "st_blocks",
+    "st_rdev",
+)
+
+
+def status_fields(status: os.stat_result) -> list[int]:
+    """What `status` says beyond the identity of a file."""
+    return [getattr(status, name, 0) for name in _STATUS]
+
+
+def status_of(entry: FileRecord) -> os.stat_result:
+    """The status of a file when it was opened."""
+    *first, atime, ctime, blksize, blocks, rdev = entry.status
+    size, mtime = entry.identity
+    times = {"atime": atime, "mtime": mtime, "ctime": ctime}
+    further: dict[str, Any] = {"st_blksize": blksize, "st_blocks": blocks, "st_rdev": rdev}
+    for name, ns in times.items():
+        further |= {f"st_{name}_ns": ns, f"st_{name}": ns // 10**9 + 1e-9 * (ns % 10**9)}
+    return os.stat_result((*first, size, *(ns // 10**9 for ns in times.values())), further)
 
 
 def _read_at(file: Any, most: int, at: int) -> bytes:
