@@ -1,9 +1,10 @@
 """Hugging Face: an image folder with `set_transform` and the sizes of an image processor, as to train a ViT."""
 
 import torch
-from datasets import load_dataset
 from torchvision.transforms import Compose, Normalize, RandomHorizontalFlip, RandomResizedCrop, ToTensor
 from transformers import ViTImageProcessor
+
+from datasets import load_dataset
 
 
 def collate(examples):

@@ -23,7 +23,7 @@ class Words(Dataset):
         return len(self.files)
 
     def __getitem__(self, index):
-        rate, samples = wavfile.read(os.path.join(self.folder, self.files[index]))
+        _, samples = wavfile.read(os.path.join(self.folder, self.files[index]))
         wave = torch.from_numpy(samples.copy()).float()[None] / 32768
         wave = wave[:, : self.length]
         wave = torch.nn.functional.pad(wave, (0, self.length - wave.shape[1]))

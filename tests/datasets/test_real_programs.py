@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import stallfree as sf
 from benchmarks.programs import files
 from benchmarks.programs.model import digest, torch_epochs
 from benchmarks.volumes import make_volumes
+
+import stallfree as sf
 from reads_data import gone
 from stallfree.errors import InputError
 

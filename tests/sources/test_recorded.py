@@ -660,6 +660,61 @@ def test_the_replacement_looks_like_open(folder: Path) -> None:
     assert open_calls._installed
 
 
+def test_the_status_of_files_that_are_served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "large"
+    (folder / "link").symlink_to(path)
+    os.utime(path, ns=(1_700_000_000_123_456_789, 1_600_000_000_987_654_321))
+
+    def read() -> Any:
+        status = [os.stat(name) for name in (path, str(path), os.fsencode(path), folder / "link")]
+        size = path.stat().st_size, os.path.getsize(path), os.path.getmtime(path), path.is_file(), os.path.isdir(path)
+        link = (folder / "link").read_bytes()
+        return (
+            [(*each, each.st_mtime, each.st_mtime_ns, each.st_blocks) for each in status],
+            size,
+            path.read_bytes(),
+            link,
+        )
+
+    path.read_bytes()  # from now on, the time of access stays
+    check(read, folder)
+    monkeypatch.chdir(folder)
+    _, record = recorded(read)
+    path.unlink()
+    assert served(lambda: (os.path.exists("large"), os.path.exists("none")), record)[0] == ("value", (True, False))
+
+
+def test_the_status_of_other_files_is_that_of_storage(folder: Path) -> None:
+    def read() -> Any:
+        (folder / "small").read_bytes()
+        (folder / "written").write_bytes(b"12")
+        (folder / "written").read_bytes()
+        (folder / "written").write_bytes(b"123")
+        with open(folder / "text", "rb") as file:
+            by_number = os.stat(file.fileno()).st_size
+        return (
+            by_number,
+            os.stat(folder / "written").st_size,
+            os.lstat(folder / "small").st_size,
+            os.stat(folder).st_mode,
+        )
+
+    _, record = recorded(read)
+    assert served(read, record)[0] == outcome(read)
+    (folder / "small").unlink()
+    with pytest.raises(FileNotFoundError):
+        os.stat(folder / "small")
+    assert served(lambda: os.stat(folder / "small").st_size, record)[0] == ("value", 1024)
+    assert served(lambda: os.stat(folder / "small", follow_symlinks=False), record)[0][0] is FileNotFoundError
+
+
+def test_the_replacement_looks_like_stat() -> None:
+    recorded(lambda: None)
+    assert pickle.loads(pickle.dumps(os.stat)) is os.stat
+    assert os.stat in os.supports_follow_symlinks
+    assert os.stat in os.supports_fd
+
+
 def test_a_forked_child_is_in_no_block(folder: Path) -> None:
     def read() -> int:
         child = os.fork()

@@ -112,7 +112,7 @@ class _Replacement:
 
 def _recorded_status(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The status of a file that is served; None if the real `stat` is to be called."""
-    if len(args) != 1 or kwargs or not block.files or type(args[0]) is int:
+    if not block.files or len(args) != 1 or kwargs not in ({}, {"follow_symlinks": True}):
         return None
     try:
         path = _absolute(args[0])
@@ -206,6 +206,9 @@ def _kernel_devices() -> frozenset[int]:
 
 # --- the replacement -------------------------------------------------------------------------------------------------
 
+_BUILTIN = ("_io", "posix", "nt", __name__)
+"""Modules that keep the real functions."""
+
 _lock = threading.Lock()
 _installed = False
 
@@ -227,7 +230,7 @@ def _replace_functions() -> None:
     builtin = sys.modules["_io"].open, os.stat
     ours = _Replacement(builtin[0], "io", _tracked), _Replacement(builtin[1], "os", _recorded_status)
     replaced = {id(real): own for real, own in zip(builtin, ours, strict=True)}
-    holders = [module for name, module in list(sys.modules.items()) if name not in ("_io", "posix", "nt", __name__)]
+    holders: list[Any] = [module for name, module in list(sys.modules.items()) if name not in _BUILTIN]
     holders.append(getattr(sys.modules.get("pathlib"), "_NormalAccessor", None))  # of Python 3.10
     for holder in holders:
         try:

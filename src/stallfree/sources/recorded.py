@@ -7,7 +7,8 @@ The record of a sample is one array of bytes, so that a cache can lend it withou
     from the next multiple of 64, the bytes of these ranges, one file after the other
     zeros
 
-The ranges of a file ascend and do not touch. Its status has the further fields of `os.stat_result`. The zeros are there so that records have few different lengths.
+The ranges of a file ascend and do not touch. Its status has the further fields of `os.stat_result`. The zeros are there
+so that records have few different lengths.
 """
 
 from __future__ import annotations
