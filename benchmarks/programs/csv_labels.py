@@ -8,7 +8,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-OPTIONS = {"batch_size": 16, "drop_last": True}
+OPTIONS = {"batch_size": 16}
 
 
 class LabelledPhotos(Dataset):

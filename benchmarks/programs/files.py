@@ -74,4 +74,16 @@ def spectra(root: Path, count: int) -> None:
         file["labels"] = np.arange(count) % 10
 
 
+def enlarge(photos: Path, folder: Path, count: int) -> None:
+    """Copies of the photographs that have about 400 KB each."""
+    found = sorted(photos.rglob("*.jpg"))
+    for number in range(count):
+        with Image.open(found[number % len(found)]) as image:
+            side = 1500 + number % 50
+            large = image.convert("RGB").resize((side, side * image.height // image.width))
+        path = folder / f"class-{number % 10}" / f"{number:05d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        large.save(path, "JPEG", quality=90)
+
+
 MAKERS = {"words": words, "features": features, "clips": clips, "spectra": spectra}

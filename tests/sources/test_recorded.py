@@ -18,6 +18,7 @@ import stat
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from reads_data import contents, gone, opens_below, outcome, recorded, served
-from stallfree.sources import open_calls
+from stallfree.sources import open_calls, tracked_file
 from stallfree.sources import recorded as records
 from stallfree.sources.open_calls import Tracker
 from stallfree.sources.recorded import Block, FileChanged
@@ -248,6 +249,8 @@ def test_what_is_no_regular_file_is_opened_plainly(folder: Path) -> None:
     os.symlink("/proc/self/comm", folder / "comm")
     assert contents(recorded(lambda: open(folder / "comm").read())[1]) == {}
     assert contents(recorded(lambda: open("/dev/null").read())[1]) == {}
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        assert contents(recorded(lambda: open(file.name).read())[1]) == {Path(file.name).name: ([], b"")}
 
 
 def test_files_that_are_written_are_left_out(folder: Path) -> None:
@@ -591,7 +594,8 @@ def read_kept(folder: Path, kept: list[Any], at: int) -> bytes:
     return found
 
 
-def test_a_file_that_is_kept_open_serves_later_blocks(folder: Path) -> None:
+def test_a_file_that_is_kept_open_serves_later_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracked_file, "LEFT_OPEN", 0)
     kept: list[Any] = []
     content = (folder / "large").read_bytes()
     read = partial(read_kept, folder, kept)
@@ -615,7 +619,8 @@ def test_a_file_that_is_kept_open_serves_later_blocks(folder: Path) -> None:
     kept.pop().close()
 
 
-def test_a_kept_file_that_has_changed(folder: Path) -> None:
+def test_a_kept_file_that_has_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracked_file, "LEFT_OPEN", 0)
     kept: list[Any] = []
     read = partial(read_kept, folder, kept)
 
@@ -706,6 +711,21 @@ def test_the_status_of_other_files_is_that_of_storage(folder: Path) -> None:
         os.stat(folder / "small")
     assert served(lambda: os.stat(folder / "small").st_size, record)[0] == ("value", 1024)
     assert served(lambda: os.stat(folder / "small", follow_symlinks=False), record)[0][0] is FileNotFoundError
+
+
+def test_a_picture_that_is_decoded_after_the_block(folder: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
+    Image.fromarray(pixels).save(folder / "picture.png")
+    (_, picture), record = recorded(lambda: Image.open(folder / "picture.png"))
+    assert np.array_equal(pixels, picture)
+    with gone(folder):
+        assert np.array_equal(pixels, served(lambda: Image.open(folder / "picture.png"), record)[0][1])
+
+
+def test_what_a_record_has_not_counts_as_read_from_storage(folder: Path) -> None:
+    _, record = recorded((folder / "small").read_bytes)
+    _, block = served(lambda: ((folder / "small").read_bytes(), (folder / "large").read_bytes()), record)
+    assert block.storage_bytes == 700_000
 
 
 def test_the_replacement_looks_like_stat() -> None:

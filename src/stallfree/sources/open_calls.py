@@ -30,6 +30,7 @@ _BUFFER, _UP_TO = 32 << 10, 256 << 10
 """Bytes of a buffer, for files of up to so many bytes. Of larger ones little more is to be read than is asked for."""
 
 _NOT_FILES = ("/proc/", "/sys/", "/dev/")
+_FILES = "/dev/shm/"
 
 
 class _Call(NamedTuple):
@@ -141,15 +142,15 @@ def _tracked(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict
         if type(call.mode) is str and set(call.mode) & set("wax+"):
             tracker.note_written(block, path)
         return None
-    if path in tracker.written or path.startswith(_NOT_FILES) or not _is_plain(call, binary):
+    if path in tracker.written or not _is_plain(call, binary):
+        return None
+    if path.startswith(_NOT_FILES) and not path.startswith(_FILES):
         return None
     entry = block.files.get(path)
     if entry is not None:
         served = TrackedFile(name, path, entry.identity, entry=entry)
         block.opened(served)
         return _wrapped(served, call, binary, entry.identity[0])
-    if not block.recording:
-        return None
     started = time.perf_counter()
     file = io.FileIO(name, "r")
     try:
@@ -161,8 +162,11 @@ def _tracked(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict
         return _wrapped(file, call, binary, 0)
     block.seconds += time.perf_counter() - started
     identity = identity_of(status)
-    block.begin(path, identity, status_fields(status))
-    return _wrapped(TrackedFile(name, path, identity, file=file), call, binary, identity[0])
+    tracked = TrackedFile(name, path, identity, file=file)
+    if block.recording:
+        block.begin(path, identity, status_fields(status))
+        block.opened(tracked)
+    return _wrapped(tracked, call, binary, identity[0])
 
 
 def _is_plain(call: _Call, binary: bool) -> bool:

@@ -38,6 +38,9 @@ MOST_RANGES = 4096
 SMALL = 64 << 10
 """Ranges of up to as many bytes are recorded for all samples that read them."""
 
+LEFT_OPEN = 4 << 20
+"""A file of up to as many bytes that is still open after the sample was made is recorded as a whole."""
+
 MANY = 8
 """A larger range that more samples than this have read, such as an index, is left out of the records of others."""
 
@@ -126,23 +129,32 @@ class Block:
         self._opened: list[weakref.ref[TrackedFile]] = []
 
     def opened(self, file: TrackedFile) -> None:
-        """A file is served."""
-        if self._lent:
+        """A file is recorded or served."""
+        if self._lent or self.recording:
             self._opened.append(weakref.ref(file))
 
     def end(self) -> None:
-        """The run is over: files that are still open go on with a copy of what was lent."""
+        """The run is over. Files that are still open go on with a copy of what was lent, and are recorded as a whole.
+
+        A sample may hold such a file, as a picture does that is not decoded yet.
+        """
+        for file in self.open_files():
+            if self._lent:
+                file.keep()
+            else:
+                file.record_rest(self)
         if self._lent:
-            for ref in self._opened:
-                if (file := ref()) is not None:
-                    file.keep()
             self.files = {}
+
+    def open_files(self) -> list[TrackedFile]:
+        """The files of this block that are open."""
+        files = [ref() for ref in self._opened]
+        return [file for file in files if file is not None and not file.closed]
 
     def close_files(self) -> None:
         """Close what is still open: what was lent has changed meanwhile."""
-        for ref in self._opened:
-            if (file := ref()) is not None:
-                file.close()
+        for file in self.open_files():
+            file.close()
 
     def begin(self, path: str, identity: Identity, status: Sequence[int]) -> None:
         """A file was opened."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from stallfree.sources.recorded import MOST_BYTES, Block, FileChanged, FileRecord, Identity, current_block
+from stallfree.sources.recorded import LEFT_OPEN, MOST_BYTES, Block, FileChanged, FileRecord, Identity, current_block
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -168,7 +169,7 @@ class TrackedFile(io.RawIOBase):
         """
         self._check()
         if self._by_number is None:
-            file = self._in_memory() or self._whole()
+            file = self._in_memory() or self._whole(current_block())
             file.seek(self._at)
             self._by_number = file
         return self._by_number.fileno()
@@ -182,8 +183,13 @@ class TrackedFile(io.RawIOBase):
         os.utime(file.fileno(), ns=(entry.identity[1], entry.identity[1]))
         return file
 
-    def _whole(self) -> io.FileIO:
-        block = current_block()
+    def record_rest(self, block: Block) -> None:
+        """Record all of a small file: it may be read when `block`, which ends now, is over."""
+        if self._by_number is None and self._identity[0] <= LEFT_OPEN:
+            with contextlib.suppress(OSError):
+                self._whole(block)
+
+    def _whole(self, block: Block | None) -> io.FileIO:
         file = self._opened(block)
         if block is not None and block.recording:
             if self._identity[0] > MOST_BYTES:
