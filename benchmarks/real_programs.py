@@ -72,9 +72,9 @@ def run(options: Options) -> Report:
         checks=_checks(equal, rates, pages),
         notes=[
             f"{what}. 2 persistent workers. Both loaders seed the generators for each sample in the same way when "
-            "batches are compared; torch's runs in a process of its own, in which nothing is replaced. Slow storage is a "
-            "disk image whose reads the kernel throttles; the page cache is emptied before each epoch. Programs whose "
-            "library opens files itself run without a cache, and their files stay where they are.",
+            "batches are compared; torch's runs in a process of its own, in which nothing is replaced. Slow storage is "
+            "a disk image whose reads the kernel throttles; the page cache is emptied before each epoch. Programs "
+            "whose library opens files itself run without a cache, and their files stay where they are.",
             f"Photographs of {pages['each'] / 1000:.0f} KB, cache of {SHARE:.0%}: resident "
             f"{pages['resident']:.4f} of the samples, misses {', '.join(f'{x:.4f}' for x in pages['misses'])} of them. "
             f"Page cache limited to as many bytes, the same files in random order: "

@@ -17,7 +17,7 @@ from stallfree.autotune.measure import measure
 from stallfree.batches.reader import Reader
 from stallfree.batches.transform_split import is_prepared
 from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.datasets.dataset_probe import FirstLook, look
+from stallfree.datasets.dataset_probe import FirstLook, look, untouched
 from stallfree.datasets.private_names import token
 from stallfree.errors import InputError, SampleError, StallfreeError
 from stallfree.ipc.folders import SharedFolder
@@ -175,7 +175,8 @@ class AutoCache:
 
     def _publish(self, folder: Path, source: Source, first: FirstLook) -> None:
         disk = None if self._tier is None else self._tier.folder
-        probe = measure(source, source.pipeline, first, seed=self._seed, disk=disk)
+        with untouched(source):
+            probe = measure(source, source.pipeline, first, seed=self._seed, disk=disk)
         self._records = probe.records
         compute = math.inf if self._measured is None else self._measured.compute
         measured = replace(probe.measured, compute=compute)
