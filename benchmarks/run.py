@@ -22,6 +22,7 @@ NAMES = (
     "jpeg_warm",
     "fast_prep",
     "cold_storage",
+    "real_programs",
     "tiers",
     "lru_formula",
     "bound",

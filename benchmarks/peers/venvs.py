@@ -21,10 +21,11 @@ IMPORTS = {
     "tensorsocket": "tensorsocket",
     "ray": "ray.tune",
     "redis": "hiredis, redis, xxhash",
+    "programs": "torchvision, timm, torchaudio, datasets, transformers, monai, nibabel, h5py, albumentations, cv2",
 }
 LIBRARIES = {"ffcv": ("opencv4", "libturbojpeg")}
 """What pkg-config must find before the build."""
-WITH_STALLFREE = ("ray",)
+WITH_STALLFREE = ("programs", "ray")
 """Where stallfree runs under another library: it is installed there from this working copy."""
 
 

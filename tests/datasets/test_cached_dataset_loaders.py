@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import pickle
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -238,3 +242,42 @@ def test_augmentation_within_a_plain_data_set_is_a_function_of_the_epoch(make: C
     assert seen[0][0] != seen[0][1]
     if isinstance(plain, ThrottledSource):
         plain.close()
+
+
+class Archive(Dataset[Any]):
+    """Opens its file for the first sample, and keeps it. `meet` lets two workers come between a seek and its read."""
+
+    file: Any = None
+
+    def __init__(self, path: Path, meet: Any = None) -> None:
+        self.path, self.meet = str(path), meet
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, id: int) -> Any:
+        if self.file is None:
+            self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+        self.file.seek(1000 * id)
+        if torch.utils.data.get_worker_info() is not None and self.meet is not None:
+            with contextlib.suppress(threading.BrokenBarrierError):  # the other worker may have no sample left
+                self.meet.wait(0.5)
+        return torch.frombuffer(bytearray(self.file.read(1000)), dtype=torch.uint8), id
+
+
+@pytest.mark.filterwarnings("ignore:meet of type")
+@pytest.mark.parametrize("form", ["fetched", "auto", "reads", None])
+def test_workers_open_the_files_that_a_data_set_keeps_open(tmp_path: Path, form: str | None) -> None:
+    path = tmp_path / "archive"
+    path.write_bytes(b"".join(bytes([id]) * 1000 for id in range(8)))
+    archive = Archive(path, multiprocessing.get_context("fork").Barrier(2))
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": 2}
+    if form is None:
+        data, options = None, options | {"cache": "auto", "capacity": "1MiB"}
+    else:
+        data = sf.CachedDataset(archive, capacity="1MiB", form=form)
+    with data or contextlib.nullcontext(), sf.DataLoader(data or archive, **options) as loader:
+        batches = list(loader)
+    assert [(values.unique().tolist(), ids.tolist()) for values, ids in batches] == [
+        ([id, id + 1], [id, id + 1]) for id in range(0, 8, 2)
+    ]

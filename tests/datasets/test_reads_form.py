@@ -7,6 +7,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,32 @@ def test_an_archive_that_is_kept_open(folder: Path) -> None:
     for workers in (0, 2):
         with sf.CachedDataset(KeepsArchive(path, 30_000), capacity="8MiB", form="reads") as data:
             assert same(epochs(data, 2, num_workers=workers), plain)
+
+
+class _OwnThreads(Crops):
+    """Starts threads for its first sample, and counts its samples."""
+
+    pool: Any = None
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.pool, self.samples = None, 0
+
+    def __getitem__(self, id: int) -> Any:
+        if self.pool is None:
+            self.pool, self.further = ThreadPoolExecutor(1), 1
+        self.samples += 1
+        return self.pool.submit(super().__getitem__, id).result()
+
+
+def test_workers_do_not_inherit_what_is_made_for_the_first_sample(folder: Path) -> None:
+    data_set = _OwnThreads(folder)
+    with sf.CachedDataset(Subset(data_set, range(9)), capacity="4MiB", form="reads") as data:
+        assert data_set.pool is None
+        assert not hasattr(data_set, "further")
+        assert data_set.samples == 1
+        assert len(epochs(data, 2, num_workers=1)) == 2
+        assert data.stats().storage_reads == 9
 
 
 def test_a_subset(folder: Path) -> None:

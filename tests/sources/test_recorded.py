@@ -18,6 +18,7 @@ import stat
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from reads_data import contents, gone, opens_below, outcome, recorded, served
-from stallfree.sources.reads import open_calls
+from stallfree.sources.reads import open_calls, tracked_file
 from stallfree.sources.reads import recorded as records
 from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.reads.recorded import Block, FileChanged
@@ -248,6 +249,8 @@ def test_what_is_no_regular_file_is_opened_plainly(folder: Path) -> None:
     os.symlink("/proc/self/comm", folder / "comm")
     assert contents(recorded(lambda: open(folder / "comm").read())[1]) == {}
     assert contents(recorded(lambda: open("/dev/null").read())[1]) == {}
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        assert contents(recorded(lambda: open(file.name).read())[1]) == {Path(file.name).name: ([], b"")}
 
 
 def test_files_that_are_written_are_left_out(folder: Path) -> None:
@@ -590,7 +593,8 @@ def read_kept(folder: Path, kept: list[Any], at: int) -> bytes:
     return found
 
 
-def test_a_file_that_is_kept_open_serves_later_blocks(folder: Path) -> None:
+def test_a_file_that_is_kept_open_serves_later_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracked_file, "LEFT_OPEN", 0)
     kept: list[Any] = []
     content = (folder / "large").read_bytes()
     read = partial(read_kept, folder, kept)
@@ -614,7 +618,8 @@ def test_a_file_that_is_kept_open_serves_later_blocks(folder: Path) -> None:
     kept.pop().close()
 
 
-def test_a_kept_file_that_has_changed(folder: Path) -> None:
+def test_a_kept_file_that_has_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracked_file, "LEFT_OPEN", 0)
     kept: list[Any] = []
     read = partial(read_kept, folder, kept)
 
@@ -657,6 +662,76 @@ def test_the_replacement_looks_like_open(folder: Path) -> None:
 
     assert Holder().opener(folder / "small", "rb").read(1) == b"\0"
     assert open_calls._installed
+
+
+def test_the_status_of_files_that_are_served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "large"
+    (folder / "link").symlink_to(path)
+    os.utime(path, ns=(1_700_000_000_123_456_789, 1_600_000_000_987_654_321))
+
+    def read() -> Any:
+        status = [os.stat(name) for name in (path, str(path), os.fsencode(path), folder / "link")]
+        size = path.stat().st_size, os.path.getsize(path), os.path.getmtime(path), path.is_file(), os.path.isdir(path)
+        link = (folder / "link").read_bytes()
+        return (
+            [(*each, each.st_mtime, each.st_mtime_ns, each.st_blocks) for each in status],
+            size,
+            path.read_bytes(),
+            link,
+        )
+
+    path.read_bytes()  # from now on, the time of access stays
+    check(read, folder)
+    monkeypatch.chdir(folder)
+    _, record = recorded(read)
+    path.unlink()
+    assert served(lambda: (os.path.exists("large"), os.path.exists("none")), record)[0] == ("value", (True, False))
+
+
+def test_the_status_of_other_files_is_that_of_storage(folder: Path) -> None:
+    def read() -> Any:
+        (folder / "small").read_bytes()
+        (folder / "written").write_bytes(b"12")
+        (folder / "written").read_bytes()
+        (folder / "written").write_bytes(b"123")
+        with open(folder / "text", "rb") as file:
+            by_number = os.stat(file.fileno()).st_size
+        return (
+            by_number,
+            os.stat(folder / "written").st_size,
+            os.lstat(folder / "small").st_size,
+            os.stat(folder).st_mode,
+        )
+
+    _, record = recorded(read)
+    assert served(read, record)[0] == outcome(read)
+    (folder / "small").unlink()
+    with pytest.raises(FileNotFoundError):
+        os.stat(folder / "small")
+    assert served(lambda: os.stat(folder / "small").st_size, record)[0] == ("value", 1024)
+    assert served(lambda: os.stat(folder / "small", follow_symlinks=False), record)[0][0] is FileNotFoundError
+
+
+def test_a_picture_that_is_decoded_after_the_block(folder: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
+    Image.fromarray(pixels).save(folder / "picture.png")
+    (_, picture), record = recorded(lambda: Image.open(folder / "picture.png"))
+    assert np.array_equal(pixels, picture)
+    with gone(folder):
+        assert np.array_equal(pixels, served(lambda: Image.open(folder / "picture.png"), record)[0][1])
+
+
+def test_what_a_record_has_not_counts_as_read_from_storage(folder: Path) -> None:
+    _, record = recorded((folder / "small").read_bytes)
+    _, block = served(lambda: ((folder / "small").read_bytes(), (folder / "large").read_bytes()), record)
+    assert block.storage_bytes == 700_000
+
+
+def test_the_replacement_looks_like_stat() -> None:
+    recorded(lambda: None)
+    assert pickle.loads(pickle.dumps(os.stat)) is os.stat
+    assert os.stat in os.supports_follow_symlinks
+    assert os.stat in os.supports_fd
 
 
 def test_a_forked_child_is_in_no_block(folder: Path) -> None:

@@ -20,7 +20,7 @@ from stallfree.batches.reader import Reader
 from stallfree.batches.transform_split import is_prepared
 from stallfree.cache.memory.limits import granted
 from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.datasets.dataset_probe import FirstLook, RandomSamples, look
+from stallfree.datasets.dataset_probe import FirstLook, RandomSamples, look, untouched
 from stallfree.datasets.private_names import token
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
 from stallfree.errors import InputError, SampleError, StallfreeError
@@ -276,7 +276,8 @@ class AutoCache:
         return self._folder
 
     def _publish(self, folder: Path, subject: _Subject) -> None:
-        probe = self._measure(subject, None if self._tier is None else self._tier.folder)
+        with untouched(subject.source):
+            probe = self._measure(subject, None if self._tier is None else self._tier.folder)
         self._records = probe.records
         compute = math.inf if self._measured is None else self._measured.compute
         measured = replace(probe.measured, compute=compute)

@@ -13,6 +13,7 @@ from stallfree.batches.batch_state import Samples, raise_from
 from stallfree.cache import MISS, Lends
 from stallfree.cache.memory.records import Borrowed
 from stallfree.pipeline.protocol import sample_error
+from stallfree.sources.detach import lazily_made
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.reads.recorded import Block, FileChanged, Record
@@ -151,11 +152,20 @@ def _block(record: Record | None, lent: bool) -> Block:
 
 
 def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
-    """Index `dataset` once. Returns the record of what it read, and the most bytes that it read by way of `open`."""
+    """Index `dataset` once. Returns the record of what it read, and the most bytes that it read by way of `open`.
+
+    What it makes for itself on that occasion is dropped, unless it keeps a file open that is recorded: processes that
+    are forked later may use that one.
+    """
     tracker = Tracker()
+    drop = lazily_made(dataset)
     for _ in range(_ATTEMPTS):
         block = Block()
-        tracker.run(block, lambda: dataset[id])
+        try:
+            tracker.run(block, lambda: dataset[id])
+        finally:
+            if not block.open_files():
+                drop()
         if not block.stale:
             break
     return block.record(id, tracker.shared), block.storage_bytes + block.handed_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.marks import drew, mark_of, note_drew
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.values import private
+from stallfree.sources.detach import lazily_made
 from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size
 
@@ -63,6 +64,22 @@ class RandomSamples(InputError):
         return RandomSamples, (self.why, self.advice)
 
 
+@contextmanager
+def untouched(source: Source) -> Iterator[None]:
+    """In the block, samples are fetched here; workers that are forked later inherit nothing that these made.
+
+    A plain data set may open a file for its first sample and keep it. Workers that share its descriptor share its
+    position too, and would read the data of other samples.
+    """
+    beneath = plain_beneath(source, 0)
+    drop = None if beneath is None else lazily_made(beneath[0].dataset)
+    try:
+        yield
+    finally:
+        if drop is not None:
+            drop()
+
+
 def look(source: Source, steps: Compose) -> FirstLook:
     """Fetch and prepare the first sample that can be had.
 
@@ -72,7 +89,7 @@ def look(source: Source, steps: Compose) -> FirstLook:
     """
     problems: list[SampleError] = []
     for id in range(min(ATTEMPTS, len(source))):
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, untouched(source):
             warnings.simplefilter("always")
             try:
                 found = _look_at(source, steps, id)
@@ -214,7 +231,7 @@ def look_again(source: Source, before: Compose, first: Sample) -> tuple[Sample |
         structure, arrays = encode(first.value, allow_pickle=True)
         if id == first.id or not (structure.fixed and structure.has_views):
             return None, first.value
-        with suppress(Exception):  # it will come again when the sample is asked for
+        with suppress(Exception), untouched(source):  # it will come again when the sample is asked for
             with Watch(before, source) as watch:
                 record = private(source.fetch(id))
                 second = Sample(id, record, before(private(record)))

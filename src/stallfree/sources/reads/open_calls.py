@@ -1,7 +1,8 @@
 """The replacement of `open`: in a block, files are opened so that their reads are recorded or served.
 
-`builtins.open` and `io.open` are replaced once per process, with the names under which modules hold them. Outside of
-blocks, and for all that is no plain opening of a regular file for reading, the replacement calls the real one.
+`builtins.open`, `io.open` and `os.stat` are replaced once per process, with the names under which modules hold them.
+Outside of blocks, and for all that is no plain opening of a regular file for reading, the replacement calls the real
+one. `os.stat`, on which `os.path.exists` and others build, is answered from the record for the files in it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from stallfree.platform import at_fork
 from stallfree.sources.reads.native import replace_held, replace_imported
 from stallfree.sources.reads.recorded import THREAD, Block, SharedRanges
-from stallfree.sources.reads.tracked_file import TrackedFile, identity_of
+from stallfree.sources.reads.tracked_file import TrackedFile, identity_of, status_fields, status_of
 
 _T = TypeVar("_T")
 
@@ -30,6 +31,7 @@ _BUFFER, _UP_TO = 32 << 10, 256 << 10
 """Bytes of a buffer, for files of up to so many bytes. Of larger ones little more is to be read than is asked for."""
 
 _NOT_FILES = ("/proc/", "/sys/", "/dev/")
+_FILES = "/dev/shm/"
 
 
 class _Call(NamedTuple):
@@ -96,36 +98,58 @@ class Tracker:
         return Tracker, ()
 
 
-class _Open:
-    """What stands for `open`. No function, which would become a method where it is held in a class."""
+class _Replacement:
+    """What stands for `open` or `stat`. No function, which would become a method where it is held in a class.
 
-    def __init__(self, real: Callable[..., Any]) -> None:
+    Args:
+        real: what it stands for.
+        module: in which it is found by its name; it is pickled so.
+        tracked: gives what is returned in a block; None if the real function is to be called.
+    """
+
+    def __init__(self, real: Callable[..., Any], module: str, tracked: Callable[..., Any]) -> None:
         functools.update_wrapper(self, real)
-        self.__module__ = "io"  # by which it is pickled
-        self._real = real
+        self.__module__ = module
+        self._real, self._tracked = real, tracked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tracker = THREAD.tracker
         if tracker is None or tracker.block is None:
             return self._real(*args, **kwargs)
-        found = _tracked(tracker, tracker.block, args, kwargs)
+        found = self._tracked(tracker, tracker.block, args, kwargs)
         return self._real(*args, **kwargs) if found is None else found
 
     def __reduce__(self) -> str:
-        return "open"
+        return self._real.__name__
 
     def __repr__(self) -> str:
         return repr(self._real)
+
+
+def _recorded_status(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The status of a file that is served; None if the real `stat` is to be called."""
+    if not block.files or len(args) != 1 or kwargs not in ({}, {"follow_symlinks": True}):
+        return None
+    try:
+        path = _absolute(args[0])
+    except (TypeError, ValueError, OSError, AttributeError):
+        return None
+    entry = block.files.get(path)
+    return None if entry is None or not entry.status or path in tracker.written else status_of(entry)
+
+
+def _absolute(file: Any) -> str:
+    """The absolute path that `file` names. It is not normalized, as `..` may come after a symbolic link."""
+    name = file if type(file) is str else os.fspath(file)
+    path = name if type(name) is str else os.fsdecode(name)
+    return path if path.startswith("/") or os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
 def _tracked(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The open file, if it is recorded or served; None if the real `open` is to be called."""
     try:
         call = _Call(*args, **kwargs)
-        name = call.file if type(call.file) is str else os.fspath(call.file)
-        path = name if type(name) is str else os.fsdecode(name)
-        if not path.startswith("/") and not os.path.isabs(path):
-            path = os.path.join(os.getcwd(), path)  # not normalized: `..` after a symbolic link
+        path, name = _absolute(call.file), os.fspath(call.file)
     except (TypeError, ValueError, OSError, AttributeError):
         return None  # the real one raises what is to be raised
     binary = _BINARY.get(call.mode) if type(call.mode) is str else None
@@ -133,15 +157,15 @@ def _tracked(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict
         if type(call.mode) is str and set(call.mode) & set("wax+"):
             tracker.note_written(block, path)
         return None
-    if path in tracker.written or path.startswith(_NOT_FILES) or not _is_plain(call, binary):
+    if path in tracker.written or not _is_plain(call, binary):
+        return None
+    if path.startswith(_NOT_FILES) and not path.startswith(_FILES):
         return None
     entry = block.files.get(path)
     if entry is not None:
         served = TrackedFile(name, path, entry.identity, entry=entry)
         block.opened(served)
         return _wrapped(served, call, binary, entry.identity[0])
-    if not block.recording:
-        return None
     started = time.perf_counter()
     file = io.FileIO(name, "r")
     try:
@@ -153,8 +177,11 @@ def _tracked(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict
         return _wrapped(file, call, binary, 0)
     block.seconds += time.perf_counter() - started
     identity = identity_of(status)
-    block.begin(path, identity)
-    return _wrapped(TrackedFile(name, path, identity, file=file), call, binary, identity[0])
+    tracked = TrackedFile(name, path, identity, file=file)
+    if block.recording:
+        block.begin(path, identity, status_fields(status))
+        block.opened(tracked)
+    return _wrapped(tracked, call, binary, identity[0])
 
 
 def _is_plain(call: _Call, binary: bool) -> bool:
@@ -198,6 +225,9 @@ def _kernel_devices() -> frozenset[int]:
 
 # --- the replacement -------------------------------------------------------------------------------------------------
 
+_BUILTIN = ("_io", "posix", "nt", __name__)
+"""Modules that keep the real functions."""
+
 _lock = threading.Lock()
 _installed = False
 
@@ -210,21 +240,28 @@ def install() -> None:
         return
     with _lock:
         if not _installed:
-            _replace_open()
+            _replace_functions()
             _replace_thread_start()
             _installed = True
 
 
-def _replace_open() -> None:
-    """Replace it where a module holds it, unless another library has replaced it there."""
-    real = sys.modules["_io"].open
-    ours = _Open(real)
-    replace_held(real, ours, but=("_io", __name__))
+def _replace_functions() -> None:
+    """Replace them where a module holds them, unless another library has replaced them there."""
+    builtin = sys.modules["_io"].open, os.stat
+    ours = _Replacement(builtin[0], "io", _tracked), _Replacement(builtin[1], "os", _recorded_status)
+    for real, own in zip(builtin, ours, strict=True):
+        replace_held(real, own, but=_BUILTIN)
+    accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)  # of Python 3.10
+    if accessor is not None:
+        accessor.open, accessor.stat = ours
+    for supporting in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+        if builtin[1] in supporting:
+            supporting.add(ours[1])
     openers = sys.modules.get("numpy.lib._datasource")
     kept = getattr(getattr(openers, "_file_openers", None), "_file_openers", {})
     for key, value in list(kept.items()):
-        if value is real:
-            kept[key] = ours
+        if value is builtin[0]:
+            kept[key] = ours[0]
 
 
 def _replace_thread_start() -> None:

@@ -4,16 +4,19 @@ The record of a sample is one array of bytes, so that a cache can lend it withou
 
     u64 length of the head, little-endian
     the head, for each file: i64 size, i64 time of modification in ns, u32 number of places, u32 length of the path,
-    the places as i64 (start, stop, start, stop, ...), the path as the file system has it
+    u32 length of the status, the places as i64 (start, stop, start, stop, ...), the path as the file system has it, the
+    status as JSON
     from the next multiple of 64, the bytes of these ranges, one file after the other
     zeros
 
-The ranges of a file ascend and do not touch. The zeros are there so that records have few different lengths.
+The ranges of a file ascend and do not touch. Its status has the further fields of `os.stat_result`. The zeros are there
+so that records have few different lengths.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import struct
 import threading
@@ -40,10 +43,13 @@ MOST_RANGES = 4096
 SMALL = 64 << 10
 """Ranges of up to as many bytes are recorded for all samples that read them."""
 
+LEFT_OPEN = 4 << 20
+"""A file of up to as many bytes that is still open after the sample was made is recorded as a whole."""
+
 MANY = 8
 """A larger range that more samples than this have read, such as an index, is left out of the records of others."""
 
-_HEAD = struct.Struct("<qqII")
+_HEAD = struct.Struct("<qqIII")
 _TWO = struct.Struct("<2q")
 
 _REMEMBERED = 4096
@@ -67,13 +73,16 @@ class FileRecord:
         identity: of the file when it was read.
         ranges: flat list of the starts and stops of the parts that were read.
         data: these parts, one after the other.
+        status: what `fstat` gave when it was opened, as JSON of `status_fields`; empty if that is not known.
         whole: whether that is all of the file.
     """
 
-    __slots__ = ("_offsets", "data", "identity", "path", "ranges", "whole")
+    __slots__ = ("_offsets", "data", "identity", "path", "ranges", "status", "whole")
 
-    def __init__(self, path: str, identity: Identity, ranges: list[int], data: bytes | memoryview) -> None:
-        self.path, self.identity, self.ranges, self.data = path, identity, ranges, data
+    def __init__(
+        self, path: str, identity: Identity, ranges: list[int], data: bytes | memoryview, status: bytes = b""
+    ) -> None:
+        self.path, self.identity, self.ranges, self.data, self.status = path, identity, ranges, data, status
         self.whole = ranges == [0, identity[0]] or identity[0] == 0
         self._offsets = [0]
         for at in range(0, len(ranges), 2):
@@ -92,10 +101,10 @@ class FileRecord:
 class _Reads:
     """What has been read of one file so far. `chunks` is None if the file is left out."""
 
-    __slots__ = ("chunks", "identity", "size")
+    __slots__ = ("chunks", "identity", "size", "status")
 
-    def __init__(self, identity: Identity) -> None:
-        self.identity = identity
+    def __init__(self, identity: Identity, status: Sequence[int] = ()) -> None:
+        self.identity, self.status = identity, status
         self.chunks: list[tuple[int, bytes]] | None = []
         self.size = 0
 
@@ -130,27 +139,36 @@ class Block:
         self._opened: list[weakref.ref[TrackedFile]] = []
 
     def opened(self, file: TrackedFile) -> None:
-        """A file is served."""
-        if self._lent:
+        """A file is recorded or served."""
+        if self._lent or self.recording:
             self._opened.append(weakref.ref(file))
 
     def end(self) -> None:
-        """The run is over: files that are still open go on with a copy of what was lent."""
+        """The run is over. Files that are still open go on with a copy of what was lent, and are recorded as a whole.
+
+        A sample may hold such a file, as a picture does that is not decoded yet.
+        """
+        for file in self.open_files():
+            if self._lent:
+                file.keep()
+            else:
+                file.record_rest(self)
         if self._lent:
-            for ref in self._opened:
-                if (file := ref()) is not None:
-                    file.keep()
             self.files = {}
+
+    def open_files(self) -> list[TrackedFile]:
+        """The files of this block that are open."""
+        files = [ref() for ref in self._opened]
+        return [file for file in files if file is not None and not file.closed]
 
     def close_files(self) -> None:
         """Close what is still open: what was lent has changed meanwhile."""
-        for ref in self._opened:
-            if (file := ref()) is not None:
-                file.close()
+        for file in self.open_files():
+            file.close()
 
-    def begin(self, path: str, identity: Identity) -> None:
+    def begin(self, path: str, identity: Identity, status: Sequence[int] = ()) -> None:
         """A file was opened."""
-        reads = self._reads.setdefault(path, _Reads(identity))
+        reads = self._reads.setdefault(path, _Reads(identity, status))
         if reads.identity != identity:
             self.leave_out(path)
 
@@ -182,7 +200,7 @@ class Block:
 
     def record(self, id: int, shared: SharedRanges) -> Record:
         """The record of sample `id`; `shared` says what is left out of it."""
-        heads: list[tuple[str, Identity, list[int]]] = []
+        heads: list[bytes] = []
         parts: list[bytes] = []
         for path, reads in list(self._reads.items()):
             if reads.chunks is None:
@@ -190,7 +208,8 @@ class Block:
             pieces = _merged(reads.chunks)
             kept = [piece for piece in pieces if not shared.leaves_out(path, piece.start, piece.stop, id)]
             if len(kept) <= MOST_RANGES and (kept or not pieces):
-                heads.append((path, reads.identity, [place for piece in kept for place in (piece.start, piece.stop)]))
+                ranges = [place for piece in kept for place in (piece.start, piece.stop)]
+                heads.append(_packed_head(path, reads, ranges))
                 parts += [part for piece in kept for part in piece.parts]
         return _pack(heads, parts)
 
@@ -222,8 +241,8 @@ def _merged(chunks: Sequence[tuple[int, bytes]]) -> list[_Piece]:
     return pieces
 
 
-def _pack(heads: list[tuple[str, Identity, list[int]]], parts: list[bytes]) -> Record:
-    head = b"".join([_packed_head(*each) for each in heads])
+def _pack(heads: list[bytes], parts: list[bytes]) -> Record:
+    head = b"".join(heads)
     start = _first(len(head))
     size = start + sum(map(len, parts))
     step = max(64, 1 << size.bit_length() - 6)  # 32 lengths for each doubling
@@ -237,9 +256,10 @@ def _pack(heads: list[tuple[str, Identity, list[int]]], parts: list[bytes]) -> R
     return out
 
 
-def _packed_head(path: str, identity: Identity, ranges: list[int]) -> bytes:
-    name = os.fsencode(path)
-    return _HEAD.pack(*identity, len(ranges), len(name)) + struct.pack(f"<{len(ranges)}q", *ranges) + name
+def _packed_head(path: str, reads: _Reads, ranges: list[int]) -> bytes:
+    name, status = os.fsencode(path), json.dumps(reads.status).encode() if reads.status else b""
+    head = _HEAD.pack(*reads.identity, len(ranges), len(name), len(status))
+    return b"".join([head, struct.pack(f"<{len(ranges)}q", *ranges), name, status])
 
 
 def _first(head: int) -> int:
@@ -259,14 +279,16 @@ def _unpack(record: Record) -> dict[str, FileRecord]:
         raise ValueError("malformed record")
     found = {}
     while at < end:
-        size, mtime, count, name = _unpacked(_HEAD, view, at, end)
+        size, mtime, count, name, further = _unpacked(_HEAD, view, at, end)
         at += _HEAD.size
         ranges = list(_unpacked(_TWO if count == 2 else struct.Struct(f"<{count}q"), view, at, end))
         at += 8 * count
         path = os.fsdecode(bytes(view[at : at + name]))
         at += name
+        status = bytes(view[at : at + further])
+        at += further
         stop = start + sum(ranges[1::2]) - sum(ranges[::2])
-        found[path] = FileRecord(path, (size, mtime), ranges, view[start:stop])
+        found[path] = FileRecord(path, (size, mtime), ranges, view[start:stop], status)
         start = stop
     return found
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
+import json
 import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from stallfree.sources.reads.recorded import MOST_BYTES, Block, FileChanged, FileRecord, Identity, current_block
+from stallfree.sources.reads.recorded import (
+    LEFT_OPEN,
+    MOST_BYTES,
+    Block,
+    FileChanged,
+    FileRecord,
+    Identity,
+    current_block,
+)
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -168,7 +178,7 @@ class TrackedFile(io.RawIOBase):
         """
         self._check()
         if self._by_number is None:
-            file = self._in_memory() or self._whole()
+            file = self._in_memory() or self._whole(current_block())
             file.seek(self._at)
             self._by_number = file
         return self._by_number.fileno()
@@ -182,8 +192,13 @@ class TrackedFile(io.RawIOBase):
         os.utime(file.fileno(), ns=(entry.identity[1], entry.identity[1]))
         return file
 
-    def _whole(self) -> io.FileIO:
-        block = current_block()
+    def record_rest(self, block: Block) -> None:
+        """Record all of a small file: it may be read when `block`, which ends now, is over."""
+        if self._by_number is None and self._identity[0] <= LEFT_OPEN:
+            with contextlib.suppress(OSError):
+                self._whole(block)
+
+    def _whole(self, block: Block | None) -> io.FileIO:
         file = self._opened(block)
         if block is not None and block.recording:
             block.handed_bytes += self._identity[0]
@@ -214,7 +229,7 @@ class TrackedFile(io.RawIOBase):
         """Take a copy of what is served, whose memory may change from now on."""
         if self._entry is not None:
             entry = self._entry
-            self._entry = FileRecord(entry.path, entry.identity, entry.ranges, bytes(entry.data))
+            self._entry = FileRecord(entry.path, entry.identity, entry.ranges, bytes(entry.data), entry.status)
 
     def close(self) -> None:
         """Close what is open."""
@@ -237,6 +252,37 @@ class TrackedFile(io.RawIOBase):
 def identity_of(status: os.stat_result) -> Identity:
     """The identity of the file with this `status`."""
     return status.st_size, status.st_mtime_ns
+
+
+_STATUS = (
+    "st_mode",
+    "st_ino",
+    "st_dev",
+    "st_nlink",
+    "st_uid",
+    "st_gid",
+    "st_atime_ns",
+    "st_ctime_ns",
+    "st_blksize",
+    "st_blocks",
+    "st_rdev",
+)
+
+
+def status_fields(status: os.stat_result) -> list[int]:
+    """What `status` says beyond the identity of a file."""
+    return [getattr(status, name, 0) for name in _STATUS]
+
+
+def status_of(entry: FileRecord) -> os.stat_result:
+    """The status of a file when it was opened."""
+    *first, atime, ctime, blksize, blocks, rdev = json.loads(entry.status)
+    size, mtime = entry.identity
+    times = {"atime": atime, "mtime": mtime, "ctime": ctime}
+    further: dict[str, Any] = {"st_blksize": blksize, "st_blocks": blocks, "st_rdev": rdev}
+    for name, ns in times.items():
+        further |= {f"st_{name}_ns": ns, f"st_{name}": ns // 10**9 + 1e-9 * (ns % 10**9)}
+    return os.stat_result((*first, size, *(ns // 10**9 for ns in times.values())), further)
 
 
 def _read_at(file: Any, most: int, at: int) -> bytes:

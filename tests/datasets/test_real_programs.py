@@ -1,0 +1,60 @@
+"""Data sets as users of public libraries write them: with `form="reads"` they give the batches of torch's loader."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.programs import files
+from benchmarks.programs.model import digest, torch_epochs
+from benchmarks.volumes import make_volumes
+
+import stallfree as sf
+from reads_data import gone
+from stallfree.errors import InputError
+
+pytestmark = pytest.mark.libraries
+EPOCHS, SAMPLES, SEED = 3, 8, 5
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("programs") / "data"
+    files.small_photos(root, SAMPLES)
+    files.annotate(root)
+    files.features(root, SAMPLES)
+    files.clips(root, SAMPLES)
+    make_volumes(root / "volumes", None, SAMPLES)
+    return root
+
+
+@pytest.mark.parametrize(
+    "name", ["polygon_masks", "monai_dictionaries", "nibabel_slices", "numpy_archives", "saved_tensors"]
+)
+def test_batches_are_torchs_and_storage_is_read_in_the_first_epoch(root: Path, name: str) -> None:
+    program: Any = importlib.import_module(f"benchmarks.programs.{name}")
+    options = program.OPTIONS | {"batch_size": 3, "num_workers": 1}
+    expected = list(torch_epochs(program.make(str(root)), EPOCHS, seed=SEED, **options))
+    with (
+        sf.CachedDataset(program.make(str(root)), capacity="16MiB", form="reads") as data,
+        sf.DataLoader(data, shuffle=True, seed=SEED, **options) as loader,
+    ):
+        found = [list(map(digest, loader))]
+        with gone(root):
+            found += [list(map(digest, loader)) for _ in range(EPOCHS - 1)]
+        stats = data.stats()
+    assert found == expected
+    assert not set(found[0]) & set(found[1])
+    assert (stats.storage_reads, stats.misses, stats.hits) == (SAMPLES, SAMPLES - 1, SAMPLES * (EPOCHS - 1) + 1)
+
+
+def test_a_program_that_reads_natively(root: Path) -> None:
+    program: Any = importlib.import_module("benchmarks.programs.opencv_albumentations")
+    dataset, options = program.make(str(root)), program.OPTIONS | {"batch_size": 3, "num_workers": 1}
+    with pytest.raises(InputError, match=r"cv2\.imdecode"):
+        sf.CachedDataset(dataset, capacity="16MiB", form="reads")
+    expected = list(torch_epochs(dataset, EPOCHS, seed=SEED, **options))
+    with sf.DataLoader(program.make(str(root)), shuffle=True, seed=SEED, **options) as loader:
+        assert [list(map(digest, loader)) for _ in range(EPOCHS)] == expected
