@@ -270,14 +270,22 @@ _missing: dict[str, Callable[[ModuleType], None]] = {
 """Modules that have not been found yet, and what replaces their function."""
 
 
+_modules = 0
+"""How many modules there were when all of these had been looked for."""
+
+
 def replace_imported() -> bool:
     """Replace the functions of libraries that were imported since the last call. Returns whether there are any."""
-    if _missing.keys().isdisjoint(sys.modules.keys()):
+    global _modules
+    count = len(sys.modules)
+    if count == _modules:
         return False
-    before = len(_missing)
+    _modules, before = count, len(_missing)
     for name, replace in list(_missing.items()):
         if name in sys.modules:
-            with contextlib.suppress(AttributeError):  # another thread is importing it
+            try:
                 replace(sys.modules[name])
                 _missing.pop(name, None)
+            except AttributeError:
+                _modules = 0  # another thread is importing it
     return len(_missing) < before
