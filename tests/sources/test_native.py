@@ -83,6 +83,11 @@ def test_pictures_of_cv2(folder: Path) -> None:
     check(read, folder, ["a.jpg", "b.png", "text.jpg", "ü漢.bmp"])
 
 
+class _BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"a.jpg"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -95,6 +100,7 @@ def test_pictures_of_cv2(folder: Path) -> None:
         ("a.jpg", True),
         ("a.jpg", 1, 2),
         (b"a.jpg",),
+        (_BytesPath(),),
         ("a\0.jpg",),
         (3,),
         (),
