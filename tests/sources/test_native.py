@@ -242,6 +242,7 @@ def _read_file(path: str) -> torch.Tensor:
     return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_files_of_torchvision(folder: Path, torchvision_io: Any) -> None:
     read_file = torchvision_io.read_file
 
