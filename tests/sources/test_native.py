@@ -30,6 +30,7 @@ from stallfree.sources.reads.recorded import Block
 def _nothing_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_alike", {})
     monkeypatch.setattr(native, "_failed", Counter())
+    monkeypatch.setattr(native, "_modules", 0)
 
 
 @pytest.fixture
@@ -82,6 +83,11 @@ def test_pictures_of_cv2(folder: Path) -> None:
     check(read, folder, ["a.jpg", "b.png", "text.jpg", "ü漢.bmp"])
 
 
+class _BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"a.jpg"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -94,6 +100,7 @@ def test_pictures_of_cv2(folder: Path) -> None:
         ("a.jpg", True),
         ("a.jpg", 1, 2),
         (b"a.jpg",),
+        (_BytesPath(),),
         ("a\0.jpg",),
         (3,),
         (),
@@ -197,6 +204,7 @@ def test_a_library_that_is_imported_late(folder: Path, monkeypatch: pytest.Monke
         assert list(contents(record)) == ["a.jpg"]
         for missing in (False, True):
             del sys.modules["late_library"]
+            recorded(lambda: None)  # sees that there are fewer modules
             monkeypatch.setitem(native._missing, "late_library", replace)
             if missing:
                 (folder / "a.jpg").rename(folder / "away")
@@ -234,6 +242,7 @@ def _read_file(path: str) -> torch.Tensor:
     return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_files_of_torchvision(folder: Path, torchvision_io: Any) -> None:
     read_file = torchvision_io.read_file
 

@@ -24,6 +24,7 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -61,7 +62,7 @@ def _imread(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     names = dict(zip(("filename", "flags"), args, strict=False)) | kwargs
     path, flags = names.get("filename"), names.get("flags", cv2.IMREAD_COLOR)
     plain = len(names) == len(args) + len(kwargs) and set(names) <= {"filename", "flags"} and type(flags) is int
-    if not plain or not isinstance(path, (str, os.PathLike)):
+    if not plain or not isinstance(path, (str, PurePath)):
         return real(*args, **kwargs)
     kind = "cv2.imread", type(path).__name__, _suffix(path), flags
     native = functools.partial(real, *args, **kwargs)
@@ -76,7 +77,7 @@ def _read_file(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _load_audio(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not args or not isinstance(args[0], (str, os.PathLike)):
+    if not args or not isinstance(args[0], (str, PurePath)):
         return real(*args, **kwargs)
     path, others = args[0], args[1:]
     options = len(args), *sorted(kwargs), str(kwargs.get("format")), str(kwargs.get("backend"))
@@ -87,21 +88,21 @@ def _load_audio(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _open_sound(real: Callable[..., Any], sound: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
     """`SoundFile._open`."""
-    if type(path) is str and sound.mode == "r" and not sound._info.format:
+    if type(path) is str and sound.mode == "r" and not sound._info.format:  # of raw samples it is given
         kind = "soundfile.SoundFile", _suffix(path)
         file = _opened(kind, path, math.inf)
         if file is not None:
-            make = functools.partial(_sound, type(sound))
-            if _agrees(kind, path, lambda: make(path), lambda: make(open(path, "rb"))):  # noqa: SIM115
+            look = functools.partial(_sound, type(sound), path)
+            if _agrees(kind, path, look, functools.partial(look, "rb")):
                 with contextlib.suppress(Exception):
                     return real(sound, file, *args, **kwargs)
             file.close()
     return real(sound, path, *args, **kwargs)
 
 
-def _sound(kind: type[Any], file: Any) -> Any:
-    """What is compared of a sound file."""
-    with kind(file) as sound:
+def _sound(kind: type[Any], path: str, mode: str | None = None) -> Any:
+    """What is compared of a sound file: of the library's own, or of one that is opened here in this mode."""
+    with contextlib.nullcontext(path) if mode is None else open(path, mode) as file, kind(file) as sound:
         facts = sound.frames, sound.samplerate, sound.channels, sound.format, sound.subtype, sound.endian
         first = sound.read(_FRAMES)
         sound.seek(max(0, sound.frames - _FRAMES))
@@ -270,14 +271,22 @@ _missing: dict[str, Callable[[ModuleType], None]] = {
 """Modules that have not been found yet, and what replaces their function."""
 
 
+_modules = 0
+"""How many modules there were when all of these had been looked for."""
+
+
 def replace_imported() -> bool:
     """Replace the functions of libraries that were imported since the last call. Returns whether there are any."""
-    if _missing.keys().isdisjoint(sys.modules.keys()):
+    global _modules
+    count = len(sys.modules)
+    if count == _modules:
         return False
-    before = len(_missing)
+    _modules, before = count, len(_missing)
     for name, replace in list(_missing.items()):
         if name in sys.modules:
-            with contextlib.suppress(AttributeError):  # another thread is importing it
+            try:
                 replace(sys.modules[name])
                 _missing.pop(name, None)
+            except AttributeError:
+                _modules = 0  # another thread is importing it
     return len(_missing) < before
