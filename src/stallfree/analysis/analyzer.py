@@ -28,7 +28,7 @@ from stallfree.analysis.residency import read_file, resident_share
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, ChildTime, Limits, Rate, combined, steady_rate
 from stallfree.autotune.choice import SAMPLES, choose, explain
 from stallfree.autotune.measure import measure
-from stallfree.batches.reader import IO_THREADS
+from stallfree.batches.sample_access import IO_THREADS
 from stallfree.cache.memory.limits import free_memory, free_space
 from stallfree.datasets import CachedDataset
 from stallfree.datasets.dataset_probe import look

@@ -14,8 +14,9 @@ from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.batch_state import Samples
 from stallfree.batches.collate import Bytes, Collate, batch_structure, collate_default, compose, stack, write_batch
 from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, PRIVATE, READY, UNDONE, WHOLE, Ids, Result, Task
-from stallfree.batches.reader import Pending, Reader
+from stallfree.batches.reader import Reader
 from stallfree.batches.ring import Slots
+from stallfree.batches.sample_access import Pending
 from stallfree.cache import Aim, Cache
 from stallfree.cache.tiers.buffers import Buffers
 from stallfree.error_types import also_of_type

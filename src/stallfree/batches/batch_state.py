@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from stallfree.batches.batch_buffer import BatchBuffer
+from stallfree.batches.sample_access import Pending, SampleAccess
 from stallfree.batches.transform_split import Reclassified, is_prepared
 from stallfree.cache import MISS, Lends
 from stallfree.cache.memory.records import Borrowed
@@ -19,9 +20,6 @@ from stallfree.pipeline.compose import Compose, as_call
 from stallfree.pipeline.protocol import sample_error
 from stallfree.pipeline.values import as_cached, private
 from stallfree.sources.throttle import payload_bytes
-
-if TYPE_CHECKING:
-    from stallfree.batches.reader import Pending, Reader
 
 
 @dataclass
@@ -61,7 +59,7 @@ class BatchState:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: SampleAccess,
         pending: Pending,
         seed: int,
         epochs: Sequence[int],

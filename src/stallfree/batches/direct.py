@@ -6,19 +6,17 @@ import contextlib
 import operator
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stallfree.batches.batch_state import Samples, raise_from
+from stallfree.batches.sample_access import SampleAccess
 from stallfree.errors import SampleError
 from stallfree.pipeline.protocol import sample_error
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.throttle import payload_bytes
 
-if TYPE_CHECKING:
-    from stallfree.batches.reader import Reader
 
-
-def index_samples(reader: Reader, ids: list[int], seed: int, epochs: Sequence[int], *, skip: bool) -> Samples:
+def index_samples(reader: SampleAccess, ids: list[int], seed: int, epochs: Sequence[int], *, skip: bool) -> Samples:
     """The samples of a batch; see `Reader.finish`. Its `storage_bytes` are those of the first one times their number.
 
     A data set that has drawn no random number so far is given all ids at once (`__getitems__`), if it takes them.
@@ -52,7 +50,7 @@ def _index_all(source: MapSource, ids: list[int]) -> list[Any]:
     return values
 
 
-def _index_each(reader: Reader, ids: list[int], seed: int, epochs: Sequence[int], skip: bool) -> Samples:
+def _index_each(reader: SampleAccess, ids: list[int], seed: int, epochs: Sequence[int], skip: bool) -> Samples:
     samples, rest, randomness, source = Samples(), reader.rest, reader.randomness, reader.source
     get = partial(operator.getitem, source.dataset) if type(source) is MapSource else source.fetch
     for id, epoch in zip(ids, epochs, strict=True):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stallfree.batches.batch_state import Samples, raise_from
+from stallfree.batches.sample_access import Pending, SampleAccess
 from stallfree.cache import MISS, Lends
 from stallfree.cache.memory.records import Borrowed
 from stallfree.pipeline.protocol import sample_error
@@ -17,9 +18,6 @@ from stallfree.sources.detach import lazily_made
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.reads.recorded import Block, FileChanged, Record
-
-if TYPE_CHECKING:
-    from stallfree.batches.reader import Pending, Reader
 
 _ATTEMPTS = 4
 """Runs for one sample, should files change again and again."""
@@ -37,7 +35,7 @@ class RecordedReads:
     """
 
     def __init__(
-        self, reader: Reader, tracker: Tracker, pending: Pending, seed: int, epochs: Sequence[int], *, skip: bool
+        self, reader: SampleAccess, tracker: Tracker, pending: Pending, seed: int, epochs: Sequence[int], *, skip: bool
     ) -> None:
         assert isinstance(reader.source, MapSource)
         self.reader, self.tracker, self.pending, self.skip = reader, tracker, pending, skip

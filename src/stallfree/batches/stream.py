@@ -16,7 +16,8 @@ from torch.utils.data import IterableDataset, IterDataPipe
 
 from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.batch_state import Samples, raise_from
-from stallfree.batches.reader import Pending, Reader, reader_of
+from stallfree.batches.reader import Reader, reader_of
+from stallfree.batches.sample_access import Pending
 from stallfree.batches.stream_recorder import Recorder
 from stallfree.errors import InputError
 from stallfree.pipeline.compose import Compose

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import ConcatDataset
 
 from stallfree.batches.batch_state import raise_from
-from stallfree.batches.reader import plain_beneath
+from stallfree.batches.sample_access import plain_beneath
 from stallfree.cache.memory.layout import plan_layout
 from stallfree.errors import CapacityError, CodecError, InputError, SampleError
 from stallfree.frames import users_level

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.batches.reader import IO_THREADS, Reader
+from stallfree.batches.reader import Reader
 from stallfree.batches.recorded_reads import record_sample
+from stallfree.batches.sample_access import IO_THREADS
 from stallfree.cache import Cache, Packages
 from stallfree.cache.packages import Record
 from stallfree.errors import StallfreeError

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from stallfree.batches.batch_builder import BatchBuilder, failure
 from stallfree.batches.messages import GATHERER, NO_SLOT, UNDONE, Result, Task
-from stallfree.batches.reader import Pending
 from stallfree.batches.ring import Ring
+from stallfree.batches.sample_access import Pending
 from stallfree.cache import stay_alone
 
 

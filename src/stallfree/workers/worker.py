@@ -15,7 +15,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.batches.batch_builder import BatchBuilder, failure
 from stallfree.batches.messages import EMPTY, FORGET, UNDONE, Result, Task, unpack_task
-from stallfree.batches.reader import Pending
+from stallfree.batches.sample_access import Pending
 from stallfree.ipc.process import Parent
 
 _SWITCH_SECONDS = 0.001
