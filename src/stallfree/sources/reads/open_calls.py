@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from stallfree.platform import at_fork
 from stallfree.sources.reads.native import replace_held, replace_imported
-from stallfree.sources.reads.recorded import THREAD, Block, SharedRanges
+from stallfree.sources.reads.recorded import THREAD, Block, Scope
 from stallfree.sources.reads.tracked_file import TrackedFile, identity_of, status_fields, status_of
 
 _T = TypeVar("_T")
@@ -47,21 +47,11 @@ class _Call(NamedTuple):
     opener: Any = None
 
 
-class Tracker:
+class Tracker(Scope):
     """Runs functions in blocks. One per reader; only one thread may be in `run` at a time.
 
     Threads that the function starts are in its block too, and in later ones of the same tracker if they live on.
-
-    Attributes:
-        block: the block of now, or None.
-        shared: what is left out of records.
-        written: paths that were opened for writing in a block: they are neither recorded nor served.
     """
-
-    def __init__(self) -> None:
-        self.block: Block | None = None
-        self.shared = SharedRanges()
-        self.written: set[str] = set()
 
     def run(self, block: Block, function: Callable[..., _T], *args: Any) -> _T:
         """`function(*args)` in `block`.
@@ -87,12 +77,6 @@ class Tracker:
             block.end()
             if block.recording and replace_imported():
                 block.stale = True
-
-    def note_written(self, block: Block, path: str) -> None:
-        """A file is opened for writing."""
-        self.written.add(path)
-        if block.recording:
-            block.leave_out(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tracker, ()
@@ -126,7 +110,7 @@ class _Replacement:
         return repr(self._real)
 
 
-def _recorded_status(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recorded_status(tracker: Scope, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The status of a file that is served; None if the real `stat` is to be called."""
     if not block.files or len(args) != 1 or kwargs not in ({}, {"follow_symlinks": True}):
         return None
@@ -145,7 +129,7 @@ def _absolute(file: Any) -> str:
     return path if path.startswith("/") or os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
-def _tracked(tracker: Tracker, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _tracked(tracker: Scope, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The open file, if it is recorded or served; None if the real `open` is to be called."""
     try:
         call = _Call(*args, **kwargs)
@@ -278,7 +262,7 @@ def _replace_thread_start() -> None:
     threading.Thread.start = start_tracked  # type: ignore[method-assign]
 
 
-def _run_tracked(tracker: Tracker, run: Callable[[], None]) -> None:
+def _run_tracked(tracker: Scope, run: Callable[[], None]) -> None:
     THREAD.tracker = tracker
     run()
 

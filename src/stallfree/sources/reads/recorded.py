@@ -25,14 +25,10 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from stallfree.sources.reads.open_calls import Tracker
-    from stallfree.sources.reads.tracked_file import TrackedFile
 
 MOST_BYTES = 64 << 20
 """Bytes of one record. Files that do not fit are left out of it, and are read from storage each time."""
@@ -109,6 +105,23 @@ class _Reads:
         self.size = 0
 
 
+class OpenFile(Protocol):
+    """A file that was opened in a block: see `TrackedFile`."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed."""
+
+    def keep(self) -> None:
+        """Take a copy of what is served, whose memory may change from now on."""
+
+    def record_rest(self, block: Block) -> None:
+        """Record all of a small file: it may be read when `block`, which ends now, is over."""
+
+    def close(self) -> None:
+        """Close what is open."""
+
+
 class Block:
     """One run of `dataset[id]`, in which reads of files are recorded, or served from a record.
 
@@ -136,9 +149,9 @@ class Block:
         self._reads: dict[str, _Reads] = {}
         self._size = 0
         self._lent = lent
-        self._opened: list[weakref.ref[TrackedFile]] = []
+        self._opened: list[weakref.ref[OpenFile]] = []
 
-    def opened(self, file: TrackedFile) -> None:
+    def opened(self, file: OpenFile) -> None:
         """A file is recorded or served."""
         if self._lent or self.recording:
             self._opened.append(weakref.ref(file))
@@ -156,7 +169,7 @@ class Block:
         if self._lent:
             self.files = {}
 
-    def open_files(self) -> list[TrackedFile]:
+    def open_files(self) -> list[OpenFile]:
         """The files of this block that are open."""
         files = [ref() for ref in self._opened]
         return [file for file in files if file is not None and not file.closed]
@@ -333,10 +346,31 @@ class SharedRanges:
         return len(ids) > MANY
 
 
-class _Thread(threading.local):
-    """The tracker on whose behalf a thread runs, if any."""
+class Scope:
+    """What is recorded and served at the moment. See `Tracker`.
 
-    tracker: Tracker | None = None
+    Attributes:
+        block: the block of now, or None.
+        shared: what is left out of records.
+        written: paths that were opened for writing in a block: they are neither recorded nor served.
+    """
+
+    def __init__(self) -> None:
+        self.block: Block | None = None
+        self.shared = SharedRanges()
+        self.written: set[str] = set()
+
+    def note_written(self, block: Block, path: str) -> None:
+        """A file is opened for writing."""
+        self.written.add(path)
+        if block.recording:
+            block.leave_out(path)
+
+
+class _Thread(threading.local):
+    """The scope that a thread runs in, if any."""
+
+    tracker: Scope | None = None
 
 
 THREAD = _Thread()
