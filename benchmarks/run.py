@@ -56,6 +56,7 @@ NAMES = (
     "model_rates",
     "observer",
     "run_forecast",
+    "reads_cost",
     "plain_loader",
     "watch_cost",
     "replay",

@@ -66,7 +66,7 @@ def test_no_sample_is_ever_wrong(reads: int, tmp_path: Path) -> None:
 
 
 def read(number: int, folder: Path, ports: list[int], reads: int) -> None:
-    """Be a node that reads both data sets, one of them with memory in front, until all harm was done."""
+    """Be a node that reads both data sets, one of them with memory in front, until all harm was done and met."""
     chance, done = random.Random(number), Counter[str]()
     hosts = [{"host": "127.0.0.1", "port": port} for port in ports]
     with node(folder / f"node{number}"), contextlib.ExitStack() as stack:
@@ -77,7 +77,7 @@ def read(number: int, folder: Path, ports: list[int], reads: int) -> None:
         ]
         (folder / f"ready{number}").touch()
         helpers: list[Child] = []
-        while done["reads"] < reads or not (folder / "enough").exists():
+        while done["reads"] < reads or not (folder / "enough").exists() or not met(sets, done):
             read_some(sets, chance)
             done["reads"] += BATCH
             step = chance.randrange(100)
@@ -97,6 +97,13 @@ def read(number: int, folder: Path, ports: list[int], reads: int) -> None:
             stats = dataset.cache.servers.stats()
             done.update(hits=stats.hits, misses=stats.misses, damaged=stats.damaged)
     (folder / f"done{number}").write_text(json.dumps(done))
+
+
+def met(sets: list[sf.CachedDataset], done: Counter[str]) -> bool:
+    """Whether all that is to happen to a reader has happened."""
+    stats = [dataset.cache.servers.stats() for dataset in sets]
+    seen = (sum(getattr(one, kind) for one in stats) for kind in ("hits", "misses", "damaged"))
+    return min(*seen, done["forked"], done["killed"]) > 0
 
 
 def help_reading(sets: list[sf.CachedDataset], seed: float) -> None:
