@@ -86,7 +86,7 @@ def run(options: Options) -> Report:
         rows=rows,
         checks=checks,
         notes=[
-            f"{what}. Batches of {BATCH} samples in one process, all files in the page cache; a miss stores the record. "
+            f"{what}. Batches of {BATCH} samples in one process, files in the page cache; a miss stores the record. "
             f"{rounds} rounds in turn; ratios within a round, medians (lowest to highest)."
         ],
         versions={name: version(name) for name in ("stallfree", "numpy", "pillow")},

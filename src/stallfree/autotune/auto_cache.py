@@ -20,7 +20,7 @@ from stallfree.batches.reader import Reader
 from stallfree.batches.transform_split import is_prepared
 from stallfree.cache.memory.limits import granted
 from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.datasets.dataset_probe import FirstLook, RandomSamples, look, untouched
+from stallfree.datasets.dataset_probe import FirstLook, look, reason_in, untouched
 from stallfree.datasets.private_names import token
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
 from stallfree.errors import InputError, SampleError, StallfreeError
@@ -246,12 +246,12 @@ class AutoCache:
         source = as_source(self._dataset)
         try:
             return _Subject(source, self._steps(source), look(source, self._steps(source)))
-        except RandomSamples as error:  # and inseparable from their prep
-            why = error.why
         except SampleError:
             raise
         except InputError as error:
-            raise _NotCached(str(error)) from error
+            why = reason_in(error)
+            if not why:
+                raise _NotCached(str(error)) from error
         try:
             source = reads_source(self._dataset)
             return _Subject(source, self._steps(source), look_at_reads(source, self._steps(source)), why)

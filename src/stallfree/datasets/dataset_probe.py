@@ -53,17 +53,6 @@ class FirstLook:
     parts: Split
 
 
-class RandomSamples(InputError):
-    """The samples of a plain data set are random, or may be; `why` says so without advice."""
-
-    def __init__(self, why: str, advice: str) -> None:
-        super().__init__(f"{why}; {advice}")
-        self.why, self.advice = why, advice
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RandomSamples, (self.why, self.advice)
-
-
 @contextmanager
 def untouched(source: Source) -> Iterator[None]:
     """In the block, samples are fetched here; workers that are forked later inherit nothing that these made.
@@ -84,7 +73,7 @@ def look(source: Source, steps: Compose) -> FirstLook:
     """Fetch and prepare the first sample that can be had.
 
     A plain data set is read once more, to see whether its samples stay the same; that reading does not pass a
-    `ThrottledSource`. Raises `SampleError` when none of the first samples can be had, `RandomSamples` for a plain data
+    `ThrottledSource`. Raises `SampleError` when none of the first samples can be had, `InputError` for a plain data
     set with random samples.
     """
     problems: list[SampleError] = []
@@ -127,7 +116,7 @@ def _read(source: Source, id: int) -> Any:
     if beneath is not None:
         mark = mark_of(beneath[0].dataset)
         if mark:
-            raise RandomSamples(f"{_name(beneath[0])} is marked as random", _FREEZE)
+            raise InputError(f"{_name(beneath[0])} is marked as random; {_FREEZE}")
         if mark is None and drew(beneath[0].dataset):
             raise _refused(beneath[0], "it drew random numbers while a cache was filled", certain=True)
         if mark is None:
@@ -165,9 +154,15 @@ def _read_watched(source: Source, id: int, plain: MapSource, inner: int) -> Any:
     return trial.output
 
 
-def _refused(plain: MapSource, why: str, *, certain: bool) -> RandomSamples:
+def reason_in(error: InputError) -> str:
+    """Why samples are random, without advice, if that is what an error of `look` says; else ""."""
+    why, found, _ = str(error).partition(f"; {_FREEZE}")
+    return why if found else ""
+
+
+def _refused(plain: MapSource, why: str, *, certain: bool) -> InputError:
     what = "gives random samples" if certain else "may give random samples"
-    return RandomSamples(f"{_name(plain)} {what}: {why}", f"{_FREEZE}; or, {_INSIST}")
+    return InputError(f"{_name(plain)} {what}: {why}; {_FREEZE}; or, {_INSIST}")
 
 
 def _other_parts(dataset: Any) -> Iterator[int]:
