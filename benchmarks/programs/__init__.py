@@ -20,5 +20,5 @@ PROGRAMS = {
 }
 """The modules, and which files they read."""
 
-NATIVE = ("opencv_albumentations", "hdf5_spectra")
-"""Those whose libraries open files themselves, unseen by Python."""
+NATIVE = ("hdf5_spectra",)
+"""Those whose libraries open files themselves, and are not served."""

@@ -15,8 +15,8 @@ _Given = ParamSpec("_Given")
 _Returned = TypeVar("_Returned")
 
 _OURS = os.path.dirname(__file__) + os.sep
-_OPEN = os.path.join(_OURS, "sources", "open_calls.py")
-"""Stands for `open`: its caller is where an error came up."""
+_OPENERS = os.path.join(_OURS, "sources", "reads") + os.sep
+"""What stands for `open` and the like: their caller is where an error came up."""
 
 _CARRIERS = os.path.join("concurrent", "futures") + os.sep
 """What carries an error from a thread that fetches."""
@@ -78,11 +78,15 @@ def _without_ours(trace: TracebackType | None, *, keep_last: bool) -> TracebackT
         entries.append(trace)
         trace = trace.tb_next
     kept = [entry for entry in entries if not _is_ours(entry)]
-    if keep_last and entries and _is_ours(entries[-1]) and entries[-1].tb_frame.f_code.co_filename != _OPEN:
+    if keep_last and entries and _is_ours(entries[-1]) and not _opens(entries[-1]):
         kept.append(entries[-1])
     for number, entry in enumerate(kept, 1):
         entry.tb_next = kept[number] if number < len(kept) else None
     return kept[0] if kept else None
+
+
+def _opens(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith(_OPENERS)
 
 
 def _is_ours(entry: TracebackType) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 import stallfree as sf
 from stallfree import InputError
 from stallfree.analysis.analyzer import Analysis, rounds_in
-from stallfree.analysis.job import make_job
+from stallfree.analysis.job import Job, make_job
 from stallfree.analysis.stopwatch import Rate
 from stallfree.cli import main
 from stallfree.sources.base import BaseSource
@@ -117,6 +118,56 @@ def test_a_plain_data_set_runs_under_torchs_loader(tmp_path: Path) -> None:
     assert report.predict(storage="20MB/s").F == pytest.approx(
         1 / (0.5 / report.data["rates"]["C"]["value"] + 0.5 / 1000)
     )
+
+
+class Augmented(Files):
+    """Reads a half of a file, and changes it at random, which takes some time."""
+
+    def __getitem__(self, id: int) -> Any:
+        with open(self.paths[id], "rb") as file:
+            file.seek(10_000)
+            data = np.frombuffer(file.read(), np.uint8)
+        time.sleep(0.05)
+        return data[:100] + np.uint8(random.randrange(3)), id
+
+
+def negative(sample: Any) -> Any:
+    return -sample[0].astype(np.int16), sample[1]
+
+
+def test_reads_are_measured_apart_from_prep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S is what files give, P needs none, and a worker does one after the other."""
+    parts: set[Any] = set()
+    monkeypatch.setattr("stallfree.analysis.analyzer.read_file", lambda *part: parts.add(part))
+    monkeypatch.setattr("stallfree.analysis.job.put_out", lambda paths: None)
+
+    def step(batch: Any) -> None:
+        assert batch[0].max() <= 0
+
+    data = Augmented(tmp_path, 8)
+    with sf.CachedDataset(data, capacity="1MiB", form="reads", transform=negative) as cached:
+        before = cached.stats()
+        report = quick(cached, step, batch_size=2)
+        assert cached.stats() == before
+    assert parts == {(str(path), 10_000, 20_000) for path in data.paths}
+    rates = {name: found["value"] for name, found in report.data["rates"].items()}
+    assert rates["P"] == rates["P_hit"] < 20 < min(rates["S"], rates["C"])
+    assert report.data["job"]["sample_bytes"] == 10_000
+    assert report.data["job"]["cache_share"] == 1
+    assert report.data["job"]["form"] == "reads"
+    assert not report.setting().loading.overlap
+    slow = report.predict(storage="100KB/s", cache=0)
+    assert slow.F == pytest.approx(10)
+    assert slow.throughput == pytest.approx(1 / (1 / 10 + 1 / slow.P), rel=0.1)
+    assert report.predict(storage="100KB/s").throughput == pytest.approx(report.predict().throughput)
+
+
+def test_a_random_data_set_is_advised_to_have_its_reads_cached(tmp_path: Path) -> None:
+    with Timed(make_job(Augmented(tmp_path, 8), nothing, 4, 1, None, {}), S=100.0, cold=80.0) as analysis:
+        analysis.round()
+        report = analysis.report()
+    (line,) = [item["do"] for item in report.data["advice"] if "sf.CachedDataset" in item["do"]]
+    assert line.endswith("form='reads')")
 
 
 def test_a_plain_data_set_without_files_says_what_it_cannot_know() -> None:
@@ -284,9 +335,14 @@ def slow(record: Any) -> Any:
 class Timed(Analysis):
     """An analysis of a real job whose rates are given."""
 
+    def __init__(self, job: Job, **given: float) -> None:
+        super().__init__(job, 1.0, 1)
+        self.given = given
+
     def round(self) -> None:
         self._prepare()
         given = {"G": 5000.0, "P": 400.0, "P_hit": 400.0, "S": 3000.0, "C": 50_000.0, "cold": 400.0, "warm": 400.0}
+        given |= self.given
         self._rounds.append({name: Rate(value, 0.99 * value, 1.01 * value, 100) for name, value in given.items()})
         self._rounds[-1]["copy"] = Rate(None)
         self._fetch_seconds.append(0.0)
@@ -296,7 +352,7 @@ class Timed(Analysis):
 def test_a_job_bound_by_prep_is_advised_the_automatic_cache_first(parted: bool) -> None:
     source = Records()
     source.pipeline = sf.Compose([slow])
-    with Timed(make_job(source if parted else Whole(), nothing, 4, 1, None, {}), 1.0, 1) as analysis:
+    with Timed(make_job(source if parted else Whole(), nothing, 4, 1, None, {})) as analysis:
         analysis.round()
         report = analysis.report()
     assert report.data["bottleneck"].startswith("Prep is the limit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import warnings
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -264,20 +266,85 @@ class _Native(Crops):
         return torch.zeros(3)
 
 
-def imread(path: str) -> Any:
-    return np.zeros(3)
-
-
 class _Pictures(Crops):
+    def __getitem__(self, id: int, read: Any = cv2.imread) -> Any:
+        return read(f"{self.folder}/{id}.raw"), cv2.COLOR_BGR2RGB
+
+
+class _Photographs(Crops):
     def __getitem__(self, id: int) -> Any:
-        return imread(f"{self.folder}/{id}.jpg")
+        import cv2
+
+        return cv2.imread(f"{self.folder}/{id}.png", cv2.IMREAD_GRAYSCALE) + np.uint8(random.randrange(9)), id
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pictures_that_cv2_reads(folder: Path, workers: int) -> None:
+    for id in range(12):
+        cv2.imwrite(f"{folder}/{id}.png", np.fromfile(folder / f"{id}.raw", np.uint8).reshape(12, 12))
+    plain = epochs(_Photographs(folder))
+    with (
+        warnings.catch_warnings(),
+        sf.CachedDataset(_Photographs(folder), capacity="4MiB", form="reads") as data,
+        sf.DataLoader(data, 5, shuffle=True, seed=1, num_workers=workers) as loader,
+    ):
+        warnings.simplefilter("error")
+        found = [list(loader)]
+        with gone(folder):
+            found += [list(loader), list(loader)]
+    assert same(found, plain)
+
+
+class _PartlyNative(Crops):
+    def __getitem__(self, id: int) -> Any:
+        array = np.load(f"{self.folder}/{id}.npy")
+        file = os.open(self.folder + "/archive", os.O_RDONLY)
+        data = os.pread(file, self.native, 0)
+        os.close(file)
+        return array, len(data)
+
+    native = 30_000
+
+    def _never(self) -> Any:
+        import h5py  # type: ignore[import-not-found]
+
+        return h5py
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/thread-self/io"), reason="the kernel does not count reads")
+def test_bytes_that_are_read_natively_are_reported(folder: Path) -> None:
+    (folder / "archive").write_bytes(bytes(30_000))
+    words = r"9\d% of the bytes of _PartlyNative\[0\] do not: h5py opens files itself. .* use h5py.File\(open\("
+    with pytest.warns(sf.StallfreeWarning, match=words) as caught:
+        sf.CachedDataset(_PartlyNative(folder), capacity="4MiB", form="reads").close()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _PartlyNative.native = 0
+        sf.CachedDataset(_PartlyNative(folder), capacity="4MiB", form="reads").close()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="the kernel does not list mapped files")
+def test_files_that_are_mapped_natively_are_reported(folder: Path) -> None:
+    (folder / "data.mdb").write_bytes(bytes(30_000))
+    with open(folder / "data.mdb", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        words = r"data\.mdb, which is mapped into memory, of _Mapped\[0\] does not: lmdb opens files itself"
+        with pytest.warns(sf.StallfreeWarning, match=words):
+            sf.CachedDataset(_Mapped(folder), capacity="4MiB", form="reads").close()
+
+
+class _Mapped(Crops):
+    def _never(self) -> Any:
+        import lmdb  # type: ignore[import-not-found]
+
+        return lmdb
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (_Native, r"_Native\[0\] read no regular file"),
-        (_Pictures, "cv2.imdecode"),
+        (_Pictures, r"use cv2\.imdecode.*, if cv2 opens its files"),
         (lambda folder: Numbers(), "and Numbers keeps .* use form='fetched'"),
         (lambda folder: Subset(Numbers(), [1]), "SubsetSource"),  # type: ignore[arg-type]
         (lambda folder: ThrottledSource(Crops(folder)), "ThrottledSource"),

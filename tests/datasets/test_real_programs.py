@@ -13,7 +13,6 @@ from benchmarks.volumes import make_volumes
 
 import stallfree as sf
 from reads_data import gone
-from stallfree.errors import InputError
 
 pytestmark = pytest.mark.libraries
 EPOCHS, SAMPLES, SEED = 3, 8, 5
@@ -31,7 +30,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["polygon_masks", "monai_dictionaries", "nibabel_slices", "numpy_archives", "saved_tensors"]
+    "name",
+    [
+        "polygon_masks",
+        "monai_dictionaries",
+        "nibabel_slices",
+        "numpy_archives",
+        "saved_tensors",
+        "opencv_albumentations",
+    ],
 )
 def test_batches_are_torchs_and_storage_is_read_in_the_first_epoch(root: Path, name: str) -> None:
     program: Any = importlib.import_module(f"benchmarks.programs.{name}")
@@ -48,13 +55,3 @@ def test_batches_are_torchs_and_storage_is_read_in_the_first_epoch(root: Path, n
     assert found == expected
     assert not set(found[0]) & set(found[1])
     assert (stats.storage_reads, stats.misses, stats.hits) == (SAMPLES, SAMPLES - 1, SAMPLES * (EPOCHS - 1) + 1)
-
-
-def test_a_program_that_reads_natively(root: Path) -> None:
-    program: Any = importlib.import_module("benchmarks.programs.opencv_albumentations")
-    dataset, options = program.make(str(root)), program.OPTIONS | {"batch_size": 3, "num_workers": 1}
-    with pytest.raises(InputError, match=r"cv2\.imdecode"):
-        sf.CachedDataset(dataset, capacity="16MiB", form="reads")
-    expected = list(torch_epochs(dataset, EPOCHS, seed=SEED, **options))
-    with sf.DataLoader(program.make(str(root)), shuffle=True, seed=SEED, **options) as loader:
-        assert [list(map(digest, loader)) for _ in range(EPOCHS)] == expected

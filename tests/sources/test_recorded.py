@@ -35,10 +35,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from reads_data import contents, gone, opens_below, outcome, recorded, served
-from stallfree.sources import open_calls, tracked_file
-from stallfree.sources import recorded as records
-from stallfree.sources.open_calls import Tracker
-from stallfree.sources.recorded import Block, FileChanged
+from stallfree.sources.reads import open_calls, tracked_file
+from stallfree.sources.reads import recorded as records
+from stallfree.sources.reads.open_calls import Tracker
+from stallfree.sources.reads.recorded import Block, FileChanged
 
 TEXT = "first line\nsecond, with ü and 漢\r\nthird\rfourth\n\nno end"
 
@@ -453,7 +453,7 @@ def test_a_file_that_changes_while_it_is_recorded_is_left_out(folder: Path) -> N
 
 def test_large_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MOST_BYTES", 500_000)
-    monkeypatch.setattr("stallfree.sources.tracked_file.MOST_BYTES", 500_000)
+    monkeypatch.setattr("stallfree.sources.reads.tracked_file.MOST_BYTES", 500_000)
 
     def read() -> Any:
         return (folder / "small").read_bytes(), (folder / "large").read_bytes()

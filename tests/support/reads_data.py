@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
-from stallfree.sources.open_calls import Tracker
-from stallfree.sources.recorded import Block, Record
+from stallfree.sources.reads.open_calls import Tracker
+from stallfree.sources.reads.recorded import Block, Record
 
 
 def outcome(read: Callable[[], Any]) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 
 from stallfree.analysis.job import Bare, Cold, Endless, Held, Job, Records, make_job, read_some
 from stallfree.analysis.progress import RUNS, Bar
@@ -73,8 +74,9 @@ def analyze(
 
     A data set of stallfree (`CachedDataset`, `ImageFolder`, any `Source`) runs under `stallfree.DataLoader`, any other
     under `torch.utils.data.DataLoader`, where fetch and prep of a sample cannot be separated. P is then measured with
-    the files in memory, and S by reading the files that the samples opened. Each step is synchronized before the next
-    batch is requested, also on asynchronous devices.
+    the files in memory, and S by reading the files that the samples opened. With `CachedDataset(form="reads")`, P is
+    measured with reads that a cache serves, and S by reading again what the samples read from files. Each step is
+    synchronized before the next batch is requested, also on asynchronous devices.
 
     Args:
         dataset: a map-style data set or source.
@@ -194,11 +196,12 @@ class Analysis:
         self._on_device = [_each(batch, self._to_device) for batch in self._few]
         for batch in self._on_device[:3]:
             job.train(batch)
-        if job.parted:
-            self._held = Held(some.values, job.steps)
+        if job.parted or job.reads:
             room = min(free_memory() // 4, free_space(default_root().parent) * 3 // 4, _MOST_CACHE)
             name = f"analyze-{os.getpid()}-{secrets.token_hex(4)}"
-            self._full = CachedDataset(self._held, capacity=room, form=job.form, name=name)
+            self._held = Subset(job.source.dataset, some.ids) if job.reads else Held(some.values, job.steps)
+            transform = job.steps if job.reads else None
+            self._full = CachedDataset(self._held, capacity=room, form=job.form, name=name, transform=transform)
             for _ in self._batches(self._full, range(len(some.ids))):
                 pass
             self._there = np.flatnonzero(self._full.cache.resident(np.arange(len(self._full)))).tolist()
@@ -233,8 +236,10 @@ class Analysis:
     def _prep(self) -> None:
         job, some, rates = self._job, self._some, self._rounds[-1]
         if self._full is not None:
-            self._time("P", self._batches(self._held, Endless(range(len(some.ids)))), self._warm_up)
+            if job.parted:
+                self._time("P", self._batches(self._held, Endless(range(len(some.ids)))), self._warm_up)
             self._time("P_hit", self._batches(self._full, Endless(self._there)), self._warm_up)
+            rates.setdefault("P", rates["P_hit"])
             return
         self._bring_in(some)
         self._time("P", self._batches(job.dataset, Endless(some.ids)), self._warm_up)
@@ -243,7 +248,7 @@ class Analysis:
 
     def _fetch(self) -> None:
         job, some, full, rates = self._job, self._some, self._full, self._rounds[-1]
-        if full is not None:
+        if full is not None and job.parted:
             cold = self._cold(some)
             with ChildTime() as slow:
                 self._time(
@@ -258,6 +263,10 @@ class Analysis:
             cold = self._cold(some)
             self._time("S", _file_reads(cold, some, job), 1)
             self._check_out(cold)
+            if full is not None:
+                workers = max(1, min(job.num_workers, cpu_count()))  # P is theirs together, and contains this
+                self._time("C", _cache_reads(full, self._there, job.batch_size, workers), 2)
+                return
             self._bring_in(some)
             self._time("C", _file_reads(Endless(some.ids), some, job), 1)
         else:
@@ -283,9 +292,7 @@ class Analysis:
     def _real(self) -> None:
         job, some, full = self._job, self._some, self._full
         cold = self._cold(some)
-        self._time(
-            "cold", self._steps(job.dataset if full is None else Bare(job.source, job.steps), cold), self._warm_up
-        )
+        self._time("cold", self._steps(job.uncached, cold), self._warm_up)
         if full is not None:
             self._time("warm", self._steps(full, Endless(self._there)), self._warm_up)
             return
@@ -296,9 +303,11 @@ class Analysis:
     def _remedy(self, rates: dict[str, Rate], cache: int | str | None, record_bytes: float) -> Remedy | None:
         """The choice of `DataLoader(cache="auto")`, with the S and the G measured here.
 
-        None for a data set with random samples and inseparable fetch and prep: it cannot be cached.
+        None for a data set with random samples and inseparable fetch and prep, and for one whose reads are cached.
         """
         job = self._job
+        if job.reads:
+            return None
         given = free_memory() // 2 if cache is None else parse_cache(cache)
         room = int(given * len(job.source) * record_bytes) if isinstance(given, float) else given
         source = job.source if job.parted else as_source(job.dataset)
@@ -347,7 +356,7 @@ class Analysis:
         job = self._job
         if job.parted:
             return Cold(range(len(job.source)), lambda id: _path(job.source.where(id)), 1)
-        return Cold(some.ids, lambda id: some.paths[id], 1)
+        return Cold(some.ids, some.paths, 1)
 
     def _check_out(self, cold: Cold) -> None:
         if not cold.looked:
@@ -395,11 +404,11 @@ def _count(samples: list[Any]) -> torch.Tensor:
 
 
 def _file_reads(ids: Iterable[int], some: Records, job: Job) -> Iterator[int]:
-    """Read the files of `ids`, with one concurrent read per worker."""
+    """Read what `ids` were read from, with one concurrent read per worker."""
 
     def read(id: int) -> None:
-        for path in some.paths[id]:
-            read_file(path)
+        for part in some.parts[id]:
+            read_file(*part)
 
     order = iter(ids)
     with ThreadPoolExecutor(max(1, job.num_workers)) as pool:
@@ -409,11 +418,14 @@ def _file_reads(ids: Iterable[int], some: Records, job: Job) -> Iterator[int]:
             yield job.batch_size
 
 
-def _cache_reads(full: CachedDataset, ids: list[int], batch_size: int) -> Iterator[int]:
+def _cache_reads(full: CachedDataset, ids: list[int], batch_size: int, threads: int = 1) -> Iterator[int]:
     order = iter(Endless(ids))
-    while True:
-        full.cache.get_many([next(order) for _ in range(batch_size)])
-        yield batch_size
+    with ThreadPoolExecutor(threads) as pool:
+        while True:
+            batches = [list(islice(order, batch_size)) for _ in range(threads)]
+            for _ in (map if threads == 1 else pool.map)(full.cache.get_many, batches):
+                pass
+            yield threads * batch_size
 
 
 def _record_bytes(full: CachedDataset | None) -> float | None:
@@ -426,8 +438,7 @@ def _record_bytes(full: CachedDataset | None) -> float | None:
 def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
     """The first `count` batches of the loader."""
     ids = (some.ids * count)[: count * job.batch_size]
-    dataset = Bare(job.source, job.steps) if job.parted else job.dataset
-    with _iterated(job.load(dataset, ids)) as batches:
+    with _iterated(job.load(job.uncached, ids)) as batches:
         try:
             return [_each(batch, torch.clone) for batch in batches]
         except Exception as error:

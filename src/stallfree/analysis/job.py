@@ -15,13 +15,17 @@ import numpy as np
 import torch
 
 from stallfree.analysis.residency import put_out, resident_share
+from stallfree.batches.batch_state import raise_from
+from stallfree.batches.recorded_reads import record_sample
 from stallfree.datasets import CachedDataset, SmartCacheDataset
 from stallfree.errors import InputError, SampleError, StallfreeError
 from stallfree.loader import DataLoader
 from stallfree.loader.arguments import check_numbers
 from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.protocol import sample_error
 from stallfree.sources.base import BaseSource
 from stallfree.sources.mapped import MapSource, as_source
+from stallfree.sources.reads.recorded import parts_of
 from stallfree.sources.throttle import payload_bytes
 
 OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "drop_last", "persistent_workers")
@@ -62,6 +66,18 @@ class Job:
     def parted(self) -> bool:
         """Whether fetch and prep can be separated."""
         return not isinstance(self.source, MapSource)
+
+    @property
+    def reads(self) -> bool:
+        """Whether the cache holds what the data set reads from files."""
+        return self.form == "reads"
+
+    @property
+    def uncached(self) -> Any:
+        """The data set without its cache."""
+        if self.parted:
+            return Bare(self.source, self.steps)
+        return Stepped(self.source.dataset, self.steps) if self.reads else self.dataset
 
     @property
     def loader(self) -> str:
@@ -131,8 +147,6 @@ def make_job(
         raise InputError(f"step={step!r} cannot be called: give a function that trains on a batch")
     if isinstance(dataset, SmartCacheDataset):
         raise InputError("a SmartCacheDataset cannot be analysed: give the data set beneath it")
-    if isinstance(dataset, CachedDataset) and dataset.form == "reads":
-        raise InputError("a CachedDataset with form='reads' cannot be analysed: give the data set beneath it")
     try:
         where = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
@@ -266,6 +280,24 @@ class Bare(BaseSource):
         return str(self.source.fingerprint())
 
 
+class Stepped(torch.utils.data.Dataset[Any]):
+    """A plain data set with steps after its own.
+
+    Args:
+        dataset: plain.
+        steps: applied to its samples.
+    """
+
+    def __init__(self, dataset: Any, steps: Compose) -> None:
+        self.dataset, self.steps = dataset, steps
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, id: int) -> Any:
+        return self.steps(self.dataset[id])
+
+
 class Endless:
     """An infinite sampler: `ids` in a new random order per pass."""
 
@@ -345,19 +377,23 @@ class Records:
     Attributes:
         ids: their ids.
         values: their records, if fetch and prep can be separated; else empty.
-        paths: the files that each was read from, if they cannot be separated.
+        parts: what each was read from, if they cannot be separated: files of this host, each with start and stop.
         sample_bytes: mean bytes of a fetch; None if unknown.
     """
 
     ids: list[int]
     values: list[Any]
-    paths: dict[int, list[str]]
+    parts: dict[int, list[tuple[str, int, int]]]
     sample_bytes: float | None
+
+    def paths(self, id: int) -> list[str]:
+        """The files that a sample was read from."""
+        return list(dict.fromkeys(path for path, _, _ in self.parts[id]))
 
     @property
     def files(self) -> list[str]:
         """All files of the samples."""
-        return list(dict.fromkeys(path for paths in self.paths.values() for path in paths))
+        return list(dict.fromkeys(path for id in self.parts for path in self.paths(id)))
 
 
 MOST_SAMPLES, MOST_BYTES, MOST_SECONDS = 2048, 1 << 28, 5.0
@@ -373,13 +409,17 @@ def read_some(job: Job) -> Records:
     found = Records([], [], {}, None)
     try:
         for id in order[:MOST_SAMPLES]:
-            record = job.source.fetch(id)
-            found.ids.append(id)
-            if job.parted:
-                found.values.append(record)
+            if job.reads:
+                found.parts[id] = _recorded_parts(job.source, id)
+                size += sum(stop - start for _, start, stop in found.parts[id])
             else:
-                found.paths[id] = opened.take()
-            size += payload_bytes(record)
+                record = job.source.fetch(id)
+                size += payload_bytes(record)
+                if job.parted:
+                    found.values.append(record)
+                else:
+                    found.parts[id] = [(path, 0, os.path.getsize(path)) for path in opened.take()]
+            found.ids.append(id)
             enough = size > MOST_BYTES or time.monotonic() - started > MOST_SECONDS
             if enough and len(found.ids) >= 2 * job.batch_size:
                 break
@@ -387,7 +427,16 @@ def read_some(job: Job) -> Records:
         raise InputError(f"the job cannot be analysed: {error}. Leave this sample out, or mend it") from error
     finally:
         opened.stop()
-    if not job.parted:
+    if not job.parted and not job.reads:
         size = sum(os.path.getsize(path) for path in found.files)
     found.sample_bytes = size / len(found.ids) or None
     return found
+
+
+def _recorded_parts(source: MapSource, id: int) -> list[tuple[str, int, int]]:
+    """The parts of files that a sample is read from."""
+    try:
+        record, _ = record_sample(source.dataset, id)
+    except Exception as error:
+        raise_from(sample_error(error, source, id, "fetching"), error)
+    return [part for part in parts_of(record) if os.path.isabs(part[0])]  # not those on other machines

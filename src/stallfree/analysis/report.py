@@ -145,7 +145,8 @@ class Report:
         found = Rates(rate("G"), missing, rate("P_hit"), rate("S"), rate("C"))
         if not job["parted"]:
             found = _apart(found)
-        loading = Loading(job["batch_size"], job["num_workers"], job["ahead"], job["loader"] == "stallfree")
+        overlap = job["loader"] == "stallfree" and job["form"] != "reads"
+        loading = Loading(job["batch_size"], job["num_workers"], job["ahead"], overlap)
         setting = Setting(
             found,
             loading,
@@ -370,7 +371,8 @@ def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[d
             "a worker then fetches the next batches while it prepares one: min(F, P, G) in place of their sum",
             now.with_overlap(),
         )
-    _offer_caches(offers, now, remedy)
+    whole = data["job"]["parted"] or remedy is not None  # a random data set of one's own: what it reads can be cached
+    _offer_caches(offers, now, remedy, "" if whole else ", form='reads'")
     cpus, workers, job = data["machine"]["cpus"], now.loading.workers, data["job"]
     if workers < cpus:
         ahead = now.loading.ahead / max(1, workers) * (cpus - workers)
@@ -395,7 +397,7 @@ def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[d
     return offers.items()
 
 
-def _offer_caches(offers: _Offers, now: Setting, remedy: Remedy | None) -> None:
+def _offer_caches(offers: _Offers, now: Setting, remedy: Remedy | None, form: str) -> None:
     """Offer the choice of `cache="auto"`, and a cache of fetched samples unless it is larger and gains less."""
     auto, taken = now, math.inf
     if remedy is not None and remedy.choice.share is not None:
@@ -419,7 +421,7 @@ def _offer_caches(offers: _Offers, now: Setting, remedy: Remedy | None) -> None:
     if enough > now.hits and not (taken <= size and now.gain(auto) >= now.gain(then)):
         capacity = f"'{format_size(1.05 * size)}'" if size else "..."
         offers.add(
-            f"Cache {enough:.0%} of the samples: sf.CachedDataset(dataset, capacity={capacity})",
+            f"Cache {enough:.0%} of the samples: sf.CachedDataset(dataset, capacity={capacity}{form})",
             f"F rises from {_f(now)} to {_f(then)}, and P is {then.rates.prep_at(enough):,.0f}",
             then,
             memory=size,

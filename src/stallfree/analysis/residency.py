@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 from collections.abc import Iterable, Sequence
 
 from stallfree.platform import OPEN, shares_memory
@@ -65,8 +66,10 @@ def put_out(paths: Sequence[str]) -> None:
                 os.close(fd)
 
 
-def read_file(path: str) -> None:
-    """Read a whole file, if it is readable."""
+def read_file(path: str, start: int = 0, stop: int | None = None) -> None:
+    """Read a part of a file, by default all of it, if it is readable."""
+    left = sys.maxsize if stop is None else stop - start
     with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-        while file.read(1 << 20):
-            pass
+        file.seek(start)
+        while left > 0 and (data := file.read(min(left, 1 << 20))):
+            left -= len(data)

@@ -27,7 +27,7 @@ from stallfree.pipeline.marks import drew
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
-from stallfree.sources.open_calls import Tracker
+from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.throttle import ThrottledSource, payload_bytes
 
 IO_THREADS = 8

@@ -15,8 +15,8 @@ from stallfree.cache.memory.records import Borrowed
 from stallfree.pipeline.protocol import sample_error
 from stallfree.sources.detach import lazily_made
 from stallfree.sources.mapped import MapSource
-from stallfree.sources.open_calls import Tracker
-from stallfree.sources.recorded import Block, FileChanged, Record
+from stallfree.sources.reads.open_calls import Tracker
+from stallfree.sources.reads.recorded import Block, FileChanged, Record
 
 if TYPE_CHECKING:
     from stallfree.batches.reader import Pending, Reader
@@ -152,16 +152,19 @@ def _block(record: Record | None, lent: bool) -> Block:
 
 
 def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
-    """Index `dataset` once. Returns the record of what it read, and the bytes that it read from storage.
+    """Index `dataset` once. Returns the record of what it read, and the most bytes that it read by way of `open`.
 
-    What it makes for itself on that occasion is dropped, unless it keeps a file open that is recorded: processes that
-    are forked later may use that one.
+    What the data set makes for itself on that occasion is dropped, unless it keeps a file open that is recorded:
+    processes that are forked later may use that one.
     """
-    tracker, block = Tracker(), Block()
-    drop = lazily_made(dataset)
-    try:
-        tracker.run(block, lambda: dataset[id])
-    finally:
-        if not block.open_files():
-            drop()
-    return block.record(id, tracker.shared), block.storage_bytes
+    tracker, drop = Tracker(), lazily_made(dataset)
+    for _ in range(_ATTEMPTS):
+        block = Block()
+        try:
+            tracker.run(block, lambda: dataset[id])
+        finally:
+            if not block.open_files():
+                drop()
+        if not block.stale:
+            break
+    return block.record(id, tracker.shared), block.storage_bytes + block.handed_bytes

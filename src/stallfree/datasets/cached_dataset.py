@@ -80,9 +80,11 @@ class CachedDataset:
         form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them, a
             number between 0 and 1 that share of the samples prepared and the others as fetched. "auto" (the default) is
             the prepared form if all of it fits, else the smaller one; `DataLoader(cache="auto")` measures and chooses.
-            "reads" caches the contents of the files that `dataset[id]` reads through Python's `open`: for a data set
-            that reads, decodes and augments in `__getitem__`. On a hit `dataset[id]` runs as always, and `open` serves
-            these files from memory, without a look at storage; what was not recorded is read from there.
+            "reads" caches the contents of the files that `dataset[id]` reads through Python's `open`, `fsspec`,
+            `cv2.imread`, `torchvision.io`, `soundfile` or `torchaudio.load`: for a data set that reads, decodes and
+            augments in `__getitem__`. On a hit `dataset[id]` runs as always, and these calls are served from memory,
+            without a look at storage; what was not recorded is read from there. A `StallfreeWarning` reports reads past
+            these calls.
         name: of the cache; processes that give the same name share it. By default it follows from what is cached, so
             that jobs with the same data, policy and capacity share one. If the data set or a deterministic transform
             holds an object without a fingerprint (a lock, an open file, a client), the cache is private to this process

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from stallfree.batches.recorded_reads import record_sample
 from stallfree.datasets.dataset_probe import ATTEMPTS, FirstLook
 from stallfree.errors import InputError, SampleError
-from stallfree.pipeline._objects import class_functions, code_names, is_library, used_globals
-from stallfree.pipeline.classify.determinism import Split
+from stallfree.frames import users_level
+from stallfree.pipeline.classify.determinism import Split, StallfreeWarning
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.generators import find_generators, global_generators, preserved
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.sources.mapped import MapSource, as_source
-from stallfree.sources.open_calls import install
-from stallfree.sources.recorded import files_of
+from stallfree.sources.reads.open_calls import install
+from stallfree.sources.reads.recorded import Record, files_of
+from stallfree.sources.reads.unseen import MAPPING, bytes_read, mapped_files, native_library
 
-_NATIVE = {
-    "imread": "cv2.imdecode(np.frombuffer(data, np.uint8), flags) in place of cv2.imread(path)",
-    "read_image": "torchvision.io.decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8)) in place of "
-    "torchvision.io.read_image(path)",
-    "read_file": "torch.frombuffer(bytearray(data), dtype=torch.uint8) in place of torchvision.io.read_file(path)",
-}
-"""Functions that open files natively, and what to call in their place, with `data = open(path, 'rb').read()`."""
+_UNSEEN_BYTES, _UNSEEN_SHARE = 4096, 0.02
+"""From how many bytes that do not pass `open` on they are reported, and from what share of all."""
 
 
 def reads_source(dataset: Any) -> MapSource:
@@ -38,17 +35,20 @@ def reads_source(dataset: Any) -> MapSource:
 
 
 def look_at_reads(source: Source, steps: Compose) -> FirstLook:
-    """Index the first sample that can be had once; what it reads is the record.
+    """Index the first sample that can be had; what it reads is the record.
 
-    The generators are left as they were. Raises `SampleError` when none of the first samples can be had, `InputError`
-    when nothing was read that can be cached.
+    It is indexed once more if it seems to read past `open`, which is then reported. The generators are left as they
+    were. Raises `SampleError` when none of the first samples can be had, `InputError` when nothing was read that can be
+    cached.
     """
     assert isinstance(source, MapSource)
     problems: list[SampleError] = []
     for id in range(min(ATTEMPTS, len(source))):
         try:
             with preserved([*global_generators(), *find_generators(source.dataset)]):
-                record, _ = record_sample(source.dataset, id)
+                record, unseen = _record(source.dataset, id)
+                if unseen is not None and files_of(record):
+                    record, unseen = _record(source.dataset, id)  # without the imports of the first time
         except Exception as error:
             problem = sample_error(error, source, id, "fetching")
             problem.__cause__ = None if problem is error else error
@@ -56,31 +56,42 @@ def look_at_reads(source: Source, steps: Compose) -> FirstLook:
             continue
         if not files_of(record):
             raise _nothing(source.dataset, id)
+        _report(source.dataset, id, record, unseen)
         return FirstLook(id, record, record, Split(Compose([]), steps, ()))
     raise problems[0]
 
 
-def _nothing(dataset: Any, id: int) -> InputError:
-    name = type(dataset).__name__
-    found = [advice for call, advice in _NATIVE.items() if call in _names(dataset)]
-    cure = "; ".join(found) if found else "pass data to the library that opens the file natively"
-    return InputError(
-        f"form='reads' caches what a data set reads through Python's open(), and {name}[{id}] read no regular file of "
-        f"up to 64 MiB with it: use data = open(path, 'rb').read(), and {cure}. If its samples do not come from files, "
-        "it gains nothing from a cache"
+def _record(dataset: Any, id: int) -> tuple[Record, float | None]:
+    """The record of what `dataset[id]` reads, and the share of bytes that did not pass `open`, unless it is small."""
+    before = bytes_read()
+    record, seen = record_sample(dataset, id)
+    after = bytes_read()
+    unseen = 0 if before is None or after is None else after - before - seen
+    share = unseen / max(1, unseen + seen)
+    return record, share if unseen >= _UNSEEN_BYTES and share >= _UNSEEN_SHARE else None
+
+
+def _report(dataset: Any, id: int, record: Record, unseen: float | None) -> None:
+    """Warn of bytes that a sample reads past `open`."""
+    mapped = [path for path in mapped_files() if path not in files_of(record)]
+    if unseen is None and not mapped:
+        return
+    library, cure = native_library(dataset)
+    if unseen is None and not MAPPING & set(library.split(" or ")):
+        return
+    what = f"{mapped[0]}, which is mapped into memory," if unseen is None else f"{unseen:.0%} of the bytes"
+    warnings.warn(
+        f"form='reads' caches what passes Python's open(), and {what} of {type(dataset).__name__}[{id}] "
+        f"{'does' if unseen is None else 'do'} not: {library} opens files itself. In its place use {cure}",
+        StallfreeWarning,
+        stacklevel=users_level(),
     )
 
 
-def _names(dataset: Any) -> set[str]:
-    """The names that the methods of a data set use, and the functions of the user's that they call."""
-    names: set[str] = set()
-    for cls in type(dataset).__mro__:
-        if is_library(cls):
-            continue
-        for function in class_functions(cls):
-            names |= code_names(function.__code__)
-            for used in used_globals(function).values():
-                code = getattr(used, "__code__", None)
-                if code is not None and not is_library(used):
-                    names |= code_names(code)
-    return names
+def _nothing(dataset: Any, id: int) -> InputError:
+    name, (library, cure) = type(dataset).__name__, native_library(dataset)
+    return InputError(
+        f"form='reads' caches what a data set reads through Python's open(), and {name}[{id}] read no regular file of "
+        f"up to 64 MiB with it: use {cure}, if {library} opens its files. If its samples do not come from files, it "
+        "gains nothing from a cache"
+    )

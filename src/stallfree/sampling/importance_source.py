@@ -160,8 +160,6 @@ def _check(setup: SourceSetup) -> None:
     cache: Cache | None = setup.reader.cache
     if setup.reader.split.share < 1:
         raise InputError("an ImportanceSampler wants samples of one form: give form='fetched' or 'prepared'")
-    if setup.reader.tracker is not None and sampler.packages is not None:
-        raise InputError("packages hold fetched records, not reads: give form='fetched', or packages=None")
     if sampler.num_samples != setup.samples:
         raise InputError(
             f"the sampler is of {sampler.num_samples} samples, the data set has {setup.samples}: "

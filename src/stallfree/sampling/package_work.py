@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from stallfree.batches.reader import IO_THREADS, Reader
+from stallfree.batches.recorded_reads import record_sample
 from stallfree.cache import Cache, Packages
 from stallfree.cache.packages import Record
 from stallfree.errors import StallfreeError
@@ -28,6 +29,7 @@ from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.values import private
 from stallfree.sampling.plans.retention import FRESH
 from stallfree.sampling.shared_flags import LOW, MISSED, PACK, PENDING, READ, Field, SharedFlags
+from stallfree.sources.mapped import MapSource
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stores import held
 
@@ -145,7 +147,7 @@ class PackWork:
         self._packages = setup.packages(PACK)
         self._random = np.random.default_rng()
         self._pool: ThreadPoolExecutor | None = None
-        if getattr(self._reader.source, "threads", True):
+        if self._reader.tracker is None and getattr(self._reader.source, "threads", True):
             self._pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="stallfree-fetch")
         self._taken = np.zeros(len(self._flags), np.bool_)  # for the next package, or unreadable
         self._queue = np.empty(0, np.int64)
@@ -257,8 +259,11 @@ class PackWork:
             self._cache.count_fetch(reads, size)
 
     def _fetch(self, id: int) -> tuple[Any] | None:
+        source = self._reader.source
         try:
-            return (self._reader.source.fetch(id),)
+            if self._reader.tracker is not None and isinstance(source, MapSource):
+                return (record_sample(source.dataset, id)[0],)
+            return (source.fetch(id),)
         except Exception:
             return None
 

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from stallfree.platform import at_fork
-from stallfree.sources.recorded import THREAD, Block, SharedRanges
-from stallfree.sources.tracked_file import TrackedFile, identity_of, status_fields, status_of
+from stallfree.sources.reads.native import replace_held, replace_imported
+from stallfree.sources.reads.recorded import THREAD, Block, SharedRanges
+from stallfree.sources.reads.tracked_file import TrackedFile, identity_of, status_fields, status_of
 
 _T = TypeVar("_T")
 
@@ -63,15 +64,29 @@ class Tracker:
         self.written: set[str] = set()
 
     def run(self, block: Block, function: Callable[..., _T], *args: Any) -> _T:
-        """`function(*args)` in `block`."""
+        """`function(*args)` in `block`.
+
+        If a library that opens files natively is imported meanwhile, the block is stale if it records; if it serves,
+        the function is called once more.
+        """
         install()
         before = THREAD.tracker, self.block
         THREAD.tracker, self.block = self, block
         try:
+            try:
+                value = function(*args)
+            except Exception:
+                if block.recording or not replace_imported():
+                    raise
+            else:
+                if block.recording or not replace_imported():
+                    return value
             return function(*args)
         finally:
             THREAD.tracker, self.block = before
             block.end()
+            if block.recording and replace_imported():
+                block.stale = True
 
     def note_written(self, block: Block, path: str) -> None:
         """A file is opened for writing."""
@@ -210,16 +225,14 @@ def _kernel_devices() -> frozenset[int]:
 
 # --- the replacement -------------------------------------------------------------------------------------------------
 
-_BUILTIN = ("_io", "posix", "nt", __name__)
-"""Modules that keep the real functions."""
-
 _lock = threading.Lock()
 _installed = False
 
 
 def install() -> None:
-    """Replace `open`, once per process."""
+    """Replace `open`, once per process, and the functions of libraries that were imported meanwhile."""
     global _installed
+    replace_imported()
     if _installed:
         return
     with _lock:
@@ -231,28 +244,22 @@ def install() -> None:
 
 def _replace_functions() -> None:
     """Replace them where a module holds them, unless another library has replaced them there."""
-    builtin = sys.modules["_io"].open, os.stat
-    ours = _Replacement(builtin[0], "io", _tracked), _Replacement(builtin[1], "os", _recorded_status)
-    replaced = {id(real): own for real, own in zip(builtin, ours, strict=True)}
-    holders: list[Any] = [module for name, module in list(sys.modules.items()) if name not in _BUILTIN]
-    holders.append(getattr(sys.modules.get("pathlib"), "_NormalAccessor", None))  # of Python 3.10
-    for holder in holders:
-        try:
-            names: dict[str, Any] = object.__getattribute__(holder, "__dict__")
-        except AttributeError:
-            continue
-        for key, value in list(names.items()):
-            own = replaced.get(id(value))
-            if own is not None:
-                setattr(holder, key, own)
+    real, real_stat = sys.modules["_io"].open, os.stat
+    ours = _Replacement(real, "io", _tracked)
+    stat = _Replacement(real_stat, "os", _recorded_status)
+    replace_held(real, ours, but=("_io", __name__))
+    replace_held(real_stat, stat, but=("posix", "nt"))
+    accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)  # of Python 3.10
+    if accessor is not None:
+        accessor.open, accessor.stat = ours, stat
     for supporting in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
-        if builtin[1] in supporting:
-            supporting.add(ours[1])
+        if real_stat in supporting:
+            supporting.add(stat)
     openers = sys.modules.get("numpy.lib._datasource")
     kept = getattr(getattr(openers, "_file_openers", None), "_file_openers", {})
     for key, value in list(kept.items()):
-        if value is builtin[0]:
-            kept[key] = ours[0]
+        if value is real:
+            kept[key] = ours
 
 
 def _replace_thread_start() -> None:

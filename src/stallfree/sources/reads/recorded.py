@@ -13,12 +13,13 @@ so that records have few different lengths.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from stallfree.sources.open_calls import Tracker
-    from stallfree.sources.tracked_file import TrackedFile
+    from stallfree.sources.reads.open_calls import Tracker
+    from stallfree.sources.reads.tracked_file import TrackedFile
 
 MOST_BYTES = 64 << 20
 """Bytes of one record. Files that do not fit are left out of it, and are read from storage each time."""
@@ -115,6 +116,7 @@ class Block:
         recording: whether reads are recorded.
         stale: whether a file has changed since it was recorded: the outcome of this run does not count.
         storage_bytes: bytes that were read from storage.
+        handed_bytes: bytes of files whose descriptors were given out, which may be read once more.
         seconds: spent on reading these.
     """
 
@@ -123,6 +125,7 @@ class Block:
         self.files: dict[str, FileRecord] = {} if record is None else _unpack(record)
         self.stale = False
         self.storage_bytes, self.seconds = 0, 0.0
+        self.handed_bytes = 0
         self._reads: dict[str, _Reads] = {}
         self._size = 0
         self._lent = lent
@@ -156,7 +159,7 @@ class Block:
         for file in self.open_files():
             file.close()
 
-    def begin(self, path: str, identity: Identity, status: Sequence[int]) -> None:
+    def begin(self, path: str, identity: Identity, status: Sequence[int] = ()) -> None:
         """A file was opened."""
         reads = self._reads.setdefault(path, _Reads(identity, status))
         if reads.identity != identity:
@@ -271,6 +274,15 @@ def files_of(record: Record) -> list[str]:
     return list(_unpack(record))
 
 
+def parts_of(record: Record) -> list[tuple[str, int, int]]:
+    """The ranges in a record: path, start and stop."""
+    return [
+        (file.path, *file.ranges[at : at + 2])  # type: ignore[misc]
+        for file in _unpack(record).values()
+        for at in range(0, len(file.ranges), 2)
+    ]
+
+
 class SharedRanges:
     """Which ranges of files so many samples have read that they are not stored again with each of them."""
 
@@ -304,3 +316,13 @@ def current_block() -> Block | None:
     """The block that this thread runs in, or that has started it."""
     tracker = THREAD.tracker
     return None if tracker is None else tracker.block
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Files that this thread opens are neither recorded nor served."""
+    tracker, THREAD.tracker = THREAD.tracker, None
+    try:
+        yield
+    finally:
+        THREAD.tracker = tracker
