@@ -79,7 +79,7 @@ def enlarge(photos: Path, folder: Path, count: int) -> None:
     found = sorted(photos.rglob("*.jpg"))
     for number in range(count):
         with Image.open(found[number % len(found)]) as image:
-            side = 1500 + number % 50
+            side = 2400 + number % 50
             large = image.convert("RGB").resize((side, side * image.height // image.width))
         path = folder / f"class-{number % 10}" / f"{number:05d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -152,8 +152,8 @@ def _block(record: Record | None, lent: bool) -> Block:
 def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
     """Index `dataset` once. Returns the record of what it read, and the most bytes that it read by way of `open`.
 
-    What it makes for itself on that occasion is dropped, unless it keeps a file open that is recorded: processes that
-    are forked later may use that one.
+    What the data set makes for itself on that occasion is dropped, unless it keeps a file open that is recorded:
+    processes that are forked later may use that one.
     """
     tracker = Tracker()
     drop = lazily_made(dataset)

@@ -209,9 +209,6 @@ def _kernel_devices() -> frozenset[int]:
 
 # --- the replacement -------------------------------------------------------------------------------------------------
 
-_BUILTIN = ("_io", "posix", "nt", __name__)
-"""Modules that keep the real functions."""
-
 _lock = threading.Lock()
 _installed = False
 
@@ -244,8 +241,8 @@ def _replace_functions() -> None:
     openers = sys.modules.get("numpy.lib._datasource")
     kept = getattr(getattr(openers, "_file_openers", None), "_file_openers", {})
     for key, value in list(kept.items()):
-        if value is builtin[0]:
-            kept[key] = ours[0]
+        if value is real:
+            kept[key] = ours
 
 
 def _replace_thread_start() -> None:

@@ -178,7 +178,7 @@ class TrackedFile(io.RawIOBase):
         """
         self._check()
         if self._by_number is None:
-            file = self._in_memory() or self._whole(current_block())
+            file = self._in_memory() or self._whole()
             file.seek(self._at)
             self._by_number = file
         return self._by_number.fileno()
@@ -194,11 +194,13 @@ class TrackedFile(io.RawIOBase):
 
     def record_rest(self, block: Block) -> None:
         """Record all of a small file: it may be read when `block`, which ends now, is over."""
-        if self._by_number is None and self._identity[0] <= LEFT_OPEN:
+        size = self._identity[0]
+        if self._by_number is None and size <= LEFT_OPEN and not block.has_read(self._path, self._identity):
             with contextlib.suppress(OSError):
-                self._whole(block)
+                self._from_storage(block, size, 0)
 
-    def _whole(self, block: Block | None) -> io.FileIO:
+    def _whole(self) -> io.FileIO:
+        block = current_block()
         file = self._opened(block)
         if block is not None and block.recording:
             block.handed_bytes += self._identity[0]
