@@ -228,16 +228,17 @@ def install() -> None:
 
 def _replace_functions() -> None:
     """Replace them where a module holds them, unless another library has replaced them there."""
-    builtin = sys.modules["_io"].open, os.stat
-    ours = _Replacement(builtin[0], "io", _tracked), _Replacement(builtin[1], "os", _recorded_status)
-    for real, own in zip(builtin, ours, strict=True):
-        replace_held(real, own, but=_BUILTIN)
+    real, real_stat = sys.modules["_io"].open, os.stat
+    ours = _Replacement(real, "io", _tracked)
+    stat = _Replacement(real_stat, "os", _recorded_status)
+    replace_held(real, ours, but=("_io", __name__))
+    replace_held(real_stat, stat, but=("posix", "nt"))
     accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)  # of Python 3.10
     if accessor is not None:
-        accessor.open, accessor.stat = ours
+        accessor.open, accessor.stat = ours, stat
     for supporting in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
-        if builtin[1] in supporting:
-            supporting.add(ours[1])
+        if real_stat in supporting:
+            supporting.add(stat)
     openers = sys.modules.get("numpy.lib._datasource")
     kept = getattr(getattr(openers, "_file_openers", None), "_file_openers", {})
     for key, value in list(kept.items()):
