@@ -281,3 +281,11 @@ def test_workers_open_the_files_that_a_data_set_keeps_open(tmp_path: Path, form:
     assert [(values.unique().tolist(), ids.tolist()) for values, ids in batches] == [
         ([id, id + 1], [id, id + 1]) for id in range(0, 8, 2)
     ]
+
+
+def test_a_window_leaves_no_open_file_in_the_data_set(tmp_path: Path) -> None:
+    path = tmp_path / "archive"
+    path.write_bytes(bytes(8000))
+    archive = Archive(path)
+    with sf.SmartCacheDataset(archive, sf.Compose([]), cache_num=4, replace_rate=0.25):
+        assert archive.file is None

@@ -17,6 +17,7 @@ import torch
 from stallfree.analysis.residency import put_out, resident_share
 from stallfree.batches.batch_state import raise_from
 from stallfree.batches.recorded_reads import record_sample
+from stallfree.batches.sample_access import untouched
 from stallfree.datasets import CachedDataset, SmartCacheDataset
 from stallfree.errors import InputError, SampleError, StallfreeError
 from stallfree.loader import DataLoader
@@ -404,6 +405,11 @@ def read_some(job: Job) -> Records:
 
     Raises `InputError` for a sample that cannot be read.
     """
+    with untouched(job.source):
+        return _read_some(job)
+
+
+def _read_some(job: Job) -> Records:
     order = np.random.default_rng(0).permutation(len(job.source)).tolist()
     opened, started, size = Opened(), time.monotonic(), 0
     found = Records([], [], {}, None)

@@ -17,10 +17,11 @@ from typing import Any
 from stallfree.autotune.choice import SAMPLES, Choice, Measured, choose, describe, expect, explain, what
 from stallfree.autotune.measure import Probe, measure, measure_reads
 from stallfree.batches.reader import Reader
+from stallfree.batches.sample_access import untouched
 from stallfree.batches.transform_split import is_prepared
 from stallfree.cache.memory.limits import granted
 from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.datasets.dataset_probe import FirstLook, look, reason_in, untouched
+from stallfree.datasets.dataset_probe import FirstLook, look, reason_in
 from stallfree.datasets.private_names import token
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
 from stallfree.errors import InputError, SampleError, StallfreeError

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import ConcatDataset
 
 from stallfree.batches.batch_state import raise_from
-from stallfree.batches.sample_access import plain_beneath
+from stallfree.batches.sample_access import plain_beneath, untouched
 from stallfree.cache.memory.layout import plan_layout
 from stallfree.errors import CapacityError, CodecError, InputError, SampleError
 from stallfree.frames import users_level
@@ -25,7 +25,6 @@ from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.marks import drew, mark_of, note_drew
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.values import private
-from stallfree.sources.detach import lazily_made
 from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size
 
@@ -51,22 +50,6 @@ class FirstLook:
     record: Any
     prepared: Any
     parts: Split
-
-
-@contextmanager
-def untouched(source: Source) -> Iterator[None]:
-    """In the block, samples are fetched here; workers that are forked later inherit nothing that these made.
-
-    A plain data set may open a file for its first sample and keep it. Workers that share its descriptor share its
-    position too, and would read the data of other samples.
-    """
-    beneath = plain_beneath(source, 0)
-    drop = None if beneath is None else lazily_made(beneath[0].dataset)
-    try:
-        yield
-    finally:
-        if drop is not None:
-            drop()
 
 
 def look(source: Source, steps: Compose) -> FirstLook:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from stallfree.batches.sample_access import untouched
 from stallfree.cache.memory.layout import Meta, plan_layout
 from stallfree.cache.memory.limits import free_memory
 from stallfree.errors import CapacityError
@@ -129,14 +130,18 @@ class FirstSamples:
     def more(self, count: int) -> list[Any]:
         """The cached values of `count` samples, without those that fail."""
         known = {id for id, _ in self.read}
-        for id in self.reach.sequence(0, min(count, self.reach.total)).tolist():
-            if id not in known:
-                try:  # steps may change their input, and the source may keep a reference
-                    record = private(self._source.fetch(id))
-                    with Watch(self._before) as watch:
-                        self.read.append((id, self._before(record)))
-                        if watch.moved() or watch.made():
-                            self.drew.add(id)
-                except Exception as error:  # raised again when the sample is requested
-                    log.info("sample %d could not be read to learn its size: %s", id, error)
+        with untouched(self._source):
+            for id in self.reach.sequence(0, min(count, self.reach.total)).tolist():
+                if id not in known:
+                    self._read(id)
         return [value for _, value in self.read]
+
+    def _read(self, id: int) -> None:
+        try:  # steps may change their input, and the source may keep a reference
+            record = private(self._source.fetch(id))
+            with Watch(self._before) as watch:
+                self.read.append((id, self._before(record)))
+                if watch.moved() or watch.made():
+                    self.drew.add(id)
+        except Exception as error:  # raised again when the sample is requested
+            log.info("sample %d could not be read to learn its size: %s", id, error)
