@@ -52,6 +52,7 @@ class Row:
         waited: seconds in `next` after that.
         between: seconds between one call of `next` and the following one.
         between_cpu: CPU seconds of this process in that time.
+        delayed: seconds of that time in which the thread could run, and other processes had the cores.
         keeps: whether its workers persist between passes.
     """
 
@@ -62,7 +63,7 @@ class Row:
         self.keeps = bool(getattr(loader, "persistent_workers", False))
         self.loaders = 1
         self.passes = self.batches = 0
-        self.first = self.waited = self.between = self.between_cpu = 0.0
+        self.first = self.waited = self.between = self.between_cpu = self.delayed = 0.0
         self._counted: int | None = 0
         self._exact: list[dict[str, int]] = []  # of stallfree's loaders, which have exact counts
 
@@ -126,7 +127,7 @@ class Pass:
         self.batches = 0
         self.fresh = True
         self.last: float | None = None  # when `next` returned
-        self.last_cpu = 0.0
+        self.last_cpu = self.last_delay = 0.0
         self.thread: Thread | None = None  # thread of that call, if not within the `next` of another loader
         self.mark = 0  # number of the wait in that thread
 
@@ -144,6 +145,23 @@ class Thread:
         self.last: float | None = None
         self.gaps: list[tuple[int, float]] = []  # number of the previous wait, seconds; not counted yet
         self.first = self.waited = self.between = 0.0
+        self._schedule: int | None = None  # descriptor; -1 if there is none
+
+    def delay(self) -> float:
+        """Seconds for which this thread waited for a core so far; 0 if the system does not say."""
+        try:
+            if self._schedule is None:
+                self._schedule = -1
+                self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            return int(os.pread(self._schedule, 64, 0).split()[1]) * 1e-9 if self._schedule >= 0 else 0.0
+        except (OSError, AttributeError, IndexError, ValueError):
+            return 0.0
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self._schedule is not None and self._schedule >= 0:
+            os.close(self._schedule)
+        self._schedule = -1
 
     def enter(self, now: float, one: Pass | None) -> None:
         """Begin a wait of the pass `one`, or of one being created."""
@@ -276,6 +294,7 @@ class Watch:
             if one.last is not None:
                 one.row.between += started - one.last
                 one.row.between_cpu += cpu_clock() - one.last_cpu
+                one.row.delayed += here.delay() - one.last_delay
             here.depth += 1
             try:
                 batch = original(iterator)
@@ -294,7 +313,7 @@ class Watch:
     def _end(self, one: Pass, here: Thread, started: float, outermost: bool) -> None:
         """Record the end of a wait."""
         now = one.last = clock()
-        one.last_cpu = cpu_clock()
+        one.last_cpu, one.last_delay = cpu_clock(), here.delay()
         here.depth -= 1
         if one.fresh:
             one.row.first += now - started
@@ -345,6 +364,8 @@ class Watch:
         if os.getpid() != self._pid:
             return
         self._close_all()
+        for thread in self._threads.values():
+            thread.close()
         found = self.summary()
         if self.rows:
             _say(_text(found))
@@ -368,7 +389,7 @@ class Watch:
         try:
             from stallfree.observe.forecast import forecast
 
-            step, step_cpu = row.between / row.samples, row.between_cpu / row.samples
+            step, step_cpu = (row.between - row.delayed) / row.samples, row.between_cpu / row.samples
             found = forecast(dataset, row.workers, step, step_cpu)
         except Exception:  # the script has ended; what its data set raises now is of no interest
             return
