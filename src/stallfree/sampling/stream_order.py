@@ -10,7 +10,6 @@ from itertools import count
 from typing import Any
 
 from stallfree.batches.stream import stream_ids
-from stallfree.errors import InputError
 from stallfree.frames import users_level
 from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
@@ -66,9 +65,11 @@ class StreamOrder(EpochSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["batches"]:
-            raise InputError(
+            warnings.warn(
                 f"the state was taken after {state['batches']} batches of epoch {state['epoch']}, and a stream can "
-                "only be read from its start: load {**state, 'batches': 0} to begin that epoch again"
+                "only be read from its start: the next iteration begins that epoch again, as under torch's loader",
+                StallfreeWarning,
+                stacklevel=users_level(),
             )
 
     def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
