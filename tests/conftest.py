@@ -23,6 +23,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from stallfree.sources.reads import recorded
 from warm import Interpreter
 
 # The threads of one parallel computation would spin while they wait for each other, on cores that other tests need too.
@@ -136,6 +137,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.path != item.path:
         with contextlib.suppress(AttributeError):  # another C library than glibc
             ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(autouse=True)
+def files_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a test has just written do not count as perhaps written by the data set that reads them."""
+    monkeypatch.setattr(recorded, "TICK", 0)
 
 
 @pytest.fixture(autouse=True)

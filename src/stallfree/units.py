@@ -25,8 +25,8 @@ def parse_size(value: int | str, name: str = "size") -> int:
     Raises `CapacityError` for a bool, a negative number, an unknown unit or anything that is no size.
     """
     size: float | None = None
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
+    if not isinstance(value, (str, bool)) and hasattr(type(value), "__index__"):
+        size = operator.index(value)
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
         factor = _BYTES_FOLDED.get(match[2].lower())
         size = None if factor is None else float(match[1]) * factor

@@ -22,6 +22,7 @@ from stallfree.autotune.choice import Measured
 from stallfree.autotune.measure import Probe, measure, measure_reads
 from stallfree.batches.transform_split import is_prepared
 from stallfree.cache.memory import limits
+from stallfree.errors import CapacityError, StorageError
 from stallfree.ipc.folders import SharedFolder, default_root
 from stallfree.testing import ThrottledSource
 
@@ -432,6 +433,46 @@ def test_memory_that_caches_may_still_fill_is_not_free(monkeypatch: pytest.Monke
     with sf.CachedDataset(Numbers(COUNT, size=200_000), capacity="600MiB"):  # of which 64 MiB are allocated
         assert limits.grantable_memory(default_root()) == pytest.approx(464 << 20, rel=0.05)
     assert limits.grantable_memory(default_root()) == free
+
+
+class Held:
+    """Keeps its file open."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(b"".join(bytes([id]) * 100 for id in range(COUNT)))
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> tuple[float, int]:
+        self.file.seek(100 * id)
+        return self.file.read(100)[50] + random.random(), id
+
+
+def test_workers_are_not_chosen_for_a_data_set_that_holds_an_open_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = Held(tmp_path / "file")
+    with data.file, sf.DataLoader(data, 8, cache="auto", capacity=ROOM, persistent_workers=True) as loader:
+        for values, ids in loader:
+            assert values.int().tolist() == ids.tolist()
+        assert loader.num_workers == 0
+        assert "no workers, as they would share file of type _io.FileIO" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("error", [CapacityError("no room"), StorageError("full")])
+def test_without_room_there_is_no_cache(
+    measured: Callable[[Measured], list[int]], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    measured(rates())
+    monkeypatch.setattr(auto, "CachedDataset", refuse)
+    with sf.DataLoader(Numbers(COUNT, [squared]), 8, cache="auto", capacity=ROOM, num_workers=0) as loader:
+        assert sorted(epochs(loader, 1)[0]) == list(range(COUNT))
+        assert loader.decision == f"no cache; 0 workers; {error}"
 
 
 def test_a_resume_in_mid_epoch_gives_what_was_left() -> None:

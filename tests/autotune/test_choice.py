@@ -117,15 +117,13 @@ def test_the_line_for_people() -> None:
         return describe(rates, choose(rates, room, workers=2, cpus=2), room, ("files cached", ""))
 
     warm = replace(SLOW_STORAGE, sizes=(100_000.0, math.inf))
-    assert line(warm, 100_000_000).startswith(
-        "files cached, 100% of them fit; 2 workers; 198/s expected (1.98 times as"
-    )
-    assert line(warm, 100_000_000).endswith("; prep is the limit")
+    assert line(warm, 100_000_000).startswith("files cached, 100% of them fit; 2 workers; up to 198/s (1.98 times as")
+    assert line(warm, 100_000_000).endswith("; prep limits the loader")
     slower = replace(SLOW_STORAGE, storage={8: 5.0})
-    assert line(slower, 50_000_000).endswith("fetching is the limit")
+    assert line(slower, 50_000_000).endswith("fetching limits the loader")
     trained = replace(SLOW_STORAGE, compute=50.0)
     assert line(trained, 0) == (
-        "no cache; 2 workers; 50/s expected; the training step is the limit, and a cache would gain less than 2%"
+        "no cache; 2 workers; up to 50/s; the training step is the limit, and a cache would gain less than 2%"
     )
 
 

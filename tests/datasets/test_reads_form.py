@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,7 @@ from reads_data import Crops, KeepsArchive, OwnGenerator, gone, opens_below, wri
 from stallfree.cache.memory.records import Borrowed
 from stallfree.errors import InputError, SampleError
 from stallfree.sources import ThrottledSource
+from stallfree.sources.reads import recorded as records
 
 EPOCHS = 3
 
@@ -415,3 +418,67 @@ class _Restless(Crops, Dataset[Any]):
         self.calls += 1
         rng = np.random.default_rng()
         return torch.tensor(rng.random()), super().__getitem__(id)
+
+
+class _Writes:
+    """Writes a file by other means than Python's open, and reads it."""
+
+    def __init__(self, folder: Path, *, remove: bool, own: bool) -> None:
+        self.folder, self.remove, self.own = folder, remove, own
+        for id in range(4):
+            (folder / str(id)).write_bytes(bytes([id]))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, id: int) -> tuple[int, int, int]:
+        source = (self.folder / str(id)).read_bytes()[0]
+        number = random.randrange(256)
+        path = str(self.folder / (f"{id}-{number}" if self.own else f"{id}-written"))
+        if not self.remove or not os.path.exists(path):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.write(descriptor, bytes([number]))
+            os.close(descriptor)
+        with open(path, "rb") as file:
+            read = file.read()[0]
+        if self.remove:
+            os.remove(path)
+        return source, number, read
+
+
+@pytest.mark.parametrize(("remove", "own"), [(False, False), (True, False), (True, True)])
+def test_files_that_the_data_set_writes_unseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remove: bool, own: bool
+) -> None:
+    monkeypatch.setattr(records, "TICK", 10_000_000)
+    data = _Writes(tmp_path, remove=remove, own=own)
+    with sf.CachedDataset(data, capacity="1MiB", form="reads") as cached:
+        with sf.DataLoader(cached, batch_size=2) as loader:
+            found = [torch.stack(batch, 1).tolist() for _ in range(3) for batch in loader]
+        assert cached.stats().storage_reads == 4
+    for rows in found:
+        assert all(number == read for _, number, read in rows)
+    assert [row[0] for rows in found for row in rows] == [0, 1, 2, 3] * 3
+
+
+def test_an_archive_that_is_opened_with_the_first_import_of_its_library(tmp_path: Path) -> None:
+    """In a process of its own: `zipfile` and what it imports are new there."""
+    code = f"""
+import zipfile, random
+with zipfile.ZipFile({str(tmp_path / "a.zip")!r}, "w") as archive:
+    for id in range(4):
+        archive.writestr(str(id), bytes([id]) * 100)
+class Zip:
+    archive = None
+    def __len__(self):
+        return 4
+    def __getitem__(self, id):
+        if self.archive is None:
+            self.archive = zipfile.ZipFile({str(tmp_path / "a.zip")!r})
+        return self.archive.read(str(id))[0] + random.random()
+import stallfree as sf
+with sf.CachedDataset(Zip(), capacity="1MiB", form="reads") as cached:
+    print([int(cached[id]) for id in range(4)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "[0, 1, 2, 3]\n", done.stderr

@@ -128,6 +128,7 @@ def test_a_killed_process_is_started_again_three_times(
     for life in range(4):
         job.flag(range(10 * life, 10 * life + 10))
         until(lambda life=life: (packager.wake(), len(job.resident()) == 10 * life + 10)[1])
+        until(lambda life=life: packager.stats().packages_written == packager.stats().packages_read == life + 1)
         assert caplog.records == []
         helpers()[name].kill()
         until(lambda: name not in helpers())

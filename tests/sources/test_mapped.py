@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
+import stallfree as sf
 from stallfree.errors import InputError, SampleError
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.sources import ImageFolder, MapSource, ThrottledSource, as_source
@@ -159,3 +160,23 @@ def test_sample_error_names_the_place_when_there_is_one(image_root: Path) -> Non
     assert sample_error(error, folder, 2, "fetching") is error
     assert sample_error(ValueError("why"), Squares(), 1, "fetching").where == ""
     assert sample_error(ValueError("why"), folder, 99, "fetching").where == ""
+
+
+class _Anything:
+    """Has whatever attribute it is asked for."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, id: int) -> int:
+        return id
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+def test_a_data_set_with_any_attribute_is_no_source() -> None:
+    with sf.DataLoader(_Anything(), batch_size=3) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2]]

@@ -24,7 +24,7 @@ from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.dataset_probe import FirstLook, look, reason_in
 from stallfree.datasets.private_names import token
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
-from stallfree.errors import InputError, SampleError, StallfreeError
+from stallfree.errors import CapacityError, InputError, SampleError, StallfreeError, StorageError
 from stallfree.ipc.folders import SharedFolder, default_root
 from stallfree.pipeline._objects import attribute
 from stallfree.pipeline.compose import Compose, Transform
@@ -211,12 +211,23 @@ class AutoCache:
         choice = self._choose(measured)
         return choice, what(choice, _FILES if subject.why else SAMPLES)
 
+    def _keep_to_this_process(self) -> None:
+        """Use no workers, unless asked for, if the data set holds an open file, whose position they would share."""
+        if self._workers is not None:
+            return
+        with tolerant() as unknown:
+            fingerprint(as_source(self._dataset).fingerprint())
+        if unknown:
+            self._workers = self.num_workers = 0
+            _show(f"no workers, as they would share {unknown[0]} in the data set: give num_workers to start some")
+
     def _set_room(self) -> None:
         if not self._room:
             self._room = granted(self._capacity, default_root())
 
     def _decide(self) -> None:
         self._set_room()
+        self._keep_to_this_process()
         try:
             subject = self._look()
         except _NotCached as reason:
@@ -232,7 +243,11 @@ class AutoCache:
                 subject.steps,
                 f"{self._capacity} {self._workers} {self._tier!r} {bool(subject.why)}",
             )
-        folder = self._attach(f"auto-{token() if unknown else key[:20]}", subject)
+        try:
+            folder = self._attach(f"auto-{token() if unknown else key[:20]}", subject)
+        except (CapacityError, StorageError, OSError) as error:
+            self._go_without(subject, error)
+            return
         found = _load(folder.path)
         if found.measured.samples != len(subject.source):
             raise StallfreeError(
@@ -328,15 +343,11 @@ class AutoCache:
         if choice.share is None:
             self._reader = _without(as_source(self._dataset), subject.steps)
         else:
-            form = {0.0: "fetched", 1.0: "prepared"}.get(choice.share, choice.share)
-            self.cached = CachedDataset(
-                self._dataset,
-                capacity=self._room,
-                form="reads" if subject.why else form,
-                store=self._tier if self._tier is not None and choice.on_disk else "memory",
-                transform=self._transform,
-                seed=self._seed,
-            )
+            try:
+                self.cached = self._create(choice, reads=bool(subject.why))
+            except (CapacityError, StorageError) as error:
+                self._go_without(subject, error)
+                return
             self._reader = self.cached.reader
         self._reader.io_threads = max(1, math.ceil(choice.threads / max(1, self.num_workers)))
         self._keep_records()
@@ -344,6 +355,23 @@ class AutoCache:
         short, full = (say(measured, choice, self._bytes, forms) for say in (describe, explain))
         because = f"; {subject.why}" if subject.why else ""
         self._say(f"{why}{short}{found.advice}", f"{why}{full}{because}{found.advice}")
+
+    def _create(self, choice: Choice, *, reads: bool) -> CachedDataset:
+        form = {0.0: "fetched", 1.0: "prepared"}.get(choice.share or 0.0, choice.share or 0.0)
+        return CachedDataset(
+            self._dataset,
+            capacity=self._room,
+            form="reads" if reads else form,
+            store=self._tier if self._tier is not None and choice.on_disk else "memory",
+            transform=self._transform,
+            seed=self._seed,
+        )
+
+    def _go_without(self, subject: _Subject, error: Exception) -> None:
+        """Use no cache, as there is no room for one."""
+        self._reader = _without(as_source(self._dataset), subject.steps)
+        self._records = {}
+        self._say(f"no cache; {self._count()}; {error}")
 
     def _keep_records(self) -> None:
         """Cache the records that were fetched for the measurement."""
@@ -403,7 +431,7 @@ class AutoCache:
             subject = self._look()
             folder = self._attach(folder.path.name, subject)
         except StallfreeError as error:
-            log.warning("the rates could not be measured again, so the cache stays as it is: %s", str(error))
+            log.info("the rates could not be measured again, so the cache stays as it is: %s", str(error))
             self._folder = None
             return
         found = _load(folder.path)

@@ -189,15 +189,13 @@ def describe(measured: Measured, choice: Choice, room: int, forms: tuple[str, st
         forms: what is cached with y = 0 and with y = 1, such as `SAMPLES`.
     """
     rate = min(choice.rate, measured.compute)
-    limit = "the training step" if rate < choice.rate else "fetching" if choice.fetch < choice.prep else "prep"
+    part = "fetching" if choice.fetch < choice.prep else "prep"
+    limit = "the training step is the limit" if rate < choice.rate else f"{part} limits the loader"
     gain = (
         f" ({_gain(measured, choice, room):.2f} times as many as without a cache)" if choice.share is not None else ""
     )
     nothing = "" if choice.share is not None else ", and a cache would gain less than 2%"
-    return (
-        f"{what(choice, forms)}{_held(choice)}; {_workers(choice)}; {_rate(rate)} expected{gain}; {limit} is the "
-        f"limit{nothing}"
-    )
+    return f"{what(choice, forms)}{_held(choice)}; {_workers(choice)}; up to {_rate(rate)}{gain}; {limit}{nothing}"
 
 
 def explain(measured: Measured, choice: Choice, room: int, forms: tuple[str, str]) -> str:

@@ -6,6 +6,7 @@ Nothing of what the data set returns is cached, so nothing is classified, and ra
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from stallfree.pipeline.protocol import sample_error
 from stallfree.sources.detach import lazily_made
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.reads.open_calls import Tracker
-from stallfree.sources.reads.recorded import Block, FileChanged, Record
+from stallfree.sources.reads.recorded import TICK, Block, FileChanged, Record
 
 _ATTEMPTS = 4
 """Runs for one sample, should files change again and again."""
@@ -83,7 +84,7 @@ class RecordedReads:
         """The sample of `id`, with its files out of `record`; without one, the reads of its files are recorded."""
         lent = record is not None and self._lent is not None
         block = _block(self._new.get(id) if record is None else record, lent)
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             value, problem = None, None
             try:
                 value = self.tracker.run(block, self._run, id, epoch)
@@ -92,8 +93,9 @@ class RecordedReads:
             self.samples.storage_bytes += block.storage_bytes
             self.samples.fetch_seconds += block.seconds
             overwritten = lent and not block.recording and self._lent is not None and not self._lent.unchanged(at)
-            if not block.stale and not overwritten:
+            if not (block.stale or overwritten or (block.doubtful and attempt == 0)):
                 break
+            _wait_for_tick(block)
             self._discard(block, id, overwritten=overwritten)
             block = Block()
         else:
@@ -149,6 +151,12 @@ def _block(record: Record | None, lent: bool) -> Block:
     return Block()
 
 
+def _wait_for_tick(block: Block) -> None:
+    """If a file was written just before a block, or in it: wait until that can be told apart in the next one."""
+    if block.doubtful:
+        time.sleep(2e-9 * TICK)
+
+
 def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
     """Index `dataset` once. Returns the record of what it read, and the most bytes that it read by way of `open`.
 
@@ -157,13 +165,15 @@ def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
     """
     tracker = Tracker()
     drop = lazily_made(dataset)
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         block = Block()
         try:
             tracker.run(block, lambda: dataset[id])
         finally:
             if not block.open_files():
                 drop()
-        if not block.stale:
+        if not block.stale and not (block.doubtful and attempt == 0):
             break
+        drop()  # what is open has been read in part
+        _wait_for_tick(block)
     return block.record(id, tracker.shared), block.storage_bytes + block.handed_bytes

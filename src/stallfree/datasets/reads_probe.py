@@ -48,7 +48,7 @@ def look_at_reads(source: Source, steps: Compose) -> FirstLook:
             with preserved([*global_generators(), *find_generators(source.dataset)]):
                 record, unseen = _record(source.dataset, id)
                 if unseen is not None and files_of(record):
-                    record, unseen = _record(source.dataset, id)  # without the imports of the first time
+                    _, unseen = _record(source.dataset, id)  # without the imports of the first time
         except Exception as error:
             problem = sample_error(error, source, id, "fetching")
             problem.__cause__ = None if problem is error else error

@@ -45,7 +45,7 @@ def check_arguments(
 
     check_stream(sampler=sampler, batch_sampler=batch_sampler, **of("dataset", "shuffle", "ranks"))
     room = check_auto(cache, capacity, store, transform, sampler)
-    workers = 0 if num_workers is None else num_workers
+    workers = int(cache == "auto") if num_workers is None else num_workers  # it chooses their number
     check_numbers(workers, **of("batch_size", "timeout", "prefetch_factor", "persistent_workers"))
     check_sampling(sampler=sampler, batch_sampler=batch_sampler, **of("batch_size", "shuffle", "drop_last"))
     check_functions(**of("collate_fn", "worker_init_fn", "on_error"))

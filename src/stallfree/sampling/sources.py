@@ -12,8 +12,8 @@ from stallfree.sampling.stream_order import StreamOrder
 
 def source_of(dataset: Any, setup: SourceSetup) -> EpochSource:
     """The source that `dataset.epoch_source(setup)` returns; without this method, see `order_of`."""
-    make = getattr(dataset, "epoch_source", None)
-    found: EpochSource = make(setup) if callable(make) else order_of(setup)
+    own = callable(getattr(type(dataset), "epoch_source", None))
+    found: EpochSource = dataset.epoch_source(setup) if own else order_of(setup)
     return found
 
 

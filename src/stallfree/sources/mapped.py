@@ -6,7 +6,7 @@ import operator
 import sys
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -101,7 +101,7 @@ def as_source(dataset: Any, *, apart: bool = True) -> Source:
 
     Raises `InputError` for what is no map-style data set and for one of length 0.
     """
-    if isinstance(dataset, Source) and not isinstance(dataset, type):
+    if is_source(dataset):
         require_samples(len(dataset), f"The source {type(dataset).__name__}", "Give one with at least one sample.")
         return dataset
     torch_data = sys.modules.get("torch.utils.data")
@@ -111,6 +111,11 @@ def as_source(dataset: Any, *, apart: bool = True) -> Source:
             return SubsetSource(inner, dataset.indices)
     own = taken_apart(dataset, MapSource) if apart else None
     return MapSource(dataset) if own is None else own
+
+
+def is_source(dataset: Any) -> TypeGuard[Source]:
+    """Whether it is a `Source`, by its class: a data set may have any attribute that it is asked for."""
+    return hasattr(type(dataset), "fetch") and isinstance(dataset, Source) and not isinstance(dataset, type)
 
 
 def require_map_style(dataset: Any) -> None:

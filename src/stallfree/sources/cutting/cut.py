@@ -8,12 +8,11 @@ from typing import Any
 from stallfree.errors import InputError
 from stallfree.frames import short_traceback
 from stallfree.pipeline.compose import Transform
-from stallfree.pipeline.protocol import Source
 from stallfree.sources.apart import ApartSource
 from stallfree.sources.base import normalize_id, require_samples
 from stallfree.sources.cutting.check import Check
 from stallfree.sources.detach import value_at
-from stallfree.sources.mapped import require_map_style
+from stallfree.sources.mapped import is_source, require_map_style
 
 
 @short_traceback
@@ -60,7 +59,7 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> ApartSourc
         >>> data.fetch(3), data[3]
         ((30, 3), (31, 3))
     """
-    if isinstance(dataset, Source) and not isinstance(dataset, type):
+    if is_source(dataset):
         raise InputError(
             f"{type(dataset).__name__} has its transform apart already: give it to a loader or a CachedDataset as it is"
         )

@@ -160,6 +160,8 @@ def _tracked(tracker: Scope, block: Block, args: tuple[Any, ...], kwargs: dict[s
     if not stat.S_ISREG(status.st_mode) or status.st_dev in _kernel_devices():
         return _wrapped(file, call, binary, 0)
     block.seconds += time.perf_counter() - started
+    if block.recording and block.wrote(path, status.st_ctime_ns):
+        return _wrapped(file, call, binary, status.st_size)
     identity = identity_of(status)
     tracked = TrackedFile(name, path, identity, file=file)
     if block.recording:

@@ -20,6 +20,7 @@ import json
 import os
 import struct
 import threading
+import time
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
@@ -44,6 +45,9 @@ LEFT_OPEN = 4 << 20
 
 MANY = 8
 """A larger range that more samples than this have read, such as an index, is left out of the records of others."""
+
+TICK = 10_000_000
+"""Longest time in ns between two ticks of the clock by which files are dated."""
 
 _HEAD = struct.Struct("<qqIII")
 _TWO = struct.Struct("<2q")
@@ -136,6 +140,8 @@ class Block:
         recording: whether reads are recorded.
         stale: whether a file has changed since it was recorded: the outcome of this run does not count.
         storage_bytes: bytes that were read from storage.
+        began: when it began, in ns since 1970.
+        doubtful: whether a file may have been written in this block: it is left out, and recorded in another run.
         handed_bytes: bytes of files whose descriptors were given out, which may be read once more.
         seconds: spent on reading these.
     """
@@ -143,7 +149,8 @@ class Block:
     def __init__(self, record: Record | None = None, *, lent: bool = False) -> None:
         self.recording = record is None
         self.files: dict[str, FileRecord] = {} if record is None else _unpack(record)
-        self.stale = False
+        self.stale = self.doubtful = False
+        self.began = time.time_ns()
         self.storage_bytes, self.seconds = 0, 0.0
         self.handed_bytes = 0
         self._reads: dict[str, _Reads] = {}
@@ -184,6 +191,17 @@ class Block:
         reads = self._reads.setdefault(path, _Reads(identity, status))
         if reads.identity != identity:
             self.leave_out(path)
+
+    def wrote(self, path: str, changed: int) -> bool:
+        """Whether a file that was last `changed` (ns) may have been written in this block. It is left out then.
+
+        Not all that writes is seen: a library may, or another process. The clock of file systems has ticks.
+        """
+        if changed < self.began - TICK:
+            return False
+        self.doubtful |= changed <= self.began
+        self.leave_out(path)
+        return True
 
     def note(self, path: str, identity: Identity, at: int, data: bytes) -> None:
         """`data` was read at position `at` of a file."""
