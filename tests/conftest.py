@@ -139,10 +139,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             ctypes.CDLL(None).malloc_trim(0)
 
 
-@pytest.fixture(autouse=True)
-def files_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def files_are_old() -> None:
     """Files that a test has just written do not count as perhaps written by the data set that reads them."""
-    monkeypatch.setattr(recorded, "TICK", 0)
+    recorded.TICK = 0
 
 
 @pytest.fixture(autouse=True)

@@ -163,6 +163,7 @@ def test_what_is_named_and_advised_is_what_helps(job: dict[str, Any], asked: dic
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @settings(max_examples=2000, phases=PHASES)
 @given(jobs, questions)
 def test_what_is_named_and_advised_is_what_helps_for_2000_jobs(job: dict[str, Any], asked: dict[str, Any]) -> None:
