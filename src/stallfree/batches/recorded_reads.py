@@ -6,7 +6,6 @@ Nothing of what the data set returns is cached, so nothing is classified, and ra
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from stallfree.pipeline.protocol import sample_error
 from stallfree.sources.detach import lazily_made
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.reads.open_calls import Tracker
-from stallfree.sources.reads.recorded import TICK, Block, FileChanged, Record
+from stallfree.sources.reads.recorded import Block, FileChanged, Record
 
 _ATTEMPTS = 4
 """Runs for one sample, should files change again and again."""
@@ -95,7 +94,7 @@ class RecordedReads:
             overwritten = lent and not block.recording and self._lent is not None and not self._lent.unchanged(at)
             if not (block.stale or overwritten or (block.doubtful and attempt == 0)):
                 break
-            _wait_for_tick(block)
+            block.settle()
             self._discard(block, id, overwritten=overwritten)
             block = Block()
         else:
@@ -151,12 +150,6 @@ def _block(record: Record | None, lent: bool) -> Block:
     return Block()
 
 
-def _wait_for_tick(block: Block) -> None:
-    """If a file was written just before a block, or in it: wait until that can be told apart in the next one."""
-    if block.doubtful:
-        time.sleep(2e-9 * TICK)
-
-
 def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
     """Index `dataset` once. Returns the record of what it read, and the most bytes that it read by way of `open`.
 
@@ -175,5 +168,5 @@ def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
         if not block.stale and not (block.doubtful and attempt == 0):
             break
         drop()  # what is open has been read in part
-        _wait_for_tick(block)
+        block.settle()
     return block.record(id, tracker.shared), block.storage_bytes + block.handed_bytes

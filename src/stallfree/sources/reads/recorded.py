@@ -203,6 +203,11 @@ class Block:
         self.leave_out(path)
         return True
 
+    def settle(self) -> None:
+        """If a file was written just before this block, or in it: wait until the next one can tell these apart."""
+        if self.doubtful:
+            time.sleep(2e-9 * TICK)
+
     def note(self, path: str, identity: Identity, at: int, data: bytes) -> None:
         """`data` was read at position `at` of a file."""
         reads = self._reads.get(path)
