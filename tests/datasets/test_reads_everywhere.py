@@ -148,10 +148,14 @@ def test_other_libraries(folder: Path, library: str) -> None:
 
 def _accelerate(loader: Any) -> list[Any]:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
-    with loader:
-        prepared = Accelerator(cpu=True).prepare(loader)
-        return [batch for _ in range(2) for batch in prepared]
+    try:
+        with loader:
+            prepared = Accelerator(cpu=True).prepare(loader)
+            return [batch for _ in range(2) for batch in prepared]
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)  # of this process, and of those forked from it
 
 
 def _lightning(loader: Any) -> list[Any]:
