@@ -289,3 +289,28 @@ def test_a_window_leaves_no_open_file_in_the_data_set(tmp_path: Path) -> None:
     archive = Archive(path)
     with sf.SmartCacheDataset(archive, sf.Compose([]), cache_num=4, replace_rate=0.25):
         assert archive.file is None
+
+
+class Augmented(Dataset[Any]):
+    """Reads from a data set that keeps its file open, and augments."""
+
+    def __init__(self, archive: Archive) -> None:
+        self.archive, self.transform = archive, noisy
+
+    def __len__(self) -> int:
+        return len(self.archive)
+
+    def __getitem__(self, id: int) -> Any:
+        return self.transform(self.archive[id][0])
+
+
+def noisy(values: torch.Tensor) -> torch.Tensor:
+    return values + torch.rand(())
+
+
+def test_a_cut_leaves_no_open_file_in_a_data_set_within(tmp_path: Path) -> None:
+    path = tmp_path / "archive"
+    path.write_bytes(bytes(8000))
+    data = Augmented(Archive(path))
+    sf.cut(data, "transform")
+    assert data.archive.file is None

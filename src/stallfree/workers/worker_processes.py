@@ -211,7 +211,7 @@ def _killer(task: Task, exit_code: int | None) -> WorkerError:
 
 
 def _broken(tasks: list[Task], worker: int, exit_code: int | None) -> list[Result]:
-    """The results of the tasks of a worker that died: nobody else can continue its stream."""
+    """The results of the tasks of a worker that died. No other worker can continue its stream."""
     error = WorkerError(
         f"worker process {worker} died on batch {tasks[0].number} of epoch {tasks[0].epoch}: "
         f"{how_it_ended(exit_code)}. The rest of its stream is lost for this epoch. Iterate with num_workers=0 to see "

@@ -11,7 +11,7 @@ from stallfree.pipeline.compose import Transform
 from stallfree.sources.apart import ApartSource
 from stallfree.sources.base import normalize_id, require_samples
 from stallfree.sources.cutting.check import Check
-from stallfree.sources.detach import value_at
+from stallfree.sources.detach import lazily_made, value_at
 from stallfree.sources.mapped import is_source, require_map_style
 
 
@@ -69,7 +69,11 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> ApartSourc
         raise InputError("cut got no attribute: name the one that holds the transform: cut(dataset, 'transform')")
     transforms = [_transform_at(dataset, name) for name in attributes]
     ids = [normalize_id(id, len(dataset)) for id in check]
-    bare, steps = Check(dataset, attributes, transforms).source(ids)
+    drop = lazily_made(dataset)  # by data sets in its attributes, which its copies share
+    try:
+        bare, steps = Check(dataset, attributes, transforms).source(ids)
+    finally:
+        drop()
     return ApartSource(dataset, bare, steps, attributes)
 
 

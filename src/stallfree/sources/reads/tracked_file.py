@@ -154,7 +154,7 @@ class TrackedFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """As `io.FileIO.seek`."""
         self._check()
-        if whence not in (0, 1, 2):  # a hole of a sparse file
+        if whence not in (0, 1, 2):  # SEEK_DATA, SEEK_HOLE
             self.fileno()
         if self._by_number is not None:
             return self._by_number.seek(offset, whence)
