@@ -8,7 +8,7 @@ import signal
 import threading
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler
 import stallfree as sf
 from children import Child
 from smart_data import Rows, ids_of, until
+from stallfree.sampling.window_source import WindowState
 
 LOADERS = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}
 
@@ -318,3 +319,32 @@ def test_a_rank_that_is_behind_stays_in_its_epoch(monkeypatch: pytest.MonkeyPatc
                 assert ids(slow, range(7, 10)) == before[7:]
             assert ids(fast, range(4, 7)) == window[4:7]
             before = window
+
+
+class Overtaken(WindowState):
+    """While this process looks at the epoch for the first time, another one requests positions of the next."""
+
+    others: ClassVar[list[tuple[sf.SmartCacheDataset, range]]] = []
+
+    @property
+    def epoch(self) -> int:
+        epoch = super().epoch
+        if self.others:
+            data, positions = self.others.pop()
+            data.__getitems__(positions)
+        return epoch
+
+
+def test_a_process_that_is_overtaken_is_not_an_epoch_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers begin an epoch at once: one has asked for most of it before the other compares what was asked."""
+    monkeypatch.setenv("MASTER_PORT", "4715")
+    with (
+        sf.SmartCacheDataset(Rows(20), cache_num=10, replace_rate=0.4, shuffle=False, on_late="wait") as quick,
+        sf.SmartCacheDataset(Rows(20), cache_num=10, replace_rate=0.4, shuffle=False, on_late="wait") as slow,
+    ):
+        slow.window.state.__class__ = Overtaken
+        for epoch in range(5):
+            window = quick.window.plan.window(4 * epoch).tolist()
+            Overtaken.others[:] = [(quick, range(8))]
+            assert [label for _, label in slow.__getitems__(range(8, 10))] == window[8:]
+            assert not Overtaken.others

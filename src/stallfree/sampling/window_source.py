@@ -243,14 +243,17 @@ class Window:
 
     def _epoch_of(self, positions: Ids) -> int:
         """The epoch of these positions, inferred from earlier requests."""
-        state = self.state
-        newest = state.epoch
-        last = state.asked[positions]
-        half = self.positions / 2
-        if newest < 0 or ((last == newest).any() and int((state.asked == newest).sum()) >= half):
+        state, half = self.state, self.positions / 2
+        while True:
+            newest = state.epoch
+            last = state.asked[positions]
+            asked = int((state.asked == newest).sum())
+            if state.epoch == newest:  # else other processes requested positions of a later epoch meanwhile
+                break
+        if newest < 0 or ((last == newest).any() and asked >= half):
             self._advance(newest + 1)
             newest += 1
-        elif newest > 0 and (last == newest - 2).all() and int((state.asked == newest).sum()) < half:
+        elif newest > 0 and (last == newest - 2).all() and asked < half:
             newest -= 1  # another rank is ahead
         state.asked[positions] = np.maximum(state.asked[positions], newest)
         self._begun.array[0] = max(int(self._begun.array[0]), newest + 1)
