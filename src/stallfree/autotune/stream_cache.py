@@ -38,6 +38,23 @@ _PROBED = 4
 _SMALLEST = 400
 """Bytes of the capacity per id, at least: the index has about 20 bytes for each."""
 
+_IN_ORDER = frozenset(
+    f"{kind}Iterable"
+    for kind in (
+        "Examples",
+        "ArrowExamples",
+        "RebatchedArrowExamples",
+        "MappedExamples",
+        "FilteredExamples",
+        "FormattedExamples",
+        "SelectColumns",
+        "TakeExamples",
+        "SkipExamples",
+        "VerticallyConcatenatedMultiSourcesExamples",
+    )
+)
+"""Parts of a stream of Hugging Face that neither shuffle nor repeat, as its state names them."""
+
 _WHY = {
     0: "an iteration over it was not whole: a worker died, or two iterations ran at the same time",
     FULL: "it does not fit in the capacity",
@@ -64,9 +81,24 @@ def auto_cache(
 
 def _first(dataset: Any, epoch: int) -> list[Any]:
     """The first samples of a data set in an epoch."""
-    if hasattr(dataset, "set_epoch"):
+    if hasattr(dataset, "set_epoch") and not _is_in_order(dataset):
         dataset.set_epoch(epoch)
     return [private(sample) for sample in islice(dataset, _PROBED)]
+
+
+def _is_in_order(dataset: Any) -> bool:
+    """Whether this is an unshuffled stream of Hugging Face: a new epoch only has another order of its shards."""
+    if not type(dataset).__module__.startswith("datasets.") or not hasattr(dataset, "state_dict"):
+        return False
+    kinds, states = set(), [dataset.state_dict().get("examples_iterable")]
+    while states:
+        state = states.pop()
+        if isinstance(state, dict):
+            kinds.add(state.get("type"))
+            states += [part for part in state.values() if isinstance(part, (dict, list))]
+        elif isinstance(state, list):
+            states += state
+    return bool(kinds) and kinds <= _IN_ORDER
 
 
 class StreamCache:
