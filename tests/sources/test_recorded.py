@@ -347,9 +347,41 @@ def test_libraries(folder: Path) -> None:
         assert not found
 
 
+def test_arrays_from_file_objects(folder: Path) -> None:
+    """Also cut short, and of kinds that have to be read natively."""
+    pair = np.dtype([("a", "<u2"), ("b", "S3")])
+    calls: list[Callable[[Any], Any]] = [
+        lambda file: np.fromfile(file, np.uint8, 10),
+        lambda file: np.fromfile(file, ">i4", count=3),
+        lambda file: np.fromfile(file, np.float64, count=np.int64(1000)),
+        lambda file: np.fromfile(file, dtype=pair, count=4),
+        lambda file: np.fromfile(file, np.dtype((np.uint8, (2, 2))), 3),
+        lambda file: np.fromfile(file, np.uint8, 0),
+        lambda file: np.fromfile(file, np.uint16),
+        lambda file: np.fromfile(file, np.uint8, 5, offset=4),
+        lambda file: np.fromfile(file, "S0", 2),
+        lambda file: np.fromfile(file, object, 2),
+        lambda file: np.fromfile(file, np.uint8, -2),
+        lambda file: np.fromfile(file, np.uint8, count="x"),
+        lambda file: np.fromfile(file, np.uint8, count=2.0),
+    ]
+
+    def read(call: Callable[[Any], Any], skipped: int) -> Any:
+        with open(folder / "small", "rb") as file:
+            file.read(skipped)
+            kind, found = outcome(lambda: call(file))[:2]
+            if isinstance(found, np.ndarray):
+                found = found.tobytes(), found.dtype, found.shape, found.flags.writeable, found.flags.owndata
+            return kind, found, file.tell(), file.read(5)
+
+    for call in calls:
+        for skipped in (0, 3, 1023, 1024):
+            check(partial(read, call, skipped), folder)
+
+
 def test_a_descriptor_shares_the_position(folder: Path) -> None:
-    def read() -> Any:
-        with open(folder / "small", "rb", buffering=0) as file:
+    def read(buffering: int) -> Any:
+        with open(folder / "small", "rb", buffering) as file:
             file.seek(3)
             number = file.fileno()
             parts = [os.read(number, 2), file.tell(), file.read(2), os.lseek(number, 0, os.SEEK_CUR)]
@@ -357,11 +389,12 @@ def test_a_descriptor_shares_the_position(folder: Path) -> None:
                 *parts,
                 file.seek(-1, 2),
                 os.read(number, 5),
-                file.readall(),
+                file.read(),
                 stat.S_ISREG(os.fstat(number).st_mode),
             ]
 
-    check(read, folder)
+    check(partial(read, 0), folder)
+    check(partial(read, -1), folder)
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -615,6 +648,26 @@ def test_a_file_that_is_kept_open_serves_later_blocks(folder: Path, monkeypatch:
     assert result[0] is FileChanged
     assert block.stale
     assert served(lambda: read(0), first)[0][1] == bytes(20_000)  # the handle is on the new file from then on
+    kept.pop().close()
+
+
+def test_a_whole_file_that_is_kept_open_is_recorded_by_later_blocks(folder: Path) -> None:
+    tracker, kept = Tracker(), []
+
+    def read() -> Any:
+        if not kept:
+            kept.append(open(folder / "large", "rb"))
+        kept[0].seek(5)
+        return kept[0].read()
+
+    plain = (folder / "large").read_bytes()[5:]
+    _, first = recorded(lambda: open(folder / "large", "rb").read())
+    served(read, first, tracker)
+    result, later = recorded(read, tracker)
+    kept.pop().close()
+    assert result == ("value", plain)
+    with gone(folder):
+        assert served(read, later)[0] == result
     kept.pop().close()
 
 

@@ -6,6 +6,7 @@
 | `torch.ops.image.read_file`, by which `torchvision.io` reads pictures | a tensor with the content of the file |
 | `soundfile.SoundFile`, by which `soundfile` reads | the same with a file object, which is read in parts |
 | `torchaudio.load` | the same with the content of the file |
+| `numpy.fromfile` of a file object | its `readinto` |
 
 The first call of each kind, in a block that records, is compared with the native one. If they differ, calls of that
 kind stay native. A call that fails in memory, or whose file is neither recorded nor served, is made natively, so that
@@ -33,7 +34,7 @@ import torch
 
 from stallfree.sources.reads.recorded import MOST_BYTES, current_block, outside
 from stallfree.sources.reads.remote import replace_remote_open
-from stallfree.sources.reads.tracked_file import TrackedFile
+from stallfree.sources.reads.tracked_file import TrackedFile, WholeFile
 
 _MOST_KINDS = 256
 """Kinds of calls that are compared. All others stay native."""
@@ -100,6 +101,34 @@ def _open_sound(real: Callable[..., Any], sound: Any, path: Any, *args: Any, **k
     return real(sound, path, *args, **kwargs)
 
 
+def _fromfile(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    names = dict(zip(("file", "dtype", "count"), args, strict=False)) | kwargs
+    file: Any
+    file, kind, count = names.get("file"), np.dtype(names.get("dtype", float)), names.get("count", -1)
+    if (
+        len(names) != len(args) + len(kwargs)
+        or not set(names) <= {"file", "dtype", "count"}
+        or not _is_ours(file)
+        or kind.hasobject
+        or kind.subdtype
+        or not kind.itemsize
+        or count < 0
+    ):
+        return real(*args, **kwargs)
+    found = np.empty(count, kind)
+    read = file.readinto(found.view(np.uint8)) if count else 0
+    return found if read == found.nbytes else found[: read // kind.itemsize].copy()
+
+
+def _is_file(real: Callable[..., Any], file: Any) -> Any:
+    """`isfileobj` of `numpy.lib.format`, which asks for a descriptor: whether `fromfile` can read it."""
+    return _is_ours(file) or real(file)
+
+
+def _is_ours(file: Any) -> bool:
+    return isinstance(file, io.BufferedReader) and isinstance(file.raw, (TrackedFile, WholeFile))
+
+
 def _sound(kind: type[Any], path: str, mode: str | None = None) -> Any:
     """What is compared of a sound file: of the library's own, or of one that is opened here in this mode."""
     with contextlib.nullcontext(path) if mode is None else open(path, mode) as file, kind(file) as sound:
@@ -145,7 +174,7 @@ def _opened(kind: Hashable, path: Any, most: float) -> io.BufferedReader | None:
         file = open(path, "rb")  # noqa: SIM115
     except (OSError, ValueError):
         return None
-    if isinstance(file.raw, TrackedFile):
+    if _is_ours(file):
         return file
     file.close()
     return None
@@ -261,8 +290,16 @@ def _replace_load_audio(module: ModuleType) -> None:
     replace_held(real, _Instead(real, "torchaudio.load", _load_audio))
 
 
+def _replace_fromfile(module: ModuleType) -> None:
+    real: Any = module.fromfile
+    replace_held(real, _Instead(real, "numpy.fromfile", _fromfile))
+    real = module.lib.format.isfileobj
+    replace_held(real, _Instead(real, "numpy.lib.format.isfileobj", _is_file))
+
+
 _missing: dict[str, Callable[[ModuleType], None]] = {
     "cv2": _replace_imread,
+    "numpy": _replace_fromfile,
     "torchvision.io.image": _replace_read_file,
     "soundfile": _replace_open_sound,
     "torchaudio": _replace_load_audio,

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from stallfree.platform import at_fork
 from stallfree.sources.reads.native import replace_held, replace_imported
-from stallfree.sources.reads.recorded import THREAD, Block, Scope
-from stallfree.sources.reads.tracked_file import TrackedFile, identity_of, status_fields, status_of
+from stallfree.sources.reads.recorded import LEFT_OPEN, THREAD, Block, Scope
+from stallfree.sources.reads.tracked_file import TrackedFile, WholeFile, identity_of, status_fields, status_of
 
 _T = TypeVar("_T")
 
@@ -147,7 +147,11 @@ def _tracked(tracker: Scope, block: Block, args: tuple[Any, ...], kwargs: dict[s
         return None
     entry = block.files.get(path)
     if entry is not None:
-        served = TrackedFile(name, path, entry.identity, entry=entry)
+        served: TrackedFile | WholeFile
+        if entry.whole and call.buffering and entry.identity[0] <= LEFT_OPEN:
+            served = WholeFile(name, entry)
+        else:
+            served = TrackedFile(name, path, entry.identity, entry=entry)
         block.opened(served)
         return _wrapped(served, call, binary, entry.identity[0])
     started = time.perf_counter()

@@ -160,19 +160,18 @@ class Block:
 
     def opened(self, file: OpenFile) -> None:
         """A file is recorded or served."""
-        if self._lent or self.recording:
-            self._opened.append(weakref.ref(file))
+        self._opened.append(weakref.ref(file))
 
     def end(self) -> None:
-        """The run is over. Files that are still open go on with a copy of what was lent, and are recorded as a whole.
+        """The run is over. Files that are still open go on with a copy of what is served, or are recorded as a whole.
 
         A sample may hold such a file, as a picture does that is not decoded yet.
         """
         for file in self.open_files():
-            if self._lent:
-                file.keep()
-            else:
+            if self.recording:
                 file.record_rest(self)
+            else:
+                file.keep()
         if self._lent:
             self.files = {}
 

@@ -65,7 +65,7 @@ class TrackedFile(io.RawIOBase):
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         """As `io.FileIO.readinto`."""
-        self._check()
+        _check(self)
         if self._by_number is not None:
             return self._by_number.readinto(buffer)
         view = memoryview(buffer).cast("B")
@@ -82,7 +82,7 @@ class TrackedFile(io.RawIOBase):
 
     def readall(self) -> bytes:
         """As `io.FileIO.readall`."""
-        self._check()
+        _check(self)
         if self._by_number is not None:
             return self._by_number.readall()
         block, parts = current_block(), []
@@ -101,9 +101,12 @@ class TrackedFile(io.RawIOBase):
             if there or self._at >= self._identity[0]:
                 self._served = True
                 there = min(there, most)
-                if there == len(entry.data):
-                    return entry.data
-                return memoryview(entry.data)[offset : offset + there]
+                part = entry.data
+                if there != len(part):
+                    part = memoryview(part)[offset : offset + there]
+                if block is not None and block.recording:  # the file was opened in an earlier block
+                    block.note(self._path, self._identity, self._at, bytes(part))
+                return part
         return self._from_storage(block, most, self._at)
 
     def _recorded(self, block: Block | None) -> FileRecord | None:
@@ -153,7 +156,7 @@ class TrackedFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """As `io.FileIO.seek`."""
-        self._check()
+        _check(self)
         if whence not in (0, 1, 2):  # SEEK_DATA, SEEK_HOLE
             self.fileno()
         if self._by_number is not None:
@@ -166,7 +169,7 @@ class TrackedFile(io.RawIOBase):
 
     def tell(self) -> int:
         """As `io.FileIO.tell`."""
-        self._check()
+        _check(self)
         return self._at if self._by_number is None else self._by_number.tell()
 
     # -- the descriptor -----------------------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ class TrackedFile(io.RawIOBase):
 
         The file counts as read as a whole. If all of it is recorded, the descriptor is of an anonymous file in memory.
         """
-        self._check()
+        _check(self)
         if self._by_number is None:
             file = self._in_memory() or self._whole()
             file.seek(self._at)
@@ -214,17 +217,17 @@ class TrackedFile(io.RawIOBase):
 
     def readable(self) -> bool:
         """True."""
-        self._check()
+        _check(self)
         return True
 
     def seekable(self) -> bool:
         """True."""
-        self._check()
+        _check(self)
         return True
 
     def isatty(self) -> bool:
         """False."""
-        self._check()
+        _check(self)
         return False
 
     def keep(self) -> None:
@@ -242,13 +245,109 @@ class TrackedFile(io.RawIOBase):
                     file.close()
         super().close()
 
-    def _check(self) -> None:
-        if self.closed:
-            raise ValueError("I/O operation on closed file")
+    def __repr__(self) -> str:
+        return _described(self)
+
+
+class WholeFile(io.BytesIO):
+    """A small file that is served as a whole, from a copy: takes the place of `io.FileIO` beneath a buffer.
+
+    Its methods are those of `io.BytesIO`, which cost less than those of `TrackedFile`. It goes on as a `TrackedFile`
+    when its block ends, or when the number of a descriptor is asked for.
+
+    Args:
+        name: of the file, as it was given.
+        entry: what is served: all of the file.
+    """
+
+    mode = "rb"
+    closefd = True
+
+    def __init__(self, name: str | bytes, entry: FileRecord) -> None:
+        super().__init__(bytes(entry.data))
+        self.name = name
+        self._entry = entry
+        self._tracked: TrackedFile | None = None
+
+    def keep(self) -> None:
+        """Go on as a `TrackedFile`: reads in later blocks are recorded."""
+        self._as_tracked()
+
+    def _as_tracked(self) -> TrackedFile:
+        tracked = self._tracked
+        if tracked is None:
+            entry = self._entry
+            entry = FileRecord(entry.path, entry.identity, entry.ranges, self.getvalue(), entry.status)
+            tracked = self._tracked = TrackedFile(self.name, entry.path, entry.identity, entry=entry)
+            tracked.seek(self.tell())
+            for name in ("readinto", "readall", "seek", "tell"):
+                setattr(self, name, getattr(tracked, name))
+        return tracked
+
+    def readall(self) -> bytes:
+        """As `io.FileIO.readall`."""
+        return self.read()
+
+    def tell(self) -> int:
+        """As `io.FileIO.tell`."""
+        _check(self)
+        return super().tell()
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """As `io.FileIO.seek`."""
+        if whence == 0 and offset >= 0:
+            return super().seek(offset)
+        at: int = self._as_tracked().seek(offset, whence)
+        return at
+
+    def fileno(self) -> int:
+        """As `TrackedFile.fileno`."""
+        _check(self)
+        return self._as_tracked().fileno()
+
+    def readable(self) -> bool:
+        """True."""
+        _check(self)
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        _check(self)
+        return True
+
+    def writable(self) -> bool:
+        """False."""
+        _check(self)
+        return False
+
+    def isatty(self) -> bool:
+        """False."""
+        _check(self)
+        return False
+
+    def record_rest(self, block: Block) -> None:
+        """Nothing: it is served."""
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._tracked is not None:
+            self._tracked.close()
+        super().close()
 
     def __repr__(self) -> str:
-        state = "[closed]" if self.closed else f"name={self.name!r} mode='rb' closefd=True"
-        return f"<_io.FileIO {state}>"
+        return _described(self)
+
+
+def _check(file: TrackedFile | WholeFile) -> None:
+    """Raises `ValueError` if it is closed."""
+    if file.closed:
+        raise ValueError("I/O operation on closed file")
+
+
+def _described(file: TrackedFile | WholeFile) -> str:
+    """What `repr` says of an `io.FileIO`."""
+    state = "[closed]" if file.closed else f"name={file.name!r} mode='rb' closefd=True"
+    return f"<_io.FileIO {state}>"
 
 
 def identity_of(status: os.stat_result) -> Identity:
