@@ -651,6 +651,23 @@ def test_a_file_that_is_kept_open_serves_later_blocks(folder: Path, monkeypatch:
     kept.pop().close()
 
 
+def test_the_gaps_of_a_small_file_are_recorded_if_most_was_read(folder: Path) -> None:
+    content = (folder / "large").read_bytes()
+
+    def read(*ranges: tuple[int, int]) -> Any:
+        with open(folder / "large", "rb", buffering=0) as file:
+            return [(file.seek(start), file.read(stop - start)) for start, stop in ranges]
+
+    most = (100_000, 300_000), (310_000, 650_000), (20_000, 99_000)
+    _, record = recorded(lambda: read(*most))
+    assert contents(record)["large"][1] == content
+    tracker, block = Tracker(), Block()
+    tracker.run(block, lambda: read(*most))
+    assert block.storage_bytes == len(content)
+    _, record = recorded(lambda: read((0, 100_000)))
+    assert len(contents(record)["large"][1]) == 100_000
+
+
 def test_a_whole_file_that_is_kept_open_is_recorded_by_later_blocks(folder: Path) -> None:
     tracker, kept = Tracker(), []
 

@@ -43,6 +43,9 @@ SMALL = 64 << 10
 LEFT_OPEN = 4 << 20
 """A file of up to as many bytes that is still open after the sample was made is recorded as a whole."""
 
+MOST_OF = 0.75
+"""Share of such a file that has to be read for the rest to be recorded as well: some formats have gaps."""
+
 MANY = 8
 """A larger range that more samples than this have read, such as an index, is left out of the records of others."""
 
@@ -226,6 +229,19 @@ class Block:
         """Whether all of a file is recorded."""
         reads = self._reads.get(path)
         return reads is not None and reads.identity == identity and _covers(reads.chunks or [], 0, identity[0])
+
+    def gaps(self, path: str, identity: Identity) -> list[tuple[int, int]]:
+        """The ranges that were not read of a small file, if most of it was: as a whole it is served faster."""
+        reads, size = self._reads.get(path), identity[0]
+        if reads is None or not reads.chunks or reads.identity != identity or size > LEFT_OPEN:
+            return []
+        if reads.size < MOST_OF * size or _covers(reads.chunks, 0, size):
+            return []
+        stops = [0]
+        for piece in _merged(reads.chunks):
+            stops += [piece.start, piece.stop]
+        stops.append(size)
+        return [(start, stop) for start, stop in zip(stops[::2], stops[1::2], strict=True) if start < stop]
 
     def leave_out(self, path: str) -> None:
         """Do not record a file."""

@@ -202,6 +202,14 @@ class TrackedFile(io.RawIOBase):
             with contextlib.suppress(OSError):
                 self._from_storage(block, size, 0)
 
+    def _record_gaps(self) -> None:
+        """Record all of a small file of which most was read."""
+        block = current_block()
+        if block is not None and block.recording and self._by_number is None:
+            with contextlib.suppress(OSError):
+                for start, stop in block.gaps(self._path, self._identity):
+                    self._from_storage(block, stop - start, start)
+
     def _whole(self) -> io.FileIO:
         block = current_block()
         file = self._opened(block)
@@ -239,6 +247,7 @@ class TrackedFile(io.RawIOBase):
     def close(self) -> None:
         """Close what is open."""
         if not self.closed:
+            self._record_gaps()
             self._entry = None
             for file in (self._file, self._by_number):
                 if file is not None:
@@ -295,10 +304,15 @@ class WholeFile(io.BytesIO):
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """As `io.FileIO.seek`."""
-        if whence == 0 and offset >= 0:
-            return super().seek(offset)
-        at: int = self._as_tracked().seek(offset, whence)
-        return at
+        at = offset
+        if whence == 2:
+            at += self._entry.identity[0]
+        elif whence == 1:
+            at += self.tell()
+        if whence not in (0, 1, 2) or at < 0:
+            found: int = self._as_tracked().seek(offset, whence)
+            return found
+        return super().seek(at)
 
     def fileno(self) -> int:
         """As `TrackedFile.fileno`."""
