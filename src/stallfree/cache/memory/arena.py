@@ -131,6 +131,7 @@ class MemoryArena(Arena):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._rows = self._bytes.reshape(num_blocks, block)
+        self._written = np.full(num_blocks, True) if not hasattr(os, "pwrite") else np.zeros(num_blocks, bool)
         self._tensor = torch.from_numpy(self._bytes)
         self._words = self._tensor.view(torch.int64)
         self._leaves: dict[tuple[tuple[int, int], bool], torch.Tensor] = {}
@@ -142,7 +143,19 @@ class MemoryArena(Arena):
         np.take(self._rows, blocks, axis=0, out=out, mode="clip")
 
     def write(self, blocks: Array, data: Array) -> None:
-        self._rows[blocks] = data
+        first, count = int(blocks[0]), len(blocks)
+        in_a_row = count == 1 or bool((blocks[1:] - blocks[:-1] == 1).all())
+        if self.has_written(first) or not in_a_row or not self._write_first(first, count, data):
+            self._rows[blocks] = data
+
+    def _write_first(self, first: int, count: int, data: Array) -> bool:
+        """Write by a system call, as storing into memory that this process has not used costs a fault for each page."""
+        self._written[first : first + count] = True
+        return os.pwrite(self._fd, data.data, first * self.block) == data.nbytes
+
+    def has_written(self, block: int) -> bool:
+        """Whether this process has written `block` before."""
+        return bool(self._written[block])
 
     def pieces(self, blocks: Array, size: int) -> list[Array]:
         """Views of the first `size` bytes of the concatenated `blocks`: few arrays of bytes."""

@@ -141,7 +141,7 @@ class Writer:
     def _copy(self, id: int, record: Record, size: int, blocks: Array) -> None:
         """Write a record of `size` bytes, 0 for one of the common structure, into blocks."""
         (structure, arrays), arena = record, self._arena
-        if in_place := not size and isinstance(arena, MemoryArena):
+        if in_place := not size and isinstance(arena, MemoryArena) and arena.has_written(int(blocks[0])):
             data = arena.row(int(blocks[0]))
         else:
             data = self._scratch(len(blocks) * self._block)
