@@ -6,6 +6,7 @@ and `ffcv` replace the data set as well. The time runs from before the data set 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -28,7 +29,7 @@ from benchmarks.contender import emit
 from benchmarks.slow_disk import forget_pages, join
 from benchmarks.small_resnet import Net
 
-SIDE = 128
+SIDE = 64
 BATCH = 50
 WORKERS = 2
 SCALE, RATIO = (0.35, 1.0), (0.75, 4 / 3)
@@ -227,6 +228,12 @@ class Whole(Photographs):
         return Image.open(file).convert("RGB"), self.classes.index(file.parent.name)
 
 
+MODULES = {
+    "auto": ("stallfree", "stallfree.loader", "stallfree.autotune.auto_cache"),
+    "shared": ("stallfree", "stallfree.shared"),
+    "tfdata": ("tensorflow",),
+    "ffcv": ("ffcv.loader", "ffcv.transforms", "ffcv.fields.rgb_image"),
+}
 LOADERS = (torch_loader, auto, shared, tfdata, ffcv)
 
 
@@ -239,6 +246,8 @@ def main() -> None:
     make = {loader.__name__: loader for loader in LOADERS}[task.who]
     if task.slow:
         join(Path(task.slow))
+    for module in MODULES.get(task.who, ()):
+        importlib.import_module(module)
     _warm_up()
     start = time.perf_counter()
     loader = make(task)

@@ -207,7 +207,7 @@ class AutoCache:
         """
         self._set_room()
         subject = self._look()
-        measured = replace(self._measure(subject, None).measured, compute=compute)
+        measured = replace(self._measure(subject, None, brief=False).measured, compute=compute)
         choice = self._choose(measured)
         return choice, what(choice, _FILES if subject.why else SAMPLES)
 
@@ -302,10 +302,10 @@ class AutoCache:
         found = _Decision(self._room, measured, choice, advice)
         (folder / _FILE).write_text(json.dumps(asdict(found)))
 
-    def _measure(self, subject: _Subject, disk: Path | None) -> Probe:
+    def _measure(self, subject: _Subject, disk: Path | None, *, brief: bool = True) -> Probe:
         if subject.why:
             assert isinstance(subject.source, MapSource)
-            return measure_reads(subject.source, subject.steps, seed=self._seed)
+            return measure_reads(subject.source, subject.steps, seed=self._seed, brief=brief)
         return measure(subject.source, subject.steps, subject.first, seed=self._seed, disk=disk)
 
     def _advice_to_cut(self, rate: float) -> str:

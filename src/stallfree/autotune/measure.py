@@ -44,6 +44,9 @@ SECONDS = 1.0
 BYTES = 256 << 20
 """Maximum bytes of records held during the measurement."""
 
+ENOUGH, BRIEF = 1 / 20, 0.1
+"""A brief measurement ends after this share of the samples, if it has taken so many seconds."""
+
 _BUSY = 0.7
 _PREPARED = 64
 _LEAST = 4
@@ -98,11 +101,11 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int, disk
     return Probe(measured, {} if drew else fetched.records)  # a cache would freeze random records
 
 
-def measure_reads(source: MapSource, steps: Compose, *, seed: int) -> Probe:
+def measure_reads(source: MapSource, steps: Compose, *, seed: int, brief: bool = False) -> Probe:
     """Index some random samples of a data set twice, with its files in storage and then in records, and time it.
 
-    Takes about two seconds at most if single samples are fast. The generators are left as they were. Raises
-    `SampleError` if all samples fail.
+    Takes about two seconds at most if single samples are fast; if `brief`, less for a small data set. The generators
+    are left as they were. Raises `SampleError` if all samples fail.
     """
     ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source)).tolist()
     dataset, tracker, records = source.dataset, Tracker(), dict[int, Any]()
@@ -112,9 +115,9 @@ def measure_reads(source: MapSource, steps: Compose, *, seed: int) -> Probe:
         tracker.run(block, lambda: steps(dataset[id]))
 
     with preserved([*global_generators(), *find_generators(dataset), *find_generators(steps)]), _one_thread():
-        end = time.monotonic() + SECONDS
+        samples, began = len(source) if brief else math.inf, time.monotonic()
         for id in ids:
-            if len(records) >= _LEAST and (time.monotonic() > end or held > BYTES):
+            if _enough(len(records), began, samples) or (len(records) >= _LEAST and held > BYTES):
                 break
             block = Block()
             try:
@@ -131,11 +134,17 @@ def measure_reads(source: MapSource, steps: Compose, *, seed: int) -> Probe:
             with contextlib.suppress(Exception):  # raised again when the sample is requested
                 make(Block(record), id)
             made += 1
-            if made >= _LEAST and time.monotonic() - began > SECONDS:
+            if _enough(made, began, samples):
                 break
         whole = (time.monotonic() - began) / made
     sizes = sum(_sizes(list(records.values()))) / count, math.inf
     return Probe(Measured(len(source), {1: math.inf}, reading / count, whole, 0.0, whole, (0.0, 0.0), sizes), records)
+
+
+def _enough(made: int, began: float, samples: float) -> bool:
+    """Whether `made` of `samples` are enough for a measurement that began at a time."""
+    seconds = time.monotonic() - began
+    return made >= _LEAST and (seconds > SECONDS or (seconds > BRIEF and made >= ENOUGH * samples))
 
 
 @dataclass
