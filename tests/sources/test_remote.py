@@ -64,6 +64,19 @@ def test_all_ways_to_read(fs: Any) -> None:
     assert block.storage_bytes == 0
 
 
+def test_a_remote_file_is_not_asked_for_more_than_is_read(fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, real = [], type(fs)._open
+    monkeypatch.setattr(type(fs), "_open", lambda *args, **kwargs: opened.append(args[1]) or real(*args, **kwargs))
+
+    def read() -> Any:
+        with fs.open("/large") as file:
+            return file.seek(10_000), file.raw.read(85_000)
+
+    _, record = recorded(read)
+    assert len(opened) == 1
+    assert [len(data) for _, data in contents(record).values()] == [85_000]
+
+
 def test_what_is_not_recorded(fs: Any) -> None:
     def read() -> Any:
         with fs.open("/new", "wb") as file:

@@ -59,6 +59,9 @@ class RemoteFile(TrackedFile):
             block.stale = True
         raise FileChanged(errno.ESTALE, "The file has changed since a part of it was read", self._path)
 
+    def _record_gaps(self) -> None:
+        """Nothing: a request costs more than gaps do."""
+
     def fileno(self) -> int:
         """Raises `io.UnsupportedOperation`: a remote file has no descriptor."""
         raise io.UnsupportedOperation("fileno")
