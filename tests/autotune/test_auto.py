@@ -18,6 +18,7 @@ import torch
 import stallfree as sf
 from cached_data import Given, Numbers
 from stallfree.autotune import auto_cache as auto
+from stallfree.autotune import measure as measuring
 from stallfree.autotune.choice import Measured
 from stallfree.autotune.measure import Probe, measure, measure_reads
 from stallfree.batches.transform_split import is_prepared
@@ -347,8 +348,8 @@ def slow_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A measurement of files by which they lie in slow storage."""
     real = auto.measure_reads
 
-    def slow(source: Any, steps: Any, *, seed: int) -> Probe:
-        probe = real(source, steps, seed=seed)
+    def slow(source: Any, steps: Any, **options: Any) -> Probe:
+        probe = real(source, steps, **options)
         return Probe(replace(probe.measured, fetching=1.0), probe.records)
 
     monkeypatch.setattr(auto, "measure_reads", slow)
@@ -379,6 +380,13 @@ def test_files_are_cached_where_samples_are_random(tmp_path: Path, transform: An
         for id, sample in wanted.items():
             factor = 2 if transform else 1
             np.testing.assert_array_equal(np.frombuffer(epoch[id]), factor * np.frombuffer(sample))
+
+
+def test_a_brief_measurement_makes_a_part_of_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "BRIEF", 0.0)
+    source = sf.sources.as_source(Files(tmp_path))
+    assert len(measure_reads(source, sf.Compose([]), seed=0).records) == COUNT
+    assert len(measure_reads(source, sf.Compose([]), seed=0, brief=True).records) == max(4, -(-COUNT // 20))
 
 
 def test_files_are_measured_without_a_trace(tmp_path: Path) -> None:
