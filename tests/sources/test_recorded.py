@@ -379,6 +379,36 @@ def test_arrays_from_file_objects(folder: Path) -> None:
             check(partial(read, call, skipped), folder)
 
 
+def test_the_raw_file_beneath_a_buffer(folder: Path) -> None:
+    """Used directly, before and after its descriptor was asked for, and detached."""
+
+    def read(numbered: bool, detached: bool, buffering: int) -> Any:
+        file: Any = open(folder / "small", "rb", buffering)
+        with file:
+            found = [file.fileno() > 0] if numbered else []
+            raw = file if not buffering else file.detach() if detached else file.raw
+            found += [raw.seek(50), raw.read(4), raw.readline(7), raw.tell(), raw.seek(-3, 2), list(raw), raw.read()]
+            for call in (
+                lambda: raw.write(b"XXXX"),
+                lambda: raw.truncate(3),
+                lambda: raw.seek(-1),
+                lambda: raw.seek(1 << 63),
+                lambda: raw.seek(-(1 << 64), 2),
+            ):
+                found.append(outcome(call)[0])
+            found += [raw.seek(1 << 40), raw.read(1), raw.readall(), raw.seek(0), raw.readall()]
+            if detached and buffering:
+                raw.close()
+                found.append(outcome(lambda: raw.read(1))[0])
+                return found
+        return found
+
+    for numbered in (False, True):
+        for detached in (False, True):
+            for buffering in (-1, 0, 100):
+                check(partial(outcome, partial(read, numbered, detached, buffering)), folder)
+
+
 def test_a_descriptor_shares_the_position(folder: Path) -> None:
     def read(buffering: int) -> Any:
         with open(folder / "small", "rb", buffering) as file:

@@ -34,7 +34,7 @@ import torch
 
 from stallfree.sources.reads.recorded import MOST_BYTES, current_block, outside
 from stallfree.sources.reads.remote import replace_remote_open
-from stallfree.sources.reads.tracked_file import TrackedFile, WholeFile
+from stallfree.sources.reads.tracked_file import TrackedFile
 
 _MOST_KINDS = 256
 """Kinds of calls that are compared. All others stay native."""
@@ -126,7 +126,7 @@ def _is_file(real: Callable[..., Any], file: Any) -> Any:
 
 
 def _is_ours(file: Any) -> bool:
-    return isinstance(file, io.BufferedReader) and isinstance(file.raw, (TrackedFile, WholeFile))
+    return isinstance(file, io.BufferedReader) and isinstance(file.raw, TrackedFile)
 
 
 def _sound(kind: type[Any], path: str, mode: str | None = None) -> Any:

@@ -147,11 +147,8 @@ def _tracked(tracker: Scope, block: Block, args: tuple[Any, ...], kwargs: dict[s
         return None
     entry = block.files.get(path)
     if entry is not None:
-        served: TrackedFile | WholeFile
-        if entry.whole and call.buffering and entry.identity[0] <= LEFT_OPEN:
-            served = WholeFile(name, entry)
-        else:
-            served = TrackedFile(name, path, entry.identity, entry=entry)
+        small = entry.whole and entry.identity[0] <= LEFT_OPEN
+        served = WholeFile(name, entry) if small else TrackedFile(name, path, entry.identity, entry=entry)
         block.opened(served)
         return _wrapped(served, call, binary, entry.identity[0])
     started = time.perf_counter()

@@ -8,7 +8,7 @@ import io
 import json
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from stallfree.sources.reads.recorded import (
     LEFT_OPEN,
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _CHUNK = 1 << 16
+_END = 1 << 63
+"""Positions are below this."""
 
 
 class TrackedFile(io.RawIOBase):
@@ -65,7 +67,7 @@ class TrackedFile(io.RawIOBase):
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         """As `io.FileIO.readinto`."""
-        _check(self)
+        self._check()
         if self._by_number is not None:
             return self._by_number.readinto(buffer)
         view = memoryview(buffer).cast("B")
@@ -82,7 +84,7 @@ class TrackedFile(io.RawIOBase):
 
     def readall(self) -> bytes:
         """As `io.FileIO.readall`."""
-        _check(self)
+        self._check()
         if self._by_number is not None:
             return self._by_number.readall()
         block, parts = current_block(), []
@@ -156,7 +158,9 @@ class TrackedFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """As `io.FileIO.seek`."""
-        _check(self)
+        self._check()
+        if not -_END <= offset < _END:
+            raise OverflowError("Python int too large to convert to C long")
         if whence not in (0, 1, 2):  # SEEK_DATA, SEEK_HOLE
             self.fileno()
         if self._by_number is not None:
@@ -169,7 +173,7 @@ class TrackedFile(io.RawIOBase):
 
     def tell(self) -> int:
         """As `io.FileIO.tell`."""
-        _check(self)
+        self._check()
         return self._at if self._by_number is None else self._by_number.tell()
 
     # -- the descriptor -----------------------------------------------------------------------------------------------
@@ -179,7 +183,7 @@ class TrackedFile(io.RawIOBase):
 
         The file counts as read as a whole. If all of it is recorded, the descriptor is of an anonymous file in memory.
         """
-        _check(self)
+        self._check()
         if self._by_number is None:
             file = self._in_memory() or self._whole()
             file.seek(self._at)
@@ -225,18 +229,27 @@ class TrackedFile(io.RawIOBase):
 
     def readable(self) -> bool:
         """True."""
-        _check(self)
+        self._check()
         return True
 
     def seekable(self) -> bool:
         """True."""
-        _check(self)
+        self._check()
         return True
 
     def isatty(self) -> bool:
         """False."""
-        _check(self)
+        self._check()
         return False
+
+    def write(self, data: Any, /) -> NoReturn:
+        """Raises `io.UnsupportedOperation`, as `io.FileIO` does that is open for reading."""
+        self._check()
+        raise io.UnsupportedOperation("File not open for writing")
+
+    def truncate(self, size: int | None = None, /) -> NoReturn:
+        """Raises `io.UnsupportedOperation`."""
+        self.write(size)
 
     def keep(self) -> None:
         """Take a copy of what is served, whose memory may change from now on."""
@@ -254,114 +267,70 @@ class TrackedFile(io.RawIOBase):
                     file.close()
         super().close()
 
+    def _check(self) -> None:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
+
     def __repr__(self) -> str:
-        return _described(self)
+        state = "[closed]" if self.closed else f"name={self.name!r} mode='rb' closefd=True"
+        return f"<_io.FileIO {state}>"
 
 
-class WholeFile(io.BytesIO):
-    """A small file that is served as a whole, from a copy: takes the place of `io.FileIO` beneath a buffer.
+class WholeFile(TrackedFile):
+    """A small file that is served as a whole, from a copy. `io.BytesIO` does its reads and seeks, which costs less.
 
-    Its methods are those of `io.BytesIO`, which cost less than those of `TrackedFile`. It goes on as a `TrackedFile`
-    when its block ends, or when the number of a descriptor is asked for.
+    It goes on as a `TrackedFile` when its block ends, or when the number of a descriptor is asked for.
 
     Args:
         name: of the file, as it was given.
         entry: what is served: all of the file.
     """
 
-    mode = "rb"
-    closefd = True
-
     def __init__(self, name: str | bytes, entry: FileRecord) -> None:
-        super().__init__(bytes(entry.data))
-        self.name = name
-        self._entry = entry
-        self._tracked: TrackedFile | None = None
+        super().__init__(name, entry.path, entry.identity, entry=entry)
+        self._memory: io.BytesIO | None = io.BytesIO(bytes(entry.data))
 
-    def keep(self) -> None:
-        """Go on as a `TrackedFile`: reads in later blocks are recorded."""
-        self._as_tracked()
-
-    def _as_tracked(self) -> TrackedFile:
-        tracked = self._tracked
-        if tracked is None:
-            entry = self._entry
-            entry = FileRecord(entry.path, entry.identity, entry.ranges, self.getvalue(), entry.status)
-            tracked = self._tracked = TrackedFile(self.name, entry.path, entry.identity, entry=entry)
-            tracked.seek(self.tell())
-            for name in ("readinto", "readall", "seek", "tell"):
-                setattr(self, name, getattr(tracked, name))
-        return tracked
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """As `io.FileIO.readinto`."""
+        return super().readinto(buffer) if self._memory is None else self._memory.readinto(buffer)
 
     def readall(self) -> bytes:
         """As `io.FileIO.readall`."""
-        return self.read()
-
-    def tell(self) -> int:
-        """As `io.FileIO.tell`."""
-        _check(self)
-        return super().tell()
+        return super().readall() if self._memory is None else self._memory.read()
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """As `io.FileIO.seek`."""
-        at = offset
-        if whence == 2:
-            at += self._entry.identity[0]
-        elif whence == 1:
-            at += self.tell()
-        if whence not in (0, 1, 2) or at < 0:
-            found: int = self._as_tracked().seek(offset, whence)
-            return found
-        return super().seek(at)
+        memory = self._memory
+        if memory is not None and whence in (0, 1, 2):
+            at = offset + (memory.tell() if whence == 1 else self._identity[0] if whence == 2 else 0)
+            if 0 <= at < _END:
+                return memory.seek(at)
+        self._leave_memory()
+        return super().seek(offset, whence)
+
+    def tell(self) -> int:
+        """As `io.FileIO.tell`."""
+        return super().tell() if self._memory is None else self._memory.tell()
 
     def fileno(self) -> int:
         """As `TrackedFile.fileno`."""
-        _check(self)
-        return self._as_tracked().fileno()
+        self._leave_memory()
+        return super().fileno()
 
-    def readable(self) -> bool:
-        """True."""
-        _check(self)
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        _check(self)
-        return True
-
-    def writable(self) -> bool:
-        """False."""
-        _check(self)
-        return False
-
-    def isatty(self) -> bool:
-        """False."""
-        _check(self)
-        return False
-
-    def record_rest(self, block: Block) -> None:
-        """Nothing: it is served."""
+    def keep(self) -> None:
+        """Go on as a `TrackedFile`: reads in later blocks are recorded."""
+        self._leave_memory()
+        super().keep()
 
     def close(self) -> None:
         """Close what is open."""
-        if self._tracked is not None:
-            self._tracked.close()
+        self._memory = None
         super().close()
 
-    def __repr__(self) -> str:
-        return _described(self)
-
-
-def _check(file: TrackedFile | WholeFile) -> None:
-    """Raises `ValueError` if it is closed."""
-    if file.closed:
-        raise ValueError("I/O operation on closed file")
-
-
-def _described(file: TrackedFile | WholeFile) -> str:
-    """What `repr` says of an `io.FileIO`."""
-    state = "[closed]" if file.closed else f"name={file.name!r} mode='rb' closefd=True"
-    return f"<_io.FileIO {state}>"
+    def _leave_memory(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._at = memory.tell()
 
 
 def identity_of(status: os.stat_result) -> Identity:
