@@ -88,7 +88,7 @@ def _first(dataset: Any, epoch: int) -> list[Any]:
 
 def _is_in_order(dataset: Any) -> bool:
     """Whether this is an unshuffled stream of Hugging Face: a new epoch only has another order of its shards."""
-    if not type(dataset).__module__.startswith("datasets.") or not hasattr(dataset, "state_dict"):
+    if type(dataset).__module__ != "datasets.iterable_dataset" or not hasattr(dataset, "state_dict"):
         return False
     kinds, states = set(), [dataset.state_dict().get("examples_iterable")]
     while states:
