@@ -41,7 +41,7 @@ def run(options: Options) -> Report:
     raw: Json = {}
     with scratch_folder() as scratch, slow_disk(scratch, 100 if options.quick else 800, RATE) as disk:
         photos = _photographs(disk.folder / "photos", options.data, count)
-        common = {"photos": str(disk.folder / "photos"), "epochs": epochs, "scratch": str(scratch)}
+        common = {"photos": str(disk.folder / "photos"), "epochs": epochs}
         converted = None if absent else _child({**common, "who": "convert"}, scratch)["seconds"]
         os.sync()
         versions: dict[str, str] = {}

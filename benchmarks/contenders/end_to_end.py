@@ -46,14 +46,12 @@ class Task:
         who: name of a function in `LOADERS`.
         epochs: to train.
         slow: control group whose processes read `photos` slowly; if given, the page cache is emptied before each epoch.
-        scratch: folder for a copy of the data in the format of a contender.
         group: of the shared loader.
     """
 
     photos: str
     who: str
     epochs: int
-    scratch: str
     slow: str = ""
     group: str = "training"
 

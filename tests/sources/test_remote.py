@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from reads_data import contents, outcome, recorded, served
@@ -62,6 +63,24 @@ def test_all_ways_to_read(fs: Any) -> None:
     found, block = served(read, record)
     assert found == plain
     assert block.storage_bytes == 0
+
+
+def test_arrays_of_remote_files(fs: Any) -> None:
+    """They have no descriptor, so `numpy.fromfile` refuses them."""
+    packed = io.BytesIO()
+    np.save(packed, np.arange(3000.0))
+    fs.pipe({"/array.npy": packed.getvalue()})
+
+    def read() -> Any:
+        with fs.open("/array.npy") as file:
+            loaded = np.load(file).tobytes()
+        with fs.open("/large") as file:
+            return loaded, outcome(lambda: np.fromfile(file, np.uint8, 10))[0]
+
+    plain = outcome(read)
+    with_record, record = recorded(read)
+    assert with_record == plain
+    assert served(read, record)[0] == plain
 
 
 def test_a_remote_file_is_not_asked_for_more_than_is_read(fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from stallfree.sources.reads.recorded import MOST_BYTES, current_block, outside
-from stallfree.sources.reads.remote import replace_remote_open
+from stallfree.sources.reads.remote import RemoteFile, replace_remote_open
 from stallfree.sources.reads.tracked_file import TrackedFile
 
 _MOST_KINDS = 256
@@ -126,7 +126,10 @@ def _is_file(real: Callable[..., Any], file: Any) -> Any:
 
 
 def _is_ours(file: Any) -> bool:
-    return isinstance(file, io.BufferedReader) and isinstance(file.raw, TrackedFile)
+    """Whether this is a file of this host that is recorded or served."""
+    if not isinstance(file, io.BufferedReader):
+        return False
+    return isinstance(file.raw, TrackedFile) and not isinstance(file.raw, RemoteFile)
 
 
 def _sound(kind: type[Any], path: str, mode: str | None = None) -> Any:
