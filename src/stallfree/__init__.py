@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from stallfree.stores import DiskTier, RedisStore
     from stallfree.vision import DecodeRandomResizedCrop
+    from stallfree.workers.ray_workers import RayWorkers
 
 _PLACES = {
     "analysis": "Prediction Replay Report analyze replay",
@@ -56,6 +57,7 @@ _PLACES = {
     "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats TierStats",
     "stores": "DiskTier RedisStore",
     "vision": "DecodeRandomResizedCrop",
+    "workers.ray_workers": "RayWorkers",
 }
 """Where the public names are that come with their first use: all of them together take half a second to import."""
 
@@ -96,6 +98,7 @@ __all__ = [
     "ProducerError",
     "PrometheusCollector",
     "PrometheusServer",
+    "RayWorkers",
     "RedisStore",
     "Replay",
     "Report",

@@ -16,6 +16,7 @@ from stallfree.sampling.epoch_source import plans_epochs
 from stallfree.sampling.ranks import check_ranks
 from stallfree.stores import DiskTier
 from stallfree.units import parse_room, parse_whole
+from stallfree.workers.ray_workers import RayWorkers
 
 WAIT_SECONDS = 300.0
 """Default maximum wait for a batch."""
@@ -33,6 +34,7 @@ def check_arguments(
     num_workers: Any,
     sampler: Any,
     batch_sampler: Any,
+    workers: Any,
     **others: Any,
 ) -> int | float | None:
     """The capacity of the cache of `cache="auto"`; None without it. See `check_auto`.
@@ -45,8 +47,10 @@ def check_arguments(
 
     check_stream(sampler=sampler, batch_sampler=batch_sampler, **of("dataset", "shuffle", "ranks"))
     room = check_auto(cache, capacity, store, transform, sampler)
-    workers = int(cache == "auto") if num_workers is None else num_workers  # it chooses their number
-    check_numbers(workers, **of("batch_size", "timeout", "prefetch_factor", "persistent_workers"))
+    check_remote(workers, others["dataset"], cache)
+    local = int(cache == "auto") if num_workers is None else num_workers  # it chooses their number
+    persistent = others["persistent_workers"] and workers is None
+    check_numbers(local, **of("batch_size", "timeout", "prefetch_factor"), persistent_workers=persistent)
     check_sampling(sampler=sampler, batch_sampler=batch_sampler, **of("batch_size", "shuffle", "drop_last"))
     check_functions(**of("collate_fn", "worker_init_fn", "on_error"))
     check_ranked(others["ranks"], sampler, batch_sampler)
@@ -68,6 +72,18 @@ def check_numbers(
         raise InputError(f"prefetch_factor={prefetch_factor!r}: give an int of 1 or more")
     if persistent_workers and num_workers == 0:
         raise InputError("persistent_workers=True needs num_workers of 1 or more")
+
+
+def check_remote(workers: Any, dataset: Any, cache: Any) -> None:
+    """Raise `InputError` unless `workers` are None, or `RayWorkers` that can prepare `dataset`."""
+    if workers is None:
+        return
+    if not isinstance(workers, RayWorkers):
+        raise InputError(f"workers={workers!r:.80}: give RayWorkers(...), or num_workers=... for local workers")
+    if isinstance(dataset, IterableDataset):
+        raise InputError("workers=RayWorkers(...) and an IterableDataset: give num_workers=..., or map-style data")
+    if cache is not None:
+        raise InputError("workers=RayWorkers(...) and cache='auto': give a CachedDataset in its place")
 
 
 def check_sampling(

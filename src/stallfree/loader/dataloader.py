@@ -34,6 +34,7 @@ from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.stores import DiskTier
 from stallfree.units import parse_size, parse_whole
 from stallfree.workers.event_log import EventLog
+from stallfree.workers.ray_workers import RayWorkers
 from stallfree.workers.worker_pool import Counts, Options, new_counts
 
 
@@ -94,6 +95,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             equalize the ranks, the first samples are repeated, or the last ones omitted with `drop_last`. All ranks use
             the seed of rank 0. A state may be loaded with another number of ranks. `(0, 1)`: this process has all
             samples, without the warning about several ranks.
+        workers: `RayWorkers`: workers on a Ray cluster, beside `num_workers` local ones. Not with an `IterableDataset`
+            or `cache="auto"`.
         output: "torch", or "numpy": yield arrays instead of tensors, ids and weights included, in the same memory. They
             keep a batch alive as tensors do. Raises `InputError` while iterating for dtypes that NumPy lacks
             (bfloat16).
@@ -123,6 +126,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     device: torch.device | None
     event_log: str | os.PathLike[str] | None
     ranks: tuple[int, int] | str | None
+    workers: RayWorkers | None
 
     @short_traceback
     def __init__(
@@ -157,6 +161,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         event_log: str | os.PathLike[str] | None = None,
         output: str = "torch",
         ranks: tuple[int, int] | str | None = None,
+        workers: RayWorkers | None = None,
     ) -> None:
         given = dict(locals())
         del given["self"]
@@ -212,6 +217,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             staging=None if self.staging is None else parse_size(self.staging, "staging"),
             log=None if self.event_log is None else EventLog(self.event_log),
             begun=time.monotonic(),
+            remote=self.workers,
         )
 
     def _source(self, options: Options, counts: Counts, *, seed_of_data: bool) -> EpochSource:

@@ -48,12 +48,12 @@ def worker_main(parent: Parent, setup: WorkerSetup) -> None:
     inbox = _Inbox(setup.builder)
     parent.listen(inbox.take)
     setup.builder.reader.split.quiet = True  # the trainer warns
-    _prepare_process(setup)
+    prepare_process(setup)
     try:
         parent.report()
     except OSError:
         return  # the trainer has exited
-    problem = _problem_of_init(setup)
+    problem = problem_of_init(setup)
     inbox.ahead = problem is None
     while (item := inbox.get()) is not None:
         task, pending = item
@@ -70,7 +70,7 @@ def worker_main(parent: Parent, setup: WorkerSetup) -> None:
     setup.builder.reader.close()
 
 
-def _prepare_process(setup: WorkerSetup) -> None:
+def prepare_process(setup: WorkerSetup) -> None:
     """Configure the process like torch's workers."""
     torch.set_num_threads(1)
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -83,7 +83,7 @@ def _prepare_process(setup: WorkerSetup) -> None:
     )
 
 
-def _problem_of_init(setup: WorkerSetup) -> Exception | None:
+def problem_of_init(setup: WorkerSetup) -> Exception | None:
     """Call the user's function; return its exception, if any."""
     try:
         if setup.worker_init is not None:

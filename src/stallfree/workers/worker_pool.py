@@ -25,6 +25,7 @@ from stallfree.platform import cpu_count, shares_memory
 from stallfree.stats import LoaderStats
 from stallfree.workers.event_log import EventLog
 from stallfree.workers.executors import Executor, GatherThreads, TrainingProcess
+from stallfree.workers.ray_workers import DEPTH, RayExecutor, RayWorkers
 from stallfree.workers.status import Status
 from stallfree.workers.worker import WorkerSetup
 from stallfree.workers.worker_processes import WorkerProcesses, wait
@@ -55,12 +56,13 @@ class Options:
         seed: of the randomness.
         skip: leave out samples that fail.
         workers: number of worker processes.
-        ahead: batches in flight.
+        ahead: batches in flight, without those of Ray workers.
         context: starts the workers.
         worker_init: called in each worker with its number, or None.
         seconds: maximum wait for a batch.
         staging: bytes of the ring, or None.
         log: of events, or None.
+        remote: Ray workers beside the worker processes, or None.
         begun: creation time of the loader, in seconds of `time.monotonic`.
     """
 
@@ -78,6 +80,7 @@ class Options:
     staging: int | None
     log: EventLog | None
     begun: float
+    remote: RayWorkers | None = None
 
 
 class WorkerPool:
@@ -93,7 +96,6 @@ class WorkerPool:
 
     Attributes:
         ring: the slots. Created on first use: batches of the training process itself need none.
-        ahead: maximum batches in flight.
         counts_waits: whether waits are those of the training loop; else of a prefetcher.
     """
 
@@ -106,7 +108,8 @@ class WorkerPool:
         # A copy with separate threads: closing them must not affect another loader of the same data set.
         reader = copy.copy(options.reader)
         # Each worker does all batches of its stream in an iteration that has ended: they take slots beside new ones.
-        flight = 2 * options.ahead + 1 if reader.streams else options.ahead
+        most = options.ahead if options.remote is None else options.ahead + DEPTH * options.remote.num_workers
+        flight = 2 * most + 1 if reader.streams else most
         self.ring = Ring(slots or flight + KEPT, options.staging)
         self.log = options.log
         self._shown = options.dataset, options.begun, options.workers > 0
@@ -116,16 +119,20 @@ class WorkerPool:
         )
         self._threads: GatherThreads | None = None
         self._most_threads = max(1, min(options.workers, cpu_count(), GATHERERS))
-        self._workers: WorkerProcesses | None = None
+        self._workers: WorkerProcesses | RayExecutor | None = None
         self._executors: list[Executor] = []
         if options.workers and not shares_memory():
             _warn_of_workers(options.workers)
+        elif options.remote is not None:
+            self._workers = RayExecutor(
+                options.remote, self._setup(options, base_seed), options.context, options.workers, options.ahead
+            )
         elif options.workers:
-            setup = WorkerSetup(0, options.workers, self.builder, options.dataset, base_seed, options.worker_init)
-            self._workers = WorkerProcesses(setup, options.context)
+            setup = self._setup(options, base_seed)
+            self._workers = WorkerProcesses(setup, options.context, options.workers)
         self._main: Executor = self._workers or TrainingProcess(self.builder)
         self._executors.append(self._main)
-        self.ahead = options.ahead
+        self._ahead = options.ahead
         self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, self.status, counts)
         if reader.cache is not None:
             reader.cache.populate()
@@ -134,6 +141,15 @@ class WorkerPool:
         slots = self.ring.slots  # no reference to this pool, which stops when it is freed
         dataset, begun, at_once = self._shown
         return Status(lambda: slots.folder, dataset, begun, at_once=at_once)
+
+    def _setup(self, options: Options, base_seed: int) -> WorkerSetup:
+        workers = options.workers + (0 if options.remote is None else options.remote.num_workers)
+        return WorkerSetup(0, workers, self.builder, options.dataset, base_seed, options.worker_init)
+
+    @property
+    def ahead(self) -> int:
+        """Maximum batches in flight."""
+        return self._workers.ahead if isinstance(self._workers, RayExecutor) else self._ahead
 
     def rest(self) -> None:
         """End the iteration with no batches in flight: publish no status, and empty the ring."""

@@ -50,7 +50,13 @@ class WorkerProcesses:
     Each stream has its own worker, which gets its tasks in order and does them all, even if they are not needed any
     more: those of the next iteration then find the worker as under torch's loader. If the worker dies, its stream ends.
 
+    Args:
+        setup: of the workers, with the number of the first one.
+        context: starts them.
+        count: number of workers.
+
     Attributes:
+        count: as given.
         replaced: number of workers that died.
         hung: forked workers that did not report in since the last one that did.
     """
@@ -58,13 +64,14 @@ class WorkerProcesses:
     needs_slot = True
     slots_to_take = 0
 
-    def __init__(self, setup: WorkerSetup, context: BaseContext) -> None:
+    def __init__(self, setup: WorkerSetup, context: BaseContext, count: int) -> None:
         self._context = context
         self._setup = setup
+        self.count = count
         self._streams = setup.builder.reader.streams
         self._deaths: dict[tuple[int, int], int] = {}
         self._wanted = 0
-        self._workers: list[_Worker | None] = [None] * setup.workers
+        self._workers: list[_Worker | None] = [None] * count
         self.replaced = 0
         self.hung = 0
 
@@ -194,7 +201,7 @@ class WorkerProcesses:
     def close(self) -> None:
         """Stop the workers; kill those that do not exit in 5 s."""
         workers = [worker for worker in self._workers if worker is not None]
-        self._workers = [None] * self._setup.workers
+        self._workers = [None] * self.count
         for worker in workers:
             worker.child.send(forget_message(_NO_MORE))
         end_all([worker.child for worker in workers], _STOP_SECONDS)

@@ -105,10 +105,7 @@ class SampleCache(BaseCache):
                 structure=structure,
                 typical=typical,
             )
-            Index.create(folder / "index", num_ids, meta.num_blocks, meta.block, **meta.kinds)
-            Arena.create(folder / "data", meta.block, meta.num_blocks)
-            (folder / "lock").touch(mode=0o600)
-            meta.save(folder)
+            _create_files(folder, meta)
 
         root = prepare_root(user_root(store) if on_disk else default_root())
         sweep(root)
@@ -328,7 +325,12 @@ class SampleCache(BaseCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         need_linux("a cache that other processes use", "use num_workers=0")
-        return _attach, (self._root, self.name, self.policy, self.allow_pickle)
+        return _attach, self.address
+
+    @property
+    def address(self) -> tuple[Path, str, Policy, bool]:
+        """The arguments of `attach_or_create` before the layout."""
+        return self._root, self.name, self.policy, self.allow_pickle
 
 
 def _leave(arena: Arena, file_lock: FileLock, folder: SharedFolder) -> None:
@@ -341,8 +343,34 @@ def _attach(root: Path, name: str, policy: Policy, allow_pickle: bool) -> Sample
     """Attach to a cache created by another process. Used to unpickle a cache in a worker."""
 
     def gone(folder: Path) -> None:
-        raise StorageError(f"the cache {name!r} in {root} is gone: whoever made it has closed it. Make it anew")
+        raise StorageError(f"the cache {name!r} in {root} was closed by the process that created it: create it again")
 
     cache = SampleCache.__new__(SampleCache)
     cache._attach_to(name, root, policy, allow_pickle, gone, False)
     return cache
+
+
+def attach_or_create(root: Path, name: str, policy: Policy, allow_pickle: bool, meta: Meta) -> SampleCache:
+    """Attach to a cache created by another process or, on a host that lacks it, create it with the same layout.
+
+    Raises `CapacityError` if the host has not enough free memory.
+    """
+    if not root.exists() and not meta.on_disk:  # another host, where this user has another folder
+        root = default_root()
+    root = prepare_root(root)
+    sweep(root)
+
+    def create(folder: Path) -> None:
+        allowed_capacity(meta.capacity, folder, meta.on_disk, name)
+        _create_files(folder, meta)
+
+    cache = SampleCache.__new__(SampleCache)
+    cache._attach_to(name, root, policy, allow_pickle, create, False)
+    return cache
+
+
+def _create_files(folder: Path, meta: Meta) -> None:
+    Index.create(folder / "index", meta.num_ids, meta.num_blocks, meta.block, **meta.kinds)
+    Arena.create(folder / "data", meta.block, meta.num_blocks)
+    (folder / "lock").touch(mode=0o600)
+    meta.save(folder)

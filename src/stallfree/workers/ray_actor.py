@@ -1,0 +1,98 @@
+"""A Ray worker: an actor that builds the batches of tasks."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+import time
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.batches.batch_builder import failure
+from stallfree.batches.messages import PRIVATE, unpack_task
+from stallfree.cache.memory.layout import Meta
+from stallfree.cache.memory.sample_cache import SampleCache, attach_or_create
+from stallfree.cache.policies import Policy
+from stallfree.workers.worker import WorkerSetup, prepare_process, problem_of_init
+
+Bytes = npt.NDArray[np.uint8]
+
+CONCURRENCY = 2
+"""Threads of an actor: one fetches its batch while the other one prepares."""
+
+
+@dataclass(frozen=True)
+class CacheOfNode:
+    """Unpickled, a sample cache of this node: that of the training process, or a new one with the same layout."""
+
+    root: Path
+    name: str
+    policy: Policy
+    allow_pickle: bool
+    meta: Meta
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return attach_or_create, (self.root, self.name, self.policy, self.allow_pickle, self.meta)
+
+
+def pack_setup(setup: WorkerSetup) -> bytes:
+    """Pickle the setup of workers, with functions and classes of `__main__` by value."""
+    cloudpickle: Any = import_module("ray.cloudpickle")
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined,unused-ignore]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, SampleCache):
+                return CacheOfNode(*obj.address, obj.meta).__reduce__()
+            return super().reducer_override(obj)
+
+    out = io.BytesIO()
+    Pickler(out, protocol=5).dump(setup)
+    return out.getvalue()
+
+
+class RayWorker:
+    """The actor.
+
+    Args:
+        packed: the result of `pack_setup`.
+        worker: number of this worker.
+    """
+
+    def __init__(self, packed: bytes, worker: int) -> None:
+        setup: WorkerSetup = pickle.loads(packed)
+        setup = replace(setup, worker=worker, seed=setup.seed + worker)
+        self._builder = setup.builder
+        self._builder.slots = None  # type: ignore[assignment]  # batches go to reused memory
+        self._builder.reader.split.quiet = True
+        prepare_process(setup)
+        self._problem = problem_of_init(setup)
+        self._alone = threading.Lock()
+
+    def ready(self) -> None:
+        """Return when the worker can take tasks."""
+
+    def run(self, packed: bytes) -> tuple[bytes, Bytes | None, float]:
+        """Build a batch. Its fetches are started at once, its prep begins when that of the previous one has ended.
+
+        Returns:
+            The packed result without memory, the memory of the batch, and the seconds that it took.
+        """
+        _, task = unpack_task(packed)
+        pending = self._builder.start(task)
+        with self._alone:
+            begun = time.monotonic()
+            if self._problem is None:
+                result = self._builder.finish(task, pending, here=False)
+            else:
+                result = failure(task, self._problem, here=False)
+            seconds = time.monotonic() - begun
+        memory = None
+        if result.status == PRIVATE and result.memory is not None:
+            memory, result.memory = result.memory[: result.size], None
+        return b"".join(result.pack()), memory, seconds

@@ -1,0 +1,345 @@
+"""Ray workers: prep on other machines. `RayWorkers` describes them, `RayExecutor` submits tasks to them.
+
+The training process never runs Ray. A child process, the *bridge* (`ray_bridge`), connects to the cluster, submits
+tasks to actors (`ray_actor`) and copies their batches from Ray's object store into slots of the ring. If the connection
+to the cluster is lost, only the bridge ends: its tasks continue with local workers, and a new bridge tries to connect.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from stallfree.batches.batch_builder import failure
+from stallfree.batches.messages import UNDONE, Result, Task, forget_message, unpack_result
+from stallfree.errors import InputError, WorkerError, missing_extra
+from stallfree.frames import users_level
+from stallfree.ipc.process import Child, end_all
+from stallfree.platform import cpu_count, need_linux
+from stallfree.workers.worker import WorkerSetup
+from stallfree.workers.worker_processes import WorkerProcesses
+
+log = logging.getLogger("stallfree")
+
+DEPTH = 8
+"""Maximum batches in flight per Ray worker. The measured round trip decides how many there are: 2 or more."""
+
+PATIENCE = 10.0
+"""Seconds without a Ray worker until local workers continue, and between two attempts to connect."""
+
+HEAD = struct.Struct("<iii52x")
+"""Head of a message of the bridge: kind, and the number of the worker or of usable workers, and the capacity.
+
+Its 64 bytes keep the alignment of the memory that follows.
+"""
+
+RESULT, STATE, PROBLEM = 0, 1, 2
+"""Kinds: a packed result; the state of the workers; text that says why there are no workers."""
+
+_STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class RayWorkers:
+    """Workers on a Ray cluster, as `workers=` of a `DataLoader` or `SharedLoader`.
+
+    They prepare batches like local worker processes, and yield the same batches bit for bit: a batch is a function of
+    (seed, epoch, ids). Local workers (`num_workers`) and Ray workers may be used together. A worker or node that is
+    lost is replaced, and its batches are prepared again. If no Ray worker is left, local workers continue, with a
+    `RuntimeWarning`: as many as `num_workers`, or one per CPU if that is 0. They also begin if no Ray worker is ready
+    after 10 s.
+
+    stallfree and the modules of the data set must be importable on the nodes; `runtime_env` can send them there. The
+    workers of a node share a sample cache of the data set's capacity there.
+
+    Args:
+        num_workers: number of workers, 1 or more. Each is a Ray actor with one process.
+        resources: what each worker requires, by Ray's names, such as `{"CPU": 2, "memory": 2**30}`; None: one CPU.
+        address: of the cluster, as for `ray.init`: "auto", "host:port" or "ray://host:port". None: the cluster that
+            this process uses already, or that the variable `RAY_ADDRESS` names, else a new one on this machine.
+        runtime_env: environment of the workers, as for `ray.init`, such as `{"working_dir": "."}`.
+
+    Raises `InputError` for invalid arguments, and `MissingExtraError` if Ray is not installed. While iterating, a
+    cluster that cannot be reached at the start is a `WorkerError`.
+    """
+
+    num_workers: int
+    resources: Mapping[str, float] | None = None
+    address: str | None = None
+    runtime_env: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        number, resources = self.num_workers, self.resources
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise InputError(f"num_workers={number!r} of RayWorkers: give an int of 1 or more")
+        if resources is not None and (
+            not isinstance(resources, Mapping)
+            or not all(isinstance(name, str) and _is_amount(amount) for name, amount in resources.items())
+        ):
+            raise InputError(f"resources={resources!r} of RayWorkers: give amounts by name, such as {{'CPU': 2}}")
+        if self.address is not None and not isinstance(self.address, str):
+            raise InputError(f"address={self.address!r} of RayWorkers: give a string such as 'host:6379', or None")
+        if self.runtime_env is not None and not isinstance(self.runtime_env, Mapping):
+            raise InputError(f"runtime_env={self.runtime_env!r} of RayWorkers: give a dictionary, or None")
+        need_linux("RayWorkers", "use num_workers=0")
+        if find_spec("ray") is None:
+            raise missing_extra("ray", "ray", "RayWorkers")
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+class RayExecutor:
+    """Executor of Ray workers and local worker processes. See `Executor`.
+
+    A task goes to local workers while they have fewer than `local_ahead` tasks, then to Ray workers up to their
+    capacity. Other tasks wait here.
+
+    Args:
+        spec: the Ray workers.
+        setup: of all workers.
+        context: starts the bridge and the local workers.
+        local: number of local workers beside the Ray workers, or 0.
+        local_ahead: batches in flight for them.
+    """
+
+    needs_slot = True
+    slots_to_take = 0
+
+    def __init__(
+        self, spec: RayWorkers, setup: WorkerSetup, context: BaseContext, local: int, local_ahead: int
+    ) -> None:
+        self._spec, self._context = spec, context
+        self._setup = replace(setup, worker=local)  # the numbers of Ray workers follow those of local ones
+        self._local = WorkerProcesses(setup, context, local or cpu_count())  # they start with their first tasks
+        self._local_ahead = local_ahead if local else 0
+        self._alone_ahead = max(self._local_ahead, 2 * self._local.count)
+        self._replaced = 0
+        self._waiting: deque[Task] = deque()
+        self._remote: dict[tuple[int, int], Task] = {}
+        self._here: dict[tuple[int, int], Task] = {}
+        self._wanted = 0
+        self._bridge: Child | None = None
+        self._capacity: int | None = None  # None: not yet known
+        self._connected = False  # whether Ray workers have ever been ready
+        self._alone = False  # whether local workers continue without Ray workers
+        self._since = 0.0  # without Ray workers, in seconds of `time.monotonic`
+        self._retry = 0.0
+
+    # -- the state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def ahead(self) -> int:
+        """Batches that should be in flight."""
+        if self._alone:
+            return self._alone_ahead
+        return self._local_ahead + (2 * self._spec.num_workers if self._capacity is None else self._capacity)
+
+    @property
+    def replaced(self) -> int:
+        """Number of workers and bridges that ended unexpectedly."""
+        return self._replaced + self._local.replaced
+
+    @replaced.setter
+    def replaced(self, value: int) -> None:
+        self._replaced = self._local.replaced = value
+
+    @property
+    def stuck(self) -> bool:
+        """See `WorkerProcesses`."""
+        return self._local.stuck
+
+    @property
+    def descriptors(self) -> list[tuple[int, int]]:
+        """See `Executor`."""
+        bridge = self._bridge
+        return ([] if bridge is None else [(bridge.fileno(), bridge.events)]) + self._local.descriptors
+
+    def describe(self, task: Task) -> str:
+        """See `Executor`."""
+        key = task.token, task.number
+        if key in self._remote:
+            return f"Ray workers, which have {len(self._remote)} batches to do"
+        if task in self._waiting:
+            return "no worker yet: it waits for a Ray worker"
+        return self._local.describe(task)
+
+    # -- tasks --------------------------------------------------------------------------------------------------------
+
+    def submit(self, task: Task) -> None:
+        """See `Executor`."""
+        if self._bridge is None and not self._alone:
+            self._connect()
+        self._waiting.append(task)
+        self._assign()
+
+    def _assign(self) -> None:
+        """Pass waiting tasks on."""
+        waiting = self._waiting
+        while waiting:
+            if len(self._here) < (self._alone_ahead if self._alone else self._local_ahead):
+                task = waiting.popleft()
+                self._here[task.token, task.number] = task
+                self._local.submit(task)
+            elif self._bridge is not None and not self._alone and len(self._remote) < (self._capacity or 0):
+                task = waiting.popleft()
+                self._remote[task.token, task.number] = task
+                self._bridge.send(task.pack())
+            else:
+                return
+
+    def forget(self, token: int) -> None:
+        """See `Executor`."""
+        self._wanted = token
+        self._local.forget(token)
+        if self._bridge is not None:
+            self._bridge.send(forget_message(token))
+
+    def poll(self, number: int | None) -> list[Result]:
+        """See `Executor`."""
+        results = self._drop_unwanted()
+        self._receive(results)
+        for result in self._local.poll(number):
+            self._here.pop((result.token, result.number), None)
+            results.append(result)
+        if self._alone and self._bridge is None and time.monotonic() >= self._retry:
+            self._connect()
+        self._assign()
+        return results
+
+    def _drop_unwanted(self) -> list[Result]:
+        """Return the slots of tasks that wait here and belong to an earlier iteration."""
+        if all(task.token >= self._wanted for task in self._waiting):
+            return []
+        dropped = [task for task in self._waiting if task.token < self._wanted]
+        self._waiting = deque(task for task in self._waiting if task.token >= self._wanted)
+        return [Result(UNDONE, task.token, task.number, task.slot) for task in dropped]
+
+    def _receive(self, results: list[Result]) -> None:
+        bridge = self._bridge
+        if bridge is None:
+            return
+        bridge.flush()
+        try:
+            while (message := bridge.receive()) is not None:
+                self._handle(message, results)
+        except EOFError:
+            self._lose("the connection to Ray ended")
+
+    def _handle(self, message: bytearray, results: list[Result]) -> None:
+        kind, worker, capacity = HEAD.unpack_from(message)
+        body = memoryview(message)[HEAD.size :]
+        if kind == STATE:
+            self._replaced += worker
+            self._set_capacity(capacity)
+        elif kind == PROBLEM:
+            self._fail(bytes(body).decode(errors="replace"), results)
+        else:
+            result = unpack_result(body)
+            result.worker = self._setup.worker + worker
+            self._remote.pop((result.token, result.number), None)
+            results.append(result)
+
+    def _set_capacity(self, capacity: int) -> None:
+        self._capacity = capacity
+        if capacity:
+            self._connected, self._alone, self._since = True, False, 0.0
+        elif not self._since:
+            self._since = time.monotonic()
+            if self._connected:
+                self._continue_alone("all Ray workers are lost")
+
+    # -- loss ---------------------------------------------------------------------------------------------------------
+
+    def prepare_wait(self) -> bool:
+        """See `Executor`: results are always signalled."""
+        return False
+
+    def check(self) -> None:
+        """See `Executor`."""
+        self._local.check()
+        bridge = self._bridge
+        if bridge is not None and (bridge.overdue or not bridge.alive):
+            self._lose("the process that is connected to Ray ended")
+        elif self._since and not self._alone and time.monotonic() > self._since + PATIENCE:
+            self._alone = True
+            log.warning(
+                "no Ray worker is ready after %g s: %d local workers start meanwhile", PATIENCE, self._local.count
+            )
+        self._assign()
+
+    def _connect(self) -> None:
+        from stallfree.workers.ray_actor import pack_setup
+        from stallfree.workers.ray_bridge import bridge_main
+
+        self._capacity, self._since = None, time.monotonic()
+        context, address = self._context, self._spec.address
+        setup: WorkerSetup | bytes = self._setup
+        ray = sys.modules.get("ray")
+        if ray is not None or context.get_start_method() != "fork":  # a fork would inherit the threads of Ray
+            context = get_context("forkserver") if context.get_start_method() == "fork" else context
+            setup = pack_setup(self._setup)
+            if address is None and ray is not None and ray.is_initialized():
+                address = ray.get_runtime_context().gcs_address
+        arguments = self._setup.builder.slots, setup, self._setup.worker, self._spec, address
+        self._bridge = Child(bridge_main, *arguments, context=context, name="stallfree-ray", leads=True)
+        if self._wanted:
+            self._bridge.send(forget_message(self._wanted))
+
+    def _lose(self, reason: str) -> None:
+        """The bridge has ended: its tasks are done by local workers."""
+        bridge, self._bridge = self._bridge, None
+        if bridge is not None:
+            self._replaced += 1
+            bridge.end(time.monotonic() + 1.0)
+        self._waiting.extendleft(sorted(self._remote.values(), key=lambda task: (-task.token, -task.number)))
+        self._remote.clear()
+        self._capacity, self._retry = None, time.monotonic() + PATIENCE
+        self._continue_alone(reason)
+
+    def _continue_alone(self, reason: str) -> None:
+        if not self._alone:
+            self._alone = True
+            warnings.warn(
+                f"{reason}: {self._local.count} local workers continue until Ray workers are ready",
+                RuntimeWarning,
+                stacklevel=users_level(),
+            )
+        self._assign()
+
+    def _fail(self, text: str, results: list[Result]) -> None:
+        """The bridge cannot have workers, and says why."""
+        if self._connected:
+            self._lose(text)
+            return
+        tasks = [*self._remote.values(), *self._waiting]
+        self._remote.clear()
+        self._waiting.clear()
+        results += [failure(task, WorkerError(text, ids=task.ids.tolist()), here=True) for task in tasks]
+        bridge, self._bridge = self._bridge, None
+        if bridge is not None:
+            bridge.end(time.monotonic() + 1.0)
+
+    def close(self) -> None:
+        """See `Executor`."""
+        bridge, self._bridge = self._bridge, None
+        self._waiting.clear()
+        self._remote.clear()
+        self._here.clear()
+        try:
+            if bridge is not None:
+                bridge.send(forget_message(1 << 62))
+                end_all([bridge], _STOP_SECONDS)
+        finally:
+            self._local.close()
