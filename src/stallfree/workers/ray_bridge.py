@@ -11,6 +11,8 @@ import logging
 import math
 import os
 import queue
+import re
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from stallfree.workers.worker import WorkerSetup
 from stallfree.workers.worker_processes import LIVES
 
 _LOOK_SECONDS = 0.5
+_CONNECT_SECONDS = 3.0
 _OVERDUE_SECONDS = 3.0
 """Least seconds until a batch is submitted to a second worker; else twice the longest recent time of a batch."""
 
@@ -121,6 +124,8 @@ class Bridge:
     def connect(self, address: str | None, setup: WorkerSetup | bytes) -> None:
         """Connect to the cluster and start the actors."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if address is not None and (found := re.fullmatch(r"([\w.-]+):(\d+)", address)):
+            socket.create_connection((found[1], int(found[2])), _CONNECT_SECONDS).close()  # Ray itself retries for long
         ray = self._ray = import_module("ray")
         ray.init(
             address=address,

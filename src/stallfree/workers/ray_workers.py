@@ -319,8 +319,9 @@ class RayExecutor:
         self._assign()
 
     def _fail(self, text: str, results: list[Result]) -> None:
-        """The bridge cannot have workers, and says why."""
-        if self._connected:
+        """The bridge cannot have workers, and says why. At the start, that is the result of all tasks."""
+        if self._connected or self._alone:
+            self._alone = False  # to warn with this reason
             self._lose(text)
             return
         tasks = [*self._remote.values(), *self._waiting]

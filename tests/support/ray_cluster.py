@@ -1,0 +1,112 @@
+"""A Ray cluster of several nodes on this machine, in a process of its own: tests and the processes they fork import no Ray.
+
+As a program, it runs the cluster: it reads commands from its standard input, and answers each with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+STORE = 200 << 20
+"""Bytes of the object store of a node."""
+
+
+class RayCluster:
+    """A cluster with a head and `nodes` - 1 other nodes, each with `cpus` CPUs."""
+
+    def __init__(self, folder: Path, nodes: int = 3, cpus: int = 4) -> None:
+        environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # inherited by the workers
+        self._log = (folder / "cluster.log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(folder), str(nodes), str(cpus)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            text=True,
+            start_new_session=True,
+        )
+        self.address: str = self._answer()["address"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)  # type: ignore[no-any-return]
+        raise RuntimeError(f"the cluster ended: {Path(self._log.name).read_text()[-3000:]}")
+
+    def do(self, command: str) -> dict[str, Any]:
+        """`add` or `kill` a node that is not the head; or `head`: kill the head and start another one."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes of the actors of stallfree."""
+        found = []
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "RayWorker" in "".join(process.cmdline()[:1]):
+                    found.append(process)
+        return found
+
+    def close(self) -> None:
+        """End all processes of the cluster."""
+        processes = [*psutil.Process(self._process.pid).children(recursive=True)]
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+        self._process.stdout.close()
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(processes, 10)
+        self._log.close()
+
+
+def main(folder: str, nodes: int, cpus: int) -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    sizes = {"num_cpus": cpus, "object_store_memory": STORE}
+
+    def head(**more: Any) -> Any:
+        return Cluster(initialize_head=True, head_node_args={**sizes, "include_dashboard": False, **more})
+
+    cluster = head()
+    for _ in range(nodes - 1):
+        cluster.add_node(**sizes)
+    port = int(cluster.address.rsplit(":", 1)[1])
+    print(json.dumps({"address": cluster.address, "ray": ray.__version__}), flush=True)
+    for line in sys.stdin:
+        command = line.strip()
+        if command == "add":
+            cluster.add_node(**sizes)
+        elif command == "kill":
+            cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+        elif command == "head":
+            cluster.shutdown()
+            cluster = head(port=port)
+            for _ in range(nodes - 1):
+                cluster.add_node(**sizes)
+        print(json.dumps({"nodes": 1 + len(cluster.worker_nodes), "address": cluster.address}), flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

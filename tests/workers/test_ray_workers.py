@@ -1,0 +1,233 @@
+"""Workers on a Ray cluster of three nodes: the same batches as without, whatever dies."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stallfree as sf
+from loader_data import Made
+from ray_cluster import RayCluster
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+
+SAMPLES = 96
+
+
+def noisy(id: int) -> tuple[torch.Tensor, int, dict[str, Any]]:
+    """A sample with random numbers, a number and a dictionary."""
+    return torch.rand(300) + id, id, {"name": str(id), "large": torch.full((64, 64), id)}
+
+
+def slow(id: int) -> tuple[torch.Tensor, int]:
+    time.sleep(0.003)
+    return torch.rand(30) + id, id
+
+
+def fails(id: int) -> torch.Tensor:
+    if id == 7:
+        raise ValueError("the file is damaged")
+    return torch.tensor(id)
+
+
+def dies(id: int) -> torch.Tensor:
+    if id == 7 and "RAY_JOB_ID" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.tensor(id)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    running = RayCluster(tmp_path_factory.mktemp("ray"))
+    yield running
+    running.close()
+
+
+def ray_loader(cluster: RayCluster, dataset: Any, workers: int = 2, **options: Any) -> sf.DataLoader:
+    arguments: dict[str, Any] = {"batch_size": 8, "shuffle": True, "seed": 5, **options}
+    return sf.DataLoader(dataset, workers=sf.RayWorkers(workers, address=cluster.address), **arguments)
+
+
+def copied(batch: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+def bridges() -> list[Any]:
+    return [child for child in multiprocessing.active_children() if child.name == "stallfree-ray"]
+
+
+def test_batches_equal_those_of_local_workers(cluster: RayCluster) -> None:
+    dataset = Made(SAMPLES, noisy)
+    with sf.DataLoader(dataset, batch_size=8, shuffle=True, seed=5) as plain:
+        expected = [[copied(batch) for batch in plain] for _ in range(2)]
+    for local, remote in ((0, 1), (0, 3), (2, 2)):
+        with ray_loader(cluster, dataset, remote, num_workers=local, persistent_workers=True) as loader:
+            for epoch in expected:
+                for batch, other in zip(epoch, loader, strict=True):
+                    assert batch[2]["name"] == other[2]["name"]
+                    assert_equal((batch[0], batch[1], batch[2]["large"]), (other[0], other[1], other[2]["large"]))
+
+
+def test_prep_runs_on_the_cluster_once_workers_are_ready(cluster: RayCluster) -> None:
+    with ray_loader(cluster, Made(SAMPLES, where), num_workers=0, persistent_workers=True) as loader:
+        wait_until_ready(loader)
+        jobs = {int(flag) for batch in loader for flag in batch}
+    assert jobs == {1}
+
+
+def where(id: int) -> int:
+    return int("RAY_JOB_ID" in os.environ)
+
+
+def wait_until_ready(loader: sf.DataLoader) -> None:
+    """Iterate until a whole epoch was prepared on the cluster."""
+    while not all(bool(flag) for batch in loader for flag in batch):
+        time.sleep(0.05)
+
+
+def test_an_error_of_a_sample_is_raised_here(cluster: RayCluster) -> None:
+    with ray_loader(cluster, Made(16, fails), shuffle=False) as loader, pytest.raises(sf.SampleError) as caught:
+        list(loader)
+    assert caught.value.id == 7
+    assert "the file is damaged" in str(caught.value)
+
+
+def test_a_cluster_that_cannot_be_reached_is_one_error() -> None:
+    with (
+        sf.DataLoader(Made(16, noisy), workers=sf.RayWorkers(1, address="127.0.0.1:9")) as loader,
+        pytest.raises(sf.WorkerError, match="no Ray workers could be started"),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_workers": 0}, "1 or more"),
+        ({"num_workers": 2.5}, "1 or more"),
+        ({"num_workers": 1, "resources": {"CPU": "two"}}, "amounts by name"),
+        ({"num_workers": 1, "address": 6379}, "host:6379"),
+        ({"num_workers": 1, "runtime_env": ["."]}, "dictionary"),
+    ],
+)
+def test_arguments_that_cannot_be_used(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(sf.InputError, match=message):
+        sf.RayWorkers(**wrong)
+
+
+def test_what_ray_workers_do_not_do() -> None:
+    workers = sf.RayWorkers(1)
+    with pytest.raises(sf.InputError, match="IterableDataset"):
+        sf.DataLoader(Streamed(), workers=workers)
+    with pytest.raises(sf.InputError, match="cache='auto'"):
+        sf.DataLoader(Made(4, noisy), workers=workers, cache="auto")
+    with pytest.raises(sf.InputError, match="RayWorkers"):
+        sf.DataLoader(Made(4, noisy), workers=4)  # type: ignore[arg-type]
+
+
+class Streamed(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def test_samples_are_cached_where_the_workers_are(cluster: RayCluster) -> None:
+    with sf.CachedDataset(Made(SAMPLES, picture_of), capacity="8MiB") as dataset:
+        with ray_loader(cluster, dataset, persistent_workers=True) as loader:
+            first = sorted(int(label) for batch in loader for label in batch[1])
+            hits = loader.stats().hits
+            second = sorted(int(label) for batch in loader for label in batch[1])
+        assert first == second == list(range(SAMPLES))
+        assert loader.stats().hits - hits == SAMPLES
+
+
+def picture_of(id: int) -> tuple[torch.Tensor, int]:
+    return torch.full((16, 16), id, dtype=torch.uint8), id
+
+
+@pytest.mark.slow
+def test_a_batch_that_kills_workers_is_an_error_with_its_ids(cluster: RayCluster) -> None:
+    with ray_loader(cluster, Made(SAMPLES, dies), shuffle=False, persistent_workers=True) as loader:
+        with pytest.raises(sf.WorkerError, match="Ray workers died") as caught:
+            while True:
+                list(loader)
+        assert 7 in caught.value.ids
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_or_repeated_under_kills(tmp_path: Path) -> None:
+    """A hundred kills: of actors, of nodes, of the process that is connected to the head, and of the head."""
+    chance = random.Random(int(os.environ.get("STALLFREE_SEED", "1")))
+    kinds = ["actor"] * 70 + ["node"] * 16 + ["bridge"] * 10 + ["head"] * 4
+    chance.shuffle(kinds)
+    cluster = RayCluster(tmp_path)
+    dataset = Made(40 * 64, slow)
+    with sf.DataLoader(dataset, batch_size=64, shuffle=True, seed=5) as plain:
+        sums = {}
+        for epoch in range(3):
+            plain.set_epoch(epoch)
+            sums[epoch] = [(float(values.double().sum()), ids.tolist()) for values, ids in plain]
+    longest, epoch, over = 0.0, 0, threading.Event()
+
+    def kill_all() -> None:
+        try:
+            for kind in kinds:
+                if over.wait(chance.random() * 2):
+                    return
+                kill(cluster, kind, chance)
+        finally:
+            over.set()
+
+    killer = threading.Thread(target=kill_all)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with ray_loader(cluster, dataset, 4, batch_size=64, persistent_workers=True) as loader:
+            iterator = iter(loader)
+            next(iterator)
+            del iterator
+            killer.start()
+            try:
+                while not over.is_set():
+                    loader.set_epoch(epoch % 3)
+                    begun, got = time.monotonic(), []
+                    for values, ids in loader:
+                        longest = max(longest, time.monotonic() - begun)
+                        got.append((float(values.double().sum()), ids.tolist()))
+                        begun = time.monotonic()
+                    assert got == sums[epoch % 3]
+                    epoch += 1
+            finally:
+                over.set()
+                killer.join()
+    cluster.close()
+    print(f"{len(kinds)} kills, {epoch} epochs, longest wait {longest:.1f} s")
+    assert epoch
+
+
+def kill(cluster: RayCluster, kind: str, chance: random.Random) -> None:
+    if kind == "node":
+        cluster.do("kill")
+        cluster.do("add")
+    elif kind == "head":
+        cluster.do("head")
+    else:
+        victims = [process.pid for process in (bridges() if kind == "bridge" else cluster.workers())]
+        for pid in chance.sample(victims, min(1, len(victims))):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
