@@ -103,9 +103,12 @@ class Preparation:
 
     def start_more(self) -> None:
         """Start as many batches as the slots and the limit in flight allow."""
+        if self.schedule.ahead != self.pool.ahead:  # Ray workers have come or gone
+            self.schedule.ahead = self.pool.ahead
+            self.resize()
         while True:
             number = self.schedule.next_to_start()
-            if number is None or len(self._tasks) >= self._setup.options.ahead:
+            if number is None or len(self._tasks) >= self.schedule.ahead:
                 self._blocked = None
                 return
             if self.pool.room:
@@ -191,7 +194,7 @@ class Preparation:
     def resize(self) -> None:
         """Resize the ring to the slots that the members need, within the limit of bytes."""
         members = len(self.schedule.members)
-        count = self._setup.options.ahead + SLOTS_PER_MEMBER * max(1, members)
+        count = self.schedule.ahead + SLOTS_PER_MEMBER * max(1, members)
         staging = self._setup.options.staging
         if staging is not None:
             count = min(count, max(2, staging * 8 // 9 // max(self._largest, 1)))
@@ -201,7 +204,7 @@ class Preparation:
     def keep(self) -> int:
         """Number of batches a member may hold, so that enough slots remain for new batches."""
         members, count = len(self.schedule.members), self.pool.ring.count
-        spare = count - max(1, min(self._setup.options.ahead, count // 2)) - members
+        spare = count - max(1, min(self.schedule.ahead, count // 2)) - members
         return max(0, min(KEPT, spare // max(1, members)))
 
     def publish(self) -> None:

@@ -25,6 +25,7 @@ from stallfree.loader.arguments import (
     WAIT_SECONDS,
     check_functions,
     check_numbers,
+    check_remote,
     seed_of,
 )
 from stallfree.loader.shown import shown_by
@@ -42,6 +43,7 @@ from stallfree.shared.protocol import NEWCOMER, Hello
 from stallfree.shared.rebatching import rebatching_of
 from stallfree.stats import SharedStats
 from stallfree.units import parse_size
+from stallfree.workers.ray_workers import GroupTerms, RayWorkers
 from stallfree.workers.worker_pool import Options
 
 _STATE_VERSION = 1
@@ -108,6 +110,9 @@ class SharedLoader:
             "detach" it: it prepares the rest of its epoch locally, and rejoins the others in the next one.
         job_transform: applied in this process to each batch of this job, after the shared prep. Its random draws are a
             function of (seed, epoch, number of the batch).
+        workers: `RayWorkers`: the batches are prepared on a Ray cluster, once for the jobs of all hosts that give the
+            same `group` and cluster, and fetched once per host. `num_workers` local workers continue if no Ray worker
+            is left. Requires a seed, the same on all hosts.
 
     Attributes:
         group: the group's name.
@@ -146,14 +151,18 @@ class SharedLoader:
         join: str = "next",
         on_lag: str = "wait",
         job_transform: Callable[[Any], Any] | None = None,
+        workers: RayWorkers | None = None,
     ) -> None:
         need_linux("SharedLoader", "use DataLoader, one in each job")
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, False)
         check_functions(collate_fn, worker_init_fn, on_error)
+        check_remote(workers, dataset, None)
         _check(dataset, num_workers, batch_size, chunk_size, join, on_lag, job_transform)
         self.dataset, self.group = dataset, group
         self.batch_size, self.drop_last, self.with_ids = batch_size, drop_last, with_ids
         self.seed = self._given = seed_of(dataset, seed, None)
+        if workers is not None and self.seed is None:
+            raise InputError("workers=RayWorkers(...) of a SharedLoader needs seed=..., the same on all hosts")
         self._shuffle, self._ranks = bool(shuffle), find_ranks()
         options = Options(
             reader=reader_of(dataset),
@@ -170,6 +179,7 @@ class SharedLoader:
             staging=None if staging is None else parse_size(staging, "staging"),
             log=None,
             begun=time.monotonic(),
+            remote=workers,
         )
         self._samples = len(options.reader.source)
         self._group = self._join(options, chunk_size, on_error, on_lag)
@@ -206,9 +216,14 @@ class SharedLoader:
 
     def _make_context(self, options: Options, detach: bool, catchup: bool) -> JobContext:
         terms, ranks = self._group.terms, self._ranks
+        shared = replace(options, workers=terms.workers, ahead=terms.ahead, staging=terms.staging)
+        if options.remote is not None:
+            same = {**terms.same, "seed": self.seed, "chunk_size": terms.chunk}
+            shared = replace(shared, group=GroupTerms(self.group, {name: str(value) for name, value in same.items()}))
+        options = replace(options, staging=None, remote=None)  # of what this job prepares itself
         setup = Setup(
             folder=self._group.folder,
-            options=replace(options, workers=terms.workers, ahead=terms.ahead, staging=terms.staging),
+            options=shared,
             base_seed=0,
             order=Order(SourceSetup(self._samples, self.chunk_size, self._shuffle, seed=self.seed)),
             detach=detach,
@@ -219,7 +234,7 @@ class SharedLoader:
         member = Member(self._group, setup, Hello(job, ranks.here, catchup, script or "python"), options.seconds)
         sizes = self._samples, self.chunk_size, self.batch_size, ranks, self.drop_last
         rebatching = partial(rebatching_of, setup.order, *sizes)
-        return JobContext(member, rebatching, replace(options, staging=None), self.with_ids)
+        return JobContext(member, rebatching, options, self.with_ids)
 
     def _check_sizes(self, chunk_size: int | None, own_collate: bool) -> None:
         problem = ""

@@ -6,9 +6,8 @@ import io
 import pickle
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,7 @@ import numpy.typing as npt
 
 from stallfree.batches.batch_builder import failure
 from stallfree.batches.messages import PRIVATE, unpack_task
-from stallfree.cache.memory.layout import Meta
 from stallfree.cache.memory.sample_cache import SampleCache, attach_or_create
-from stallfree.cache.policies import Policy
 from stallfree.workers.worker import WorkerSetup, prepare_process, problem_of_init
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,28 +24,17 @@ CONCURRENCY = 2
 """Threads of an actor: one fetches its batch while the other one prepares."""
 
 
-@dataclass(frozen=True)
-class CacheOfNode:
-    """Unpickled, a sample cache of this node: that of the training process, or a new one with the same layout."""
-
-    root: Path
-    name: str
-    policy: Policy
-    allow_pickle: bool
-    meta: Meta
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return attach_or_create, (self.root, self.name, self.policy, self.allow_pickle, self.meta)
-
-
 def pack_setup(setup: WorkerSetup) -> bytes:
-    """Pickle the setup of workers, with functions and classes of `__main__` by value."""
+    """Pickle the setup of workers, with functions and classes of `__main__` by value.
+
+    Unpickled on another host, a sample cache in memory is one of that host with the same layout.
+    """
     cloudpickle: Any = import_module("ray.cloudpickle")
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined,unused-ignore]
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, SampleCache):
-                return CacheOfNode(*obj.address, obj.meta).__reduce__()
+                return attach_or_create, (*obj.address, obj.meta)
             return super().reducer_override(obj)
 
     out = io.BytesIO()
@@ -72,20 +58,20 @@ class RayWorker:
         self._builder.reader.split.quiet = True
         prepare_process(setup)
         self._problem = problem_of_init(setup)
-        self._alone = threading.Lock()
+        self._prep = threading.Lock()
 
     def ready(self) -> None:
         """Return when the worker can take tasks."""
 
-    def run(self, packed: bytes) -> tuple[bytes, Bytes | None, float]:
+    def run(self, packed: bytes) -> tuple[tuple[bytes, float], Bytes | None]:
         """Build a batch. Its fetches are started at once, its prep begins when that of the previous one has ended.
 
         Returns:
-            The packed result without memory, the memory of the batch, and the seconds that it took.
+            The packed result without memory and the seconds that it took; and the memory of the batch.
         """
         _, task = unpack_task(packed)
         pending = self._builder.start(task)
-        with self._alone:
+        with self._prep:
             begun = time.monotonic()
             if self._problem is None:
                 result = self._builder.finish(task, pending, here=False)
@@ -95,4 +81,4 @@ class RayWorker:
         memory = None
         if result.status == PRIVATE and result.memory is not None:
             memory, result.memory = result.memory[: result.size], None
-        return b"".join(result.pack()), memory, seconds
+        return (b"".join(result.pack()), seconds), memory

@@ -1,49 +1,41 @@
 """The bridge: the process that is connected to a Ray cluster for a loader.
 
-It submits tasks to actors and copies their batches into slots. It ends with the training process, and the actors end
-with it, since Ray ends the actors of a driver that has ended.
+It submits tasks to the actors of a pool, or of a group that several hosts share, and copies their batches into slots.
+It ends with the training process, and its actors end with it, since Ray ends the actors of a driver that has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import queue
 import re
 import socket
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from importlib import import_module
-from statistics import median
 from typing import Any
 
-from stallfree.batches.batch_builder import failure
 from stallfree.batches.messages import FORGET, PRIVATE, READY, UNDONE, Result, Task, unpack_result, unpack_task
 from stallfree.batches.ring import Slots
-from stallfree.errors import WorkerError
 from stallfree.ipc.process import Parent
-from stallfree.workers.ray_actor import CONCURRENCY, RayWorker, pack_setup
-from stallfree.workers.ray_workers import DEPTH, HEAD, PROBLEM, RESULT, STATE, RayWorkers
+from stallfree.workers.ray_actor import pack_setup
+from stallfree.workers.ray_group import GroupClient
+from stallfree.workers.ray_pool import ActorPool, Built, Events
+from stallfree.workers.ray_workers import HEAD, PROBLEM, RESULT, STATE, GroupTerms, RayWorkers
 from stallfree.workers.worker import WorkerSetup
-from stallfree.workers.worker_processes import LIVES
 
-_LOOK_SECONDS = 0.5
 _CONNECT_SECONDS = 3.0
-_OVERDUE_SECONDS = 3.0
-"""Least seconds until a batch is submitted to a second worker; else twice the longest recent time of a batch."""
-
-_RETURN_SECONDS = 2.0
-"""Seconds between the death of a worker and the start of the next one in its place, doubled up to 30."""
-
-Key = tuple[int, int]
 
 
 def bridge_main(
-    parent: Parent, slots: Slots, setup: WorkerSetup | bytes, first: int, spec: RayWorkers, address: str | None
+    parent: Parent,
+    slots: Slots,
+    setup: WorkerSetup | bytes,
+    first: int,
+    spec: RayWorkers,
+    address: str | None,
+    group: GroupTerms | None,
 ) -> None:
     """Run the bridge until its end.
 
@@ -54,248 +46,100 @@ def bridge_main(
         first: number of the first worker.
         spec: the workers.
         address: of the cluster.
+        group: the group that shares the workers, or None.
     """
-    events: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-    bridge = Bridge(parent, slots, first, spec, events)
+    events: Events = queue.SimpleQueue()
+    bridge = Bridge(parent, slots, events)
     parent.listen(lambda message: events.put(None if message is None else lambda: bridge.receive(message)))
     with contextlib.suppress(OSError):
         parent.report()
+        ray = None
         try:
-            bridge.connect(address, setup)
+            ray = connect(address, spec)
+            packed = setup if isinstance(setup, bytes) else pack_setup(setup)
+            pool = ActorPool if group is None else GroupClient
+            bridge.pool = pool(ray, spec, packed, first, bridge, events, *([] if group is None else [group]))
         except Exception as error:
-            bridge.send(PROBLEM, 0, 0, f"no Ray workers could be started: {type(error).__name__}: {error}".encode())
-            os._exit(1)
-        bridge.run()
-        bridge.end()
+            bridge.failed(f"no Ray workers could be started: {type(error).__name__}: {error}")
+        else:
+            bridge.pool.run()
+        if ray is not None:
+            ray.shutdown()
+    os._exit(0)  # without waiting for threads of Ray
 
 
-@dataclass
-class _Place:
-    """A worker of the cluster.
-
-    Attributes:
-        number: of the worker.
-        actor: its handle; None while it waits for its next start.
-        ready: whether it takes tasks.
-        sent: its tasks by key, with the time of submission; the oldest first.
-        suspect: whether a batch of it is overdue.
-        deaths: number of deaths since its last result.
-        next_start: time of the next start.
-    """
-
-    number: int
-    actor: Any = None
-    ready: bool = False
-    sent: dict[Key, float] = field(default_factory=dict)
-    suspect: bool = False
-    deaths: int = 0
-    next_start: float = 0.0
+def connect(address: str | None, spec: RayWorkers) -> Any:
+    """Connect to the cluster; return the module `ray`."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is not None and (found := re.fullmatch(r"([\w.-]+):(\d+)", address)):
+        socket.create_connection((found[1], int(found[2])), _CONNECT_SECONDS).close()  # Ray itself retries for long
+    ray = import_module("ray")
+    ray.init(
+        address=address,
+        namespace="stallfree",
+        runtime_env=None if spec.runtime_env is None else dict(spec.runtime_env),
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+    )
+    return ray
 
 
 class Bridge:
-    """Submits tasks to actors. All methods but the callbacks of Ray run in one thread, through `events`."""
+    """Passes tasks of the training process on, and copies batches into slots. See `ray_pool.Owner`."""
 
-    def __init__(
-        self,
-        parent: Parent,
-        slots: Slots,
-        first: int,
-        spec: RayWorkers,
-        events: queue.SimpleQueue[Callable[[], object] | None],
-    ) -> None:
-        self._parent, self._slots, self._first, self._spec, self._events = parent, slots, first, spec, events
-        self._places = [_Place(number) for number in range(spec.num_workers)]
-        self._tasks: dict[Key, Task] = {}  # without a result
-        self._waiting: deque[Key] = deque()
-        self._deaths: dict[Key, int] = {}
+    pool: ActorPool | GroupClient
+
+    def __init__(self, parent: Parent, slots: Slots, events: Events) -> None:
+        self._parent, self._slots, self._events = parent, slots, events
         self._wanted = 0
-        self._recent: deque[float] = deque(maxlen=32)  # seconds from submission to result
-        self._trips: deque[float] = deque(maxlen=32)  # ratio of the round trip to the time of the batch
-        self._depth = 2
-        self._stated = -1
-        self._first_problem = ""
-
-    def send(self, kind: int, worker: int, capacity: int, *pieces: bytes | memoryview) -> None:
-        """Send a message to the training process."""
-        self._parent.send(HEAD.pack(kind, worker, capacity), *pieces)
-
-    # -- the cluster --------------------------------------------------------------------------------------------------
-
-    def connect(self, address: str | None, setup: WorkerSetup | bytes) -> None:
-        """Connect to the cluster and start the actors."""
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if address is not None and (found := re.fullmatch(r"([\w.-]+):(\d+)", address)):
-            socket.create_connection((found[1], int(found[2])), _CONNECT_SECONDS).close()  # Ray itself retries for long
-        ray = self._ray = import_module("ray")
-        ray.init(
-            address=address,
-            runtime_env=None if self._spec.runtime_env is None else dict(self._spec.runtime_env),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-        )
-        self._packed = ray.put(setup if isinstance(setup, bytes) else pack_setup(setup))
-        resources = {"CPU": 1.0, **(self._spec.resources or {})}
-        options: dict[str, Any] = {"num_cpus": resources.pop("CPU"), "num_gpus": resources.pop("GPU", 0)}
-        options["memory"] = resources.pop("memory", None)
-        self._remote = ray.remote(RayWorker).options(
-            **options,
-            resources=resources or None,
-            max_restarts=0,
-            max_concurrency=CONCURRENCY,
-            scheduling_strategy="SPREAD",
-        )
-        for place in self._places:
-            self._start(place)
-
-    def _start(self, place: _Place) -> None:
-        place.actor = actor = self._remote.remote(self._packed, self._first + place.number)
-        self._watch(actor.ready.remote(), lambda answer: self._is_ready(place, actor, answer))
-
-    def end(self) -> None:
-        """End the actors and disconnect."""
-        self._ray.shutdown()
-        os._exit(0)  # without waiting for threads of Ray
-
-    def _watch(self, ref: Any, then: Callable[[Any], object]) -> None:
-        """Call `then` with the future of `ref` in the thread of `run`."""
-        ref.future().add_done_callback(lambda future: self._events.put(lambda: then(future)))
-
-    def _is_ready(self, place: _Place, actor: Any, answer: Any) -> None:
-        if place.actor is not actor:
-            return
-        if (error := answer.exception()) is None:
-            place.ready = True
-        else:
-            self._lose(place, error)
-
-    def _lose(self, place: _Place, error: BaseException) -> None:
-        """The worker is lost: its tasks are submitted to others."""
-        started, place.ready, place.suspect, place.actor = place.ready, False, False, None
-        place.deaths += 1
-        place.next_start = time.monotonic() + min(30.0, _RETURN_SECONDS * 2 ** min(place.deaths - 1, 4))
-        if started:
-            self.send(STATE, 1, self._stated)
-        elif "creation task" in str(error) or not isinstance(error, self._ray.exceptions.ActorDiedError):
-            self._first_problem = self._first_problem or str(error)
-        keys, place.sent = list(place.sent), {}
-        for at, key in enumerate(keys):
-            if key not in self._tasks or self._elsewhere(key):
-                continue
-            if at == 0 and self._lives_left(key) <= 0:
-                self._finish(key, failure(self._tasks[key], _killer(self._tasks[key], error), here=False), place.number)
-            else:
-                self._waiting.appendleft(key)
-
-    def _elsewhere(self, key: Key) -> bool:
-        return any(key in place.sent and not place.suspect for place in self._places)
-
-    def _lives_left(self, key: Key) -> int:
-        deaths = self._deaths[key] = self._deaths.get(key, 0) + 1
-        return LIVES - deaths
-
-    # -- the loop -----------------------------------------------------------------------------------------------------
-
-    def run(self) -> None:
-        """Run until the training process requests the end."""
-        look = 0.0
-        while True:
-            try:
-                event = self._events.get(timeout=max(0.01, look - time.monotonic()))
-            except queue.Empty:
-                pass
-            else:
-                if event is None:
-                    return
-                event()
-            now = time.monotonic()
-            if now >= look:
-                look = now + _LOOK_SECONDS
-                self._look(now)
-            self._dispatch(now)
-            self._state()
 
     def receive(self, message: bytearray) -> None:
         """Handle a message of the training process."""
         kind, task = unpack_task(message)
-        key = task.token, task.number
         if kind == FORGET:
             self._wanted = max(self._wanted, task.token)
-            for old in [old for old in self._tasks if old[0] < self._wanted]:
-                self._undo(old)
+            self.pool.forget(self._wanted)
         elif task.token < self._wanted:
-            self._tasks[key] = task
-            self._undo(key)
+            self.undone(task)
         else:
-            self._tasks[key] = task
-            self._waiting.append(key)
+            self.pool.submit(task)
 
-    def _undo(self, key: Key) -> None:
-        """Return a task that is not wanted, or that no worker can do."""
-        task = self._tasks[key]
-        self._finish(key, Result(UNDONE, task.token, task.number, task.slot), 0)
+    def _send(self, kind: int, worker: int, capacity: int, *pieces: bytes | memoryview) -> None:
+        self._parent.send(HEAD.pack(kind, worker, capacity), *pieces)
 
-    def _finish(self, key: Key, result: Result, worker: int) -> None:
-        del self._tasks[key]
-        self._deaths.pop(key, None)
-        self.send(RESULT, worker, 0, *result.pack())
+    def undone(self, task: Task) -> None:
+        """See `Owner`."""
+        self._send(RESULT, 0, 0, *Result(UNDONE, task.token, task.number, task.slot).pack())
 
-    @property
-    def _usable(self) -> list[_Place]:
-        return [place for place in self._places if place.ready and not place.suspect]
+    def changed(self, capacity: int, lost: int) -> None:
+        """See `Owner`."""
+        self._send(STATE, lost, capacity)
 
-    def _dispatch(self, now: float) -> None:
-        usable = self._usable
-        while self._waiting and usable:
-            key = self._waiting[0]
-            if key not in self._tasks:
-                self._waiting.popleft()
-                continue
-            place = min(usable, key=lambda place: len(place.sent))
-            if len(place.sent) >= self._depth:
-                return
-            self._waiting.popleft()
-            self._submit(place, key, now)
+    def failed(self, reason: str) -> None:
+        """See `Owner`."""
+        self._send(PROBLEM, 0, 0, reason.encode(errors="replace"))
 
-    def _submit(self, place: _Place, key: Key, now: float) -> None:
-        actor, alone = place.actor, not place.sent
-        place.sent[key] = now
-        task = replace(self._tasks[key], slot=-1)
-        try:
-            ref = actor.run.remote(task.pack())
-        except Exception as error:
-            self._lose(place, error)
-        else:
-            self._watch(ref, lambda future: self._is_done(place, actor, key, alone, future))
-
-    def _is_done(self, place: _Place, actor: Any, key: Key, alone: bool, future: Any) -> None:
-        error = future.exception()
-        if place.actor is not actor:
-            return  # lost before
-        if error is not None:
-            if isinstance(error, (self._ray.exceptions.ActorError, self._ray.exceptions.RayTaskError)):
-                self._lose(place, error)
-            elif place.sent.pop(key, None) is not None and key in self._tasks:
-                self._waiting.appendleft(key)  # the object was lost on its way
+    def built(self, task: Task, built: Built) -> None:
+        """See `Owner`. The batch is copied when it has arrived in the object store of this node."""
+        arrived = time.monotonic()
+        if built.memory is None:
+            self._deliver(task, built, None)
             return
-        now, since = time.monotonic(), place.sent.pop(key)
-        place.suspect, place.deaths = False, 0
-        head, memory, seconds = future.result()
-        self._recent.append(now - since)
-        if alone:
-            self._note_trip(now - since, seconds)
-        if key in self._tasks:
-            self._finish(key, self._copied(self._tasks[key], head, memory, now - seconds), place.number)
 
-    def _note_trip(self, whole: float, seconds: float) -> None:
-        """Adapt the batches in flight per worker to the round trip, as a multiple of the time of a batch."""
-        self._trips.append(max(0.0, whole - seconds) / max(seconds, 1e-4))
-        self._depth = max(CONCURRENCY, min(DEPTH, 1 + math.ceil(median(self._trips))))
+        def copy(future: Any) -> None:
+            if future.exception() is not None:  # its node was lost meanwhile
+                self.pool.submit(task, lost=built)
+                return
+            if built.trip is not None:
+                self.pool.note_trip(built.trip + time.monotonic() - arrived, built.seconds)
+            self._deliver(task, built, future.result())
 
-    def _copied(self, task: Task, head: bytes, memory: Any, started: float) -> Result:
-        """The result with its batch in the slot of the task."""
-        result = unpack_result(head)
-        result.slot, result.started = task.slot, started
+        built.memory.future().add_done_callback(lambda future: self._events.put(lambda: copy(future)))
+
+    def _deliver(self, task: Task, built: Built, memory: Any) -> None:
+        result = unpack_result(built.head)
+        result.slot, result.started = task.slot, time.monotonic() - built.seconds
         if memory is not None:
             there = self._slots.reserve(task.slot, result.size)
             if there is None:
@@ -303,49 +147,4 @@ class Bridge:
             else:
                 there[: result.size] = memory
                 result.status = READY
-        return result
-
-    def _look(self, now: float) -> None:
-        """Start workers again, and submit overdue batches to others."""
-        for place in self._places:
-            if place.actor is None and now >= place.next_start:
-                self._start(place)
-        limit = max(_OVERDUE_SECONDS, 2 * max(self._recent, default=math.inf))
-        late: list[Key] = []
-        for place in self._places:
-            overdue = [key for key, since in place.sent.items() if now - since > limit]
-            if overdue:
-                place.suspect = True
-                late += overdue
-        usable = self._usable
-        for key in late:
-            if key not in self._tasks or key in self._waiting or self._elsewhere(key):
-                continue
-            if usable:
-                self._waiting.appendleft(key)
-            else:
-                self._undo(key)
-
-    def _state(self) -> None:
-        """Send the number of batches that the workers take, if it has changed."""
-        capacity = self._depth * len(self._usable)
-        if capacity == 0 and self._stated <= 0 and self._first_problem:
-            if any(place.ready or place.deaths == 0 for place in self._places):
-                return
-            self.send(PROBLEM, 0, 0, f"no Ray worker could be started: {self._first_problem}".encode())
-            self._first_problem = ""
-        elif capacity != self._stated:
-            self._stated = capacity
-            for key in list(self._waiting) if capacity == 0 else ():
-                if key in self._tasks:
-                    self._undo(key)
-            self.send(STATE, 0, capacity)
-
-
-def _killer(task: Task, error: BaseException) -> WorkerError:
-    ids = task.ids.tolist()
-    return WorkerError(
-        f"{LIVES} Ray workers died one after the other on batch {task.number} of epoch {task.epoch}, which holds the "
-        f"samples {ids}; the last: {error}. Prepare these samples with num_workers=0 to see why",
-        ids=ids,
-    )
+        self._send(RESULT, built.worker, 0, *result.pack())

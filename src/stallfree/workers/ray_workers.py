@@ -37,6 +37,9 @@ DEPTH = 8
 PATIENCE = 10.0
 """Seconds without a Ray worker until local workers continue, and between two attempts to connect."""
 
+GROUP_PATIENCE = 60.0
+"""The same at the start of a group over hosts, since local workers would prepare batches of other hosts again."""
+
 HEAD = struct.Struct("<iii52x")
 """Head of a message of the bridge: kind, and the number of the worker or of usable workers, and the capacity.
 
@@ -47,6 +50,19 @@ RESULT, STATE, PROBLEM = 0, 1, 2
 """Kinds: a packed result; the state of the workers; text that says why there are no workers."""
 
 _STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class GroupTerms:
+    """A group of loaders on several hosts.
+
+    Attributes:
+        name: of the group.
+        same: what all hosts must give alike, as text for messages.
+    """
+
+    name: str
+    same: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -112,18 +128,26 @@ class RayExecutor:
         context: starts the bridge and the local workers.
         local: number of local workers beside the Ray workers, or 0.
         local_ahead: batches in flight for them.
+        group: the group over hosts, which only Ray workers prepare for while there are any; or None.
     """
 
     needs_slot = True
     slots_to_take = 0
 
     def __init__(
-        self, spec: RayWorkers, setup: WorkerSetup, context: BaseContext, local: int, local_ahead: int
+        self,
+        spec: RayWorkers,
+        setup: WorkerSetup,
+        context: BaseContext,
+        local: int,
+        local_ahead: int,
+        group: GroupTerms | None,
     ) -> None:
-        self._spec, self._context = spec, context
+        self._spec, self._context, self._group = spec, context, group
+        self._patience = PATIENCE if group is None else GROUP_PATIENCE
         self._setup = replace(setup, worker=local)  # the numbers of Ray workers follow those of local ones
         self._local = WorkerProcesses(setup, context, local or cpu_count())  # they start with their first tasks
-        self._local_ahead = local_ahead if local else 0
+        self._local_ahead = local_ahead if local and group is None else 0
         self._alone_ahead = max(self._local_ahead, 2 * self._local.count)
         self._replaced = 0
         self._waiting: deque[Task] = deque()
@@ -272,10 +296,10 @@ class RayExecutor:
         bridge = self._bridge
         if bridge is not None and (bridge.overdue or not bridge.alive):
             self._lose("the process that is connected to Ray ended")
-        elif self._since and not self._alone and time.monotonic() > self._since + PATIENCE:
+        elif self._since and not self._alone and time.monotonic() > self._since + self._patience:
             self._alone = True
             log.warning(
-                "no Ray worker is ready after %g s: %d local workers start meanwhile", PATIENCE, self._local.count
+                "no Ray worker is ready after %g s: %d local workers start meanwhile", self._patience, self._local.count
             )
         self._assign()
 
@@ -292,7 +316,7 @@ class RayExecutor:
             setup = pack_setup(self._setup)
             if address is None and ray is not None and ray.is_initialized():
                 address = ray.get_runtime_context().gcs_address
-        arguments = self._setup.builder.slots, setup, self._setup.worker, self._spec, address
+        arguments = self._setup.builder.slots, setup, self._setup.worker, self._spec, address, self._group
         self._bridge = Child(bridge_main, *arguments, context=context, name="stallfree-ray", leads=True)
         if self._wanted:
             self._bridge.send(forget_message(self._wanted))

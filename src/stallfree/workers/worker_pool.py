@@ -25,7 +25,7 @@ from stallfree.platform import cpu_count, shares_memory
 from stallfree.stats import LoaderStats
 from stallfree.workers.event_log import EventLog
 from stallfree.workers.executors import Executor, GatherThreads, TrainingProcess
-from stallfree.workers.ray_workers import DEPTH, RayExecutor, RayWorkers
+from stallfree.workers.ray_workers import DEPTH, GroupTerms, RayExecutor, RayWorkers
 from stallfree.workers.status import Status
 from stallfree.workers.worker import WorkerSetup
 from stallfree.workers.worker_processes import WorkerProcesses, wait
@@ -63,6 +63,7 @@ class Options:
         staging: bytes of the ring, or None.
         log: of events, or None.
         remote: Ray workers beside the worker processes, or None.
+        group: the group over hosts that shares the Ray workers, or None.
         begun: creation time of the loader, in seconds of `time.monotonic`.
     """
 
@@ -81,6 +82,7 @@ class Options:
     log: EventLog | None
     begun: float
     remote: RayWorkers | None = None
+    group: GroupTerms | None = None
 
 
 class WorkerPool:
@@ -124,12 +126,11 @@ class WorkerPool:
         if options.workers and not shares_memory():
             _warn_of_workers(options.workers)
         elif options.remote is not None:
-            self._workers = RayExecutor(
-                options.remote, self._setup(options, base_seed), options.context, options.workers, options.ahead
-            )
-        elif options.workers:
+            numbers = options.workers, options.ahead
             setup = self._setup(options, base_seed)
-            self._workers = WorkerProcesses(setup, options.context, options.workers)
+            self._workers = RayExecutor(options.remote, setup, options.context, *numbers, options.group)
+        elif options.workers:
+            self._workers = WorkerProcesses(self._setup(options, base_seed), options.context, options.workers)
         self._main: Executor = self._workers or TrainingProcess(self.builder)
         self._executors.append(self._main)
         self._ahead = options.ahead
