@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -60,8 +61,8 @@ def test_two_hosts_with_two_jobs_each_prepare_each_sample_once_per_epoch(cluster
     ledger = tmp_path / "ledger"
     program = JOB.format(samples=SAMPLES, epochs=EPOCHS)
     jobs = []
-    for host in ("a", "b"):
-        root = Path(os.environ["STALLFREE_ROOT"]) / f"host-{host}"
+    roots = [Path(os.environ["STALLFREE_ROOT"]) / f"host-{host}" for host in "ab"]
+    for root in roots:
         root.mkdir(mode=0o700)
         for _ in range(2):
             path = os.pathsep.join(filter(None, sys.path))
@@ -69,6 +70,8 @@ def test_two_hosts_with_two_jobs_each_prepare_each_sample_once_per_epoch(cluster
             arguments = [sys.executable, "-c", program, cluster.address, str(ledger)]
             jobs.append(subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True))
     results = [json.loads(job.communicate(timeout=200)[0]) for job in jobs]
+    for root in roots:
+        shutil.rmtree(root)
     with sf.DataLoader(Made(SAMPLES, _sample), batch_size=8, shuffle=True, seed=3) as plain:
         expected = [[[float(values.double().sum()), ids.tolist()] for values, ids in plain] for _ in range(2 * EPOCHS)]
     assert all(batches == expected[epoch] for result in results for epoch, batches in result)
