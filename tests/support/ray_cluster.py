@@ -64,7 +64,8 @@ class RayCluster:
     def close(self) -> None:
         """End all processes of the cluster."""
         processes = [*psutil.Process(self._process.pid).children(recursive=True)]
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         try:
             self._process.wait(60)

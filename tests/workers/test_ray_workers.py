@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import torch
 import stallfree as sf
 from loader_data import Made
 from ray_cluster import RayCluster
+from stallfree.batches.messages import READY, Result
+from stallfree.workers.ray_workers import Demand
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 
@@ -165,8 +168,7 @@ def picture_of(id: int) -> tuple[torch.Tensor, int]:
 def test_a_batch_that_kills_workers_is_an_error_with_its_ids(cluster: RayCluster) -> None:
     with ray_loader(cluster, Made(SAMPLES, dies), shuffle=False, persistent_workers=True) as loader:
         with pytest.raises(sf.WorkerError, match="Ray workers died") as caught:
-            while True:
-                list(loader)
+            list(chain.from_iterable(repeat(loader)))
         assert 7 in caught.value.ids
 
 
@@ -231,3 +233,64 @@ def kill(cluster: RayCluster, kind: str, chance: random.Random) -> None:
         for pid in chance.sample(victims, min(1, len(victims))):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+# -- how many workers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batches", "passed", "waited", "seconds", "workers"),
+    [
+        (10, 10.0, 0.0, 0.5, 1),  # a step takes 1 s, a batch half of that
+        (10, 10.0, 5.0, 0.5, 2),  # a step takes 0.5 s: one worker would do, without a margin
+        (95, 10.0, 9.0, 1.0, 105),
+    ],
+)
+def test_needed_workers(batches: int, passed: float, waited: float, seconds: float, workers: int) -> None:
+    assert Demand.needed(batches, passed, waited, seconds) == workers
+
+
+def test_demand_grows_at_once_and_shrinks_after_several_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    counts = {"batches": 0, "wait_seconds": 0.0}
+    demand = Demand(counts, local=0)
+    demand.restart(asked=1)
+    result = Result(READY, 1, 0, 0, prep_seconds=0.4)
+
+    def window(step: float, wait: float) -> int:
+        nonlocal now
+        for _ in range(20):
+            counts["batches"] += 1
+            counts["wait_seconds"] += wait
+            now += step + wait
+        return demand.workers([result])
+
+    assert window(0.1, 0.3) == 5  # 1.1 * 0.4 / 0.1
+    assert window(0.1, 0.0) == 0  # as many as there are
+    assert [window(0.4, 0.0) for _ in range(3)] == [0, 0, 2]
+    assert window(0.05, 0.1) == 9
+
+
+@pytest.mark.slow
+def test_auto_starts_the_workers_that_the_loop_needs_and_ends_them(cluster: RayCluster) -> None:
+    with sf.DataLoader(
+        Made(64 * 8, sleeps),
+        batch_size=8,
+        workers=sf.RayWorkers("auto", address=cluster.address),
+        persistent_workers=True,
+    ) as loader:
+        most, deadline, step = 0, time.monotonic() + 120, 0.02
+        while time.monotonic() < deadline and not (most >= 5 and len(cluster.workers()) <= 2):
+            for _ in loader:
+                time.sleep(step)
+                most = max(most, len(cluster.workers()))
+                if most >= 5:
+                    step = 0.4
+        assert most >= 5
+        assert len(cluster.workers()) <= 2
+
+
+def sleeps(id: int) -> torch.Tensor:
+    time.sleep(0.02)
+    return torch.tensor(id)

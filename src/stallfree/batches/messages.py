@@ -30,7 +30,7 @@ GATHERER = -1
 NO_SLOT = -1
 """The slot of a task that gets one only when it is its turn, or none at all."""
 
-WORK, FORGET = 1, 2
+WORK, FORGET, RESIZE = 1, 2, 3
 READY, PRIVATE, WHOLE, FAILED, EMPTY, UNDONE = 1, 2, 3, 4, 5, 6
 
 NOTHING: Ids = np.empty(0, np.int64)
@@ -68,6 +68,11 @@ def unpack_task(data: bytes | bytearray) -> tuple[int, Task]:
 def forget_message(token: int) -> bytes:
     """The message that batches of iterations before `token` are no longer wanted."""
     return Task(token, 0, 0, 0, NOTHING).pack(FORGET)
+
+
+def resize_message(workers: int) -> bytes:
+    """The message that sets the number of workers."""
+    return Task(workers, 0, 0, 0, NOTHING).pack(RESIZE)
 
 
 @dataclass(slots=True)

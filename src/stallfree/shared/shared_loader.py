@@ -163,6 +163,10 @@ class SharedLoader:
         self.seed = self._given = seed_of(dataset, seed, None)
         if workers is not None and self.seed is None:
             raise InputError("workers=RayWorkers(...) of a SharedLoader needs seed=..., the same on all hosts")
+        if workers is not None and workers.num_workers == "auto":
+            raise InputError(
+                "num_workers='auto' of RayWorkers measures one training loop: give a SharedLoader a number"
+            )
         self._shuffle, self._ranks = bool(shuffle), find_ranks()
         options = Options(
             reader=reader_of(dataset),

@@ -16,7 +16,7 @@ import time
 from importlib import import_module
 from typing import Any
 
-from stallfree.batches.messages import FORGET, PRIVATE, READY, UNDONE, Result, Task, unpack_result, unpack_task
+from stallfree.batches.messages import FORGET, PRIVATE, READY, RESIZE, UNDONE, Result, Task, unpack_result, unpack_task
 from stallfree.batches.ring import Slots
 from stallfree.ipc.process import Parent
 from stallfree.workers.ray_actor import pack_setup
@@ -100,6 +100,8 @@ class Bridge:
         if kind == FORGET:
             self._wanted = max(self._wanted, task.token)
             self.pool.forget(self._wanted)
+        elif kind == RESIZE:
+            self.pool.resize(task.token)
         elif task.token < self._wanted:
             self.undone(task)
         else:

@@ -320,5 +320,8 @@ class GroupClient:
         for key in [key for key in self._sent if key[0] < token]:
             self._owner.undone(self._sent.pop(key)[0])
 
+    def resize(self, workers: int) -> None:
+        """Do nothing: the first host decides the number of workers."""
+
     def note_trip(self, trip: float, seconds: float) -> None:
         """Do nothing: the group measures its own round trips."""

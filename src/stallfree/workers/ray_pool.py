@@ -75,6 +75,7 @@ class _Place:
         suspect: whether a task of it is overdue.
         deaths: number of deaths since its last result.
         next_start: time of the next start.
+        retired: whether it ends after its tasks.
     """
 
     number: int
@@ -84,6 +85,7 @@ class _Place:
     suspect: bool = False
     deaths: int = 0
     next_start: float = 0.0
+    retired: bool = False
 
 
 class ActorPool:
@@ -102,6 +104,7 @@ class ActorPool:
         self._ray, self._owner, self._events, self._first = ray, owner, events, first
         self._packed = ray.put(packed)
         resources = {"CPU": 1.0, **(spec.resources or {})}
+        required = resources["CPU"]
         self._remote = ray.remote(RayWorker).options(
             num_cpus=resources.pop("CPU"),
             num_gpus=resources.pop("GPU", 0),
@@ -111,7 +114,8 @@ class ActorPool:
             max_concurrency=CONCURRENCY,
             scheduling_strategy="SPREAD",
         )
-        self._places = [_Place(number) for number in range(spec.num_workers)]
+        self._most = max(1, int(ray.cluster_resources().get("CPU", 0) / required)) if required else spec.most
+        self._places = [_Place(number) for number in range(spec.first)]
         self._tasks: dict[Key, Task] = {}  # without a result
         self._waiting: deque[Key] = deque()
         self._deaths: dict[Key, int] = {}
@@ -154,6 +158,23 @@ class ActorPool:
         """Return the tasks of iterations before `token`."""
         for key in [key for key in self._tasks if key[0] < token]:
             self._undo(key)
+
+    def resize(self, workers: int) -> None:
+        """Have that number of workers, or as many as the cluster holds."""
+        places, count = self._places, min(workers, self._most)
+        for place in places[count:]:
+            place.retired, place.ready = True, False
+            self._retire(place)
+        del places[count:]
+        for number in range(len(places), count):
+            places.append(_Place(number))
+            self._start(places[number])
+
+    def _retire(self, place: _Place) -> None:
+        """End a retired worker that has no tasks."""
+        if not place.sent and place.actor is not None:
+            actor, place.actor = place.actor, None
+            self._ray.kill(actor)
 
     def note_trip(self, trip: float, seconds: float) -> None:
         """Adapt the tasks in flight per worker to the round trip of a task that took `seconds` itself."""
@@ -212,6 +233,8 @@ class ActorPool:
                 self._lose(place, error)
             return
         trip = time.monotonic() - place.sent.pop(key)
+        if place.retired:
+            self._retire(place)
         place.suspect, place.deaths = False, 0
         self._recent.append(trip)
         head, seconds = future.result()
@@ -228,7 +251,7 @@ class ActorPool:
         if place.actor is not actor:
             return
         if (error := future.exception()) is None:
-            place.ready = True
+            place.ready = not place.retired
         else:
             self._lose(place, error)
 

@@ -8,6 +8,7 @@ to the cluster is lost, only the bridge ends: its tasks continue with local work
 from __future__ import annotations
 
 import logging
+import math
 import struct
 import sys
 import time
@@ -21,7 +22,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from stallfree.batches.batch_builder import failure
-from stallfree.batches.messages import UNDONE, Result, Task, forget_message, unpack_result
+from stallfree.batches.messages import UNDONE, Result, Task, forget_message, resize_message, unpack_result
 from stallfree.errors import InputError, WorkerError, missing_extra
 from stallfree.frames import users_level
 from stallfree.ipc.process import Child, end_all
@@ -34,8 +35,17 @@ log = logging.getLogger("stallfree")
 DEPTH = 8
 """Maximum batches in flight per Ray worker. The measured round trip decides how many there are: 2 or more."""
 
+WINDOW_SECONDS, WINDOW_BATCHES = 2.0, 8
+"""Least length of a window in which `Demand` measures the training loop."""
+
+PATIENT_WINDOWS = 3
+"""Windows that need fewer workers before some are ended."""
+
 PATIENCE = 10.0
 """Seconds without a Ray worker until local workers continue, and between two attempts to connect."""
+
+AUTO_MOST = 64
+"""Maximum number of workers with `num_workers="auto"`."""
 
 GROUP_PATIENCE = 60.0
 """The same at the start of a group over hosts, since local workers would prepare batches of other hosts again."""
@@ -79,7 +89,9 @@ class RayWorkers:
     workers of a node share a sample cache of the data set's capacity there.
 
     Args:
-        num_workers: number of workers, 1 or more. Each is a Ray actor with one process.
+        num_workers: number of workers, 1 or more. Each is a Ray actor with one process. "auto", for a `DataLoader`: as
+            many as end the wait for prep, by the measured times of a batch and of a training step; at most 64, and at
+            most what the cluster has. Workers that are not needed are ended.
         resources: what each worker requires, by Ray's names, such as `{"CPU": 2, "memory": 2**30}`; None: one CPU.
         address: of the cluster, as for `ray.init`: "auto", "host:port" or "ray://host:port". None: the cluster that
             this process uses already, or that the variable `RAY_ADDRESS` names, else a new one on this machine.
@@ -89,15 +101,15 @@ class RayWorkers:
     cluster that cannot be reached at the start is a `WorkerError`.
     """
 
-    num_workers: int
+    num_workers: int | str
     resources: Mapping[str, float] | None = None
     address: str | None = None
     runtime_env: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         number, resources = self.num_workers, self.resources
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise InputError(f"num_workers={number!r} of RayWorkers: give an int of 1 or more")
+        if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise InputError(f"num_workers={number!r} of RayWorkers: give an int of 1 or more, or 'auto'")
         if resources is not None and (
             not isinstance(resources, Mapping)
             or not all(isinstance(name, str) and _is_amount(amount) for name, amount in resources.items())
@@ -110,6 +122,16 @@ class RayWorkers:
         need_linux("RayWorkers", "use num_workers=0")
         if find_spec("ray") is None:
             raise missing_extra("ray", "ray", "RayWorkers")
+
+    @property
+    def most(self) -> int:
+        """Maximum number of workers."""
+        return AUTO_MOST if isinstance(self.num_workers, str) else self.num_workers
+
+    @property
+    def first(self) -> int:
+        """Number of workers at the start."""
+        return 1 if isinstance(self.num_workers, str) else self.num_workers
 
 
 def _is_amount(value: object) -> bool:
@@ -129,6 +151,7 @@ class RayExecutor:
         local: number of local workers beside the Ray workers, or 0.
         local_ahead: batches in flight for them.
         group: the group over hosts, which only Ray workers prepare for while there are any; or None.
+        counts: of the loader.
     """
 
     needs_slot = True
@@ -142,8 +165,10 @@ class RayExecutor:
         local: int,
         local_ahead: int,
         group: GroupTerms | None,
+        counts: Mapping[str, Any],
     ) -> None:
         self._spec, self._context, self._group = spec, context, group
+        self._demand = Demand(counts, local) if spec.num_workers == "auto" else None
         self._patience = PATIENCE if group is None else GROUP_PATIENCE
         self._setup = replace(setup, worker=local)  # the numbers of Ray workers follow those of local ones
         self._local = WorkerProcesses(setup, context, local or cpu_count())  # they start with their first tasks
@@ -168,7 +193,7 @@ class RayExecutor:
         """Batches that should be in flight."""
         if self._alone:
             return self._alone_ahead
-        return self._local_ahead + (2 * self._spec.num_workers if self._capacity is None else self._capacity)
+        return self._local_ahead + (2 * self._spec.first if self._capacity is None else self._capacity)
 
     @property
     def replaced(self) -> int:
@@ -226,6 +251,8 @@ class RayExecutor:
     def forget(self, token: int) -> None:
         """See `Executor`."""
         self._wanted = token
+        if self._demand is not None:
+            self._demand.restart()
         self._local.forget(token)
         if self._bridge is not None:
             self._bridge.send(forget_message(token))
@@ -240,6 +267,8 @@ class RayExecutor:
         if self._alone and self._bridge is None and time.monotonic() >= self._retry:
             self._connect()
         self._assign()
+        if self._demand is not None and self._bridge is not None and (workers := self._demand.workers(results)):
+            self._bridge.send(resize_message(workers))
         return results
 
     def _drop_unwanted(self) -> list[Result]:
@@ -308,6 +337,8 @@ class RayExecutor:
         from stallfree.workers.ray_bridge import bridge_main
 
         self._capacity, self._since = None, time.monotonic()
+        if self._demand is not None:
+            self._demand.restart(asked=self._spec.first)
         context, address = self._context, self._spec.address
         setup: WorkerSetup | bytes = self._setup
         ray = sys.modules.get("ray")
@@ -368,3 +399,59 @@ class RayExecutor:
                 end_all([bridge], _STOP_SECONDS)
         finally:
             self._local.close()
+
+
+class Demand:
+    """The number of workers that end the wait for prep.
+
+    It is the rate at which the training loop uses batches while it does not wait, times the time of a batch.
+
+    Args:
+        counts: of the loader.
+        local: number of local workers, which do their part.
+    """
+
+    def __init__(self, counts: Mapping[str, Any], local: int) -> None:
+        self._counts, self._local = counts, local
+        self._asked = 0
+        self._seconds = 0.0  # of a batch in a worker, as a moving average
+        self._fewer: list[int] = []  # what the last windows needed, if that is fewer than there are
+        self.restart()
+
+    def restart(self, asked: int | None = None) -> None:
+        """Begin a window; `asked`: the number of workers that there are now."""
+        self._asked = self._asked if asked is None else asked
+        self._begun, self._batches = time.monotonic(), self._counts["batches"]
+        self._waited = self._counts["wait_seconds"]
+
+    def workers(self, results: list[Result]) -> int:
+        """The number of workers to have from now on; 0 if it stays."""
+        for result in results:
+            if spent := result.prep_seconds + result.fetch_seconds:
+                self._seconds = spent if not self._seconds else 0.8 * self._seconds + 0.2 * spent
+        passed = time.monotonic() - self._begun
+        batches = self._counts["batches"] - self._batches
+        if passed < WINDOW_SECONDS or batches < WINDOW_BATCHES or not self._seconds:
+            return 0
+        needed = self.needed(batches, passed, self._counts["wait_seconds"] - self._waited, self._seconds)
+        self.restart()
+        needed = max(1, min(AUTO_MOST, needed - self._local))
+        self._fewer = [*self._fewer, needed] if needed < 0.8 * self._asked else []
+        if needed > self._asked or len(self._fewer) == PATIENT_WINDOWS:
+            self._asked = max(self._fewer, default=needed)
+            self._fewer = []
+            return self._asked
+        return 0
+
+    @staticmethod
+    def needed(batches: int, passed: float, waited: float, seconds: float) -> int:
+        """Workers that prepare as fast as the training loop uses batches, with a margin of 10%.
+
+        Args:
+            batches: number of batches that the loop used.
+            passed: seconds in which it did.
+            waited: seconds of these that it waited for batches.
+            seconds: of a batch in a worker.
+        """
+        computing = max(passed - waited, 1e-3 * passed)
+        return math.ceil(min(1.1 * seconds * batches / computing, 1e6))

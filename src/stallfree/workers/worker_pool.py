@@ -110,7 +110,7 @@ class WorkerPool:
         # A copy with separate threads: closing them must not affect another loader of the same data set.
         reader = copy.copy(options.reader)
         # Each worker does all batches of its stream in an iteration that has ended: they take slots beside new ones.
-        most = options.ahead if options.remote is None else options.ahead + DEPTH * options.remote.num_workers
+        most = options.ahead if options.remote is None else options.ahead + DEPTH * options.remote.most
         flight = 2 * most + 1 if reader.streams else most
         self.ring = Ring(slots or flight + KEPT, options.staging)
         self.log = options.log
@@ -128,7 +128,7 @@ class WorkerPool:
         elif options.remote is not None:
             numbers = options.workers, options.ahead
             setup = self._setup(options, base_seed)
-            self._workers = RayExecutor(options.remote, setup, options.context, *numbers, options.group)
+            self._workers = RayExecutor(options.remote, setup, options.context, *numbers, options.group, counts)
         elif options.workers:
             self._workers = WorkerProcesses(self._setup(options, base_seed), options.context, options.workers)
         self._main: Executor = self._workers or TrainingProcess(self.builder)
@@ -144,7 +144,7 @@ class WorkerPool:
         return Status(lambda: slots.folder, dataset, begun, at_once=at_once)
 
     def _setup(self, options: Options, base_seed: int) -> WorkerSetup:
-        workers = options.workers + (0 if options.remote is None else options.remote.num_workers)
+        workers = options.workers + (0 if options.remote is None else options.remote.most)
         return WorkerSetup(0, workers, self.builder, options.dataset, base_seed, options.worker_init)
 
     @property
