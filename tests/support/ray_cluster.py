@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, in a process of its own: tests and the processes they fork import no Ray.
+"""A Ray cluster of several nodes on this machine, in a process of its own: tests, and what they fork, import no Ray.
 
 As a program, it runs the cluster: it reads commands from its standard input, and answers each with one line of JSON.
 """

@@ -28,6 +28,8 @@ from stallfree.workers.ray_workers import Demand
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 
 SAMPLES = 96
+ALL = [(0, 1), (0, 3), (1, 3), (2, 1), (2, 4)]
+"""Local and Ray workers."""
 
 
 def noisy(id: int) -> tuple[torch.Tensor, int, dict[str, Any]]:
@@ -76,11 +78,12 @@ def bridges() -> list[Any]:
     return [child for child in multiprocessing.active_children() if child.name == "stallfree-ray"]
 
 
-def test_batches_equal_those_of_local_workers(cluster: RayCluster) -> None:
+@pytest.mark.parametrize("combinations", [[(0, 2), (1, 1)], pytest.param(ALL, marks=pytest.mark.slow)])
+def test_batches_equal_those_of_local_workers(cluster: RayCluster, combinations: list[tuple[int, int]]) -> None:
     dataset = Made(SAMPLES, noisy)
     with sf.DataLoader(dataset, batch_size=8, shuffle=True, seed=5) as plain:
         expected = [[copied(batch) for batch in plain] for _ in range(2)]
-    for local, remote in ((0, 1), (0, 3), (2, 2)):
+    for local, remote in combinations:
         with ray_loader(cluster, dataset, remote, num_workers=local, persistent_workers=True) as loader:
             for epoch in expected:
                 for batch, other in zip(epoch, loader, strict=True):
@@ -88,6 +91,7 @@ def test_batches_equal_those_of_local_workers(cluster: RayCluster) -> None:
                     assert_equal((batch[0], batch[1], batch[2]["large"]), (other[0], other[1], other[2]["large"]))
 
 
+@pytest.mark.slow
 def test_prep_runs_on_the_cluster_once_workers_are_ready(cluster: RayCluster) -> None:
     with ray_loader(cluster, Made(SAMPLES, where), num_workers=0, persistent_workers=True) as loader:
         wait_until_ready(loader)
@@ -105,6 +109,7 @@ def wait_until_ready(loader: sf.DataLoader) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_an_error_of_a_sample_is_raised_here(cluster: RayCluster) -> None:
     with ray_loader(cluster, Made(16, fails), shuffle=False) as loader, pytest.raises(sf.SampleError) as caught:
         list(loader)
@@ -150,6 +155,7 @@ class Streamed(torch.utils.data.IterableDataset[int]):
         return iter(range(4))
 
 
+@pytest.mark.slow
 def test_samples_are_cached_where_the_workers_are(cluster: RayCluster) -> None:
     with sf.CachedDataset(Made(SAMPLES, picture_of), capacity="8MiB") as dataset:
         with ray_loader(cluster, dataset, persistent_workers=True) as loader:
