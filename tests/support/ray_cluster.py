@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +35,9 @@ class RayCluster:
             text=True,
             start_new_session=True,
         )
-        self.address: str = self._answer()["address"]
+        answer = self._answer()
+        self.address: str = answer["address"]
+        self._pid: int = answer["pid"]
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -55,7 +56,7 @@ class RayCluster:
     def workers(self) -> list[psutil.Process]:
         """The processes of the actors of stallfree."""
         found = []
-        for process in psutil.Process(self._process.pid).children(recursive=True):
+        for process in psutil.Process(self._pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if "RayWorker" in "".join(process.cmdline()[:1]):
                     found.append(process)
@@ -63,16 +64,14 @@ class RayCluster:
 
     def close(self) -> None:
         """End all processes of the cluster."""
-        processes = [*psutil.Process(self._process.pid).children(recursive=True)]
+        cluster = psutil.Process(self._pid)
+        processes = [cluster, *cluster.children(recursive=True)]
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
+        psutil.wait_procs([cluster], 60)
         self._process.stdout.close()
+        self._process.wait()
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -81,7 +80,6 @@ class RayCluster:
 
 
 def main(folder: str, nodes: int, cpus: int) -> None:
-    import ray
     from ray.cluster_utils import Cluster
 
     sizes = {"num_cpus": cpus, "object_store_memory": STORE}
@@ -93,7 +91,7 @@ def main(folder: str, nodes: int, cpus: int) -> None:
     for _ in range(nodes - 1):
         cluster.add_node(**sizes)
     port = int(cluster.address.rsplit(":", 1)[1])
-    print(json.dumps({"address": cluster.address, "ray": ray.__version__}), flush=True)
+    print(json.dumps({"address": cluster.address, "pid": os.getpid()}), flush=True)
     for line in sys.stdin:
         command = line.strip()
         if command == "add":
@@ -110,4 +108,6 @@ def main(folder: str, nodes: int, cpus: int) -> None:
 
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)  # Ray's processes are no descendants of the test's, in which no test may leave any
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -56,7 +56,7 @@ def dies(id: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    running = RayCluster(tmp_path_factory.mktemp("ray"))
+    running = RayCluster(tmp_path_factory.mktemp("ray"), nodes=2)
     yield running
     running.close()
 

@@ -285,7 +285,7 @@ class RayExecutor:
             return
         bridge.flush()
         try:
-            while (message := bridge.receive()) is not None:
+            while bridge is self._bridge and (message := bridge.receive()) is not None:
                 self._handle(message, results)
         except EOFError:
             self._lose("the connection to Ray ended")
