@@ -30,7 +30,7 @@ PEERS = {
 """What an example for another library needs."""
 ARGUMENTS = {"demo": ("--pictures", "64", "--epochs", "2", "--batch-size", "16", "--bandwidth", "1GB/s")}
 """What makes an example small."""
-LONG = {*SEARCHES, *PEERS, "analyze", "ddp", "importance", "process_prefetcher"}
+LONG = {*SEARCHES, *PEERS, "analyze", "ddp", "elastic", "importance", "process_prefetcher"}
 """Examples that take a while."""
 
 

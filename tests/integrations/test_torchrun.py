@@ -1,4 +1,4 @@
-"""The example of distributed training under torchrun: each sample on one rank in each epoch."""
+"""The examples of distributed training under torchrun: each sample on one rank in each epoch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples/ddp.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.slow
-def test_each_sample_on_one_rank(tmp_path: Path, store_root: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
+def torchrun(ranks: int, example: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*command, str(tmp_path)],
+        [*command, str(EXAMPLES / example), *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -26,6 +25,12 @@ def test_each_sample_on_one_rank(tmp_path: Path, store_root: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.mark.slow
+def test_each_sample_on_one_rank(tmp_path: Path, store_root: Path) -> None:
+    done = torchrun(2, "ddp.py", tmp_path)
     orders = set()
     for epoch in range(3):
         ranks = [[int(id) for id in (tmp_path / f"epoch-{epoch}-rank-{rank}").read_text().split()] for rank in range(2)]
@@ -37,3 +42,13 @@ def test_each_sample_on_one_rank(tmp_path: Path, store_root: Path) -> None:
     assert 96 <= reads[0] <= 96 + 2  # each rank looks at a first sample
     assert reads == reads[:1] * 3  # and the cache has all for both
     assert not list(store_root.iterdir())
+
+
+@pytest.mark.slow
+def test_an_epoch_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """30 of 90 samples by 2 ranks, the other 60 by 3: each once."""
+    assert "30 of 90 samples used so far, 0 twice" in torchrun(2, "elastic.py", tmp_path, 3).stdout
+    assert "90 of 90 samples used so far, 0 twice" in torchrun(3, "elastic.py", tmp_path).stdout
+    used = [int(id) for file in tmp_path.glob("samples-*") for id in file.read_text().split()]
+    assert sorted(used) == list(range(90))
+    assert len(list(tmp_path.glob("samples-*"))) == 5

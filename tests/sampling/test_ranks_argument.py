@@ -104,6 +104,40 @@ def test_resumed_twice_with_other_numbers_of_ranks() -> None:
     assert sorted(seen + rest) == list(range(SAMPLES))
 
 
+@pytest.mark.parametrize(("size", "drop_last"), [(1, False), (2, False), (2, True), (3, False)])
+def test_resumed_from_any_number_of_ranks_with_any_other_at_every_step(size: int, drop_last: bool) -> None:
+    """From 1 to 8 ranks each. The model: all ranks take their batches from one order, which goes on where it was."""
+    options: dict[str, Any] = {"shuffle": True, "batch_size": size, "drop_last": drop_last}
+    order = flat(batches(loader_of(0, 1, shuffle=True, batch_size=1)))
+    for count in range(1, 9):
+        loader = loader_of(0, count, **options)
+        states, served = [], []
+        for step, _ in enumerate(loader, 1):
+            states.append(loader.state_dict())
+            served.append(min(SAMPLES, step * size * count))
+        whole = [batches(loader_of(rank, count, **options)) for rank in range(count)]
+        for step, (state, done) in enumerate(zip(states, served, strict=True), 1):
+            for after in range(1, 9):
+                rest = [resumed(state, rank, after, **options) for rank in range(after)]
+                assert len({len(each) for each in rest}) == 1  # steps of all ranks
+                got, left = flat(flat(rest)), order[done:]  # type: ignore[arg-type]
+                if after == count:
+                    assert rest == [each[step:] for each in whole]
+                elif drop_last:
+                    assert len(set(got)) == len(got)
+                    assert set(got) <= set(left)
+                    assert len(left) - len(got) < size * after
+                else:
+                    assert set(got) == set(left)
+                    assert len(got) == -(-len(left) // after) * after  # some are repeated, for equal steps
+
+
+def resumed(state: dict[str, Any], rank: int, count: int, **options: Any) -> list[list[int]]:
+    loader = loader_of(rank, count, **options)
+    loader.load_state_dict(state)
+    return batches(loader)
+
+
 def test_auto_takes_the_ranks_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = sf.DataLoader(range(8), batch_size=2, ranks="auto", seed=1)
     assert batches(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
