@@ -34,6 +34,8 @@ class Prediction:
         answers: changes that would help, and that would not, one line each.
         low, high: the 95% interval for the throughput of such a run, from the spread of the prediction over the rounds
             of the analysis; None if there were too few.
+        cpus_elsewhere: CPUs on other machines (`RayWorkers`) that would end the prep stall, in addition to those here; 0
+            if there is none.
     """
 
     throughput: float
@@ -47,6 +49,7 @@ class Prediction:
     answers: tuple[str, ...]
     low: float | None = None
     high: float | None = None
+    cpus_elsewhere: int = 0
 
     def __str__(self) -> str:
         return "\n".join((*self.reasoning, "", *self.answers))
@@ -86,7 +89,9 @@ def explain(
             "nearly equal, and how many samples of a batch miss varies"
         )
     texts = (tuple(reasoning), _answers(after))
-    return Prediction(throughput, binds, fetch, prep, rates.compute, hits, now, *texts, low, high)
+    return Prediction(
+        throughput, binds, fetch, prep, rates.compute, hits, now, *texts, low, high, after.cpus_elsewhere()
+    )
 
 
 def _bound(setting: Setting) -> str:
@@ -131,9 +136,13 @@ def _on_cpus(setting: Setting) -> str:
     twice = setting.with_cpus(2 * setting.cpus)
     if setting.gain(twice) <= WORTH:
         return f"more CPUs: gain {_nothing(setting, 'prep', 'cpu')}"
+    elsewhere = setting.cpus_elsewhere()
     need = setting.enough_cpus()
     end = "" if need is None else f"; {need} end the prep stall"
-    return f"more CPUs: {_gain(setting, twice)} with twice as many{end}"
+    remote = ""
+    if elsewhere:
+        remote = f"; so do {plural(elsewhere, 'CPU')} on other machines (sf.RayWorkers({elsewhere}))"
+    return f"more CPUs: {_gain(setting, twice)} with twice as many{end}{remote}"
 
 
 def _on_storage(setting: Setting) -> str:
