@@ -10,8 +10,8 @@ from benchmarks.harness import BenchmarkError, Check, Json, Options, Report, Spr
 
 NAME = "ray_workers"
 QUESTION = (
-    "Prep by `RayWorkers` on a cluster of three nodes (on one machine): does it scale with the number of workers, what does "
-    "the way through Ray's object store cost, and how do Ray Data and torch's loader do on the same job?"
+    "Prep by `RayWorkers` on a cluster of three nodes (on one machine): does it scale with the number of workers, what "
+    "does the way through Ray's object store cost, and how do Ray Data and torch's loader do on the same job?"
 )
 MODULE = "benchmarks.contenders.ray_workers"
 WORKERS = (1, 4, 16, 64)
@@ -77,10 +77,10 @@ def _report(sleeping: Json, computing: Json, versions: dict[str, str]) -> Report
         rows=rows,
         checks=checks,
         notes=[
-            "Batches of 64. Measured in an epoch in which all workers are ready. All nodes, the training process and the "
-            "workers share the cores of this machine, so the sleeping prep shows how the loader scales, and the computing "
-            "prep, on as many workers as there are cores, what it costs. Ray Data: `map_batches` by as many tasks at "
-            "once, and `iter_torch_batches` with `prefetch_batches`; torch's loader: as many local workers."
+            "Batches of 64. Measured in an epoch in which all workers are ready. All nodes, the training process and "
+            "the workers share the cores of this machine, so the sleeping prep shows how the loader scales, and the "
+            "computing prep, on as many workers as there are cores, what it costs. Ray Data: `map_batches` by as many "
+            "tasks at once, and `iter_torch_batches` with `prefetch_batches`; torch's loader: as many local workers."
         ],
         versions=versions,
         raw={"sleeping": sleeping, "computing": computing},

@@ -34,8 +34,8 @@ class Prediction:
         answers: changes that would help, and that would not, one line each.
         low, high: the 95% interval for the throughput of such a run, from the spread of the prediction over the rounds
             of the analysis; None if there were too few.
-        cpus_elsewhere: CPUs on other machines (`RayWorkers`) that would end the prep stall, in addition to those here; 0
-            if there is none.
+        cpus_elsewhere: CPUs on other machines (`RayWorkers`) that would end the prep stall, in addition to those here;
+            0 if there is none.
     """
 
     throughput: float

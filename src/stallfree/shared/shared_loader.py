@@ -162,7 +162,7 @@ class SharedLoader:
         self.batch_size, self.drop_last, self.with_ids = batch_size, drop_last, with_ids
         self.seed = self._given = seed_of(dataset, seed, None)
         if workers is not None and self.seed is None:
-            raise InputError("workers=RayWorkers(...) of a SharedLoader needs seed=..., the same on all hosts")
+            raise InputError("a SharedLoader with RayWorkers has no seed: give seed=..., the same on all hosts")
         if workers is not None and workers.num_workers == "auto":
             raise InputError(
                 "num_workers='auto' of RayWorkers measures one training loop: give a SharedLoader a number"

@@ -343,7 +343,9 @@ def _attach(root: Path, name: str, policy: Policy, allow_pickle: bool) -> Sample
     """Attach to a cache created by another process. Used to unpickle a cache in a worker."""
 
     def gone(folder: Path) -> None:
-        raise StorageError(f"the cache {name!r} in {root} was closed by the process that created it: create it again")
+        raise StorageError(
+            f"the cache {name!r} in {root} is gone, as the process that created it has closed it. Make a new one"
+        )
 
     cache = SampleCache.__new__(SampleCache)
     cache._attach_to(name, root, policy, allow_pickle, gone, False)
