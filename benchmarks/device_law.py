@@ -135,7 +135,7 @@ def _host_checks(host: list[Json]) -> list[Check]:
 def _note(rounds: int, count: int, batches: int, host: list[Json]) -> str:
     plain = Spread.of([result["copies_us"] for result in host])
     return (
-        "The device is simulated: it knows when what it is given ends, and whoever waits for that sleeps; so do the "
+        "The device is simulated: it knows when what it is given ends, and what waits for that sleeps; so do the "
         "loaders, which are two batches ahead each. The loop waits for the end of each step. "
         f"{rounds} rounds in turns, each a fresh process, of {count} batches, of which the second half is timed; "
         "medians (lowest to highest), ratios within a round. In "

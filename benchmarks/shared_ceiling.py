@@ -170,7 +170,7 @@ def _tries(way: Way) -> str:
     """How often a peer had to begin anew."""
     tries = [result["tries"] for results in way.found.values() for result in results]
     still = sum(tries) - len(tries)
-    words = f"{way.name} stood still and was begun anew {still} times in {len(tries)} runs"
+    words = f"{way.name} stood still and was started again {still} times in {len(tries)} runs"
     return f"{words}; some runs gave nothing." if way.failed else f"{words}."
 
 

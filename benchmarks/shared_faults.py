@@ -16,7 +16,7 @@ QUESTION = (
 )
 LIMIT = 60.0
 TRIES, AT_THE_START = 3, 4
-"""TensorSocket now and then stands still after its first messages: so often is a probe begun anew when it does."""
+"""TensorSocket now and then stands still after its first messages: so often is a probe repeated when it does."""
 STALL = 1.0
 """Seconds of standstill of the others when one is killed that still pass."""
 OURS = "stallfree SharedLoader"

@@ -95,10 +95,10 @@ PROBES = (
     _moves("persistent", "`persistent_workers=True`: the window moves."),
     _moves("spawn", "Workers that are spawned: the window moves."),
     _moves("forkserver", "Workers of a fork server: the window moves."),
-    _moves("forgotten", "Nobody calls `update_cache`: the window moves."),
+    _moves("forgotten", "`update_cache` is never called: the window moves."),
     _moves("rate_zero", "`replace_rate=0`, for validation: the same samples in each epoch.", replace=0),
     _moves("restart", "`shutdown` and `start` between two epochs: the window goes on, no sample twice.", first=EPOCHS),
-    _moves("resume", "Training starts anew from a saved state: the window goes on where it was.", first=EPOCHS),
+    _moves("resume", "Training starts again from a saved state: the window goes on where it was.", first=EPOCHS),
     Probe(
         "late",
         f"Reading {REPLACE} replacements takes {REPLACE * SLOW_SECONDS:.1f} s, longer than an epoch: training does not "

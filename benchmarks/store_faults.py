@@ -140,7 +140,7 @@ def _report(params: Json, faults: list[Fault], versions: dict[str, str]) -> Repo
             "fills a server that is empty. Then: whole epochs without steps while the other node stays lost, in turns "
             "with a loader that has no cache, the first epoch of each not counted. Until hits come again: from the "
             "moment at which something was killed, or at which the fault was mended; 0 means that there was no miss.",
-            "The network is a process that passes on what comes, and is stopped. Every sample tells its id, and is "
+            "The network is a process that passes on what comes, and is stopped. Every sample has its id in it, and is "
             "looked at. Medians (lowest to highest).",
         ],
         versions=versions,

@@ -406,7 +406,7 @@ ADVICE = {
     "<count> ranks on <nodes> nodes: every node needs as many ranks as any other": "start as many on each",
     "a host was given with <why>": "correct that entry of hosts",
     "the job's key-value store at MASTER_ADDR=<host>, MASTER_PORT=<port> ended while the store <name> was made: <0>": (
-        "see why the first node ended, and start the job anew"
+        "see why the first node ended, and start the job again"
     ),
     "of the <count> nodes of the job, number <shown> did not make the store <name> in time: all nodes have to, "
     "at about the same time": "make the store in the same place of the script on all nodes",

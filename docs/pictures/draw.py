@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation: `python docs/pictures/draw.py` writes them anew beside this file.
+"""Draws the pictures of the documentation: `python docs/pictures/draw.py` writes them beside this file.
 
 An SVG looks by itself whether the page around it is light or dark.
 """
@@ -39,7 +39,7 @@ class Picture:
     """An SVG that grows by what is drawn on it.
 
     Args:
-        title: what a reader who cannot see it is told.
+        title: text for readers who cannot see it.
         width, height: its size.
     """
 
@@ -290,9 +290,26 @@ def device() -> Picture:
     return picture
 
 
+def stalls() -> Picture:
+    """An epoch with and without stalls."""
+    picture = Picture("Without stallfree the GPU waits for fetch and prep; with it the GPU works all the time", 720, 270)
+    picture.text((100, 20), "before: the GPU waits for data", "start bold")
+    fetch = [(190 * batch, 110, "fetch") for batch in range(3)]
+    prep = [(190 * batch + 110, 80, "prep") for batch in range(3)]
+    step = [(190 * batch + 190, 50, "step") for batch in range(2)]
+    timeline(picture, 30, [("storage", "cool", fetch), ("CPUs", "main", prep), ("GPU", "warm", step)])
+    picture.text((100, 152), "after: samples come from memory, and the parts overlap", "start bold")
+    prep = [(55 * batch, 50, "prep") for batch in range(10)]
+    step = [(55 * batch + 50, 55, "step") for batch in range(9)]
+    timeline(picture, 162, [("CPUs", "main", prep), ("GPU", "warm", step)])
+    picture.arrow((100, 250), (690, 250))
+    picture.text((700, 254), "t", "start small")
+    return picture
+
+
 def pictures() -> Iterator[tuple[str, str]]:
     """The names of all files and what is in them."""
-    for draw in (icon, parts, speed, record, ring, plan, window, shared, nodes, device):
+    for draw in (icon, parts, speed, record, ring, plan, window, shared, nodes, device, stalls):
         yield f"{draw.__name__}.svg", draw().svg()
 
 

@@ -99,16 +99,7 @@ class Setup:
         return code
 
 
-_ANEW = 'data = sf.ImageFolder("pictures", transform=transform); cached = sf.CachedDataset(data, capacity="8MiB")\n'
-
 SETUPS = {
-    "README.md": Setup(
-        before={
-            3: _VOLUMES,
-            4: "transform = sf.Compose([resize, flip, to_tensor])\n" + _ANEW,
-            5: "loader.close()\n" + _ANEW,
-        }
-    ),
     "docs/tutorial.md": Setup(world="", smaller=[(r"range\(600\)", "range(24)")]),
     "docs/clara.md": Setup(_CLARA, smaller=[(r"/data/list", "list"), (r'"/data"', '"."')]),
     "docs/howto/importance.md": Setup(

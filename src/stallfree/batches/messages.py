@@ -81,8 +81,8 @@ class Result:
 
     Attributes:
         status: READY (the slot holds `size` bytes), PRIVATE (the batch is in `memory`, because the slot has no room for
-            it), WHOLE (`value` is the batch; within one process only), FAILED (`value` is the error, or `note` tells
-            it), EMPTY (all samples were skipped), UNDONE (not wanted any more, or a cached sample vanished).
+            it), WHOLE (`value` is the batch; within one process only), FAILED (`value` is the error, or `note`
+            holds it), EMPTY (all samples were skipped), UNDONE (not wanted any more, or a cached sample vanished).
         token, number, slot: of the task.
         ids: those really served.
         skipped: number of samples left out; then `note` says why, a line each.

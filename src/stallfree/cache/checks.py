@@ -57,7 +57,7 @@ def warn_of_capacity(meta: Meta, path: Path, size: int) -> None:
         warnings.warn(
             f"the cache {path.name!r} is there already, with a capacity of {format_size(meta.capacity)}: the "
             f"{format_size(size)} asked for are not taken. Give another name, or remove it with "
-            f"`stallfree cache rm {path.name}` when nobody uses it",
+            f"`stallfree cache rm {path.name}` when no process uses it",
             RuntimeWarning,
             stacklevel=users_level(),
         )

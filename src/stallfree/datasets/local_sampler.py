@@ -23,7 +23,7 @@ class LocalSampler(DistributedSampler[Any]):
         loader = DataLoader(dataset, batch_size=256, sampler=LocalSampler(dataset), num_workers=4)
 
     Every sample comes exactly once per epoch over all ranks, as with torch's `DistributedSampler`, of which this is
-    one; stallfree's loader tells it the epoch. Almost nothing comes over the network then. The price: a sample is
+    one; stallfree's loader sets the epoch. Almost nothing comes over the network then. The price: a sample is
     always seen by the same node, so batches mix a node's share and not the whole data set. Data that lie sorted in the
     data set are mixed all the same, since ownership is a hash.
 

@@ -35,8 +35,8 @@ def pack_error(error: BaseException) -> bytes:
     For a stallfree error with a cause, the traceback is that of the cause, since the error describes itself.
     """
     shorten(error)
-    told = error.__cause__ if isinstance(error, StallfreeError) and error.__cause__ is not None else error
-    trace = "".join(traceback.format_exception(type(told), told, told.__traceback__)).encode(errors="replace")
+    cause = error.__cause__ if isinstance(error, StallfreeError) and error.__cause__ is not None else error
+    trace = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__)).encode(errors="replace")
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

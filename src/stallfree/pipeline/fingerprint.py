@@ -85,8 +85,8 @@ def tolerant() -> Iterator[list[str]]:
 
 def key_of(**parts: Any) -> str:
     """Return the fingerprint of `parts`, followed by one per part: texts unchanged, other objects as fingerprints."""
-    told = {name: part if isinstance(part, str) else fingerprint(part) for name, part in parts.items()}
-    return f"{fingerprint(sorted(told.items()))} " + ";".join(f"{name}={part}" for name, part in told.items())
+    parts_of = {name: part if isinstance(part, str) else fingerprint(part) for name, part in parts.items()}
+    return f"{fingerprint(sorted(parts_of.items()))} " + ";".join(f"{name}={part}" for name, part in parts_of.items())
 
 
 def differing_parts(there: str, wanted: str) -> str:

@@ -151,11 +151,11 @@ def _write(path: Path, terms: Terms) -> None:
 
 def _read(folder: Path) -> Terms:
     try:
-        told = json.loads((folder / "group.json").read_bytes())
-        version = told.pop("version")
+        given = json.loads((folder / "group.json").read_bytes())
+        version = given.pop("version")
         if version != _META_VERSION:
             raise InputError(f"the group in {folder} was made by another release of stallfree: give another name")
-        return Terms(**told)
+        return Terms(**given)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, InputError):
             raise

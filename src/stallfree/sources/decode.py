@@ -36,7 +36,7 @@ class DecodeImage:
     """Encoded bytes (JPEG, PNG, WebP and whatever else Pillow reads) to a picture, always the same for the same bytes.
 
     JPEG is decoded by `simplejpeg` where that is installed (`pip install 'stallfree[turbo]'`) and an array is asked
-    for, everything else by Pillow. The two may differ by a few units in some pixels, so `fingerprint` tells them apart.
+    for, everything else by Pillow. The two may differ by a few units in some pixels, so their `fingerprint` differs.
     Alpha is dropped, palettes, CMYK and greyscale are converted, and the orientation noted in EXIF is not applied.
 
     Args:

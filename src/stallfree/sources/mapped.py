@@ -23,7 +23,7 @@ class MapSource(BaseSource):
 
     Attributes:
         dataset: the data set.
-        threads: False, as nobody promised that a user's data set may be read by several threads at once.
+        threads: False, as a user's data set may not allow several threads at once.
 
     Raises:
         InputError: the data set is iterable-style, cannot be indexed, has no length, or has length 0.

@@ -103,7 +103,7 @@ def _size(path: str) -> int:
 class LabelList:
     """One label per sample. Python's ints and floats are kept in an array, everything else as it was given.
 
-    Labels come out as they went in; arrays and tensors come out as copies, so that nobody changes what others will get.
+    Labels come out as they went in; arrays and tensors come out as copies, so that a change affects no other sample.
     """
 
     def __init__(self, labels: Sequence[Any]) -> None:

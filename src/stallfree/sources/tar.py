@@ -195,7 +195,7 @@ def _read_local(path: str, spans: list[list[int]], stamp: str) -> list[bytes]:
     fd = os.open(path, os.O_RDONLY | OPEN)
     try:
         if stamp_of_status(os.fstat(fd)) != stamp:
-            raise OSError(f"{path!r} was changed after its index was read: make the TarDataset anew")
+            raise OSError(f"{path!r} was changed after its index was read: make a new TarDataset")
         return [_read_at(fd, start, end - start) for start, end in spans]
     finally:
         os.close(fd)

@@ -48,7 +48,7 @@ class ThrottledSource(BaseSource):
         bandwidth: bytes per second, as a number or as `"60MB/s"`. None sets no limit.
         latency: seconds that are added to each request. None adds nothing.
         iops: requests per second. None sets no limit.
-        clock: what tells the time and waits; to be replaced in tests.
+        clock: gives the time and waits; to be replaced in tests.
 
     Raises:
         InputError: a limit that is no positive number (latency may be 0), or a data set that cannot be a source.

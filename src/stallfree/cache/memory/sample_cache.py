@@ -115,7 +115,7 @@ class SampleCache(BaseCache):
         except DamagedError as error:
             if not remove_unused(root / name):
                 raise
-            warnings.warn(f"{error}. Nobody used it: it was thrown away and made anew", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{error}. No process used it: it was replaced by an empty one", RuntimeWarning, stacklevel=2)
             attach()
         try:
             check_same(self.meta, self.path, fingerprint, num_ids, policy.name)

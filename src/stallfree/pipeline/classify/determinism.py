@@ -135,7 +135,7 @@ def _tried(step: Transform, place: int, values: _Values) -> Verdict:
             why = trial.why
     warnings.warn(
         f"cannot tell whether the transform {describe_step(step)} gives the same output for the same input: {why}. It "
-        "counts as random, so it and all steps after it run anew in each epoch. If it is deterministic, mark it with "
+        "counts as random, so it and all steps after it run again in each epoch. If it is deterministic, mark it with "
         "stallfree.mark_deterministic(transform), otherwise with stallfree.mark_random(transform)",
         StallfreeWarning,
         stacklevel=users_level(),

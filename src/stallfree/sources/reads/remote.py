@@ -114,7 +114,7 @@ def _open(real: Callable[..., Any], fs: Any, path: Any, mode: str, options: dict
 
 
 def _digest(fs: Any) -> str:
-    """Tells file systems with other options apart; these may hold passwords."""
+    """Distinguishes file systems with other options, which may hold passwords."""
     return hashlib.sha256(repr(sorted(fs.storage_options.items(), key=str)).encode()).hexdigest()[:16]
 
 
