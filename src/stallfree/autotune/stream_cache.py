@@ -199,9 +199,9 @@ class StreamCache:
         except StallfreeError as error:
             self._refuse(str(error))
             return options
-        filling = self._filling = copy.copy(reader)
-        filling.recorder = Recorder(self._cache, self._dataset, watches=self._watches)
-        return replace(options, reader=filling)
+        recording = self._filling = copy.copy(reader)
+        recording.recorder = Recorder(self._cache, self._dataset, watches=self._watches)
+        return replace(options, reader=recording)
 
     @property
     def _name(self) -> str:

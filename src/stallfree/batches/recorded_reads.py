@@ -94,7 +94,7 @@ class RecordedReads:
             overwritten = lent and not block.recording and self._lent is not None and not self._lent.unchanged(at)
             if not (block.stale or overwritten or (block.doubtful and attempt == 0)):
                 break
-            block.settle()
+            block.wait()
             self._discard(block, id, overwritten=overwritten)
             block = Block()
         else:
@@ -168,5 +168,5 @@ def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
         if not block.stale and not (block.doubtful and attempt == 0):
             break
         drop()  # what is open has been read in part
-        block.settle()
+        block.wait()
     return block.record(id, tracker.shared), block.storage_bytes + block.handed_bytes

@@ -143,13 +143,13 @@ class WindowState:
         with self.hold():
             self.header[field] += number
 
-    def claim(self, filler: int) -> bool:
-        """Become fill process `filler` until this process exits; False if another process already is."""
-        return self._lock.claim(1 + filler)
+    def claim(self, number: int) -> bool:
+        """Become fill process `number` until this process exits; False if another process already is."""
+        return self._lock.claim(1 + number)
 
-    def release(self, filler: int) -> None:
-        """Stop being fill process `filler`."""
-        self._lock.release(1 + filler)
+    def release(self, number: int) -> None:
+        """Stop being fill process `number`."""
+        self._lock.release(1 + number)
 
     def filled_by_others(self) -> bool:
         """Whether another process is a fill process."""

@@ -118,11 +118,11 @@ class Coordinator:
     def _wait(self) -> None:
         """Wait for the next event, for a bounded time."""
         nothing = not self._pool.prepare_wait()
-        lanes = self._pool.descriptors
-        for fd, events in lanes:
+        descriptors = self._pool.descriptors
+        for fd, events in descriptors:
             self._poller.register(fd, events)
         ready = self._poller.poll(1000 * self._patience() if nothing else 0)
-        for fd, _ in lanes:
+        for fd, _ in descriptors:
             self._poller.unregister(fd)
         if not ready:
             self._pool.check()

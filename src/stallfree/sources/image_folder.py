@@ -52,10 +52,10 @@ class ImageFolder(FileDataset):
         mode: Literal["RGB", "L"] = "RGB",
         extensions: Sequence[str] = IMAGE_EXTENSIONS,
     ) -> None:
-        wished = [extensions] if isinstance(extensions, str) else extensions
-        if not isinstance(wished, (list, tuple)) or not all(isinstance(ending, str) for ending in wished):
+        allowed = [extensions] if isinstance(extensions, str) else extensions
+        if not isinstance(allowed, (list, tuple)) or not all(isinstance(ending, str) for ending in allowed):
             raise InputError(f"extensions={extensions!r:.80}: give endings of files, such as ('.jpg', '.png')")
-        endings = tuple(wished)
+        endings = tuple(allowed)
         self.root = canonical(root)
         found = _list_url(self.root) if is_url(self.root) else _list_local(self.root)
         found = {name: [file for file in files if _ends(file, endings)] for name, files in sorted(found.items())}

@@ -205,7 +205,7 @@ class Block:
         self.leave_out(path)
         return True
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """If a file was written just before this block, or in it: wait until the next one can tell these apart."""
         if self.doubtful:
             time.sleep(2e-9 * TICK)
