@@ -54,9 +54,9 @@ def run(options: Options) -> Report:
         notes=[
             f"{ids:,} ids, {EPOCHS} epochs, each another permutation, looked up and stored in batches of 256, in a "
             "fresh process that may use one core. The times contain all of `sf.replay`; the hit ratios are of the last "
-            "epoch. Importances are drawn again for each epoch. Each epoch asks for every sample once, so no policy can "
-            "hit more than the share that fits; `minio` and `oracle` do hit it. The checks take the slower of the two "
-            "sizes."
+            "epoch. Importances are drawn again for each epoch. Each epoch asks for every sample once, so no policy "
+            "can hit more than the share that fits; `minio` and `oracle` do hit it. The checks take the slower of the "
+            "two sizes."
         ],
         versions=raw[0]["versions"],
         raw=raw,

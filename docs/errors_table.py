@@ -113,6 +113,7 @@ WHEN = {
     "sampling/importance_source.py": "A `DataLoader` is made with an `ImportanceSampler`, or its state is loaded",
     "workers/ray_group.py": "A `SharedLoader` with Ray workers is iterated",
     "workers/ray_pool.py": "A `DataLoader` with Ray workers is iterated",
+    "workers/ray_executor.py": "A `DataLoader` with Ray workers is iterated",
     "workers/ray_workers.py": "`RayWorkers` is made",
     "workers/worker_processes.py": "A `DataLoader` is iterated",
     "datasets/local_sampler.py": "A `LocalSampler` is made",

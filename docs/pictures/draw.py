@@ -292,7 +292,9 @@ def device() -> Picture:
 
 def stalls() -> Picture:
     """An epoch with and without stalls."""
-    picture = Picture("Without stallfree the GPU waits for fetch and prep; with it the GPU works all the time", 720, 270)
+    picture = Picture(
+        "Without stallfree the GPU waits for fetch and prep; with it the GPU works all the time", 720, 270
+    )
     picture.text((100, 20), "before: the GPU waits for data", "start bold")
     fetch = [(190 * batch, 110, "fetch") for batch in range(3)]
     prep = [(190 * batch + 110, 80, "prep") for batch in range(3)]

@@ -191,7 +191,7 @@ def test_a_changed_shard_is_read_anew(tmp_path: Path, make: Callable[..., TarDat
     before = make(shard)
     write(shard, [("1.x", b"new"), ("0.x", b"new")])
     os.utime(shard, ns=(0, 123456789))  # of the same size
-    with pytest.raises(SampleError, match=r"sample 0 .*was changed after its index was read: make the TarDataset anew"):
+    with pytest.raises(SampleError, match=r"sample 0 .*was changed after its index was read: make a new TarDataset"):
         before.fetch(0)
     after = make(shard)
     assert [sample["__key__"] for sample in after] == ["1", "0"]

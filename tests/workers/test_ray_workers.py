@@ -23,7 +23,7 @@ import stallfree as sf
 from loader_data import Made
 from ray_cluster import RayCluster
 from stallfree.batches.messages import READY, Result
-from stallfree.workers.ray_workers import Demand
+from stallfree.workers.ray_executor import Demand
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 

@@ -1,8 +1,8 @@
 """The staging ring: standing slots of shared memory that hold ready batches, used again and again.
 
-A slot is a file of its own, which grows to the largest batch that was put into it; the size of a
-batch need not be known beforehand. Who fills a slot and when is decided in one place, by the process that iterates. A batch that
-was handed out holds its slot on *lease*: when the last tensor made from it is freed, the slot goes back.
+A slot is a file of its own, which grows to the largest batch that was put into it, so the size of a batch need not be
+known beforehand. Who fills a slot and when is decided in one place, by the process that iterates. A batch that was
+handed out holds its slot on *lease*: when the last tensor made from it is freed, the slot goes back.
 """
 
 from __future__ import annotations

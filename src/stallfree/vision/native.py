@@ -53,7 +53,10 @@ def library() -> ctypes.CDLL | None:
         log.info("pictures are decoded whole and resized by torch, which takes longer: %s", error)
         return None
     if found.stallfree_abi() != ABI:
-        log.info("pictures are decoded whole and resized by torch: %s is of another version: install stallfree again", LIBRARY)
+        log.info(
+            "pictures are decoded whole and resized by torch: %s is of another version: install stallfree again",
+            LIBRARY,
+        )
         return None
     return declared(found)
 

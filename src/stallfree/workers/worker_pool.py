@@ -25,7 +25,8 @@ from stallfree.platform import cpu_count, shares_memory
 from stallfree.stats import LoaderStats
 from stallfree.workers.event_log import EventLog
 from stallfree.workers.executors import Executor, GatherThreads, TrainingProcess
-from stallfree.workers.ray_workers import DEPTH, GroupTerms, RayExecutor, RayWorkers
+from stallfree.workers.ray_executor import RayExecutor
+from stallfree.workers.ray_workers import DEPTH, GroupTerms, RayWorkers
 from stallfree.workers.status import Status
 from stallfree.workers.worker import WorkerSetup
 from stallfree.workers.worker_processes import WorkerProcesses, wait
