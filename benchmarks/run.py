@@ -62,6 +62,7 @@ NAMES = (
     "plain_loader",
     "watch_cost",
     "replay",
+    "ray_workers",
 )
 
 

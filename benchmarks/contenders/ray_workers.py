@@ -6,12 +6,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 import stallfree as sf
@@ -19,6 +20,7 @@ from benchmarks.contender import emit
 
 BATCH, SIDE = 64, 224
 READY_SECONDS = 900.0
+SETTLE_SECONDS = 2.0
 
 
 class Sleeping(torch.utils.data.Dataset[Any]):
@@ -33,14 +35,17 @@ class Sleeping(torch.utils.data.Dataset[Any]):
 
 
 class Computing(torch.utils.data.Dataset[Any]):
-    """A picture of 150 KB, prepared by some milliseconds of computation."""
+    """A picture of 150 KB, prepared by `rounds` sines per value (about 0.6 ms each)."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
 
     def __len__(self) -> int:
         return 1 << 20
 
     def __getitem__(self, id: int) -> Any:
         values = np.random.default_rng(id).random((SIDE, SIDE, 3), np.float32)
-        for _ in range(4):
+        for _ in range(self.rounds):
             values = np.sin(values)
         return torch.from_numpy((values * 255).astype(np.uint8)), os.getpid()
 
@@ -58,49 +63,59 @@ def prepared(dataset: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return prepare
 
 
-def rate_of(batches: Iterator[Any], workers: int, count: int, pids: Callable[[Any], Iterable[int]]) -> float:
-    """Batches per second over `count` batches, once all workers have delivered some."""
-    seen: dict[int, int] = {}
-    end = time.monotonic() + READY_SECONDS
-    while len([pid for pid, delivered in seen.items() if delivered >= 2]) < workers:
-        if time.monotonic() > end:
-            raise RuntimeError(f"{len(seen)} of {workers} workers were ready within {READY_SECONDS:g} s")
-        for pid in set(pids(next(batches))):
-            seen[pid] = seen.get(pid, 0) + 1
-    for _ in islice(batches, 2 * workers + 2):  # what is ready already
-        pass
-    begun = time.perf_counter()
-    for _ in islice(batches, count):
-        pass
-    return count / (time.perf_counter() - begun)
+class Loader:
+    """An open loader whose rate is measured in windows."""
+
+    def __init__(self, loader: Any, workers: int) -> None:
+        self._loader, self._workers = loader, workers
+        self._batches = iter(loader)
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        """Until each worker has delivered two batches; local workers stand in for Ray workers that start."""
+        seen: dict[int, int] = {}
+        end = time.monotonic() + READY_SECONDS
+        while len([pid for pid, delivered in seen.items() if delivered >= 2]) < self._workers:
+            if time.monotonic() > end:
+                raise RuntimeError(f"{len(seen)} of {self._workers} workers were ready within {READY_SECONDS:g} s")
+            ours = {child.pid for child in psutil.Process().children()}
+            local = isinstance(self._loader, sf.DataLoader) and isinstance(self._loader.workers, sf.RayWorkers)
+            for pid in set(next(self._batches)[1].tolist()):
+                if not (local and pid in ours):
+                    seen[pid] = seen.get(pid, 0) + 1
+
+    def rate(self, count: int) -> tuple[float, float]:
+        """Batches per second over `count` batches, after those that are ready already, and the cores in use."""
+        for _ in islice(self._batches, 2 * self._workers + 2):
+            pass
+        begun, busy = time.perf_counter(), _busy_seconds()
+        for _ in islice(self._batches, count):
+            pass
+        took = time.perf_counter() - begun
+        return count / took, (_busy_seconds() - busy) / took
+
+    def close(self) -> None:
+        del self._batches
+        if isinstance(self._loader, sf.DataLoader):
+            self._loader.close()
 
 
-def of_pair(batch: Any) -> list[int]:
-    return batch[1].tolist()  # type: ignore[no-any-return]
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
 
 
-def with_loader(loader: Any, workers: int, count: int) -> float:
-    batches = iter(loader)
-    try:
-        return rate_of(batches, workers, count, of_pair)
-    finally:
-        del batches
-        if isinstance(loader, sf.DataLoader):
-            loader.close()
-
-
-def with_ray(dataset: Any, workers: int, count: int, address: str) -> float:
+def with_ray(dataset: Any, workers: int, address: str) -> Loader:
     spec = sf.RayWorkers(workers, address=address)
-    return with_loader(sf.DataLoader(dataset, batch_size=BATCH, workers=spec), workers, count)
+    return Loader(sf.DataLoader(dataset, batch_size=BATCH, workers=spec), workers)
 
 
-def with_local(dataset: Any, workers: int, count: int) -> float:
-    return with_loader(sf.DataLoader(dataset, batch_size=BATCH, num_workers=workers), workers, count)
+def with_local(dataset: Any, workers: int) -> Loader:
+    return Loader(sf.DataLoader(dataset, batch_size=BATCH, num_workers=workers), workers)
 
 
-def with_torch(dataset: Any, workers: int, count: int) -> float:
-    loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH, num_workers=workers)
-    return with_loader(loader, workers, count)
+def with_torch(dataset: Any, workers: int) -> Loader:
+    return Loader(torch.utils.data.DataLoader(dataset, batch_size=BATCH, num_workers=workers), workers)
 
 
 def with_ray_data(dataset: Any, workers: int, count: int, address: str) -> float:
@@ -126,40 +141,46 @@ def with_ray_data(dataset: Any, workers: int, count: int, address: str) -> float
 
 
 def sleep(given: dict[str, Any], address: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"ray": {}}
-    for workers in given["counts"]:
-        found["ray"][workers] = with_ray(Sleeping(), workers, max(16, 6 * workers), address)
-        print(f"{workers} Ray workers: {found['ray'][workers]:.2f} batches/s", file=sys.stderr, flush=True)
-    for workers in given["others"]:
-        found["torch"] = with_torch(Sleeping(), workers, 6 * workers)
-        found["ray_data"] = with_ray_data(Sleeping(), workers, 6 * workers, address)
-    return found
+    workers, count = given["workers"], max(16, 6 * given["workers"])
+    if given["loader"] == "ray_data":
+        return {"rates": [with_ray_data(Sleeping(), workers, count, address)]}
+    loader = with_ray(Sleeping(), workers, address) if given["loader"] == "ray" else with_torch(Sleeping(), workers)
+    windows = [loader.rate(count) for _ in range(given["rounds"])]
+    loader.close()
+    return {"rates": [rate for rate, _ in windows], "cores": [cores for _, cores in windows]}
 
 
 def compute(given: dict[str, Any], address: str) -> dict[str, Any]:
-    workers, count = given["workers"], 40
-    ways: dict[str, Callable[[], float]] = {
-        "local": lambda: with_local(Computing(), workers, count),
-        "ray": lambda: with_ray(Computing(), workers, count, address),
-        "torch": lambda: with_torch(Computing(), workers, count),
-        "ray_data": lambda: with_ray_data(Computing(), workers, count, address),
+    """Windows of loaders that stay open, in turn; Ray Data after them, as it computes ahead as far as it has memory."""
+    workers, count, dataset = given["workers"], given["batches"], Computing(given["sines"])
+    loaders = {
+        "local": with_local(dataset, workers),
+        "ray": with_ray(dataset, workers, address),
+        "torch": with_torch(dataset, workers),
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(given["rounds"]):
-        for name, way in ways.items():
-            found[name].append(way())
-            print(f"{name}: {found[name][-1]:.2f} batches/s", file=sys.stderr, flush=True)
+    found: dict[str, list[float]] = {name: [] for name in loaders}
+    for number in range(given["rounds"] + 1):
+        for name, loader in loaders.items():
+            time.sleep(SETTLE_SECONDS)  # the loader before it prepares ahead
+            rate, cores = loader.rate(count)
+            print(f"{name}: {rate:.2f} batches/s on {cores:.2f} cores", file=sys.stderr, flush=True)
+            if number:  # the first is a warm-up
+                found[name].append(rate)
+    for loader in loaders.values():
+        loader.close()
+    found["ray_data"] = [with_ray_data(dataset, workers, count, address) for _ in range(given["ray_data"])]
     return found
 
 
 def main() -> None:
     given = json.loads(sys.argv[1])
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - as local workers have it; Ray's default is 15
     from ray.cluster_utils import Cluster
 
     cpus = 32 if given["job"] == "sleep" else 2
     sizes = {"num_cpus": cpus, "object_store_memory": 1 << 30}
     cluster = Cluster(initialize_head=True, head_node_args={**sizes, "include_dashboard": False})
-    for _ in range(2):
+    for _ in range(given["nodes"] - 1):
         cluster.add_node(**sizes)
     try:
         found = {"sleep": sleep, "compute": compute}[given["job"]](given, cluster.address)
