@@ -1,6 +1,6 @@
 """The one harness: contenders in turns, each in a fresh process, and what becomes of their figures.
 
-    case.run(options) -> Report -> benchmarks/results/NAME.json -> a table in docs/benchmarks.md
+    case.run(options) -> Report -> benchmarks/results/NAME.json -> docs/benchmarks/results/NAME.md, charts/NAME.svg
 
 A ratio is taken within a round, between neighbours in time, and what is reported is the median over the rounds with the
 lowest and the highest.
@@ -22,11 +22,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.charts import chart
 from benchmarks.peers import venvs
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = ROOT / "docs" / "benchmarks"
 CHILD_SECONDS = 900.0
 """Longest run of one contender."""
 
@@ -39,7 +40,7 @@ class Options:
 
     Attributes:
         data: folder with pictures, or None to make some.
-        quick: fewer and shorter runs, to see that they work; the page is left as it is.
+        quick: fewer and shorter runs, to see that they work; the pages are left as they are.
     """
 
     data: Path | None = None
@@ -308,10 +309,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def section(content: Json) -> str:
-    """What stands on the page for one result."""
+def result_page(content: Json) -> str:
+    """The page of one result."""
     checks = [_check(found) for found in content["checks"]]
-    parts = [content["question"], table(content["columns"], content["rows"])]
+    parts = [f"# {content['name']}", content["question"], table(content["columns"], content["rows"])]
     if checks:
         parts.append(table(["asked", "found", "wanted", "met"], [check.row() for check in checks]))
     parts += content["notes"]
@@ -321,7 +322,7 @@ def section(content: Json) -> str:
         f"<sub>{here['processor']}, {here['cores']} cores, {here['memory']}, Linux {here['kernel']}; {versions}. "
         f"Every figure: `benchmarks/results/{content['name']}.json`.</sub>"
     )
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) + "\n"
 
 
 def _check(found: Json) -> Check:
@@ -329,17 +330,33 @@ def _check(found: Json) -> Check:
     return Check(**{key: value for key, value in found.items() if key not in ("met", "spread")}, spread=spread)
 
 
-def write_page(names: Sequence[str]) -> None:
-    """Render every result that there is into the page, and the summary of all checks above them."""
-    text = PAGE.read_text()
-    summary: list[list[str]] = []
+def pages(names: Sequence[str]) -> dict[Path, str]:
+    """The generated files for all results: one page and at most one chart each, and the missed figures in the index."""
+    found: dict[Path, str] = {}
+    missed, count = [], 0
     for name in names:
         path = RESULTS / f"{name}.json"
-        if path.exists():
-            content = json.loads(path.read_text())
-            text = between(text, name, section(content))
-            summary += [_check(found).row() for found in content["checks"]]
-    PAGE.write_text(between(text, "summary", table(["asked", "found", "wanted", "met"], summary)))
+        if not path.exists():
+            continue
+        content = json.loads(path.read_text())
+        found[PAGES / "results" / f"{name}.md"] = result_page(content)
+        if (drawn := chart(content)) is not None:
+            found[PAGES / "charts" / f"{name}.svg"] = drawn
+        checks = [_check(check) for check in content["checks"]]
+        count += len(checks)
+        missed += [[*check.row()[:3], f"[{name}](results/{name}.md)"] for check in checks if not check.met]
+    summary = f"{len(missed)} of {count} figures miss their target:\n\n"
+    index = PAGES / "index.md"
+    shown = summary + table(["asked", "found", "wanted", "result"], missed)
+    found[index] = between(index.read_text(), "missed", shown)
+    return found
+
+
+def write_pages(names: Sequence[str]) -> None:
+    """Write the generated files of the benchmark pages."""
+    for path, text in pages(names).items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
 
 
 def between(text: str, name: str, content: str) -> str:
@@ -348,5 +365,5 @@ def between(text: str, name: str, content: str) -> str:
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
-        raise BenchmarkError(f"{PAGE.name} has no markers {begin} and {end}")
+        raise BenchmarkError(f"there are no markers {begin} and {end}")
     return f"{before}{begin}\n{content}\n{end}{after}"

@@ -30,10 +30,10 @@ def run(options: Options) -> Report:
             params = {"job": "sleep", "loader": loader, "workers": workers, "rounds": 3, "nodes": 3}
             sleeping[loader, workers] = _child(params, scratch)
             say(f"  sleeping prep, {loader}, {workers}: {sleeping[loader, workers]['found']}")
-        rounds = 1 if options.quick else 7
+        rounds = 1 if options.quick else 15
         for name, sines, nodes in COMPUTING[:1] if options.quick else COMPUTING:
             params = {"job": "compute", "workers": 2, "rounds": rounds, "sines": sines, "nodes": nodes}
-            computing[name] = _child({**params, "batches": 40, "ray_data": 1 if options.quick else 3}, scratch)
+            computing[name] = _child({**params, "batches": 16, "ray_data": 1 if options.quick else 3}, scratch)
             say(f"  {name}: {computing[name]['found']}")
     return _report(sleeping, computing)
 

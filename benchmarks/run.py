@@ -1,6 +1,6 @@
 """Run benchmarks: `python benchmarks/run.py [NAME ...] [--data FOLDER] [--quick]`; all of them without a name.
 
-Results go to `benchmarks/results/NAME.json` and into `docs/benchmarks.md`. With `--quick` they are printed only: that
+Results go to `benchmarks/results/NAME.json` and into `docs/benchmarks/`. With `--quick` they are printed only: that
 shows that all runs, the figures are too short to mean much.
 """
 
@@ -80,7 +80,7 @@ def main() -> int:
     if unknown := sorted(set(given.names) - {*NAMES, *ON_GPU}):
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(NAMES + ON_GPU)}")
     if given.page:
-        harness.write_page(NAMES + ON_GPU)
+        harness.write_pages(NAMES + ON_GPU)
         return 0
     options = harness.Options(data=given.data, quick=given.quick)
     failed = []
@@ -94,9 +94,9 @@ def main() -> int:
             failed.append(name)
             continue
         path = harness.save(case, report, options)
-        print(f"## {name}\n\n{harness.section(json.loads(path.read_text()))}\n", flush=True)
+        print(harness.result_page(json.loads(path.read_text())), flush=True)
         if not options.quick:
-            harness.write_page(NAMES + ON_GPU)
+            harness.write_pages(NAMES + ON_GPU)
     if failed:
         harness.say(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
