@@ -8,9 +8,11 @@ import pickle
 import pytest
 
 import stallfree.errors as errors
-from stallfree.errors import SampleError, StallfreeError, WorkerError, missing_extra
+from stallfree.errors import DOCUMENTATION, SampleError, StallfreeError, WorkerError, missing_extra, text_of
 
-ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+ALL: list[type[StallfreeError]] = [
+    kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)
+]
 PLAIN = [kind for kind in ALL if kind not in (SampleError, WorkerError)]
 
 
@@ -51,9 +53,14 @@ def test_every_error_says_what_it_is_for(kind: type[Exception]) -> None:
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("kind", PLAIN)
 def test_plain_errors_survive_pickle(kind: type[Exception], protocol: int) -> None:
-    back = pickle.loads(pickle.dumps(kind("what to do"), protocol))
+    back = pickle.loads(pickle.dumps(kind("what to do", page="lock-held"), protocol))
     assert type(back) is kind
-    assert str(back) == "what to do"
+    assert (text_of(back), back.page) == ("what to do", "lock-held")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_the_text_ends_with_the_address_of_the_page(kind: type[StallfreeError]) -> None:
+    assert str(kind("what to do")) == f"what to do\n{DOCUMENTATION}errors/{kind.page}/" if kind.page else "what to do"
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
@@ -67,7 +74,7 @@ def test_sample_error_survives_pickle(protocol: int) -> None:
 def test_worker_error_survives_pickle(protocol: int) -> None:
     back = pickle.loads(pickle.dumps(WorkerError("3 workers died", ids=[3, 1, 2]), protocol))
     assert type(back) is WorkerError
-    assert (str(back), back.ids) == ("3 workers died", [3, 1, 2])
+    assert (text_of(back), back.ids) == ("3 workers died", [3, 1, 2])
 
 
 def test_errors_can_be_copied() -> None:
@@ -77,7 +84,7 @@ def test_errors_can_be_copied() -> None:
 
 def test_sample_error_without_a_place() -> None:
     error = SampleError("broken", id=0)
-    assert (error.id, error.where, str(error)) == (0, "", "broken")
+    assert (error.id, error.where, text_of(error)) == (0, "", "broken")
 
 
 def test_missing_extra_names_the_command() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from stallfree.errors import SampleError, StallfreeError
+from stallfree.errors import SampleError, StallfreeError, text_of
 
 _Error = TypeVar("_Error", bound="StallfreeError")
 _ENDS_LOOPS = (StopIteration, StopAsyncIteration)
@@ -42,18 +42,10 @@ def _join(base: type[StallfreeError], kind: Any) -> type[StallfreeError]:
                 return kind.__new__(cls, *arguments)
         return BaseException.__new__(cls)
 
-    def init(self: Any, message: str = "", **own: Any) -> None:
-        Exception.__init__(self, message)  # `kind` may take other arguments
-        if base is SampleError:
-            SampleError.__init__(self, message, **own)
-
-    def text(self: Any) -> str:
-        return str(self.args[0])  # KeyError would give the message in quotes, OSError the error number
-
     def reduced(self: Any) -> tuple[object, ...]:
-        return make_error, (base, kinds_of(self), str(self), portable(fields_of(self)))
+        return make_error, (base, kinds_of(self), text_of(self), portable(fields_of(self)))
 
-    names = {"__new__": new, "__init__": init, "__str__": text, "__reduce__": reduced, "__doc__": base.__doc__}
+    names = {"__new__": new, "__reduce__": reduced, "__doc__": base.__doc__}
     members: dict[str, Any] = {**names, "__module__": base.__module__, "__qualname__": base.__qualname__}
     made: Any = _Joined(base.__name__, (base, kind), members)
     made("")  # raises what would be raised in place of the error
@@ -70,7 +62,7 @@ copyreg.pickle(_Joined, _reduce)  # torch's workers send the class of an error
 def also_of_type(error: _Error, cause: BaseException) -> _Error:
     """`error` as one that is of the type of `cause` too, and has its attributes."""
     fields = fields_of(cause) | vars(error)
-    return make_error(type(error), [type(cause)], str(error), fields)  # type: ignore[return-value]
+    return make_error(type(error), [type(cause)], text_of(error), fields)  # type: ignore[return-value]
 
 
 def make_error(base: type[StallfreeError], kinds: list[type], message: str, fields: dict[str, Any]) -> StallfreeError:

@@ -14,41 +14,73 @@ StallfreeError
 ├── PlatformError (NotImplementedError) this operating system lacks what is needed; the message says what to use
 ├── ProducerError                      the process that loads for a `ProcessPrefetcher` ended
 └── MissingExtraError (ImportError)    an optional package is not installed; the message names the extra
+
+Each kind of error has a page in `docs/errors`, whose address is the last line of its text. A kind is a class with its
+`page`, or one of the functions below the classes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 
-def text_of(error: BaseException) -> str:
-    """`str(error)`, also where the error's own `__str__` fails."""
+DOCUMENTATION = "https://stallfree.readthedocs.io/"
+"""The address of the documentation. `pyproject.toml` and `mkdocs.yml` contain the same."""
+
+
+def text_of(error: object) -> str:
+    """The text of an error without the address of its page, also where the error's own `__str__` fails."""
     try:
-        return str(error)
+        return str(error.args[0] if isinstance(error, StallfreeError) and error.args else error)
     except Exception as problem:
         return f"(its text cannot be made: {type(problem).__name__})"
 
 
 class StallfreeError(Exception):
-    """The base of every error that stallfree raises on purpose."""
+    """The base of every error that stallfree raises on purpose.
+
+    Attributes:
+        page: the name of the page in the documentation that describes this kind of error; its address ends the text.
+    """
+
+    page = ""
+
+    def __init__(self, message: str = "", *, page: str = "") -> None:
+        Exception.__init__(self, message)  # not that of another base, which may take other arguments
+        self.page = page or self.page
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n{DOCUMENTATION}errors/{self.page}/" if self.page else str(self.args[0])
 
 
 class InputError(StallfreeError, ValueError):
     """A value given by the caller cannot be used. The message says what was given, what was expected, what to do."""
 
+    page = "argument-value"
+
 
 class CapacityError(InputError):
     """A capacity that is no size, is negative, or is more than the machine can give."""
+
+    page = "unit-format"
 
 
 class FingerprintError(InputError):
     """A cache of this name exists and belongs to other data, another pipeline or another user."""
 
+    page = "cache-mismatch"
+
 
 class StorageError(StallfreeError, OSError):
     """The folder or a file of a cache cannot be made, locked or read."""
 
+    page = "folder-unusable"
+
 
 class CodecError(StallfreeError, TypeError):
     """A value cannot be stored as it is and pickle is not allowed here."""
+
+    page = "record-malformed"
 
 
 class SampleError(StallfreeError):
@@ -63,17 +95,12 @@ class SampleError(StallfreeError):
         where: what is known about its place, for instance the path; may be empty.
     """
 
+    page = "sample-failed"
+
     def __init__(self, message: str, *, id: int = -1, where: str = "") -> None:
-        Exception.__init__(self, message)  # not that of the other type, which may take other arguments
+        super().__init__(message)
         self.id = id
         self.where = where
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _make_sample_error, (str(self), self.id, self.where)
-
-
-def _make_sample_error(message: str, id: int, where: str) -> SampleError:
-    return SampleError(message, id=id, where=where)
 
 
 class WorkerError(StallfreeError, RuntimeError):
@@ -84,16 +111,11 @@ class WorkerError(StallfreeError, RuntimeError):
         ids: the ids of the samples of that batch.
     """
 
-    def __init__(self, message: str, *, ids: list[int]) -> None:
+    page = "worker-died"
+
+    def __init__(self, message: str, *, ids: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.ids = ids
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _make_worker_error, (str(self), self.ids)
-
-
-def _make_worker_error(message: str, ids: list[int]) -> WorkerError:
-    return WorkerError(message, ids=ids)
+        self.ids = list(ids)
 
 
 class WaitError(StallfreeError, TimeoutError):
@@ -103,17 +125,25 @@ class WaitError(StallfreeError, TimeoutError):
 class MissingServerError(StallfreeError, OSError):
     """No server for a store across hosts is installed, or the one that is there cannot be kept running."""
 
+    page = "server-failed"
+
 
 class PlatformError(StallfreeError, NotImplementedError):
     """The operating system lacks what this part needs. The message says what to use in its place."""
+
+    page = "needs-linux"
 
 
 class ProducerError(StallfreeError):
     """The process that loads for a `ProcessPrefetcher` ended, or was ended. Make a new one."""
 
+    page = "producer-ended"
+
 
 class MissingExtraError(StallfreeError, ImportError):
     """An optional package is not installed. The message names the extra that installs it."""
+
+    page = "package-missing"
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
@@ -121,3 +151,74 @@ def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
     return MissingExtraError(
         f"{purpose} needs the package {package!r}, which is not installed: pip install 'stallfree[{extra}]'"
     )
+
+
+# -- kinds of errors that have a page of their own; the name is that of the page ---------------------------------------
+
+argument_conflict = partial(InputError, page="argument-conflict")
+batch_failed = partial(StallfreeError, page="batch-failed")
+batch_timeout = partial(WaitError, page="batch-timeout")
+cache_ids = partial(InputError, page="cache-ids")
+cache_not_found = partial(InputError, page="cache-not-found")
+cache_required = partial(InputError, page="cache-required")
+capacity_too_large = partial(CapacityError, page="capacity-too-large")
+capacity_too_small = partial(CapacityError, page="capacity-too-small")
+clara_configuration = partial(InputError, page="clara-configuration")
+clara_data_list = partial(InputError, page="clara-data-list")
+clara_field = partial(InputError, page="clara-field")
+clara_transform = partial(InputError, page="clara-transform")
+collate_output = partial(InputError, page="collate-output")
+consumer_process = partial(InputError, page="consumer-process")
+cut_attribute = partial(InputError, page="cut-attribute")
+cut_random = partial(InputError, page="cut-random")
+cut_refused = partial(InputError, page="cut-refused")
+dataset_changed = partial(InputError, page="dataset-changed")
+dataset_empty = partial(InputError, page="dataset-empty")
+dataset_random = partial(InputError, page="dataset-random")
+dataset_type = partial(InputError, page="dataset-type")
+device_unknown = partial(InputError, page="device-unknown")
+file_unreadable = partial(InputError, page="file-unreadable")
+file_unwritable = partial(InputError, page="file-unwritable")
+folder_gone = partial(StorageError, page="folder-gone")
+folder_owner = partial(FingerprintError, page="folder-owner")
+group_mismatch = partial(InputError, page="group-mismatch")
+group_timeout = partial(WaitError, page="group-timeout")
+image_folder = partial(InputError, page="image-folder")
+image_unreadable = partial(InputError, page="image-unreadable")
+iterable_unsupported = partial(InputError, page="iterable-unsupported")
+iteration_over = partial(StallfreeError, page="iteration-over")
+job_failed = partial(InputError, page="job-failed")
+job_function = partial(InputError, page="job-function")
+launch_environment = partial(InputError, page="launch-environment")
+lock_held = partial(WaitError, page="lock-held")
+loss_update = partial(InputError, page="loss-update")
+name_invalid = partial(InputError, page="name-invalid")
+network_interface = partial(InputError, page="network-interface")
+no_fingerprint = partial(InputError, page="no-fingerprint")
+nodes_missing = partial(WaitError, page="nodes-missing")
+not_picklable = partial(InputError, page="not-picklable")
+object_closed = partial(InputError, page="object-closed")
+port_unavailable = partial(InputError, page="port-unavailable")
+ranks_conflict = partial(InputError, page="ranks-conflict")
+reads_nothing = partial(InputError, page="reads-nothing")
+release_mismatch = partial(StorageError, page="release-mismatch")
+run_too_large = partial(InputError, page="run-too-large")
+sample_size_unknown = partial(InputError, page="sample-size-unknown")
+sampler_mismatch = partial(InputError, page="sampler-mismatch")
+sampler_output = partial(InputError, page="sampler-output")
+seed_agreement = partial(InputError, page="seed-agreement")
+server_address = partial(InputError, page="server-address")
+server_missing = partial(MissingServerError, page="server-missing")
+server_refused = partial(InputError, page="server-refused")
+server_unreachable = partial(StorageError, page="server-unreachable")
+state_format = partial(InputError, page="state-format")
+state_mismatch = partial(InputError, page="state-mismatch")
+stop_iteration = partial(StallfreeError, page="stop-iteration")
+storage_full = partial(StorageError, page="storage-full")
+tar_samples = partial(InputError, page="tar-samples")
+tar_unreadable = partial(InputError, page="tar-unreadable")
+trace_ids = partial(InputError, page="trace-ids")
+transform_input = partial(InputError, page="transform-input")
+unit_format = partial(InputError, page="unit-format")
+value_unstorable = partial(CodecError, page="value-unstorable")
+window_late = partial(WaitError, page="window-late")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from stallfree.errors import InputError
+from stallfree.errors import file_unreadable
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def read_events(path: str | Path) -> list[Event]:
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
+        raise file_unreadable(
             f"{path} cannot be read as a log of events: {error}. Give a log that stallfree wrote"
         ) from error
     return [_event(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -57,5 +57,7 @@ def _event(path: str | Path, number: int, line: str) -> Event:
         if not (math.isfinite(event.start) and math.isfinite(event.end) and event.start <= event.end):
             raise ValueError("start and end must be numbers, start not after end")
     except (ValueError, TypeError) as error:
-        raise InputError(f"{path}, line {number}, is no event ({error}): give a log that stallfree wrote") from error
+        raise file_unreadable(
+            f"{path}, line {number}, is no event ({error}): give a log that stallfree wrote"
+        ) from error
     return event

@@ -6,7 +6,7 @@ import operator
 import re
 from typing import Any
 
-from stallfree.errors import CapacityError, InputError
+from stallfree.errors import CapacityError, InputError, unit_format
 
 _BYTES = {"": 1, "B": 1} | {
     p + suffix: base**e
@@ -74,7 +74,7 @@ def parse_rate(value: float | int | str, name: str = "rate") -> float:
     elif isinstance(value, str) and value.rstrip().endswith("/s"):
         rate = float(parse_size(value.rstrip()[:-2], name))
     else:
-        raise InputError(f"{name}={value!r} is no rate: give bytes per second, or a string such as '60MB/s'")
+        raise unit_format(f"{name}={value!r} is no rate: give bytes per second, or a string such as '60MB/s'")
     if not 0 < rate < float("inf"):
         raise InputError(f"{name}={value!r} must be above 0 and finite: give such a number")
     return rate
@@ -88,13 +88,13 @@ def parse_seconds(value: str, name: str = "time") -> float:
     example = "a number with its unit, such as '80ms', '0.08s' or '15us'"
     match = _TIME.fullmatch(value) if isinstance(value, str) else None
     if match and not match[2]:
-        raise InputError(f"{name}={value!r} has no unit: give {example}")
+        raise unit_format(f"{name}={value!r} has no unit: give {example}")
     unit = re.sub("[\u00b5\u03bc]", "u", match[2]) if match else ""
     if match is None or unit not in _SECONDS:
-        raise InputError(f"{name}={value!r} is no time: give {example}; units: {', '.join(_SECONDS)}")
+        raise unit_format(f"{name}={value!r} is no time: give {example}; units: {', '.join(_SECONDS)}")
     seconds = float(match[1]) * _SECONDS[unit]
     if seconds == float("inf"):
-        raise InputError(f"{name}={value!r} must be finite: give {example}")
+        raise unit_format(f"{name}={value!r} must be finite: give {example}")
     return seconds
 
 

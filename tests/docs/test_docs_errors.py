@@ -1,51 +1,156 @@
-"""The page of messages has every error that stallfree raises, as its source says it, with what to do."""
+"""Every error has a page, every page an error, and the link of a message leads to its page."""
 
 from __future__ import annotations
 
 import ast
+import re
 import runpy
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
+import pytest
 from doc_pages import ROOT
 
-TABLE: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "errors_table.py"))
-MESSAGES = TABLE["messages"]()
+from stallfree import errors
+from stallfree.cache.memory import index as cache_index
+from stallfree.errors import DOCUMENTATION, StallfreeError
+from stallfree.pipeline import fingerprint, structure
+
+SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "errors_table.py"))
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "errors").glob("*-*.md")}
+KINDS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, partial)}
+CLASSES = {
+    name: kind
+    for module in (errors, cache_index, fingerprint, structure)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, StallfreeError)
+}
 
 
-def test_the_page_is_what_the_source_says() -> None:
-    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-    assert page == TABLE["page"](), "run: python docs/errors_table.py"
+class Site(NamedTuple):
+    """A call in the source that makes an error."""
+
+    place: str
+    kind: type[StallfreeError]
+    page: str
+    message: re.Pattern[str]
 
 
-def test_every_message_says_what_to_do() -> None:
-    assert [message.says for message in MESSAGES if not message.advice] == []
+def sites(source: str, name: str) -> Iterator[Site]:
+    """The calls of classes and kinds of errors, except those that take over the page of another error."""
+    tree = ast.parse(source)
+    texts: dict[str, ast.expr] = {}  # those of the module stay
+    for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]:
+        own = list(_own(scope))
+        texts |= {node.targets[0].id: node.value for node in own if _sets_a_name(node)}  # type: ignore[attr-defined]
+        for call in own:
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+                continue
+            made: Any = KINDS.get(call.func.id) or CLASSES.get(call.func.id)
+            given = {keyword.arg: keyword.value for keyword in call.keywords}.get("page")
+            if made is None or isinstance(given, ast.Attribute):
+                continue
+            page = made.keywords["page"] if isinstance(made, partial) else made.page
+            kind = made.func if isinstance(made, partial) else made
+            text = _pattern(call.args[0], texts) if call.args else ""
+            message = re.compile(text if re.search("[a-z]{2}", text) else "(?!)", re.DOTALL)  # else it is passed on
+            yield Site(f"{name}:{call.lineno}", kind, ast.literal_eval(given) if given else page, message)
 
 
-def test_all_advice_belongs_to_a_message() -> None:
-    assert set(TABLE["ADVICE"]) <= {message.says for message in MESSAGES}
+def _own(scope: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(scope):
+        if not isinstance(node, ast.FunctionDef):
+            yield node
+            yield from _own(node)
 
 
-def test_every_class_is_on_the_page_and_every_topic_has_messages() -> None:
-    assert {message.topic for message in MESSAGES} == set(TABLE["TOPICS"])
-    for name in TABLE["CLASSES"]:
-        if name != "StallfreeError":
-            assert f"| {name} |" in TABLE["INTRODUCTION"]
+def _sets_a_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
 
 
-def test_texts_are_read_as_they_come_out() -> None:
+def _pattern(node: ast.expr, texts: dict[str, ast.expr]) -> str:
+    """A regular expression for the texts that an expression gives."""
+    if isinstance(node, ast.Constant):
+        return re.escape(str(node.value).replace("\n", " "))
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_pattern(value, texts) for value in node.values)
+    if isinstance(node, ast.BinOp):
+        return _pattern(node.left, texts) + _pattern(node.right, texts)
+    if isinstance(node, ast.Name) and node.id in texts:
+        return _pattern(texts[node.id], {})
+    return ".*"
+
+
+SITES = [
+    site
+    for path in sorted((ROOT / "src" / "stallfree").rglob("*.py"))
+    for site in sites(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
+]
+
+
+def test_every_error_in_the_source_has_a_page() -> None:
+    assert len(SITES) > 400
+    assert [site for site in SITES if site.page not in PAGES] == []
+
+
+def test_every_page_has_an_error() -> None:
+    assert set(PAGES) <= {site.page for site in SITES}
+
+
+def test_a_call_is_read_with_its_page() -> None:
     source = """
-ADVICE = "give another one"
-
-def check(size, name):
-    problem = f"{name}={size!r} is odd: {ADVICE}"
-    if size % 2:
-        raise InputError(problem)
-    raise StorageError("the folder " + f"{check(name).parent} is full. " "Make room")
-    raise InputError(str(error))
+def f(size):
+    problem = f"{size} is odd"
+    raise InputError(problem)
+    raise lock_held("a lock" + f" of {size}")
+    raise InputError("used", page="lock-held")
+    raise WaitError("no page")
+    raise InputError("taken over", page=error.page)
 """
-    assert list(TABLE["_errors"](ast.parse(source))) == [
-        ("InputError", "<name>=<size> is odd: give another one"),
-        ("StorageError", "the folder <parent> is full. Make room"),
+    found = list(sites(source, "f.py"))
+    assert [(site.place, site.kind.__name__, site.page) for site in found] == [
+        ("f.py:4", "InputError", "argument-value"),
+        ("f.py:5", "WaitError", "lock-held"),
+        ("f.py:6", "InputError", "lock-held"),
+        ("f.py:7", "WaitError", ""),
     ]
-    assert TABLE["_parted"]("<name>=<size> is odd: give another one") == ("<name>=<size> is odd:", "give another one")
-    assert TABLE["_parted"]("the folder <parent> is full. Make room") == ("the folder <parent> is full.", "Make room")
+    assert found[0].message.fullmatch("3 is odd")
+    assert found[1].message.fullmatch("a lock of 3")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_link_of_a_kind_leads_to_the_page_of_its_name(name: str) -> None:
+    link = str(KINDS[name]("a message")).removeprefix(f"a message\n{DOCUMENTATION}")
+    assert link == f"errors/{name.replace('_', '-')}/"
+    assert (ROOT / "docs" / f"{link.rstrip('/')}.md").is_file()
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_a_page_has_a_real_message_its_causes_its_cures_and_its_classes(name: str) -> None:
+    text = PAGES[name]
+    found = re.fullmatch(
+        rf"# {name}\n\n(?P<summary>[^#]+?)\n\n```text\n(?P<message>.+?)\n```\n\n## Usual causes\n\n- .+\n\n"
+        r"## What to do\n\n- .+\n\nClass: (?P<classes>[^\n]+)\.\n",
+        text,
+        re.DOTALL,
+    )
+    assert found
+    own = [site for site in SITES if site.page == name]
+    message = " ".join(found["message"].split())
+    assert any(site.message.fullmatch(message) for site in own), f"{message!r} is no message of {name}"
+    named = {next(base.__name__ for base in site.kind.__mro__ if base in vars(errors).values()) for site in own}
+    assert set(re.findall(r"\[`(\w+)`\]", found["classes"])) == named
+
+
+def test_the_index_shows_the_pages() -> None:
+    named = [name for names in SCRIPT["TOPICS"].values() for name in names.split()]
+    assert sorted(named) == sorted(PAGES)
+    assert SCRIPT["INDEX"].read_text(encoding="utf-8") == SCRIPT["index"](), "run: python docs/errors_table.py"
+
+
+@pytest.mark.parametrize("file", ["mkdocs.yml", "pyproject.toml"])
+def test_all_name_the_same_address(file: str) -> None:
+    found = re.search(r'^(?:site_url:|Documentation =) "?([^"\n]+)', (ROOT / file).read_text(), re.MULTILINE)
+    assert found
+    assert found[1] == DOCUMENTATION

@@ -33,7 +33,7 @@ class Taken(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
         self.ids.add(given.get("id", ""))
-        if tag in _TAKES and _TAKES[tag] in given:
+        if tag in _TAKES and _TAKES[tag] in given and given.get("rel") != "canonical":
             self.addresses.append(given[_TAKES[tag]])
         self.addresses += re.findall(r"url\(([^)]*)\)", given.get("style", ""))
 

@@ -33,7 +33,7 @@ from stallfree.cache.memory.limits import free_memory, free_space
 from stallfree.datasets import CachedDataset
 from stallfree.datasets.dataset_probe import look
 from stallfree.device.pytree import take_apart
-from stallfree.errors import InputError, StallfreeError
+from stallfree.errors import InputError, StallfreeError, argument_conflict, job_failed, text_of
 from stallfree.ipc.folders import default_root
 from stallfree.loader import DataLoader
 from stallfree.pipeline.compose import Compose
@@ -95,7 +95,7 @@ def analyze(
     job = make_job(dataset, step, batch_size, num_workers, device, loader_arguments)
     if isinstance(dataset, CachedDataset):
         if cache is not None:
-            raise InputError(f"cache={cache!r}: the CachedDataset that was given has a cache; leave `cache` out")
+            raise argument_conflict(f"cache={cache!r}: the CachedDataset that was given has a cache; leave `cache` out")
         cache = dataset.cache.capacity
     elif cache is not None:
         parse_room(cache, "cache")
@@ -316,7 +316,7 @@ class Analysis:
         try:
             measured = measure(source, steps, look(source, steps), seed=0).measured
         except StallfreeError as error:
-            self._note(f"sf.DataLoader(..., cache='auto') would cache nothing: {error}")
+            self._note(f"sf.DataLoader(..., cache='auto') would cache nothing: {text_of(error)}")
             return None
         if job.parted:
             storage = {IO_THREADS * max(1, job.num_workers): float(rates["S"])}
@@ -443,8 +443,8 @@ def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
         try:
             return [_each(batch, torch.clone) for batch in batches]
         except Exception as error:
-            first = str(error).strip().split("\n")[-1] or type(error).__name__
-            raise InputError(
+            first = text_of(error).strip().split("\n")[-1] or type(error).__name__
+            raise job_failed(
                 f"the loader of the job cannot make a batch: {type(error).__name__}: {first}. Iterate it once to see "
                 "where"
             ) from error

@@ -19,7 +19,16 @@ from stallfree.batches.batch_state import raise_from
 from stallfree.batches.recorded_reads import record_sample
 from stallfree.batches.sample_access import untouched
 from stallfree.datasets import CachedDataset, SmartCacheDataset
-from stallfree.errors import InputError, SampleError, StallfreeError
+from stallfree.errors import (
+    InputError,
+    SampleError,
+    StallfreeError,
+    argument_conflict,
+    device_unknown,
+    job_failed,
+    job_function,
+    text_of,
+)
 from stallfree.loader import DataLoader
 from stallfree.loader.arguments import check_numbers
 from stallfree.pipeline.compose import Compose
@@ -99,7 +108,7 @@ class Job:
         except StallfreeError:
             raise
         except (TypeError, ValueError) as error:
-            raise InputError(
+            raise job_failed(
                 f"the loader cannot be made with the arguments that were given: {error}. Give those of its class"
             ) from error
 
@@ -119,8 +128,8 @@ class Job:
         except StallfreeError:
             raise
         except Exception as error:
-            raise InputError(
-                f"step(batch) raised {type(error).__name__}: {error}. It gets what the loader yields, "
+            raise job_failed(
+                f"step(batch) raised {type(error).__name__}: {text_of(error)}. It gets what the loader yields, "
                 f"here {_shape(batch)}"
             ) from error
 
@@ -147,13 +156,13 @@ def make_job(
     if not callable(step):
         raise InputError(f"step={step!r} cannot be called: give a function that trains on a batch")
     if isinstance(dataset, SmartCacheDataset):
-        raise InputError("a SmartCacheDataset cannot be analysed: give the data set beneath it")
+        raise argument_conflict("a SmartCacheDataset cannot be analysed: give the data set beneath it")
     try:
         where = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"device={device!r} is no device: give 'cpu', 'cuda' or such as 'cuda:1'") from error
+        raise device_unknown(f"device={device!r} is no device: give 'cpu', 'cuda' or such as 'cuda:1'") from error
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device={device!r}: there is no such accelerator here; give 'cpu', or leave it out")
+        raise device_unknown(f"device={device!r}: there is no such accelerator here; give 'cpu', or leave it out")
     job = Job(dataset, step, batch_size, num_workers, where)
     job.arguments = {key: value for key, value in arguments.items() if key not in OURS}
     if isinstance(dataset, CachedDataset):
@@ -176,22 +185,22 @@ def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
     """
     place, _, name = where.rpartition(":")
     if not place or not name.isidentifier():
-        raise InputError(
+        raise job_function(
             f"{where!r} names no function: give a file or a module and a function, such as my_job.py:build"
         )
     module = _import(place)
     build = module.get(name)
     if not callable(build):
         there = ", ".join(sorted(key for key, value in module.items() if callable(value) and key[0] != "_")[:8])
-        raise InputError(f"{place} has no function {name!r}: give one that it has ({there or 'it has none'})")
+        raise job_function(f"{place} has no function {name!r}: give one that it has ({there or 'it has none'})")
     try:
         built = build()
     except StallfreeError:
         raise
     except Exception as error:
-        raise InputError(f"{where} raised {type(error).__name__}: {error}. Correct it there") from error
+        raise job_failed(f"{where} raised {type(error).__name__}: {text_of(error)}. Correct it there") from error
     if not (isinstance(built, tuple) and len(built) == 3 and isinstance(built[1], Mapping) and callable(built[2])):
-        raise InputError(
+        raise job_function(
             f"{where} returned {_shape(built)}: return (dataset, loader_arguments, step), for instance "
             "(dataset, {'batch_size': 64, 'num_workers': 4}, step)"
         )
@@ -204,7 +213,7 @@ def _import(place: str) -> dict[str, Any]:
         if place.endswith(".py") or os.sep in place:
             path = Path(place)
             if not path.is_file():
-                raise InputError(
+                raise job_function(
                     f"there is no file {place}: give a file or a module and a function, such as my_job.py:build"
                 )
             sys.path.insert(0, str(path.resolve().parent))
@@ -214,7 +223,9 @@ def _import(place: str) -> dict[str, Any]:
     except StallfreeError:
         raise
     except Exception as error:
-        raise InputError(f"{place} cannot be loaded: {type(error).__name__}: {error}. Correct it there") from error
+        raise job_failed(
+            f"{place} cannot be loaded: {type(error).__name__}: {text_of(error)}. Correct it there"
+        ) from error
 
 
 def _shape(value: Any, depth: int = 2) -> str:
@@ -430,7 +441,7 @@ def _read_some(job: Job) -> Records:
             if enough and len(found.ids) >= 2 * job.batch_size:
                 break
     except SampleError as error:
-        raise InputError(f"the job cannot be analysed: {error}. Leave this sample out, or mend it") from error
+        raise job_failed(f"the job cannot be analysed: {text_of(error)}. Leave this sample out, or mend it") from error
     finally:
         opened.stop()
     if not job.parted and not job.reads:

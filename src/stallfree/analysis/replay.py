@@ -18,7 +18,7 @@ import numpy.typing as npt
 from stallfree.cache.memory.bookkeeper import Bookkeeper
 from stallfree.cache.memory.limits import free_memory
 from stallfree.cache.policies import Oracle, Policy, make_policy, next_uses
-from stallfree.errors import InputError
+from stallfree.errors import InputError, argument_conflict, run_too_large, trace_ids
 from stallfree.sampling.plans import Plan
 from stallfree.units import format_size, parse_size, parse_whole
 
@@ -147,7 +147,7 @@ def _epochs(given: Any) -> list[Ids]:
     if isinstance(given, np.ndarray) and given.ndim == 1:
         return [_ids(given)]
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
-        raise InputError(f"trace_or_plans={given!r:.80}: give ids, or a sequence of plans or of sequences of ids")
+        raise trace_ids(f"trace_or_plans={given!r:.80}: give ids, or a sequence of plans or of sequences of ids")
     items = list(given)
     if items and all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
         return [_ids(items)]
@@ -160,14 +160,14 @@ def _ids(given: Any) -> Ids:
     except ValueError:
         ids = np.empty((0, 0))
     if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
-        raise InputError(f"a trace holds {given!r:.80}: ids are integers of 0 or more")
+        raise trace_ids(f"a trace holds {given!r:.80}: ids are integers of 0 or more")
     return ids.astype(np.int64)
 
 
 def _sizes(given: Any, most: int) -> Ids:
     sizes = np.asarray(given)
     if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) <= most or (len(sizes) and sizes.min() < 1):
-        raise InputError(
+        raise trace_ids(
             f"sizes must be one int of 1 or more for each of the ids 0 to {most}; given were {sizes.size} of type "
             f"{sizes.dtype}"
         )
@@ -177,7 +177,7 @@ def _sizes(given: Any, most: int) -> Ids:
 def _check_memory(num_ids: int) -> None:
     size, free = 64 * num_ids, free_memory()
     if size > free:
-        raise InputError(
+        raise run_too_large(
             f"the trace holds the id {num_ids - 1}: a replay of so many ids takes about {format_size(size)} of memory, "
             f"and {format_size(free)} are free. Ids are numbers from 0 on: number them without gaps"
         )
@@ -188,15 +188,15 @@ def _importance(given: Any, policy: Policy, epochs: int, num_ids: int) -> Scores
     if given is None and (isinstance(policy, Oracle) or not policy.given):
         return None
     if isinstance(policy, Oracle) or not policy.given:
-        raise InputError(f"scores are for the policy 'importance' only, not for {policy.name!r}: leave them out")
+        raise argument_conflict(f"scores are for the policy 'importance' only, not for {policy.name!r}: leave them out")
     if given is None:
-        raise InputError(f"policy={policy.name!r} needs scores: give a number for each of the {num_ids:,} ids")
+        raise argument_conflict(f"policy={policy.name!r} needs scores: give a number for each of the {num_ids:,} ids")
     try:
         scores = np.asarray(given, np.float64)
     except (TypeError, ValueError):
         scores = np.empty(0)
     if scores.shape not in ((num_ids,), (epochs, num_ids)) or np.isnan(scores).any():
-        raise InputError(
+        raise trace_ids(
             f"scores must be a number for each of the ids 0 to {num_ids - 1}, or a row of them for each of {epochs} "
             f"epochs, none of them NaN; given was {given!r:.80}"
         )

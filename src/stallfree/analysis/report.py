@@ -22,7 +22,7 @@ from stallfree.analysis.setting import WORTH, Setting, Sharing
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, Rate, next_half_width
 from stallfree.autotune.choice import Choice, Measured, expect
 from stallfree.cache.memory.limits import free_memory
-from stallfree.errors import InputError
+from stallfree.errors import InputError, file_unreadable, sample_size_unknown
 from stallfree.ipc.folders import is_path
 from stallfree.platform import cpu_count
 from stallfree.report.figures import REPORT_KEYS, plural, speed
@@ -52,7 +52,7 @@ class Report:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError(
+            raise file_unreadable(
                 f"{path} cannot be read as a report: {error}. Give what `stallfree analyze --json` wrote"
             ) from error
         expect_format(data, FORMAT, REPORT_KEYS, str(path))
@@ -98,7 +98,7 @@ class Report:
         hits = None if cache is None else self.hits_of(cache)
         before = self.setting()
         if bandwidth is not None and not before.sample_bytes:
-            raise InputError(
+            raise sample_size_unknown(
                 f"storage={storage!r}: the report does not know how many bytes a sample has, so it cannot say what "
                 "another bandwidth gives; analyse a data set that separates fetch from prep, such as sf.FileDataset"
             )
@@ -127,7 +127,7 @@ class Report:
             return given
         job = self.data["job"]
         if not job["record_bytes"]:
-            raise InputError(f"cache={cache!r}: the size of a sample is not known; give a share such as '50%'")
+            raise sample_size_unknown(f"cache={cache!r}: the size of a sample is not known; give a share such as '50%'")
         return min(1.0, given / (float(job["record_bytes"]) * int(job["samples"])))
 
     def setting(self, number: int | None = None) -> Setting:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stallfree.errors import InputError, missing_extra
+from stallfree.errors import InputError, missing_extra, run_too_large
 from stallfree.events import Event
 from stallfree.units import parse_whole
 
@@ -222,7 +222,7 @@ def compare(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> Com
     without, prefetching = replace(pipeline, prefetch=False), replace(pipeline, prefetch=True)
     batches = seeds * seconds * (without.law + prefetching.law)
     if batches > _MOST_BATCHES:
-        raise InputError(
+        raise run_too_large(
             f"seconds={seconds:g} with seeds={seeds}: {batches:,.0f} batches would pass, at most {_MOST_BATCHES:,} are "
             "simulated: give fewer seconds or seeds"
         )

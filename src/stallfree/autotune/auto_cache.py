@@ -24,7 +24,17 @@ from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.dataset_probe import FirstLook, look, reason_in
 from stallfree.datasets.private_names import token
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
-from stallfree.errors import CapacityError, InputError, SampleError, StallfreeError, StorageError
+from stallfree.errors import (
+    CapacityError,
+    FingerprintError,
+    InputError,
+    SampleError,
+    StallfreeError,
+    StorageError,
+    argument_conflict,
+    dataset_random,
+    text_of,
+)
 from stallfree.ipc.folders import SharedFolder, default_root
 from stallfree.pipeline._objects import attribute
 from stallfree.pipeline.compose import Compose, Transform
@@ -143,7 +153,7 @@ class AutoCache:
         transform: Transform | None = None,
     ) -> None:
         if isinstance(getattr(dataset, "reader", None), Reader):
-            raise InputError(
+            raise argument_conflict(
                 f"cache='auto' with a {type(dataset).__name__}, which has a cache: give the data set without it, or "
                 "leave cache and capacity out"
             )
@@ -234,7 +244,7 @@ class AutoCache:
             source = as_source(self._dataset)
             self._reader = _without(source, self._steps(source))
             advice = self._advice_to_cut(0.0)
-            short, full = (f"no cache; {self._count()}; {why}{advice}" for why in (reason, reason.__cause__))
+            short, full = (f"no cache; {self._count()}; {text_of(why)}{advice}" for why in (reason, reason.__cause__))
             self._say(short, full)
             return
         with tolerant() as unknown:
@@ -250,7 +260,7 @@ class AutoCache:
             return
         found = _load(folder.path)
         if found.measured.samples != len(subject.source):
-            raise StallfreeError(
+            raise FingerprintError(
                 f"{folder.path} holds a decision for {found.measured.samples} samples, the data set has "
                 f"{len(subject.source)}: remove it"
             )
@@ -267,14 +277,16 @@ class AutoCache:
         except InputError as error:
             why = reason_in(error)
             if not why:
-                raise _NotCached(str(error)) from error
+                raise _NotCached(text_of(error)) from error
         try:
             source = reads_source(self._dataset)
             return _Subject(source, self._steps(source), look_at_reads(source, self._steps(source)), why)
         except SampleError:
             raise
         except InputError as error:
-            raise _NotCached(f"{why}, and no files that it reads can be cached") from InputError(f"{why}; {error}")
+            raise _NotCached(f"{why}, and no files that it reads can be cached") from dataset_random(
+                f"{why}; {text_of(error)}"
+            )
 
     def _steps(self, source: Source) -> Compose:
         return Compose([source.pipeline, *([] if self._transform is None else [self._transform])])
@@ -371,7 +383,7 @@ class AutoCache:
         """Use no cache, as there is no room for one."""
         self._reader = _without(as_source(self._dataset), subject.steps)
         self._records = {}
-        self._say(f"no cache; {self._count()}; {error}")
+        self._say(f"no cache; {self._count()}; {text_of(error)}")
 
     def _keep_records(self) -> None:
         """Cache the records that were fetched for the measurement."""
@@ -431,7 +443,7 @@ class AutoCache:
             subject = self._look()
             folder = self._attach(folder.path.name, subject)
         except StallfreeError as error:
-            log.info("the rates could not be measured again, so the cache stays as it is: %s", str(error))
+            log.info("the rates could not be measured again, so the cache stays as it is: %s", text_of(error))
             self._folder = None
             return
         found = _load(folder.path)
@@ -467,6 +479,8 @@ class AutoCache:
 
 class _NotCached(StallfreeError):
     """Nothing of a data set can be cached."""
+
+    page = "dataset-random"
 
 
 def _show(text: str) -> None:

@@ -20,7 +20,7 @@ from stallfree.batches.stream_recorder import DREW, FAILED, FULL, UNSTORABLE, Re
 from stallfree.cache import Cache
 from stallfree.cache.memory.limits import granted
 from stallfree.datasets.private_names import token
-from stallfree.errors import InputError, StallfreeError
+from stallfree.errors import StallfreeError, iterable_unsupported, text_of
 from stallfree.ipc.folders import default_root
 from stallfree.pipeline.classify.probe import try_calls
 from stallfree.pipeline.classify.scan import scan
@@ -73,7 +73,7 @@ def auto_cache(
     if not isinstance(dataset, IterableDataset):
         return AutoCache(dataset, capacity, workers, tier, transform)
     if transform is not None:
-        raise InputError(
+        raise iterable_unsupported(
             f"transform={transform!r:.80} with an iterable {type(dataset).__name__}: let the data set apply it"
         )
     return StreamCache(dataset, granted(capacity, default_root()), workers or 0, tier)
@@ -174,7 +174,7 @@ class StreamCache:
             calls = (partial(_first, trial, 0), partial(_first, trial, 1))
             found = try_calls(trial, calls, code.read)
         except Exception as error:
-            return self._refuse(f"two iterations over a copy of it raised {type(error).__name__}: {error}")
+            return self._refuse(f"two iterations over a copy of it raised {type(error).__name__}: {text_of(error)}")
         doubt = found.why if code.finding is None else f"its code uses {code.finding.what}"
         if not found.output:
             self._refuse("it is empty")
@@ -197,7 +197,7 @@ class StreamCache:
         try:
             self._cache = open_cache(store, ids + reader.streams, capacity=self._room, fingerprint=name, **arguments)
         except StallfreeError as error:
-            self._refuse(str(error))
+            self._refuse(text_of(error))
             return options
         recording = self._filling = copy.copy(reader)
         recording.recorder = Recorder(self._cache, self._dataset, watches=self._watches)

@@ -20,7 +20,7 @@ from stallfree.batches.sample_access import Pending
 from stallfree.cache import Aim, Cache
 from stallfree.cache.tiers.buffers import Buffers
 from stallfree.error_types import also_of_type
-from stallfree.errors import InputError
+from stallfree.errors import sampler_output, text_of
 from stallfree.ipc.remote import pack_error
 from stallfree.pipeline.codec import read_own_record
 from stallfree.pipeline.randomness import Drew, Randomness
@@ -151,7 +151,7 @@ class BatchBuilder:
             skipped=len(samples.skipped),
             ended=samples.ended,
             ids=task.ids if len(samples.ids) == len(task.ids) else np.array(samples.ids, np.int64),
-            note="\n".join([str(error).replace("\n", " ") for error in samples.skipped]).encode(errors="replace"),
+            note="\n".join([text_of(error).replace("\n", " ") for error in samples.skipped]).encode(errors="replace"),
             memory=place.memory if status == PRIVATE else None,
             value=value,
             started=started,
@@ -207,7 +207,9 @@ class BatchBuilder:
             value = default_convert(sample)  # type: ignore[no-untyped-call]
         elif not values:
             raise also_of_type(
-                InputError("the batch sampler gave an empty batch: leave it out, or give a collate_fn that takes []"),
+                sampler_output(
+                    "the batch sampler gave an empty batch: leave it out, or give a collate_fn that takes []"
+                ),
                 IndexError(),  # which torch's collate_fn raises
             )
         else:

@@ -64,7 +64,8 @@ class Slots:
             there = self._map(slot)
             if len(there) < size:
                 raise StorageError(
-                    f"slot {slot} of the staging ring has {len(there)} bytes, a batch of {size} was announced"
+                    f"slot {slot} of the staging ring has {len(there)} bytes, a batch of {size} was announced",
+                    page="record-malformed",
                 )
         return np.frombuffer(there, np.uint8)
 
@@ -169,7 +170,7 @@ class Ring:
             if self._closed:
                 self.clear()
             if self._folder is None:
-                raise StorageError("the staging ring is closed")
+                raise StorageError("the staging ring is closed", page="iteration-over")
             return self._folder.path
 
     def take(self) -> int | None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from stallfree.batches.transform_split import TransformSplit
 from stallfree.cache import Cache, Reading
-from stallfree.errors import InputError, StallfreeError
+from stallfree.errors import StallfreeError, object_closed
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.marks import drew
@@ -244,7 +244,7 @@ class SampleAccess:
     def check(self) -> None:
         """Raise `InputError` after `end`."""
         if self._ended:
-            raise InputError(self._ended)
+            raise object_closed(self._ended)
 
     def close(self) -> None:
         """End the threads that fetch, once they are through. They are started again when they are needed."""

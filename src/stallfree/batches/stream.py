@@ -19,7 +19,7 @@ from stallfree.batches.batch_state import Samples, raise_from
 from stallfree.batches.reader import Reader, reader_of
 from stallfree.batches.sample_access import Pending
 from stallfree.batches.stream_recorder import Recorder
-from stallfree.errors import InputError
+from stallfree.errors import iterable_unsupported
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import sample_error
 from stallfree.platform import shares_memory
@@ -41,7 +41,7 @@ def loader_reader(dataset: Any, workers: int, *, drop_last: bool) -> Reader:
     if not isinstance(dataset, IterableDataset):
         return reader_of(dataset)
     if isinstance(dataset, IterDataPipe):
-        raise InputError(
+        raise iterable_unsupported(
             f"{type(dataset).__name__} is an IterDataPipe, of which torch's loader changes the graph: give torch's "
             "DataLoader, or write it as an IterableDataset"
         )
@@ -69,7 +69,7 @@ class StreamSource:
     def fetch(self, id: int) -> Any:
         """Raises `InputError`: a stream has no random access."""
         name = type(self.dataset).__name__
-        raise InputError(
+        raise iterable_unsupported(
             f"{name} is an IterableDataset, whose samples are not had by their ids: give a map-style data set"
         )
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from stallfree.cache.memory.layout import Meta
 from stallfree.error_types import also_of_type
-from stallfree.errors import FingerprintError, InputError
+from stallfree.errors import FingerprintError, cache_ids, object_closed
 from stallfree.frames import users_level
 from stallfree.pipeline.fingerprint import differing_parts
 from stallfree.units import format_size
@@ -70,11 +70,11 @@ def checked_ids(ids: Any, num_ids: int) -> Array:
     except ValueError:
         array = np.empty((0, 0))
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise InputError(f"ids={ids!r:.80}: give a sequence of integers")
+        raise cache_ids(f"ids={ids!r:.80}: give a sequence of integers")
     array = array.astype(np.int64, copy=False)
     if len(array) and (array.min() < 0 or array.max() >= num_ids):
         bad = array[(array < 0) | (array >= num_ids)][0]
-        problem = InputError(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
+        problem = cache_ids(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
         raise also_of_type(problem, IndexError())
     return array
 
@@ -83,7 +83,7 @@ def checked_pairs(ids: Any, values: Sequence[Any], num_ids: int) -> Array:
     """`ids` as an array of int64. Raises `InputError` as `checked_ids` does, and if `values` has another length."""
     wanted = checked_ids(ids, num_ids)
     if len(wanted) != len(values):
-        raise InputError(f"put_many was given {len(wanted)} ids and {len(values)} values: give one for each")
+        raise cache_ids(f"put_many was given {len(wanted)} ids and {len(values)} values: give one for each")
     return wanted
 
 
@@ -94,7 +94,7 @@ def checked_scores(scores: Any, count: int) -> Array:
     except (TypeError, ValueError):
         values = np.empty((0, 0))
     if values.shape != (count,) or np.isnan(values).any():
-        raise InputError(
+        raise cache_ids(
             f"set_scores was given {count} ids and the scores {scores!r:.80}: give a number for each id, and no NaN"
         )
     return values
@@ -107,4 +107,4 @@ class Closed:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        raise InputError(f"the cache {self._name!r} is closed: make a new one")
+        raise object_closed(f"the cache {self._name!r} is closed: make a new one")

@@ -36,7 +36,7 @@ import numpy.typing as npt
 import xxhash
 
 from stallfree.cache.memory.limits import free_space
-from stallfree.errors import InputError, StorageError
+from stallfree.errors import StorageError, cache_ids
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.pipeline.structure import Structure
 from stallfree.units import format_size
@@ -244,9 +244,9 @@ class Packages:
         """As `add`, for values encoded by `pipeline.codec.encode`."""
         wanted = np.asarray(ids, np.int64)
         if wanted.shape != (len(records),) or len(records) == 0:
-            raise InputError(f"a package was given {wanted.size} ids and {len(records)} values: give one for each")
+            raise cache_ids(f"a package was given {wanted.size} ids and {len(records)} values: give one for each")
         if wanted.min() < 0 or wanted.max() >= len(self._newest):
-            raise InputError(f"ids of a package are 0 to {len(self._newest) - 1}, not {wanted.min()} to {wanted.max()}")
+            raise cache_ids(f"ids of a package are 0 to {len(self._newest) - 1}, not {wanted.min()} to {wanted.max()}")
         lengths = np.array([record_size(structure, arrays) for structure, arrays in records], np.int64)
         at, starts, size = _layout(len(self._fingerprint), lengths)
         if not self.has_room(size):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stallfree.clara.configuration import Component
-from stallfree.errors import InputError
+from stallfree.errors import clara_configuration
 
 PIPELINES = {
     "SegmentationImagePipeline": (True, False),
@@ -138,7 +138,7 @@ def parse(pipeline: Component, training: bool) -> Arguments:
     tenth after each epoch, a validation cache nothing; training is shuffled, validation is not.
     """
     if pipeline.name not in PIPELINES:
-        raise InputError(
+        raise clara_configuration(
             f"{pipeline.place}: {pipeline.name or pipeline.path!r} is no pipeline known here: "
             f"use {', '.join(PIPELINES)}"
         )
@@ -148,10 +148,10 @@ def parse(pipeline: Component, training: bool) -> Arguments:
     _check_names(args, place, checks, cached)
     for name, (check, expected) in checks.items():
         if name in args and not check(args[name]):
-            raise InputError(f"{place}: {name}={args[name]!r}, expected {expected}")
+            raise clara_configuration(f"{place}: {name}={args[name]!r}, expected {expected}")
     size = tuple(args["output_crop_size"])
     if args.get("output_data_dims", len(size)) != len(size):
-        raise InputError(
+        raise clara_configuration(
             f"{place}: output_data_dims={args['output_data_dims']} and output_crop_size={list(size)}: give one number "
             "for each axis"
         )
@@ -178,25 +178,25 @@ def _check_names(args: dict[str, Any], place: str, checks: dict[str, _Check], ca
     """Raise `InputError` for an argument that is missing, unknown or unsupported."""
     for name in (*_REQUIRED, *(("num_cache_objects",) if cached else ())):
         if name not in args:
-            raise InputError(f"{place}: the argument {name!r} is missing: give {checks[name][1]}")
+            raise clara_configuration(f"{place}: the argument {name!r} is missing: give {checks[name][1]}")
     for name, value in args.items():
         if name == "output_label_format":
             if not _plain_labels(value):
-                raise InputError(
+                raise clara_configuration(
                     f"{place}: {name}={value!r} is not supported, only 1 for each label: put labels into the data "
                     "list as the model is to get them"
                 )
         elif name in _FIXED:
             if not any(type(value) is type(only) and value == only for only in _FIXED[name]):
-                raise InputError(
+                raise clara_configuration(
                     f"{place}: {name}={value!r} is not supported, only {_FIXED[name][0]!r}: leave the argument out"
                 )
         elif name not in checks:
             if name in _CACHE_CHECKS:
-                raise InputError(
+                raise clara_configuration(
                     f"{place}: {name!r} is an argument of the pipelines with a cache: remove it, or name "
                     "the one ending in WithCache"
                 )
             near = difflib.get_close_matches(name, checks, 1)
             advice = f"did you mean {near[0]!r}?" if near else f"use {', '.join(checks)}"
-            raise InputError(f"{place}: the argument {name!r} is unknown: {advice}")
+            raise clara_configuration(f"{place}: the argument {name!r} is unknown: {advice}")

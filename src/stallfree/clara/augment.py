@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from stallfree.clara.fields import Array, FieldTransform, Sample, Sized, chance, crop, is_number
-from stallfree.errors import InputError
+from stallfree.errors import InputError, clara_field
 from stallfree.pipeline.marks import mark_random
 
 
@@ -37,7 +37,7 @@ class CropFixedSizeRandomCenter(Sized):
         sizes = {array.shape[1:] for array in arrays.values()}
         if len(sizes) > 1:
             found = ", ".join(f"{field!r} {list(array.shape[1:])}" for field, array in arrays.items())
-            raise InputError(f"{self!r}: the fields differ in size ({found}): resample or pad them alike before")
+            raise clara_field(f"{self!r}: the fields differ in size ({found}): resample or pad them alike before")
         room = np.subtract(sizes.pop(), self.size)
         first, last = np.zeros_like(room), room
         if self.max_displacement is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stallfree.errors import InputError, StallfreeError
+from stallfree.errors import StallfreeError, clara_configuration
 from stallfree.sources.paths import canonical, read_file
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -64,9 +64,11 @@ class Variables:
     def _value(self, name: str, text: str, place: str, within: tuple[str, ...]) -> Any:
         if name in within:
             chain = " -> ".join(f"{{{part}}}" for part in (*within, name))
-            raise InputError(f"{place}: the placeholder {{{name}}} stands for itself ({chain}): give {name}=...")
+            raise clara_configuration(
+                f"{place}: the placeholder {{{name}}} stands for itself ({chain}): give {name}=..."
+            )
         if name not in self._values:
-            raise InputError(
+            raise clara_configuration(
                 f"{place} is {text!r}, and nothing says what {{{name}}} stands for: pass it as load(..., {name}=...), "
                 f'or put "{name}" at the top of the configuration'
             )
@@ -87,29 +89,29 @@ def read_json(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     except StallfreeError:
         raise
     except Exception as error:
-        raise InputError(f"{what} {path!r} cannot be read ({error}): give the path of a JSON file") from error
+        raise clara_configuration(f"{what} {path!r} cannot be read ({error}): give the path of a JSON file") from error
     try:
         found = json.loads(data)
     except ValueError as error:
-        raise InputError(f"{what} {path!r} is no valid JSON ({error}): correct it there") from error
+        raise clara_configuration(f"{what} {path!r} is no valid JSON ({error}): correct it there") from error
     if not isinstance(found, dict):
-        raise InputError(f"{what} {path!r} holds a {type(found).__name__}, expected an object: {{...}}")
+        raise clara_configuration(f"{what} {path!r} holds a {type(found).__name__}, expected an object: {{...}}")
     return found
 
 
 def component(entry: Any, place: str) -> Component:
     """Return the component that `entry` describes. Raises `InputError` if it is invalid."""
     if not isinstance(entry, dict):
-        raise InputError(f'{place} is {entry!r}, expected an object: {{"name": ..., "args": {{...}}}}')
+        raise clara_configuration(f'{place} is {entry!r}, expected an object: {{"name": ..., "args": {{...}}}}')
     unknown = sorted(entry.keys() - set(_COMPONENT))
     if unknown:
-        raise InputError(f"{place} has the unknown key {unknown[0]!r}: use {', '.join(_COMPONENT[:-1])}")
+        raise clara_configuration(f"{place} has the unknown key {unknown[0]!r}: use {', '.join(_COMPONENT[:-1])}")
     name, path, args = entry.get("name", ""), entry.get("path", ""), entry.get("args", {})
     if not isinstance(name, str) or not isinstance(path, str) or bool(name) == bool(path):
-        raise InputError(
+        raise clara_configuration(
             f'{place} has name={name!r} and path={path!r}: give one of them, "name" for what is known here, "path" for '
             'a class of your own ("module.Class")'
         )
     if not isinstance(args, dict):
-        raise InputError(f'{place}.args is {args!r}, expected an object: {{"argument": value, ...}}')
+        raise clara_configuration(f'{place}.args is {args!r}, expected an object: {{"argument": value, ...}}')
     return Component(place, name, path, args)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, clara_field
 
 Sample = dict[str, Any]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -48,7 +48,9 @@ class FieldTransform:
 
     def _value(self, sample: Sample, field: str) -> Any:
         if field not in sample:
-            raise InputError(f"{self!r}: the sample has no field {field!r}: give one of {', '.join(map(repr, sample))}")
+            raise clara_field(
+                f"{self!r}: the sample has no field {field!r}: give one of {', '.join(map(repr, sample))}"
+            )
         return sample[field]
 
     def _volume(self, sample: Sample, field: str) -> Array:
@@ -57,7 +59,7 @@ class FieldTransform:
         if isinstance(value, torch.Tensor):
             value = value.detach().as_subclass(torch.Tensor).numpy()
         if not isinstance(value, np.ndarray):
-            raise InputError(
+            raise clara_field(
                 f"{self!r}: field {field!r} holds a {type(value).__name__} and no volume: put a step that loads it, "
                 "such as LoadNifti, first"
             )
@@ -69,7 +71,7 @@ class FieldTransform:
         if axes is None:
             axes = array.ndim - 1 if spacing is None else len(spacing)
         if array.ndim != axes + 1 or axes not in AXES:
-            raise InputError(
+            raise clara_field(
                 f"{self!r}: field {field!r} has shape {array.shape}, expected channels and {axes} axes: put "
                 "ConvertToChannelsFirst before, and give a number for each axis"
             )
@@ -97,7 +99,7 @@ class Sized(FieldTransform):
     def _large_enough(self, sample: Sample, field: str) -> Array:
         array = Sized._array(self, sample, field)
         if any(have < want for have, want in zip(array.shape[1:], self.size, strict=True)):
-            raise InputError(
+            raise clara_field(
                 f"{self!r}: field {field!r} has {list(array.shape[1:])} voxels, fewer than the crop of "
                 f"{list(self.size)}: put SymmetricPadder or a resampling before"
             )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stallfree.clara.fields import Array, FieldTransform, Sample, spacing_of
-from stallfree.errors import InputError, missing_extra
+from stallfree.errors import InputError, clara_field, image_unreadable, missing_extra
 from stallfree.pipeline.marks import mark_deterministic
 
 _GZIP = b"\x1f\x8b"
@@ -48,14 +48,14 @@ class LoadNifti(FieldTransform):
         for field in self.fields:
             data = self._value(sample, field)
             if not isinstance(data, bytes):
-                raise InputError(
+                raise clara_field(
                     f"{self!r}: field {field!r} holds a {type(data).__name__} and no bytes of a file: files are read "
                     "for LoadNifti if it is the first transform, and a number is no file"
                 )
             try:
                 changed[field], changed[spacing_of(field)] = self._parse(data)
             except Exception as error:  # a damaged file can raise anything
-                raise InputError(
+                raise image_unreadable(
                     f"{self!r}: the {len(data)} bytes of field {field!r} are no whole NIfTI volume "
                     f"({type(error).__name__}: {error})"
                 ) from error

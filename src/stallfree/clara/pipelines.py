@@ -18,7 +18,7 @@ from stallfree.clara.configuration import Variables, component, read_json
 from stallfree.clara.data_list import DataListSource, read_data_list
 from stallfree.clara.registry import make_transforms, reads_bytes
 from stallfree.datasets import SmartCacheDataset
-from stallfree.errors import InputError
+from stallfree.errors import InputError, clara_configuration, clara_field
 from stallfree.ipc.folders import is_path
 from stallfree.loader import DataLoader
 from stallfree.pipeline.classify.determinism import StallfreeWarning
@@ -118,7 +118,9 @@ def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variab
     found = read_json(text, "the configuration")
     sections = [name for name in ("train", "validate") if name in found]
     if not sections:
-        raise InputError(f'the configuration {text!r} has neither a section "train" nor "validate": nothing to build')
+        raise clara_configuration(
+            f'the configuration {text!r} has neither a section "train" nor "validate": nothing to build'
+        )
     fill = Variables(found, variables)
     plans = {name: _plan(found[name], name, fill) for name in sections}
     for arguments, _ in plans.values():
@@ -136,10 +138,10 @@ def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variab
 def _plan(section: Any, name: str, variables: Variables) -> tuple[Arguments, DataListSource]:
     """Return the arguments and the source of a section, without starting anything."""
     if not isinstance(section, dict):
-        raise InputError(f"{name} is a {type(section).__name__}, expected an object: {{...}}")
+        raise clara_configuration(f"{name} is a {type(section).__name__}, expected an object: {{...}}")
     for key in ("image_pipeline", "pre_transforms"):
         if key not in section:
-            raise InputError(f"{name}.{key} is missing: a section needs image_pipeline and pre_transforms")
+            raise clara_configuration(f"{name}.{key} is missing: a section needs image_pipeline and pre_transforms")
     place = f"{name}.image_pipeline"
     arguments = parse(component(variables.fill(section["image_pipeline"], place), place), training=name == "train")
     place = f"{name}.pre_transforms"
@@ -188,7 +190,7 @@ class Output:
             what = f"a {type(sample).__name__}"
             if isinstance(sample, Mapping):
                 what = f"the fields {', '.join(map(repr, sample))}"
-            raise InputError(f"the transforms gave {what}, expected one sample with the fields 'image' and 'label'")
+            raise clara_field(f"the transforms gave {what}, expected one sample with the fields 'image' and 'label'")
         image, label = _tensor(sample["image"], "image"), _tensor(sample["label"], "label")
         self._check(image, "image", self.channels)
         if self.volumes:
@@ -200,7 +202,7 @@ class Output:
         wanted = (-1 if channels is None else channels, *self.size)
         if len(got) != len(wanted) or any(want not in (-1, have) for have, want in zip(got, wanted, strict=True)):
             text = ["channels" if channels is None else channels, *("any" if n == -1 else n for n in self.size)]
-            raise InputError(
+            raise clara_field(
                 f"field {field!r} comes out with shape {list(got)}, and output_crop_size={list(self.size)} asks for "
                 f"[{', '.join(map(str, text))}]: crop, pad or resample it in pre_transforms, or change output_crop_size"
             )
@@ -215,4 +217,4 @@ def _tensor(value: Any, field: str) -> torch.Tensor:
         return value.detach().as_subclass(torch.Tensor).contiguous()
     if isinstance(value, (np.ndarray, np.generic, int, float)):
         return torch.from_numpy(np.asarray(value, order="C"))
-    raise InputError(f"field {field!r} comes out as {type(value).__name__}: no transform loads it")
+    raise clara_field(f"field {field!r} comes out as {type(value).__name__}: no transform loads it")

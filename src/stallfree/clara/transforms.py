@@ -22,7 +22,7 @@ from stallfree.clara.fields import (
     spacing_of,
     voxels_per_axis,
 )
-from stallfree.errors import InputError
+from stallfree.errors import InputError, clara_field
 from stallfree.pipeline.marks import mark_deterministic
 
 
@@ -40,7 +40,7 @@ class ConvertToChannelsFirst(FieldTransform):
             array, spacing = self._volume(sample, field), sample.get(spacing_of(field))
             axes = min(array.ndim, 3) if spacing is None else len(spacing)
             if array.ndim not in (axes, axes + 1) or axes not in AXES:
-                raise InputError(
+                raise clara_field(
                     f"{self!r}: field {field!r} has shape {array.shape}, expected 2 or 3 axes, or channels"
                 )
             first = array[None] if array.ndim == axes else np.moveaxis(array, -1, 0)

@@ -60,7 +60,8 @@ def _stallfree(
 def main() -> None:
     """Run the command in the arguments of this process, and exit with its code.
 
-    A `StallfreeError` is printed as one line, with exit code 2; any other error is a bug and keeps its traceback.
+    A `StallfreeError` is printed with the address of its page, with exit code 2; any other error is a bug and keeps
+    its traceback.
     """
     try:
         app(prog_name="stallfree")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from stallfree.errors import InputError
+from stallfree.errors import file_unwritable
 
 
 def writable(path: Path | None) -> None:
@@ -13,8 +13,10 @@ def writable(path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise InputError(f"{path} is a folder: give the name of a file")
+        raise file_unwritable(f"{path} is a folder: give the name of a file")
     if not path.parent.is_dir():
-        raise InputError(f"{path} cannot be written: there is no folder {path.parent}. Make it, or give another file")
+        raise file_unwritable(
+            f"{path} cannot be written: there is no folder {path.parent}. Make it, or give another file"
+        )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"{path} cannot be written: permission denied. Give another file")
+        raise file_unwritable(f"{path} cannot be written: permission denied. Give another file")

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from stallfree.errors import InputError
+from stallfree.errors import cache_not_found
 from stallfree.units import format_size
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _root(store: str) -> Path:
 
     root = caches_root(store)
     if store != "memory" and not Path(store).expanduser().is_dir():
-        raise InputError(f"--store {store}: there is no such folder. Give the one that CachedDataset was given")
+        raise cache_not_found(f"--store {store}: there is no such folder. Give the one that CachedDataset was given")
     return root
 
 

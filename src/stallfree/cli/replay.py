@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stallfree.cli._output import writable
-from stallfree.errors import InputError
+from stallfree.errors import InputError, argument_conflict, run_too_large
 from stallfree.units import format_size
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ def _policies(text: str) -> list[str]:
     for name in names:
         make_policy(name)
     if "importance" in names:
-        raise InputError("--policy importance needs the importance of each id: use stallfree.replay(..., scores=...)")
+        raise argument_conflict(
+            "--policy importance needs the importance of each id: use stallfree.replay(..., scores=...)"
+        )
     return names
 
 
@@ -102,7 +104,7 @@ def _plans(samples: int, epochs: int) -> list[Plan]:
 
     size, free = samples * (epochs + 8) * 16, free_memory()
     if size > free:
-        raise InputError(
+        raise run_too_large(
             f"{epochs} epochs of {samples:,} ids take about {format_size(size)} of memory, and {format_size(free)} are "
             "free: give fewer --samples or --epochs"
         )

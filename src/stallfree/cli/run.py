@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stallfree.errors import InputError
+from stallfree.errors import file_unreadable
 
 SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
 """Registration settings of this command: arguments after the script belong to the script."""
@@ -35,7 +35,7 @@ def run(
 
     if not module and not Path(target).is_file():
         what = "is a folder" if Path(target).is_dir() else "is not there"
-        raise InputError(f"the script {target} {what}: give a Python file, or `-m` and the name of a module")
+        raise file_unreadable(f"the script {target} {what}: give a Python file, or `-m` and the name of a module")
     if json_file is not None:
         json_file = json_file.absolute()  # the script may change the working folder
         writable(json_file)

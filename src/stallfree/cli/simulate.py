@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stallfree.cli._output import writable
-from stallfree.errors import InputError
+from stallfree.errors import InputError, argument_conflict
 from stallfree.units import format_seconds, parse_seconds
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def simulate(
     times = {"--load": load, "--transfer": transfer, "--compute": compute}
     if events is not None:
         if given := [name for name, value in {"--loaders": loaders, **times}.items() if value is not None]:
-            raise InputError(f"--events shows a log and simulates nothing: leave out {', '.join(given)}, or --events")
+            raise argument_conflict(
+                f"--events shows a log and simulates nothing: leave out {', '.join(given)}, or --events"
+            )
         data = _recorded(events, seconds, console)
     else:
         pipeline = _pipeline(loaders, times, prefetch, variation)
@@ -73,7 +75,7 @@ def _pipeline(loaders: int | None, times: dict[str, str | None], prefetch: bool,
 
     missing = [name for name, value in {"--loaders": loaders, **times}.items() if value is None]
     if loaders is None or missing:
-        raise InputError(
+        raise argument_conflict(
             f"{', '.join(missing)} missing: give, for instance, --loaders 8 --load 80ms --transfer 15ms "
             "--compute 30ms, or a log with --events"
         )

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, argument_conflict
 from stallfree.units import format_size, parse_seconds
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def top(
     if seconds <= 0:
         raise InputError(f"interval={interval!r} must be above 0: give a time such as '1s' or '500ms'")
     if as_json and not once:
-        raise InputError("--json prints one look: give --once too")
+        raise argument_conflict("--json prints one look: give --once too")
     jobs, console = Jobs(), Console()
     if not console.is_terminal:
         console.width = max(console.width, _FILE_WIDTH)
@@ -51,7 +51,7 @@ def top(
     elif once:
         console.print(tables(look))
     elif not console.is_terminal:
-        raise InputError("the standard output is no terminal: give --once for one table")
+        raise argument_conflict("the standard output is no terminal: give --once for one table")
     else:
         try:
             with Live(tables(look), console=console, auto_refresh=False) as live:

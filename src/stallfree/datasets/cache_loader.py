@@ -14,7 +14,7 @@ import xxhash
 
 from stallfree.cache import MISS, Cache
 from stallfree.cache.policies import Policy
-from stallfree.errors import CodecError, InputError, WaitError
+from stallfree.errors import CodecError, InputError, WaitError, text_of, value_unstorable
 from stallfree.ipc.folders import check_name
 from stallfree.stats import CacheStats
 from stallfree.stores import Store, open_cache, parse_capacity, room_of, stores_in
@@ -110,7 +110,7 @@ class CacheLoader:
             try:
                 self.cache.put_many(free, [(key, value)])
             except CodecError as error:
-                raise CodecError(f"the value of the key {key!r} cannot be stored: {error}") from error
+                raise value_unstorable(f"the value of the key {key!r} cannot be stored: {text_of(error)}") from error
 
     def __contains__(self, key: str | int) -> bool:
         return self._find(*self._places(key))[0] is not MISS

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset
 from stallfree.batches.batch_state import raise_from
 from stallfree.batches.sample_access import plain_beneath, untouched
 from stallfree.cache.memory.layout import plan_layout
-from stallfree.errors import CapacityError, CodecError, InputError, SampleError
+from stallfree.errors import CapacityError, CodecError, InputError, SampleError, dataset_random, text_of
 from stallfree.frames import users_level
 from stallfree.pipeline.classify.determinism import Split, split
 from stallfree.pipeline.classify.libraries import may_draw
@@ -99,7 +99,7 @@ def _read(source: Source, id: int) -> Any:
     if beneath is not None:
         mark = mark_of(beneath[0].dataset)
         if mark:
-            raise InputError(f"{_name(beneath[0])} is marked as random; {_FREEZE}")
+            raise dataset_random(f"{_name(beneath[0])} is marked as random; {_FREEZE}")
         if mark is None and drew(beneath[0].dataset):
             raise _refused(beneath[0], "it drew random numbers while a cache was filled", certain=True)
         if mark is None:
@@ -139,13 +139,13 @@ def _read_watched(source: Source, id: int, plain: MapSource, inner: int) -> Any:
 
 def reason_in(error: InputError) -> str:
     """Why samples are random, without advice, if that is what an error of `look` says; else ""."""
-    why, found, _ = str(error).partition(f"; {_FREEZE}")
+    why, found, _ = text_of(error).partition(f"; {_FREEZE}")
     return why if found else ""
 
 
 def _refused(plain: MapSource, why: str, *, certain: bool) -> InputError:
     what = "gives random samples" if certain else "may give random samples"
-    return InputError(f"{_name(plain)} {what}: {why}; {_FREEZE}; or, {_INSIST}")
+    return dataset_random(f"{_name(plain)} {what}: {why}; {_FREEZE}; or, {_INSIST}")
 
 
 def _other_parts(dataset: Any) -> Iterator[int]:

@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.errors import InputError
+from stallfree.errors import cache_required, launch_environment
 from stallfree.sampling.plans.plan import local_shares
 from stallfree.sampling.ranks import find_ranks
 from stallfree.stores import servers_of
@@ -52,26 +52,26 @@ class LocalSampler(DistributedSampler[Any]):
     ) -> None:
         cache = getattr(dataset, "cache", None)
         if cache is None:
-            raise InputError(f"LocalSampler was given {type(dataset).__name__}: give it a CachedDataset")
+            raise cache_required(f"LocalSampler was given {type(dataset).__name__}: give it a CachedDataset")
         ranks = find_ranks()
         seed = parse_whole(seed, "seed")
         number = ranks.rank if rank is None else parse_whole(rank, "rank")
         count = ranks.count if num_ranks is None else parse_whole(num_ranks, "num_ranks", 1)
         if not 0 <= number < count:
-            raise InputError(f"rank {number} of {count}: give a rank from 0 to {count - 1}")
+            raise launch_environment(f"rank {number} of {count}: give a rank from 0 to {count - 1}")
         sized: Any = dataset  # of which only the length is asked for
         super().__init__(sized, num_replicas=count, rank=number, shuffle=shuffle, seed=seed, drop_last=drop_last)
         servers = servers_of(cache)
         nodes = 1 if servers is None else servers.num_nodes
         if count % nodes:
-            raise InputError(f"{count} ranks on {nodes} nodes: every node needs as many ranks as any other")
+            raise launch_environment(f"{count} ranks on {nodes} nodes: every node needs as many ranks as any other")
         self._per_node = count // nodes
         self._owner = np.zeros(len(dataset), np.int16)
         if servers is None or nodes == 1:
             return
         self._owner = servers.owner(np.arange(len(dataset)))
         if number // self._per_node != servers.me:
-            raise InputError(
+            raise launch_environment(
                 f"rank {number} of {count} should be on node {number // self._per_node} of {nodes} and is on node "
                 f"{servers.me}: ranks have to be numbered node by node, as torchrun does"
             )

@@ -7,7 +7,7 @@ import secrets
 import warnings
 from typing import Any
 
-from stallfree.errors import InputError
+from stallfree.errors import no_fingerprint
 from stallfree.frames import users_level
 from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.ranks import find_ranks
@@ -25,11 +25,13 @@ def private_name(store: Any, unknown: str, *, persist: bool) -> str:
     Raises `InputError` where a cache that others do not find is of no use.
     """
     for servers in stores_in(store):
-        raise InputError(
+        raise no_fingerprint(
             f"the nodes of the store {servers.name!r} need one name, and {unknown} has no fingerprint: {_CURE}"
         )
     if persist or (isinstance(store, DiskTier) and store.persist):
-        raise InputError(f"persist=True: no later job would find this cache, as {unknown} has no fingerprint: {_CURE}")
+        raise no_fingerprint(
+            f"persist=True: no later job would find this cache, as {unknown} has no fingerprint: {_CURE}"
+        )
     warnings.warn(
         f"{unknown} has no fingerprint, so this cache is private: used by this process and its workers, and removed "
         f"with them. To share it with other jobs and ranks, {_CURE}",
@@ -52,7 +54,7 @@ def window_name(unknown: list[str], name: str) -> str:
     if not unknown:
         return name
     if find_ranks().here > 1:
-        raise InputError(
+        raise no_fingerprint(
             f"the ranks of this job share one window, and {unknown[0]} has no fingerprint to find it by: {_CURE}"
         )
     return token()

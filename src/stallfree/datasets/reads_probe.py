@@ -7,7 +7,7 @@ from typing import Any
 
 from stallfree.batches.recorded_reads import record_sample
 from stallfree.datasets.dataset_probe import ATTEMPTS, FirstLook
-from stallfree.errors import InputError, SampleError
+from stallfree.errors import InputError, SampleError, reads_nothing
 from stallfree.frames import users_level
 from stallfree.pipeline.classify.determinism import Split, StallfreeWarning
 from stallfree.pipeline.compose import Compose
@@ -28,7 +28,7 @@ def reads_source(dataset: Any) -> MapSource:
     source = as_source(dataset, apart=False)
     if isinstance(source, MapSource):
         return source
-    raise InputError(
+    raise reads_nothing(
         f"form='reads' is for plain data sets that read and augment in __getitem__, and {type(source).__name__} keeps "
         "the two apart: use form='fetched', which caches the same bytes"
     )
@@ -90,7 +90,7 @@ def _report(dataset: Any, id: int, record: Record, unseen: float | None) -> None
 
 def _nothing(dataset: Any, id: int) -> InputError:
     name, (library, cure) = type(dataset).__name__, native_library(dataset)
-    return InputError(
+    return reads_nothing(
         f"form='reads' caches what a data set reads through Python's open(), and {name}[{id}] read no regular file of "
         f"up to 64 MiB with it: use {cure}, if {library} opens its files. If its samples do not come from files, it "
         "gains nothing from a cache"

@@ -19,7 +19,7 @@ from stallfree.cache import SampleCache
 from stallfree.datasets.cached_dataset import checked_ids
 from stallfree.datasets.dataset_probe import look
 from stallfree.datasets.private_names import window_name
-from stallfree.errors import InputError
+from stallfree.errors import InputError, argument_conflict, ranks_conflict, state_mismatch, text_of
 from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.process import context_of
@@ -183,9 +183,9 @@ class SmartCacheDataset:
     def epoch_source(self, setup: SourceSetup) -> EpochSource:
         """The source of a loader's epochs: the window, in the order that the loader would have without it."""
         if plans_epochs(setup.sampler):
-            raise InputError("a SmartCacheDataset chooses its samples itself: leave out the ImportanceSampler")
+            raise argument_conflict("a SmartCacheDataset chooses its samples itself: leave out the ImportanceSampler")
         if setup.ranks is not None and (setup.ranks == "auto" or setup.ranks[1] != 1):
-            raise InputError(
+            raise ranks_conflict(
                 f"ranks={setup.ranks!r} with a SmartCacheDataset, whose window is that of one host: give "
                 "sampler=dataset.rank_sampler() instead"
             )
@@ -225,7 +225,7 @@ class SmartCacheDataset:
         if samples.skipped:
             self.window.state.count(Field.SKIPPED, len(samples.skipped))
             for error in samples.skipped:
-                log.warning("left out a sample: %s", str(error).replace("\n", " "))
+                log.warning("left out a sample: %s", text_of(error).replace("\n", " "))
             if not samples.values:
                 raise samples.skipped[0]
         return samples.values
@@ -314,7 +314,7 @@ def _check(
     cache_num: Any, capacity: Any, replace_rate: Any, num_fill_workers: Any, on_late: Any, on_error: Any
 ) -> None:
     if (cache_num is None) == (capacity is None):
-        raise InputError("give either cache_num (samples of the window) or capacity (bytes for them)")
+        raise argument_conflict("give either cache_num (samples of the window) or capacity (bytes for them)")
     if cache_num is not None:
         parse_whole(cache_num, "cache_num", 1)
     if isinstance(replace_rate, bool) or not isinstance(replace_rate, (int, float)) or not 0 <= replace_rate <= 1:
@@ -382,7 +382,7 @@ class WindowSource(EpochSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "window" not in state:
-            raise InputError(
+            raise state_mismatch(
                 "the state has no window: it was taken with a data set that is no SmartCacheDataset. Give the same "
                 "data set"
             )

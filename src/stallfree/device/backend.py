@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.errors import InputError
+from stallfree.errors import device_unknown
 
 Stream = Any
 Event = Any
@@ -114,10 +114,12 @@ class Cuda(Backend):
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
-            raise InputError(f"device={str(device)!r}: PyTorch sees no GPU here. Give device='cpu', or see torch.cuda")
+            raise device_unknown(
+                f"device={str(device)!r}: PyTorch sees no GPU here. Give device='cpu', or see torch.cuda"
+            )
         number = torch.cuda.current_device() if device.index is None else device.index
         if number >= torch.cuda.device_count():
-            raise InputError(
+            raise device_unknown(
                 f"device={str(device)!r}: there are {torch.cuda.device_count()} GPUs here, counted from 0. Give one "
                 "of them"
             )

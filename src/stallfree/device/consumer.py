@@ -17,7 +17,13 @@ from stallfree.device.backend import Stream
 from stallfree.device.batch_codec import join
 from stallfree.device.protocol import VERSION, Kind, raise_error, unpack_length
 from stallfree.device.slots import OpenSlots, memory_of
-from stallfree.errors import InputError, ProducerError, StallfreeError, StorageError, WaitError
+from stallfree.errors import (
+    ProducerError,
+    StallfreeError,
+    StorageError,
+    batch_timeout,
+    consumer_process,
+)
 from stallfree.frames import short_traceback
 from stallfree.ipc.consumers import VISITOR, Connection, Gone, Message, ask
 from stallfree.ipc.folders import SharedFolder, attach
@@ -138,7 +144,7 @@ class Consumer:
             message = connection.receive() or connection.receive(time.monotonic() + self.timeout)
             if message is None:
                 why = what or f"a batch: {self._reason()}"
-                raise WaitError(
+                raise batch_timeout(
                     f"consumer {self.number} has waited {self.timeout:g} s for {why}. Give a larger timeout if it "
                     "takes so long"
                 )
@@ -157,7 +163,7 @@ class Consumer:
         """Return the error for a lost connection."""
         link = self._link
         if link is not None and not link.owner.is_here:
-            return InputError(
+            return consumer_process(
                 f"consumer {self.number} is iterated by process {link.owner.pid}, and not by this one, a child of it: "
                 "ProcessPrefetcher(consumers=...) can serve both"
             )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from stallfree.device.protocol import VERSION, Kind
-from stallfree.errors import InputError
+from stallfree.errors import consumer_process
 from stallfree.ipc.consumers import HELLO, VISITOR, Leases, Message, Peer, Server
 from stallfree.ipc.process import Parent
 from stallfree.ipc.remote import pack_error
@@ -214,7 +214,7 @@ class ConsumerServer:
             return
         there = [each.peer.pid for each in self._consumers.values() if each.number == number]
         why = f"belongs to process {there[0]} already" if there else "has left, and none can come twice"
-        self._server.refuse(peer, InputError(f"consumer {number} {why}: give each process a number of its own"))
+        self._server.refuse(peer, consumer_process(f"consumer {number} {why}: give each process a number of its own"))
 
     def _leave(self, consumer: _Consumer) -> None:
         """Remove a consumer whose connection has ended."""

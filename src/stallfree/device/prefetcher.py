@@ -17,7 +17,13 @@ from stallfree.device.backend import Backend, Cuda, Stream
 from stallfree.device.copy_thread import CopyThread, HostThread, Item, LoaderThread, Snapshot, Transform
 from stallfree.device.pytree import take_apart
 from stallfree.device.staging import Place, Stager, pin, send_itself
-from stallfree.errors import InputError, StallfreeError
+from stallfree.errors import (
+    InputError,
+    argument_conflict,
+    device_unknown,
+    iteration_over,
+    stop_iteration,
+)
 from stallfree.frames import ShortTracebacks, short_traceback
 from stallfree.ipc.fork_guard import Owner
 
@@ -201,7 +207,7 @@ class _Iteration:
         if self._through:
             raise StopIteration
         if not self._owner.is_here:
-            raise StallfreeError(
+            raise iteration_over(
                 "this iteration over a DevicePrefetcher was begun in the parent process, whose thread is not in this "
                 "one: begin a new iteration here"
             )
@@ -221,7 +227,7 @@ class _Iteration:
                 raise item.error
             return self._give(item)
         except StopIteration as error:  # would end the loop silently
-            raise StallfreeError(
+            raise stop_iteration(
                 "a batch could not be given: transform_on_device or .to() raised StopIteration. Let it raise another "
                 "error"
             ) from error
@@ -330,13 +336,13 @@ def _check(loader: Any, depth: Any, keep: Any, transform: Any, debug: bool) -> N
     if keep not in ("fresh", "ring"):
         raise InputError(f"keep={keep!r}: give 'fresh' for batches that may be kept, or 'ring'")
     if debug and keep != "ring":
-        raise InputError(f"debug=True with keep={keep!r}: only batches of keep='ring' become invalid")
+        raise argument_conflict(f"debug=True with keep={keep!r}: only batches of keep='ring' become invalid")
     if transform is not None and not callable(transform):
         raise InputError(f"transform_on_device={transform!r:.80}: give what can be called with a batch, or None")
     if not hasattr(loader, "__iter__"):
         raise InputError(f"the loader is a {type(loader).__name__}, which cannot be iterated: give a data loader")
     if isinstance(loader, DevicePrefetcher) and loader.keep == "ring":
-        raise InputError(
+        raise argument_conflict(
             "the loader is a DevicePrefetcher with keep='ring', whose batches are overwritten too soon: give it 'fresh'"
         )
 
@@ -345,12 +351,12 @@ def _device(device: torch.device | str | int) -> torch.device:
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error
+        raise device_unknown(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error
     if where.type not in ("cpu", "cuda"):  # CUDA devices are checked by the backend
         try:
             torch.empty(1, device=where)
         except Exception as error:
-            raise InputError(
+            raise device_unknown(
                 f"device={str(device)!r}: PyTorch cannot use it here ({str(error).splitlines()[0]:.100}). Give "
                 "device='cpu', or install a PyTorch that has it"
             ) from error

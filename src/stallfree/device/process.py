@@ -17,7 +17,7 @@ from stallfree.device.consumer import Consumer
 from stallfree.device.consumer_server import END_SECONDS
 from stallfree.device.producer import LazyFactory, Setup, produce
 from stallfree.device.slots import SharedCuda
-from stallfree.errors import InputError
+from stallfree.errors import InputError, consumer_process, device_unknown, not_picklable, text_of
 from stallfree.ipc.folders import SharedFolder, default_root, sweep
 from stallfree.ipc.fork_guard import keep_from_children
 from stallfree.ipc.process import Child
@@ -137,7 +137,9 @@ class ProcessPrefetcher:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise InputError("a ProcessPrefetcher belongs to the process that made it: give others its consumer(1), ...")
+        raise consumer_process(
+            "a ProcessPrefetcher belongs to the process that made it: give others its consumer(1), ..."
+        )
 
 
 def _check(make_loader: Any, device: Any, depth: Any, consumers: Any, timeout: Any) -> torch.device:
@@ -155,11 +157,13 @@ def _check(make_loader: Any, device: Any, depth: Any, consumers: Any, timeout: A
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error
+        raise device_unknown(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error
     if where.type == "cuda":
         return SharedCuda(where).device
     if where.type != "cpu":
-        raise InputError(f"device={device!r}: processes share memory of 'cuda' and 'cpu' only. Use DevicePrefetcher")
+        raise device_unknown(
+            f"device={device!r}: processes share memory of 'cuda' and 'cpu' only. Use DevicePrefetcher"
+        )
     return torch.device("cpu")
 
 
@@ -176,9 +180,9 @@ def _start(
         except OSError:
             raise  # no process can be started here
         except Exception as error:
-            raise InputError(
-                f"make_loader cannot be sent to a new process: {error}. Define it at the top level of a module (no "
-                "lambda, no function within a function), and give what it needs by functools.partial"
+            raise not_picklable(
+                f"make_loader cannot be sent to a new process: {text_of(error)}. Define it at the top level of a "
+                "module (no lambda, no function within a function), and give what it needs by functools.partial"
             ) from error
 
 

@@ -9,7 +9,7 @@ import enum
 import struct
 from typing import NoReturn
 
-from stallfree.errors import StallfreeError
+from stallfree.errors import batch_failed
 from stallfree.ipc.remote import RemoteTraceback, pack_error, unpack_error
 
 VERSION = 1
@@ -59,5 +59,5 @@ def raise_error(packed: bytes | memoryview) -> NoReturn:
     error, trace = unpack_error(bytes(packed))
     if error is None or isinstance(error, StopIteration | StopAsyncIteration):  # they would end more than the epoch
         what = trace.strip().rsplit("\n", 1)[-1]
-        error = StallfreeError(f"the process that loads raised {what}")
+        error = batch_failed(f"the process that loads raised {what}")
     raise error from RemoteTraceback(trace)

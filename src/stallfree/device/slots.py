@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from stallfree.device.backend import Backend, Cuda, Event, Stream
 from stallfree.device.batch_codec import lay_out
-from stallfree.errors import StorageError
+from stallfree.errors import storage_full
 
 _POISON = 0xFF
 _LOOK_SECONDS = 0.00005
@@ -143,7 +143,7 @@ class SharedHost(Memory):
             memory = _mapped(fd)
         except OSError as error:
             (self._folder / name).unlink()
-            raise StorageError(
+            raise storage_full(
                 f"there is no room in {self._folder} for a batch of {size} bytes: {error}. Give smaller batches, or a "
                 "larger /dev/shm"
             ) from error

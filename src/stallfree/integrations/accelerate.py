@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
-from stallfree.errors import InputError
+from stallfree.errors import argument_conflict, iterable_unsupported, ranks_conflict
 from stallfree.loader import DataLoader
 from stallfree.sampling.plans import ImportanceSampler
 
@@ -59,18 +59,20 @@ class _Prepared(DataLoader):
 
 def _check(accelerator: Any, loader: Any) -> None:
     if not isinstance(loader, DataLoader):
-        raise InputError(f"prepare was given a {type(loader).__name__}: give it a stallfree.DataLoader")
+        raise ranks_conflict(f"prepare was given a {type(loader).__name__}: give it a stallfree.DataLoader")
     if isinstance(loader.dataset, IterableDataset):
-        raise InputError(
+        raise iterable_unsupported(
             "prepare was given a loader of an IterableDataset, whose samples are not dealt out by their ids: let its "
             "__iter__ yield the part of the process, and use the loader as it is"
         )
     if loader.ranks is not None or isinstance(loader.sampler, (DistributedSampler, ImportanceSampler)):
-        raise InputError(
+        raise ranks_conflict(
             "prepare was given a loader whose samples are dealt out already, by ranks= or its sampler: use that loader "
             "as it is, or leave them out"
         )
     if loader.batch_sampler is None:
-        raise InputError("prepare was given a loader with batch_size=None: give it a batch_size, as Accelerate needs")
+        raise argument_conflict(
+            "prepare was given a loader with batch_size=None: give it a batch_size, as Accelerate needs"
+        )
     if accelerator.use_stateful_dataloader:
-        raise InputError("prepare was given an Accelerator with use_stateful_dataloader=True: leave that out")
+        raise argument_conflict("prepare was given an Accelerator with use_stateful_dataloader=True: leave that out")

@@ -186,7 +186,8 @@ class Server:
         if not peer.greeted:
             error = StallfreeError(
                 f"process {peer.pid} speaks version {message.serial} of the {self._protocol}'s protocol, this one "
-                f"{self._version}: install the same release for all"
+                f"{self._version}: install the same release for all",
+                page="release-mismatch",
             )
             self.refuse(peer, error)
         return peer.greeted

@@ -33,7 +33,15 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from stallfree.errors import FingerprintError, InputError, StallfreeError, StorageError, WaitError
+from stallfree.errors import (
+    InputError,
+    StallfreeError,
+    StorageError,
+    folder_gone,
+    folder_owner,
+    lock_held,
+    name_invalid,
+)
 from stallfree.ipc.owned import opened_base
 from stallfree.platform import OPEN, fcntl, need_linux, shares_memory, user_id
 
@@ -183,12 +191,12 @@ def _checked_root(root: Path, make: bool) -> Path:
         finally:
             os.close(fd)
     if found.st_uid != user_id():
-        raise FingerprintError(
+        raise folder_owner(
             f"{root} belongs to user {found.st_uid}, and you are user {user_id()}: "
             "a cache is read by its own user only. Give another folder"
         )
     if found.st_mode & 0o022:
-        raise FingerprintError(
+        raise folder_owner(
             f"other users may write to {root} (mode {stat.S_IMODE(found.st_mode):o}): "
             f"a cache is written by its own user only. Give another folder, or `chmod 700 {root}`"
         )
@@ -198,7 +206,7 @@ def _checked_root(root: Path, make: bool) -> Path:
 def check_name(name: str) -> str:
     """Return `name` if it is a valid folder name. Raises `InputError` otherwise."""
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise InputError(
+        raise name_invalid(
             f"name={name!r} cannot name a cache: use 1 to 120 of the letters a-z and A-Z, digits, '.', '_' and '-', "
             "not starting with '.' or '-'"
         )
@@ -263,7 +271,7 @@ class SharedFolder:
                     self.created = True
                     return fd
             if time.monotonic() > deadline:
-                raise WaitError(
+                raise lock_held(
                     f"another process holds {self.path} for itself for more than {ATTACH_SECONDS:.0f} s: end it, or "
                     "give another name"
                 )
@@ -347,7 +355,7 @@ def attach(path: Path) -> SharedFolder:
 
 
 def _must_exist(path: Path) -> None:
-    raise StorageError(f"the folder {path} is gone: the process that made it has ended. Make a new loader")
+    raise folder_gone(f"the folder {path} is gone: the process that made it has ended. Make a new loader")
 
 
 def _keep(path: Path) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stallfree.errors import WaitError
+from stallfree.errors import lock_held
 from stallfree.platform import OPEN, at_fork, fcntl, shares_memory
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
@@ -86,12 +86,12 @@ class FileLock:
             raise ValueError(f"the lock {self.path} is closed")
         deadline = time.monotonic() + seconds
         if not entry.thread_lock.acquire(timeout=seconds):
-            raise WaitError(f"{what}: another thread of this process held {self.path} for {seconds:g} s: let it end")
+            raise lock_held(f"{what}: another thread of this process held {self.path} for {seconds:g} s: let it end")
         try:
             pause = 0.0
             while not _try(entry.fd, 0):
                 if time.monotonic() > deadline:
-                    raise WaitError(
+                    raise lock_held(
                         f"{what}: another process (stopped?) held {self.path} for {seconds:g} s: end it, or let it go "
                         "on"
                     )
@@ -131,7 +131,7 @@ class FileLock:
         for byte in range(1, CLAIMS + 1):
             if self.claim(byte):
                 return byte
-        raise WaitError(
+        raise lock_held(
             f"all {CLAIMS} places in {self.path} are taken by processes that live: use fewer, or another name"
         )
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stallfree.errors import FingerprintError
+from stallfree.errors import folder_owner
 from stallfree.platform import user_id
 
 _EVERY_ID = (1 << 32) - 1
@@ -45,12 +45,12 @@ def _check(place: Path, fd: int, base: Path) -> None:
     found = os.fstat(fd)
     within = "" if place == base else f" above {base}"
     if found.st_uid not in _trusted():
-        raise FingerprintError(
+        raise folder_owner(
             f"the folder {place}{within} belongs to user {found.st_uid}, who could replace a cache in it with a forged "
             f"one; you are user {user_id()}. Give a folder of your own, in folders of your own or of root"
         )
     if _others_may_write(found, fd) and not found.st_mode & stat.S_ISVTX:
-        raise FingerprintError(
+        raise folder_owner(
             f"other users may write to the folder {place}{within} (mode {stat.S_IMODE(found.st_mode):o}, not sticky) "
             f"and could replace a cache in it with a forged one. Give another folder, or `chmod go-w {place}`, or "
             f"`chmod +t {place}` if others need it"

@@ -26,7 +26,7 @@ from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from typing import Any
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, not_picklable, text_of
 from stallfree.ipc.channel import Channel, receive_message, send_message
 from stallfree.ipc.fork_guard import Owner, keep_from_children
 from stallfree.ipc.generator_lock import check_generator
@@ -247,9 +247,9 @@ def _unsendable(parts: Sequence[tuple[str, object]], method: str) -> InputError 
         try:
             ForkingPickler.dumps(part)
         except Exception as reason:
-            return InputError(
-                f"{what} cannot be sent to a process started by {method!r}: {reason}. Define it at the top level of a "
-                "module (no lambda, no function within a function), or use multiprocessing_context='fork'"
+            return not_picklable(
+                f"{what} cannot be sent to a process started by {method!r}: {text_of(reason)}. Define it at the top "
+                "level of a module (no lambda, no function within a function), or use multiprocessing_context='fork'"
             )
     return None
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from stallfree import errors
 from stallfree.error_types import fields_of, make_error
-from stallfree.errors import SampleError, StallfreeError, WorkerError, text_of
+from stallfree.errors import SampleError, StallfreeError, text_of
 from stallfree.frames import shorten
 
 _LENGTH = struct.Struct("<Q")
@@ -87,8 +87,6 @@ def unpack_plain_error(packed: bytes | bytearray | memoryview) -> tuple[Stallfre
     """Return the packed error, also of its original type if that is loaded here, and its traceback as text."""
     found = json.loads(bytes(packed))
     base = _BASES.get(found["kind"], StallfreeError)
-    if base is WorkerError:
-        return WorkerError(found["message"], ids=found["fields"]["ids"]), found["trace"]
     kinds = [kind for module, name in found.get("types", ()) if (kind := _loaded(module, name)) is not None]
     fields = {name: value for name, value in found.get("fields", {}).items() if not name.startswith("__")}
     return make_error(base, kinds[:1], found["message"], fields), found["trace"]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import StorageError
+from stallfree.errors import storage_full
 from stallfree.ipc.folders import default_root, prepare_root
 from stallfree.platform import allocate, shares_memory
 
@@ -41,7 +41,7 @@ class SharedCounts:
                 allocate(file.fileno(), 0, size)
                 fd = os.dup(file.fileno())
         except OSError as error:
-            raise StorageError(
+            raise storage_full(
                 f"no memory is left in {root} for {size} bytes of shared counts ({error}): a larger /dev/shm helps"
             ) from error
         self._map(fd, length)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from stallfree.batches.reader import Reader
-from stallfree.errors import InputError
+from stallfree.errors import InputError, argument_conflict, iterable_unsupported, ranks_conflict
 from stallfree.loader.output import check_output
 from stallfree.sampling.epoch_source import plans_epochs
 from stallfree.sampling.ranks import check_ranks
@@ -71,7 +71,7 @@ def check_numbers(
     if prefetch_factor is not None and (not _is_int(prefetch_factor) or prefetch_factor < 1):
         raise InputError(f"prefetch_factor={prefetch_factor!r}: give an int of 1 or more")
     if persistent_workers and num_workers == 0:
-        raise InputError("persistent_workers=True needs num_workers of 1 or more")
+        raise argument_conflict("persistent_workers=True needs num_workers of 1 or more")
 
 
 def check_remote(workers: Any, dataset: Any, cache: Any) -> None:
@@ -81,9 +81,11 @@ def check_remote(workers: Any, dataset: Any, cache: Any) -> None:
     if not isinstance(workers, RayWorkers):
         raise InputError(f"workers={workers!r:.80}: give RayWorkers(...), or num_workers=... for local workers")
     if isinstance(dataset, IterableDataset):
-        raise InputError("workers=RayWorkers(...) and an IterableDataset: give num_workers=..., or map-style data")
+        raise iterable_unsupported(
+            "workers=RayWorkers(...) and an IterableDataset: give num_workers=..., or map-style data"
+        )
     if cache is not None:
-        raise InputError("workers=RayWorkers(...) and cache='auto': give a CachedDataset in its place")
+        raise argument_conflict("workers=RayWorkers(...) and cache='auto': give a CachedDataset in its place")
 
 
 def check_sampling(
@@ -91,11 +93,15 @@ def check_sampling(
 ) -> None:
     """Raise `InputError` for arguments that contradict each other."""
     if sampler is not None and shuffle:
-        raise InputError("shuffle=True and a sampler were given: the sampler decides the order, so leave out shuffle")
+        raise argument_conflict(
+            "shuffle=True and a sampler were given: the sampler decides the order, so leave out shuffle"
+        )
     if batch_sampler is not None and (batch_size != 1 or shuffle or sampler is not None or drop_last):
-        raise InputError("batch_sampler decides the batches: leave out batch_size, shuffle, sampler and drop_last")
+        raise argument_conflict(
+            "batch_sampler decides the batches: leave out batch_size, shuffle, sampler and drop_last"
+        )
     if batch_size is None and drop_last:
-        raise InputError("drop_last=True needs a batch_size")
+        raise argument_conflict("drop_last=True needs a batch_size")
     for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
         iterable = not isinstance(value, type) and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
         if value is not None and not iterable:
@@ -107,7 +113,7 @@ def check_stream(dataset: Any, shuffle: Any, sampler: Any, batch_sampler: Any, r
     given = {"shuffle": shuffle or None, "sampler": sampler, "batch_sampler": batch_sampler, "ranks": ranks}
     for name, value in given.items():
         if value is not None and isinstance(dataset, IterableDataset):
-            raise InputError(
+            raise iterable_unsupported(
                 f"{name}={value!r:.80} and an IterableDataset, which decides itself which samples come and in which "
                 f"order: leave out {name}, and let __iter__ of the data set do it"
             )
@@ -118,14 +124,14 @@ def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any) -> None:
     check_ranks(ranks)
     inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
     if plans_epochs(inner):
-        raise InputError(
+        raise ranks_conflict(
             f"a {type(sampler).__name__} was put around the ImportanceSampler, which deals out its samples itself: "
             "give Lightning's Trainer use_distributed_sampler=False"
         )
     if ranks is None or (ranks != "auto" and ranks[1] == 1):
         return
     if sampler is not None or batch_sampler is not None:
-        raise InputError(
+        raise ranks_conflict(
             f"ranks={ranks!r} and a sampler were given: ranks deals out the loader's own order, so leave out one of "
             "them"
         )
@@ -139,16 +145,20 @@ def check_auto(cache: Any, capacity: Any, store: Any, transform: Any, sampler: A
     if cache is None and capacity is None and store is None and transform is None:
         return None
     if cache != "auto":
-        raise InputError(
+        raise argument_conflict(
             f"cache={cache!r}, capacity={capacity!r}, store={store!r:.80}, transform={transform!r:.80}: give "
             "cache='auto', or leave them out and give a CachedDataset"
         )
     if store is not None and not isinstance(store, DiskTier):
-        raise InputError(f"store={store!r:.80} with cache='auto': give a DiskTier, or a CachedDataset with that store")
+        raise argument_conflict(
+            f"store={store!r:.80} with cache='auto': give a DiskTier, or a CachedDataset with that store"
+        )
     if transform is not None and not callable(transform):
         raise InputError(f"transform={transform!r:.80} cannot be called: give a function or step, or None")
     if plans_epochs(sampler):
-        raise InputError("an ImportanceSampler goes by what its cache holds: give it a CachedDataset, not cache='auto'")
+        raise argument_conflict(
+            "an ImportanceSampler goes by what its cache holds: give it a CachedDataset, not cache='auto'"
+        )
     room = FREE_SHARE if capacity is None else parse_room(capacity, "capacity")
     if room == 0:
         raise InputError(f"capacity={capacity!r} with cache='auto': give a size such as '16GiB', or a share above 0%")

@@ -14,7 +14,7 @@ from stallfree.batches.reader import Reader
 from stallfree.cache import MISS, BaseCache, Cache
 from stallfree.clock import Clock, SystemClock
 from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.errors import InputError
+from stallfree.errors import InputError, cache_required
 from stallfree.loader.arguments import check_numbers
 from stallfree.loader.dataloader import DataLoader
 
@@ -50,7 +50,7 @@ def measure_benefit(
     propagate.
     """
     if not isinstance(dataset, CachedDataset):
-        raise InputError(f"dataset={dataset!r:.80} has no cache: give a CachedDataset")
+        raise cache_required(f"dataset={dataset!r:.80} has no cache: give a CachedDataset")
     if not callable(step):
         raise InputError(f"step={step!r:.80} cannot be called: give a function that trains on a batch")
     _check(workers, batch_size)
@@ -59,7 +59,9 @@ def measure_benefit(
     reader, cache = dataset.reader, dataset.cache
     resident = np.flatnonzero(cache.resident(np.arange(len(dataset))))
     if len(resident) == 0:
-        raise InputError("nothing is in the cache yet, so what it gains cannot be measured: train for an epoch first")
+        raise cache_required(
+            "nothing is in the cache yet, so what it gains cannot be measured: train for an epoch first"
+        )
     past = copy.copy(dataset)
     nothing: Any = _Nothing(cache)
     reads = reader.tracker is not None

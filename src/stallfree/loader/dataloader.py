@@ -19,7 +19,7 @@ from stallfree.autotune.stream_cache import auto_cache
 from stallfree.batches.stream import loader_reader
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.device import DevicePrefetcher
-from stallfree.errors import InputError
+from stallfree.errors import argument_conflict
 from stallfree.frames import short_traceback
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_arguments, check_functions, seed_of
@@ -194,7 +194,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """`collate_fn` may be replaced, as in torch's loader. Raises `InputError` for other arguments."""
         if self.__initialized and name in _ARGUMENTS:
             if name != "collate_fn":
-                raise InputError(f"{name} of a loader that exists cannot be set: make a DataLoader with {name}=...")
+                raise argument_conflict(
+                    f"{name} of a loader that exists cannot be set: make a DataLoader with {name}=..."
+                )
             check_functions(value, None, "raise")
             options = self._runner.options
             value = value or (default_convert if options.single else default_collate)
@@ -366,7 +368,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
 def _takes_losses(source: EpochSource, method: str) -> TakesLosses:
     if not isinstance(source, TakesLosses):
-        raise InputError(
+        raise argument_conflict(
             f"{method} is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
         )
     return source

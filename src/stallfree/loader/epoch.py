@@ -12,7 +12,15 @@ import numpy as np
 
 from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.batches.stream import StreamReader
-from stallfree.errors import StallfreeError, WaitError
+from stallfree.errors import (
+    StallfreeError,
+    WaitError,
+    batch_failed,
+    batch_timeout,
+    iteration_over,
+    stop_iteration,
+    text_of,
+)
 from stallfree.ipc.remote import RemoteTraceback, unpack_error
 from stallfree.loader.progress import Progress
 from stallfree.pipeline.codec import read_own_record
@@ -85,7 +93,7 @@ class Epoch(_Pass):
         Any interruption other than a timeout ends the iteration.
         """
         if self.closed or self.pool.closed or self._token != self.pool.token:
-            raise StallfreeError(_OVER)
+            raise iteration_over(_OVER)
         try:
             self._start_more()
             started = time.monotonic()
@@ -128,12 +136,12 @@ class Epoch(_Pass):
                 self._publish(self._now - started)
             self.pool.wait(left)
         elif task is None:
-            raise WaitError(
+            raise batch_timeout(
                 f"no slot of the staging ring came free within {self.pool.seconds:g} s: workers are still busy with "
                 "batches of an earlier iteration. Give a larger timeout if they take so long"
             )
         else:
-            raise WaitError(
+            raise batch_timeout(
                 f"batch {task.number} of epoch {task.epoch} did not come within {self.pool.seconds:g} s; it is with "
                 f"{self.pool.describe(task)}; its samples are {task.ids.tolist()}. "
                 "Give a larger timeout if they take so long"
@@ -239,7 +247,7 @@ class DirectEpoch(_Pass):
         pool, progress = self.pool, self.progress
         while True:
             if self.closed or pool.closed:
-                raise StallfreeError(_OVER)
+                raise iteration_over(_OVER)
             started = time.monotonic()
             try:
                 ids = progress.peek()
@@ -302,7 +310,7 @@ def _report_skips(counts: Counts, problems: Sequence[object]) -> None:
     room = max(0, _REPORTED_SKIPS - counts["skips"])
     counts["skips"] += len(problems)
     for problem in problems[:room]:
-        log.warning("left out a sample: %s", str(problem).replace("\n", " "))
+        log.warning("left out a sample: %s", text_of(problem).replace("\n", " "))
 
 
 def _raise(result: Result) -> None:
@@ -312,7 +320,7 @@ def _raise(result: Result) -> None:
         error, text = unpack_error(result.note)
         trace = RemoteTraceback(text)
     if error is None:
-        raise StallfreeError(f"batch {result.number} could not be made:\n{trace}") from trace
+        raise batch_failed(f"batch {result.number} could not be made:\n{trace}") from trace
     if isinstance(error, StopIteration):
         raise _stopped(result.number) from (trace or error)
     if trace is None:
@@ -322,7 +330,7 @@ def _raise(result: Result) -> None:
 
 def _stopped(number: int) -> StallfreeError:
     """The error that replaces a `StopIteration`, which would end the loop without an error."""
-    return StallfreeError(
+    return stop_iteration(
         f"batch {number} could not be made: the data set or collate_fn raised StopIteration, which would end the "
         "epoch. Let it raise another error"
     )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stallfree.errors import InputError
+from stallfree.errors import state_format, state_mismatch
 from stallfree.loader.iteration import Iteration
 from stallfree.loader.progress import Progress
 from stallfree.pipeline.randomness import draw_seed
@@ -277,16 +277,16 @@ def check_state(state: Any, order: dict[str, Any], seed: int | None) -> None:
     """
     version = state.get("version") if isinstance(state, dict) else None
     if version != STATE_VERSION:
-        raise InputError(
+        raise state_format(
             f"the state has version {version!r}, expected {STATE_VERSION}: give what state_dict() of this "
             "release returned"
         )
     missing = {"epoch", "seed", "order", "batches", "rest"} - state.keys()
     if missing:
-        raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
+        raise state_format(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
     if None not in (seed, state["seed"]) and seed != state["seed"]:
-        raise InputError(
+        raise state_mismatch(
             f"the state was taken with seed={state['seed']}, this loader has seed={seed}: give the same, or none"
         )
     if state["order"] != order:
-        raise InputError(f"the state was taken with {state['order']}, this loader has {order}: give the same")
+        raise state_mismatch(f"the state was taken with {state['order']}, this loader has {order}: give the same")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, argument_conflict, collate_output
 from stallfree.sampling.epoch_source import Ids
 
 
@@ -69,7 +69,7 @@ def check_output(output: Any, pin_memory: bool, device: Any) -> None:
     if output not in ("torch", "numpy"):
         raise InputError(f"output={output!r}: use 'torch' or 'numpy'")
     if output == "numpy" and (device is not None or pin_memory):
-        raise InputError(
+        raise argument_conflict(
             "output='numpy' gives arrays of the host: leave out device and pin_memory, and let your framework copy them"
         )
 
@@ -86,7 +86,7 @@ def as_arrays(batch: Any) -> Any:
         try:
             return batch.numpy(force=True)
         except (TypeError, RuntimeError) as error:
-            raise InputError(
+            raise collate_output(
                 f"output='numpy': NumPy has no form for a tensor of {batch.dtype} and {batch.layout} ({error}). "
                 "Convert it in the data set or in collate_fn, or leave out output"
             ) from error

@@ -97,7 +97,8 @@ class Progress:
             pass
         if self._problem is not None:
             raise StallfreeError(
-                f"there is no state to take: the sampler raised {self._problem!r}. Correct the sampler"
+                f"there is no state to take: the sampler raised {self._problem!r}. Correct the sampler",
+                page="sampler-output",
             )
         recent = list(self._recent)[len(self._recent) - (self.handed_out - first) :]
         return [ids.tolist() for ids in (*recent, *self._started, *self._ready)]

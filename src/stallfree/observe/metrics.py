@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple, Protocol
 
-from stallfree.errors import InputError, missing_extra
+from stallfree.errors import InputError, file_unwritable, missing_extra, port_unavailable
 from stallfree.ipc.folders import is_path
 from stallfree.stats import CacheStats, LoaderStats, SmartCacheStats
 
@@ -177,7 +177,9 @@ class TensorBoardHook:
             try:
                 target = SummaryWriter(os.fspath(target))
             except OSError as error:
-                raise InputError(f"TensorBoardHook({target!r}) cannot write there: {error}. Give a folder") from error
+                raise file_unwritable(
+                    f"TensorBoardHook({target!r}) cannot write there: {error}. Give a folder"
+                ) from error
         elif not callable(getattr(target, "add_scalar", None)):
             raise InputError(f"TensorBoardHook({target!r}): give the path of a folder, or a SummaryWriter")
         self._writer = target
@@ -245,7 +247,7 @@ class PrometheusServer:
         try:
             self._server, self._thread = client.start_http_server(port, addr=address, registry=registry)
         except (OSError, OverflowError, TypeError) as error:
-            raise InputError(
+            raise port_unavailable(
                 f"nothing can listen on {address}:{port}: {error}. Give another port or address"
             ) from error
         self.port = int(self._server.server_port)

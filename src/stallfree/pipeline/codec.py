@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.errors import CodecError
+from stallfree.errors import CodecError, value_unstorable
 from stallfree.pipeline.images import is_image, pixels_of
 from stallfree.pipeline.structure import (
     CARRIERS,
@@ -129,7 +129,7 @@ def _encode(value: Any, other: _Other) -> tuple[Structure, list[Bytes]]:
         kind = type(problem.value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         message = f"{place}: {name}: {problem.reason}"
-        raise CodecError(message) from problem.__cause__
+        raise value_unstorable(message) from problem.__cause__
     return structure_of_signature(tuple(signature)), arrays
 
 

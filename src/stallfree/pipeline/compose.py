@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import nn
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, transform_input
 from stallfree.pipeline._objects import attribute, comes_from, describe
 from stallfree.pipeline.marks import mark_of
 
@@ -90,12 +90,12 @@ class OnItem:
 
     def __call__(self, value: Any, out: Any = None) -> Any:
         if not isinstance(value, (tuple, list, Mapping)):
-            raise InputError(f"{self!r} got a {type(value).__name__}: it wants a tuple, a list or a mapping")
+            raise transform_input(f"{self!r} got a {type(value).__name__}: it wants a tuple, a list or a mapping")
         try:
             item = value[self.key]
         except (LookupError, TypeError) as error:
             given = f"{type(value).__name__} of {len(value)}"
-            raise InputError(
+            raise transform_input(
                 f"{self!r} got a {given} that has no element {self.key!r}: give a key that is there"
             ) from error
         made = self._call(item) if out is None else self.transform(item, out=out)  # type: ignore[call-arg]
@@ -183,7 +183,7 @@ def call_albumentations(step: Callable[..., Any], value: Any) -> Any:
         return step(**value)
     if isinstance(value, np.ndarray):
         return step(image=value)["image"]
-    raise InputError(
+    raise transform_input(
         f"{describe(step)} got a {type(value).__name__}: albumentations wants a NumPy array (height, width, channels) "
         "or a mapping such as {'image': array}; put a step before it that converts"
     )

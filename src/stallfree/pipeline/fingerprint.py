@@ -68,6 +68,8 @@ def fingerprint(*objects: Any) -> str:
 class NoFingerprintError(InputError):
     """Raised for an object without a fingerprint."""
 
+    page = "no-fingerprint"
+
 
 _unknown: ContextVar[list[str] | None] = ContextVar("unknown", default=None)
 

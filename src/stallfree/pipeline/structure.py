@@ -76,6 +76,8 @@ class MissingClassError(CodecError):
         module: the module that defines the class.
     """
 
+    page = "record-class"
+
     def __init__(self, message: str, module: str = "") -> None:
         super().__init__(message)
         self.module = module

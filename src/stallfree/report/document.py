@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from stallfree.errors import InputError, missing_extra
+from stallfree.errors import file_unreadable, missing_extra
 
 # With this policy a browser makes no network requests, whatever the scripts do.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -56,7 +56,9 @@ def embedded(data: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
-        raise InputError(f"this {data['format']} holds a number that is none ({error}): give null for it") from error
+        raise file_unreadable(
+            f"this {data['format']} holds a number that is none ({error}): give null for it"
+        ) from error
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stallfree.errors import InputError
+from stallfree.errors import file_unreadable
 
 RATES = {
     "G": "training on ready batches",
@@ -48,14 +48,16 @@ def expect(data: Any, form: str, keys: Iterable[str], place: str = "this") -> No
     """Raise `InputError` unless `data`, from `place`, is of the format `form`, version 1, and has these keys."""
     if not isinstance(data, dict) or data.get("format") != form:
         given = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"{place} is no {form} (its format is {given!r}): give what stallfree saved as one")
+        raise file_unreadable(f"{place} is no {form} (its format is {given!r}): give what stallfree saved as one")
     if data.get("version") != 1:
-        raise InputError(
+        raise file_unreadable(
             f"{place} is a {form} of version {data.get('version')!r}, and version 1 can be read: "
             "make it again with this version of stallfree, or read it with the one that wrote it"
         )
     if absent := [key for key in keys if key not in data]:
-        raise InputError(f"{place} is a {form} and lacks {', '.join(absent)}: make it again, or undo the change in it")
+        raise file_unreadable(
+            f"{place} is a {form} and lacks {', '.join(absent)}: make it again, or undo the change in it"
+        )
 
 
 def number(value: float, width: float = 0.0) -> str:

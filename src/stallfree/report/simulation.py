@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, file_unreadable
 from stallfree.events import Event
 from stallfree.report.document import asset, document, escape, table
 from stallfree.report.figures import expect, number, plural
@@ -37,7 +37,7 @@ def run_data(
     """
     ordered = sorted(events, key=lambda event: (event.start, event.end))
     if not ordered:
-        raise InputError(f"{name}: there are no events: give a log of at least one batch")
+        raise file_unreadable(f"{name}: there are no events: give a log of at least one batch")
     first = ordered[0].start
     if seconds is not None:
         ordered = [event for event in ordered if event.start - first < seconds]
@@ -47,7 +47,7 @@ def run_data(
     elif seconds is None:
         seconds = max(event.end for event in kept) - first
     if not seconds > 0:
-        raise InputError(f"{name}: all events are at one instant: give a log of something that took time")
+        raise file_unreadable(f"{name}: all events are at one instant: give a log of something that took time")
     return {
         "name": name,
         "seconds": seconds,

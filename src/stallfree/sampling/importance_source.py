@@ -12,7 +12,7 @@ import numpy as np
 
 from stallfree.batches.reader import Reader
 from stallfree.cache import Cache
-from stallfree.errors import InputError
+from stallfree.errors import argument_conflict, sampler_mismatch, state_mismatch
 from stallfree.frames import users_level
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
 from stallfree.sampling.packager import Packager
@@ -140,7 +140,7 @@ class ImportanceSource(EpochSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "importance" not in state:
-            raise InputError(
+            raise state_mismatch(
                 "the state has no losses: it was taken without an ImportanceSampler. Leave that out here too"
             )
         self._sampler.load_state_dict(state["importance"])
@@ -159,15 +159,15 @@ def _check(setup: SourceSetup) -> None:
     sampler: ImportanceSampler = setup.sampler
     cache: Cache | None = setup.reader.cache
     if setup.reader.split.share < 1:
-        raise InputError("an ImportanceSampler wants samples of one form: give form='fetched' or 'prepared'")
+        raise argument_conflict("an ImportanceSampler wants samples of one form: give form='fetched' or 'prepared'")
     if sampler.num_samples != setup.samples:
-        raise InputError(
+        raise sampler_mismatch(
             f"the sampler is of {sampler.num_samples} samples, the data set has {setup.samples}: "
             "give ImportanceSampler(len(dataset))"
         )
     given: Any = sampler.cache
     if cache is not None and getattr(given, "path", None) not in (None, getattr(cache, "path", None)):
-        raise InputError(
+        raise sampler_mismatch(
             f"the sampler has the cache {given.name!r}, the data set {cache.name!r}: give dataset.cache to both"
         )
     if given is None and cache is not None and sampler.rule.plan == "unbiased":
@@ -178,4 +178,4 @@ def _check(setup: SourceSetup) -> None:
             stacklevel=users_level(),
         )
     if setup.batch_size is None:
-        raise InputError("batch_size=None gives single samples, which have no weights: give a batch_size")
+        raise argument_conflict("batch_size=None gives single samples, which have no weights: give a batch_size")

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from stallfree.error_types import also_of_type
-from stallfree.errors import InputError
+from stallfree.errors import sampler_output
 from stallfree.frames import users_level
 from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
@@ -206,14 +206,14 @@ class SamplerOrder(_Counted):
         if array.shape == (0,):
             return np.empty(0, np.int64)  # `collate_fn` decides, as under torch
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise InputError(
+            raise sampler_output(
                 f"the sampler gave {repr(ids)[:200]}: ids of samples must be integers, in a list for each batch"
             )
         if isinstance(given, list) and array.dtype == np.int64 and array.view(np.uint64).max() < samples:
             return array  # no negative id, which would be a large one
         bad = array[(array < -samples) | (array >= samples)]
         if len(bad):
-            problem = InputError(
+            problem = sampler_output(
                 f"the sampler gave the id {bad[0]}, and the data set has the ids 0 to {samples - 1}: "
                 "give a sampler made for this data set"
             )

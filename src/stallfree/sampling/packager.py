@@ -14,7 +14,7 @@ from stallfree.batches.messages import Ids
 from stallfree.batches.reader import Reader
 from stallfree.cache import PackageStats
 from stallfree.cache.packages import prepare_folder
-from stallfree.errors import InputError
+from stallfree.errors import InputError, cache_required, text_of
 from stallfree.ipc.fork_guard import Owner, finalize
 from stallfree.ipc.process import Child
 from stallfree.platform import how_it_ended
@@ -71,7 +71,7 @@ class Packager:
         cache = reader.cache
         if cache is None or not cache.policy.given:
             policy = "no cache" if cache is None else f"a cache with policy={cache.policy.name!r}"
-            raise InputError(f"packages need scores that say what stays: give policy='importance', not {policy}")
+            raise cache_required(f"packages need scores that say what stays: give policy='importance', not {policy}")
         if package_bytes < 1:
             raise InputError(
                 f"package_bytes={package_bytes}: give the bytes of a package, {PACKAGE_BYTES} for instance"
@@ -177,7 +177,7 @@ class _Process:
         try:
             child = Child(work_main, self._row, self._setup, context=self._context, name=name)
         except Exception as error:
-            self._problem = f"its process cannot be started: {error}"
+            self._problem = f"its process cannot be started: {text_of(error)}"
             return
         self._send(child)
         self._child = child

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from stallfree.errors import InputError, WaitError
+from stallfree.errors import InputError, WaitError, launch_environment, ranks_conflict, seed_agreement
 from stallfree.frames import users_level
 from stallfree.pipeline import StallfreeWarning
 from stallfree.units import parse_whole
@@ -71,7 +71,7 @@ def find_ranks() -> Ranks:
         rank, count = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     here = environment_number("LOCAL_WORLD_SIZE", count)
     if not 0 <= rank < count or not 1 <= here <= count:
-        raise InputError(
+        raise launch_environment(
             f"rank {rank} of {count}, {here} on this host: RANK, WORLD_SIZE and LOCAL_WORLD_SIZE contradict each "
             "other. Start the job with torchrun, or correct them"
         )
@@ -84,7 +84,9 @@ def environment_number(variable: str, default: int) -> int:
     try:
         return int(given) if given else default
     except ValueError as error:
-        raise InputError(f"{variable}={given!r} in the environment: give a whole number, or unset it") from error
+        raise launch_environment(
+            f"{variable}={given!r} in the environment: give a whole number, or unset it"
+        ) from error
 
 
 def hosts_of_job() -> tuple[int, int]:
@@ -158,7 +160,7 @@ def agreed(value: int, name: str) -> int:
     Raises `InputError` without a process group, `WaitError` if rank 0 does not set a value in time.
     """
     if not has_process_group():
-        raise InputError(
+        raise seed_agreement(
             "ranks=... was given without seed=..., and there is no process group through which the ranks can use one "
             "seed: give seed=, the same in all ranks, or call torch.distributed.init_process_group() first"
         )
@@ -175,7 +177,8 @@ def agreed(value: int, name: str) -> int:
         if time.monotonic() > end:
             raise WaitError(
                 f"rank {rank} has waited {AGREE_SECONDS:g} s for the seed of rank 0 ({name}): make and iterate the "
-                "loaders with ranks=... in the same order in all ranks, or give seed="
+                "loaders with ranks=... in the same order in all ranks, or give seed=",
+                page="seed-agreement",
             )
         time.sleep(_LOOK_SECONDS)
     return int(store.get(key))
@@ -228,7 +231,7 @@ def check_prepared(*, knows_ranks: bool) -> None:
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     count = getattr(state, "_shared_state", {}).get("num_processes", 1)
     if count > 1 and not knows_ranks:
-        raise InputError(
+        raise ranks_conflict(
             f"Accelerator.prepare would give each of the {count} processes all samples of a stallfree.DataLoader. Use "
             "stallfree.integrations.accelerate.prepare(accelerator, loader), which deals them out as for torch's loader"
         )

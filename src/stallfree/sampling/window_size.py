@@ -10,7 +10,7 @@ from typing import Any
 from stallfree.batches.sample_access import untouched
 from stallfree.cache.memory.layout import Meta, plan_layout
 from stallfree.cache.memory.limits import free_memory
-from stallfree.errors import CapacityError
+from stallfree.errors import CapacityError, capacity_too_large, capacity_too_small, text_of
 from stallfree.pipeline.classify.watch import Watch
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
@@ -57,7 +57,7 @@ def fit_count(sizes: FirstSamples, total: int, size: int, replace: int) -> Fit:
     least = _capacity(total, count, found, found.mean)
     if least > free * _SPARE:
         each = format_size(int(found.mean))
-        raise CapacityError(
+        raise capacity_too_large(
             f"cache_num={size} and {replace} replacements of about {each} each take {format_size(least)}, and "
             f"{format_size(free)} of memory are free here (of the host and of this control group), of which a tenth is "
             f"left to others: give cache_num={max(0, int(size * free * _SPARE / least))} or less, or more memory"
@@ -77,7 +77,7 @@ def fit_budget(sizes: FirstSamples, total: int, capacity: int, rate: float, avai
         size -= max(1, (size + replace_count(size, rate, available) - room) // 2)
     if size < 1:
         least = _capacity(total, 1 + replace_count(1, rate, available), found, found.mean)
-        raise CapacityError(
+        raise capacity_too_small(
             f"capacity={format_size(capacity)} holds no window: a sample takes {format_size(int(found.mean))}, and "
             f"there must be room for one and its replacement: give {least} bytes or more"
         )
@@ -144,4 +144,4 @@ class FirstSamples:
                 if watch.moved() or watch.made():
                     self.drew.add(id)
         except Exception as error:  # raised again when the sample is requested
-            log.info("sample %d could not be read to learn its size: %s", id, error)
+            log.info("sample %d could not be read to learn its size: %s", id, text_of(error))

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.batches.reader import Reader
-from stallfree.errors import FingerprintError, InputError, StallfreeError, WaitError
+from stallfree.errors import FingerprintError, StallfreeError, WaitError, state_mismatch, window_late
 from stallfree.ipc.locks import FileLock
 from stallfree.ipc.shared_counts import SharedCounts
 from stallfree.pipeline.randomness import peek_seed
@@ -315,7 +315,7 @@ class Window:
                 mine.reader.close()
                 return goal, time.perf_counter() - began, late
             if waited > _WAIT_SECONDS:
-                raise WaitError(
+                raise window_late(
                     f"replacements for epoch {epoch} were not ready within {_WAIT_SECONDS:.0f} s (on_late='wait'): "
                     f"{ready - before} of {goal - before} are. Give a lower replace_rate, more fill workers, or "
                     "on_late='partial'"
@@ -400,7 +400,7 @@ class Window:
         seed = int(state["window"][3]) if self._seed is None else self._seed
         mine = [plan.total, plan.size, plan.replace, seed]
         if state["window"] != mine:
-            raise InputError(
+            raise state_mismatch(
                 f"the state is of another window: {state['window']} (samples, cache_num, replaced, seed), this is "
                 f"{mine}: give the same arguments"
             )

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stallfree.errors import InputError, StorageError
+from stallfree.errors import InputError, StorageError, group_mismatch, name_invalid
 from stallfree.ipc.consumers import Gone
 from stallfree.ipc.folders import SharedFolder, check_name, sweep
 from stallfree.ipc.locks import FileLock
@@ -73,7 +73,7 @@ class Group:
             pairs = {key: (self.terms.same.get(key), value) for key, value in terms.same.items()}
             differing = [key for key, pair in pairs.items() if pair[0] != pair[1] and None not in pair]
             if differing:
-                raise InputError(
+                raise group_mismatch(
                     f"this job does not fit into the group {name!r}: "
                     + "; ".join(_difference(key, self.terms.same.get(key), terms.same[key]) for key in differing)
                     + ". Give the same, or the name of another group"
@@ -139,7 +139,7 @@ def _checked(name: Any) -> str:
     try:
         check_name(f"group-{name}" if isinstance(name, str) and name else name)
     except InputError:
-        raise InputError(
+        raise name_invalid(
             f"group={name!r}: give a name of 1 to 110 of the letters a-z and A-Z, digits, '.', '_' and '-'"
         ) from None
     return str(name)
@@ -154,7 +154,10 @@ def _read(folder: Path) -> Terms:
         given = json.loads((folder / "group.json").read_bytes())
         version = given.pop("version")
         if version != _META_VERSION:
-            raise InputError(f"the group in {folder} was made by another release of stallfree: give another name")
+            raise InputError(
+                f"the group in {folder} was made by another release of stallfree: give another name",
+                page="release-mismatch",
+            )
         return Terms(**given)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, InputError):

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.batches.messages import EMPTY, FAILED, PRIVATE, READY, Result, unpack_result
-from stallfree.errors import StallfreeError, WaitError, WorkerError
+from stallfree.errors import StallfreeError, WorkerError, group_timeout
 from stallfree.ipc.consumers import Connection, Gone, Message, ask, pack
 from stallfree.ipc.fork_guard import Owner
 from stallfree.ipc.remote import RemoteTraceback, unpack_plain_error
@@ -254,7 +254,7 @@ class Member:
         if answer is None:
             if is_stopped(link.pid):
                 link.end("is stopped")
-            raise WaitError(
+            raise group_timeout(
                 f"process {link.pid}, which prepares for the group {self._group.name!r}, did not let this job in "
                 f"within {self._seconds:g} s: "
                 + ("not all ranks of this job have come" if self._hello.ranks > 1 else "it does not answer")
@@ -301,7 +301,7 @@ class Member:
         while True:
             message = link.receive(deadline)
             if message is None:
-                raise WaitError(self._why(link, number))
+                raise group_timeout(self._why(link, number))
             if message.serial != self._serial:
                 continue
             if message.kind != Kind.BATCH:

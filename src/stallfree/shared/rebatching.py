@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from stallfree.batches.messages import Ids
-from stallfree.errors import InputError
+from stallfree.errors import collate_output
 from stallfree.sampling.order import Order
 from stallfree.sampling.ranks import Ranks
 
@@ -140,7 +140,7 @@ def cut(data: Any, start: int, stop: int, rows: int) -> Any:
         if _is_column(data):
             return data[start:stop]
         return _sequence(data, [cut(value, start, stop, rows) for value in data])
-    raise InputError(f"a batch with a {type(data).__name__} cannot be divided: {_SAME}")
+    raise collate_output(f"a batch with a {type(data).__name__} cannot be divided: {_SAME}")
 
 
 def join(batches: list[Any]) -> Any:
@@ -156,7 +156,7 @@ def join(batches: list[Any]) -> Any:
         if _is_column(first):
             return type(first)(item for batch in batches for item in batch)
         return _sequence(first, [join(list(column)) for column in zip(*batches, strict=True)])
-    raise InputError(f"batches with a {type(first).__name__} cannot be joined: {_SAME}")
+    raise collate_output(f"batches with a {type(first).__name__} cannot be joined: {_SAME}")
 
 
 _SAME = "give the group's chunk size as batch_size"

@@ -17,7 +17,16 @@ from torch.utils.data import default_collate
 
 from stallfree.batches.reader import reader_of
 from stallfree.datasets.smart_cache import SmartCacheDataset
-from stallfree.errors import InputError
+from stallfree.errors import (
+    InputError,
+    argument_conflict,
+    collate_output,
+    group_mismatch,
+    object_closed,
+    seed_agreement,
+    state_format,
+    state_mismatch,
+)
 from stallfree.frames import short_traceback
 from stallfree.ipc.fork_guard import finalize
 from stallfree.ipc.process import context_of
@@ -162,9 +171,9 @@ class SharedLoader:
         self.batch_size, self.drop_last, self.with_ids = batch_size, drop_last, with_ids
         self.seed = self._given = seed_of(dataset, seed, None)
         if workers is not None and self.seed is None:
-            raise InputError("a SharedLoader with RayWorkers has no seed: give seed=..., the same on all hosts")
+            raise seed_agreement("a SharedLoader with RayWorkers has no seed: give seed=..., the same on all hosts")
         if workers is not None and workers.num_workers == "auto":
-            raise InputError(
+            raise argument_conflict(
                 "num_workers='auto' of RayWorkers measures one training loop: give a SharedLoader a number"
             )
         self._shuffle, self._ranks = bool(shuffle), find_ranks()
@@ -254,7 +263,7 @@ class SharedLoader:
             )
         problem = problem or difference_of_sizes(self.group, self.chunk_size, self.batch_size, self._ranks.count)
         if problem:
-            raise InputError(problem)
+            raise collate_output(problem)
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
@@ -274,7 +283,7 @@ class SharedLoader:
     @short_traceback
     def __iter__(self) -> Iterator[Any]:
         if not self._end.alive:
-            raise InputError(f"the loader of the group {self.group!r} is closed: make a new one")
+            raise object_closed(f"the loader of the group {self.group!r} is closed: make a new one")
         before = None if self._pass is None else self._pass()
         if before is not None:
             before.close()
@@ -297,7 +306,7 @@ class SharedLoader:
         """Raise `InputError` if the group's seed differs from `seed`."""
         agreed = group.agree_on_seed(seed)
         if agreed != seed:
-            raise InputError(
+            raise group_mismatch(
                 f"this job does not fit into the group {self.group!r}: it has seed={agreed}, this job gives "
                 f"seed={seed}. Give the same, or the name of another group"
             )
@@ -332,15 +341,15 @@ class SharedLoader:
         Raises `InputError` for a state of another loader, and after the first iteration.
         """
         if self._joined:
-            raise InputError("this loader is in its group already: load the state before the first iteration")
+            raise state_mismatch("this loader is in its group already: load the state before the first iteration")
         known = isinstance(state, dict) and {"version", "epoch", "done", "terms"} <= state.keys()
         if not known or state["version"] != _STATE_VERSION:
-            raise InputError("this is no state of a SharedLoader of this release: give what state_dict() returned")
+            raise state_format("this is no state of a SharedLoader of this release: give what state_dict() returned")
         seed, mine = state["terms"].get("seed"), self._terms()
         if None in (seed, self.seed):
             mine["seed"] = seed
         if state["terms"] != mine:
-            raise InputError(f"the state was taken with {state['terms']}, this loader has {mine}: give the same")
+            raise state_mismatch(f"the state was taken with {state['terms']}, this loader has {mine}: give the same")
         if self.seed is None and seed is not None:
             self._agree_on_seed(self._group, seed)
             self._set_seed(seed)
@@ -396,7 +405,7 @@ def _check(
     if job_transform is not None and not callable(job_transform):
         raise InputError(f"job_transform={job_transform!r} cannot be called: give a function, or None")
     if isinstance(dataset, SmartCacheDataset):
-        raise InputError(
+        raise argument_conflict(
             "a SmartCacheDataset is one job's own window over the data: give the data set beneath it, or a "
             "CachedDataset of it"
         )

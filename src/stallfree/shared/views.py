@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import StallfreeError
+from stallfree.errors import batch_failed
 from stallfree.ipc.fork_guard import Owner
 from stallfree.platform import fcntl
 
@@ -51,7 +51,7 @@ class Views:
             finally:
                 os.close(fd)
             if len(there) < size:
-                raise StallfreeError(f"slot {slot} of the ring has {len(there)} bytes, a batch of {size} was announced")
+                raise batch_failed(f"slot {slot} of the ring has {len(there)} bytes, a batch of {size} was announced")
             self._maps[slot] = there
         return np.frombuffer(there, np.uint8, size)
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stallfree.errors import InputError
+from stallfree.errors import dataset_changed
 from stallfree.pipeline._objects import comes_from
 from stallfree.pipeline.classify.probe import same
 from stallfree.pipeline.compose import Compose, OnItem, Transform, flatten
@@ -53,7 +53,7 @@ class ApartSource(BaseSource):
     def _record(self, id: int) -> Any:
         for name, value in self._watched.items():
             if not is_same(_value_at(self.dataset, name), value):
-                raise InputError(
+                raise dataset_changed(
                     f"the {name.removeprefix('_')} of {type(self.dataset).__name__} was changed after the data set was "
                     "given away: make a new loader (and CachedDataset) with the data set as it is now"
                 )

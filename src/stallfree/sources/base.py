@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from stallfree.errors import InputError, SampleError
+from stallfree.errors import SampleError, dataset_empty
 from stallfree.frames import short_traceback
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import sample_error
@@ -85,4 +85,4 @@ class BaseSource(ABC):
 def require_samples(length: int, what: str, advice: str) -> None:
     """Raise `InputError` when `length` is 0: `what` is empty, and `advice` says what to do."""
     if length == 0:
-        raise InputError(f"{what} has length 0: there is nothing to train on. {advice}")
+        raise dataset_empty(f"{what} has length 0: there is nothing to train on. {advice}")

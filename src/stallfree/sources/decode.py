@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, image_unreadable
 from stallfree.pipeline.in_place import Out, in_place
 from stallfree.pipeline.marks import mark_deterministic
 
@@ -77,7 +77,7 @@ class DecodeImage:
                 converted: Image.Image = image.convert(self.mode)
                 return converted
         except Exception as error:
-            raise InputError(f"no whole picture in these {len(data)} bytes: {error}") from error
+            raise image_unreadable(f"no whole picture in these {len(data)} bytes: {error}") from error
 
     def fingerprint(self) -> str:
         """The output, the mode and the decoders in use with their versions, all of which decide the pixels."""

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from stallfree.errors import InputError, StallfreeError
+from stallfree.errors import InputError, StallfreeError, argument_conflict, image_folder
 from stallfree.pipeline.compose import flatten
 from stallfree.sources.decode import DecodeImage
 from stallfree.sources.files import FileDataset
@@ -104,7 +104,7 @@ def _decoder(
     if not steps or not getattr(type(steps[0]), "takes_encoded", False):
         return DecodeImage(output, mode)
     if (output, mode) != ("numpy", "RGB"):
-        raise InputError(
+        raise argument_conflict(
             f"output={output!r}, mode={mode!r} with {steps[0]!r}, which decodes the pictures itself: leave them out"
         )
     return None
@@ -121,18 +121,18 @@ def _sorted(files: list[str]) -> list[str]:
 
 def _require_pictures(found: dict[str, list[str]], root: str, endings: tuple[str, ...]) -> None:
     if not found:
-        raise InputError(f"{root!r} has no folders: pictures are expected in {root}/CLASS/, one folder per class")
+        raise image_folder(f"{root!r} has no folders: pictures are expected in {root}/CLASS/, one folder per class")
     empty = [name for name, files in found.items() if not files]
     if empty:
         names = ", ".join(map(repr, empty[:5])) + (" ..." if len(empty) > 5 else "")
-        raise InputError(
+        raise image_folder(
             f"{len(empty)} of {len(found)} classes in {root!r} have no picture: {names}. Remove their folders, or name "
             f"the ending of their files with extensions= (now {', '.join(endings)})"
         )
 
 
 def _unlisted(root: str, error: Exception) -> InputError:
-    return InputError(f"root={root!r} cannot be listed ({error}): give a folder that holds one folder per class")
+    return image_folder(f"root={root!r} cannot be listed ({error}): give a folder that holds one folder per class")
 
 
 def _list_local(root: str) -> dict[str, list[str]]:

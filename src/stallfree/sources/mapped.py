@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from stallfree.errors import InputError, SampleError
+from stallfree.errors import SampleError, dataset_type, iterable_unsupported
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source, sample_error
@@ -122,21 +122,21 @@ def require_map_style(dataset: Any) -> None:
     """Raise `InputError` for what is no map-style data set."""
     name = type(dataset).__name__
     if isinstance(dataset, type):
-        raise InputError(f"{dataset.__name__} is a class: give an instance of it")
+        raise dataset_type(f"{dataset.__name__} is a class: give an instance of it")
     if isinstance(dataset, (str, bytes, bytearray, PurePath)):
-        raise InputError(
+        raise dataset_type(
             f"{dataset!r:.80} is of type {name}: give a data set. For a folder of pictures that is "
             "stallfree.ImageFolder(path)"
         )
     torch_data = sys.modules.get("torch.utils.data")  # an instance of its classes exists only if it has been imported
     if torch_data is not None and isinstance(dataset, torch_data.IterableDataset):
-        raise InputError(
+        raise iterable_unsupported(
             f"{name} is an IterableDataset: samples are cached and planned by their id, so a map-style data set with "
             "__getitem__ and __len__ is needed. If it fits in memory, give list(dataset)"
         )
     for method in ("__getitem__", "__len__"):
         if not hasattr(type(dataset), method):
-            raise InputError(
+            raise dataset_type(
                 f"{name} has no {method}: give a map-style data set, whose samples are dataset[0] to "
                 "dataset[len(dataset) - 1]"
             )

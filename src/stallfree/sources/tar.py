@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, tar_samples
 from stallfree.ipc.folders import is_path
 from stallfree.pipeline.compose import Compose, flatten
 from stallfree.pipeline.fingerprint import fingerprint
@@ -115,7 +115,7 @@ class TarDataset(BaseSource):
             if len(lacking):
                 id = int(lacking[0])
                 there = ", ".join(self._extensions[self._extension[member]] for member in self._members(id)[:8])
-                raise InputError(
+                raise tar_samples(
                     f"{len(lacking)} of {len(self)} samples have no file {key!r}; the first is {self._where(id)}, "
                     f"which has {there}: leave it out of keys, or name what may stand in its place, such as 'jpg;png'"
                 )

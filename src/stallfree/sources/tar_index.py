@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, tar_samples, tar_unreadable
 from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sources.paths import is_url, open_url
 
@@ -133,11 +133,11 @@ class _Members:
         if not member.isreg() or _META.match(member.name) or found is None:
             return
         if member.issparse():
-            raise InputError(f"{member.name!r} in {self._shard!r} is stored sparse: write the tar without --sparse")
+            raise tar_samples(f"{member.name!r} in {self._shard!r} is stored sparse: write the tar without --sparse")
         key, extension = found.group(1), found.group(2).lower()
         if not self.keys or key != self.keys[-1]:
             if key in self._known:
-                raise InputError(
+                raise tar_samples(
                     f"the sample {key!r} occurs twice in {self._shard!r}, with others between: write the files of a "
                     "sample one after the other, and give each sample a name of its own"
                 )
@@ -146,7 +146,7 @@ class _Members:
             self.keys.append(key)
             self.first.append(len(self.rows))
         if extension in self._here:
-            raise InputError(f"{key!r} in {self._shard!r} has two files {extension!r}: give each a name of its own")
+            raise tar_samples(f"{key!r} in {self._shard!r} has two files {extension!r}: give each a name of its own")
         self._here.add(extension)
         self._digest.update(f"{member.size} {member.mtime} ".encode() + os.fsencode(member.name) + b"\0")
         place = self._places.setdefault(extension, len(self._places))
@@ -173,7 +173,7 @@ def _read(shard: str, stamp: str) -> ShardIndex:
         start = file.read(_BLOCK)
         for magic, name in _COMPRESSED.items():
             if start.startswith(magic):
-                raise InputError(
+                raise tar_unreadable(
                     f"the shard {shard!r} is compressed with {name}, so no sample can be read from the midst of it: "
                     "decompress it (pictures in it are compressed anyhow)"
                 )
@@ -209,11 +209,11 @@ def _check_end(shard: str, file: BinaryIO, end: int) -> None:
 
 
 def _unreadable(shard: str, error: Exception) -> InputError:
-    return InputError(f"the shard {shard!r} cannot be read ({error}): give the path or URL of a tar file")
+    return tar_unreadable(f"the shard {shard!r} cannot be read ({error}): give the path or URL of a tar file")
 
 
 def _damaged(shard: str, why: str) -> InputError:
-    return InputError(f"the shard {shard!r} is damaged, cut off or no tar file ({why}): write or download it again")
+    return tar_unreadable(f"the shard {shard!r} is damaged, cut off or no tar file ({why}): write or download it again")
 
 
 # --- keeping it -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stallfree.clock import Clock, SystemClock
-from stallfree.errors import InputError
+from stallfree.errors import InputError, object_closed
 from stallfree.ipc.folders import SharedFolder
 from stallfree.ipc.locks import FileLock
 from stallfree.pipeline.protocol import Source
@@ -188,7 +188,7 @@ class _State:
     def hold(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Hold the lock."""
         if not self.close.alive:
-            raise InputError(f"{what}: this ThrottledSource is closed: make a new one")
+            raise object_closed(f"{what}: this ThrottledSource is closed: make a new one")
         return self._lock.hold(LOCK_SECONDS, what)
 
     def load(self) -> tuple[float, float, int, int]:

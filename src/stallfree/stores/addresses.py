@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from stallfree.errors import InputError, missing_extra
+from stallfree.errors import missing_extra, server_address
 
 if TYPE_CHECKING:
     import redis
@@ -53,17 +53,17 @@ class Address:
         """
         known = {field.name: field for field in fields(Address)}
         if not isinstance(given, Mapping):
-            raise InputError(f"a host was given as {type(given).__name__}: give a dict such as {EXAMPLE}")
+            raise server_address(f"a host was given as {type(given).__name__}: give a dict such as {EXAMPLE}")
         values = {name: value for name, value in given.items() if value is not None}
         for name, value in values.items():
             if name not in known:
-                raise InputError(f"a host was given with {name!r}, which is unknown: use {', '.join(known)}")
+                raise server_address(f"a host was given with {name!r}, which is unknown: use {', '.join(known)}")
             kind = type(known[name].default)
             if isinstance(value, os.PathLike) and kind is str:
                 value = values[name] = os.fspath(value)
             if type(value) is not kind:
                 shown = "something else" if name == "password" else repr(value)
-                raise InputError(f"a host was given with {name}={shown:.80}: expected {_KINDS[kind]}")
+                raise server_address(f"a host was given with {name}={shown:.80}: expected {_KINDS[kind]}")
         address = Address(**values)
         for wrong, why in (
             (not address.path and not address.host, "an empty host: give its name, or leave it out for this host"),
@@ -79,7 +79,7 @@ class Address:
             (address.ssl_keyfile and not address.ssl_certfile, "ssl_keyfile and no ssl_certfile: give both"),
         ):
             if wrong:
-                raise InputError(f"a host was given with {why}")
+                raise server_address(f"a host was given with {why}")
         return address
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from stallfree.cache.checks import EVERY_STEP
 from stallfree.cache.tiers.tier_stack import LowerTier
 from stallfree.cache.tiers.tiered import TieredCache
 from stallfree.cache.tiers.write_behind import Record, WriteBehind
-from stallfree.errors import CapacityError, InputError
+from stallfree.errors import CapacityError, InputError, text_of
 from stallfree.ipc.folders import is_address, is_path
 from stallfree.ipc.shared_array import shared_array
 from stallfree.stats import CacheStats
@@ -105,7 +105,7 @@ class DiskTier:
                     num_ids, capacity=self.capacity, store=self.folder, name=name, persist=self.persist, **shared
                 )
             except CapacityError as error:
-                raise CapacityError(f"{self!r}: {error}") from error
+                raise CapacityError(f"{self!r}: {text_of(error)}", page=error.page) from error
             undo.pop_all()
         lower = DiskCache(disk, memory, persist=self.persist)
         return TieredCache(memory, lower, *([] if below is None else [below]))

@@ -23,7 +23,7 @@ from stallfree.cache.checks import EVERY_STEP, MISS, checked_ids, checked_scores
 from stallfree.cache.counters import Count
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.tiers.write_behind import Record, WriteBehind
-from stallfree.errors import InputError
+from stallfree.errors import dataset_empty, object_closed
 from stallfree.pipeline.codec import record_size
 from stallfree.stats import CacheStats
 from stallfree.stores.node_state import NodeState
@@ -87,7 +87,7 @@ class RedisTier:
         allow_pickle: bool = False,
     ) -> None:
         if num_ids < 1:
-            raise InputError(f"num_ids={num_ids}: a cache needs a data set of at least one sample")
+            raise dataset_empty(f"num_ids={num_ids}: a cache needs a data set of at least one sample")
         self.num_ids, self.name, self.fingerprint, self.allow_pickle = num_ids, name, fingerprint, allow_pickle
         self.policy, self.me = make_policy(policy), me
         self._servers = servers
@@ -289,7 +289,7 @@ class RedisTier:
 
     def _check_process(self) -> None:
         if self._last is not None:
-            raise InputError(f"the cache {self.name!r} is closed: make a new one")
+            raise object_closed(f"the cache {self.name!r} is closed: make a new one")
         self._node.counters.follow_fork()
 
     def flush(self) -> None:

@@ -10,7 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError, MissingExtraError, StorageError
+from stallfree.errors import (
+    MissingExtraError,
+    StorageError,
+    server_address,
+    server_refused,
+    server_unreachable,
+)
 from stallfree.stores.addresses import Address
 from stallfree.stores.shard import Fixed, Location, Request, Shard
 
@@ -205,7 +211,7 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
 
     if not addresses or len({(str(address), address.db) for address in addresses}) < len(addresses):
         given = ", ".join(map(str, addresses)) or "none"
-        raise InputError(f"the servers {given} were given: give one or more, each of them once")
+        raise server_address(f"the servers {given} were given: give one or more, each of them once")
     answered = clusters = 0
     lost: StorageError | None = None
     for address in addresses:
@@ -215,11 +221,11 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
                 clusters += b"redis_mode:cluster" in address.request(START_SECONDS, "INFO", "server")
             answered += 1
         except (AuthenticationError, ResponseError) as error:
-            raise InputError(f"the server {address} refuses us: {error}. Give its user and password") from error
+            raise server_refused(f"the server {address} refuses us: {error}. Give its user and password") from error
         except MissingExtraError:
             raise
         except Exception as error:  # of the socket, of redis-py, or of a parser on invalid data
-            lost = lost or StorageError(
+            lost = lost or server_unreachable(
                 f"the server {address} does not answer within {START_SECONDS:.0f} s ({error}): start it, or correct "
                 "the address"
             )
@@ -229,10 +235,10 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
         cluster = Cluster(addresses, timeout)
         problem = cluster.refresh(START_SECONDS)
         if not cluster.shards:
-            raise StorageError(f"the cluster of {addresses[0]} has no table of slots ({problem}): repair it")
+            raise server_unreachable(f"the cluster of {addresses[0]} has no table of slots ({problem}): repair it")
         return cluster
     if clusters:
-        raise InputError(
+        raise server_address(
             f"the servers {', '.join(map(str, addresses))} do not belong together: give nodes of one Redis Cluster, or "
             "servers that stand alone"
         )

@@ -12,7 +12,15 @@ from typing import Any, Protocol, Union
 from stallfree.cache import Cache, Policy, SampleCache
 from stallfree.cache.policies import make_policy
 from stallfree.cache.tiers.tiered import TieredCache
-from stallfree.errors import InputError, MissingExtraError, MissingServerError
+from stallfree.errors import (
+    InputError,
+    MissingExtraError,
+    MissingServerError,
+    argument_conflict,
+    object_closed,
+    server_address,
+    text_of,
+)
 from stallfree.frames import users_level
 from stallfree.ipc.folders import check_name
 from stallfree.platform import need_linux, shares_memory
@@ -65,9 +73,11 @@ def open_cache(
     disk, servers = _tiers(store)
     policy = make_policy(policy)
     if servers is not None and persist:
-        raise InputError("persist=True with a RedisStore: leave persist out. Servers given by hosts= keep samples")
+        raise argument_conflict(
+            "persist=True with a RedisStore: leave persist out. Servers given by hosts= keep samples"
+        )
     if not capacity and policy.evicts and not policy.given:
-        raise InputError(
+        raise argument_conflict(
             f"policy={policy.name!r} with capacity=0, and servers evict nothing by this policy: leave policy out, or "
             "give a capacity for memory in front of them"
         )
@@ -135,7 +145,7 @@ def default_store(capacity: int, unknown: Sequence[str] = ()) -> tuple[Store, in
             return RedisStore(capacity_per_node=capacity, name="auto"), 0
         why = f"{unknown[0]} has no fingerprint. To share them, give name=, the same only for the same data"
     except (MissingServerError, MissingExtraError) as error:
-        why = str(error)
+        why = text_of(error)
     warnings.warn(f"samples are cached on each node for itself: {why}", RuntimeWarning, stacklevel=users_level())
     return "memory", capacity
 
@@ -190,7 +200,9 @@ class RedisStore:
         need_linux("RedisStore", "use store='memory'")
         load_client()
         if capacity_per_node is None and hosts is None:
-            raise InputError("RedisStore() without capacity_per_node: give the bytes that each node's server may use")
+            raise argument_conflict(
+                "RedisStore() without capacity_per_node: give the bytes that each node's server may use"
+            )
         self.capacity = None if capacity_per_node is None else parse_size(capacity_per_node, "capacity_per_node")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise InputError(f"timeout={timeout!r}: give seconds above 0")
@@ -202,7 +214,7 @@ class RedisStore:
         if hosts is not None:
             if not isinstance(hosts, (list, tuple)) or not hosts:
                 shown = {**hosts, "password": "..."} if isinstance(hosts, Mapping) and "password" in hosts else hosts
-                raise InputError(f"hosts={shown!r:.80}: give a list of servers, such as [{EXAMPLE}]")
+                raise server_address(f"hosts={shown!r:.80}: give a list of servers, such as [{EXAMPLE}]")
             self._given = [Address.of(host) for host in hosts]
             find_servers(self._given, timeout).close()  # raises errors early
             return
@@ -234,7 +246,7 @@ class RedisStore:
         Raises `InputError` if the store is closed.
         """
         if self._closed:
-            raise InputError(f"the store {self.name!r} is closed: make a new one, and close it after training")
+            raise object_closed(f"the store {self.name!r} is closed: make a new one, and close it after training")
         return RedisCache(
             num_ids,
             servers=self._servers(),

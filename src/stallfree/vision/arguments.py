@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, transform_input
 from stallfree.vision.native import Layout, Pixels
 
 
@@ -18,7 +18,7 @@ def pixels_of(value: Any, step: object) -> Pixels:
     if array is not None and array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3 and array.size:
         return array
     given = type(value).__name__ + ("" if array is None else f" ({array.dtype}, shape {array.shape})")
-    raise InputError(
+    raise transform_input(
         f"{step!r} got a {given}: it wants a picture as uint8 of shape (height, width, 3), such as DecodeImage() makes "
         "of encoded bytes. ChannelsFirst() and what makes floats come after it"
     )

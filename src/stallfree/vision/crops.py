@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, transform_input
 from stallfree.pipeline.in_place import Out, in_place
 from stallfree.pipeline.marks import mark_random
 from stallfree.sources.decode import DecodeImage
@@ -142,7 +142,7 @@ def _encoded(data: Any, step: object) -> bytes:
         return data
     if isinstance(data, (bytearray, memoryview)):
         return bytes(data)
-    raise InputError(
+    raise transform_input(
         f"{step!r} got a {type(data).__name__}: it wants the bytes of an encoded picture. Leave out the decoding "
         "before it, or use RandomResizedCrop, which takes decoded pictures"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, transform_input
 from stallfree.vision.arguments import check_layout
 from stallfree.vision.native import Layout
 
@@ -51,7 +51,7 @@ class Normalize:
     def __call__(self, batch: Any) -> Any:
         changed, found = self._walk(batch)
         if not found:
-            raise InputError(
+            raise transform_input(
                 f"{self!r} got a {type(batch).__name__} without a uint8 tensor of 4 dimensions: put it behind the "
                 "loader, and let the steps before it give bytes"
             )
@@ -75,7 +75,7 @@ class Normalize:
     def _floats(self, pixels: torch.Tensor) -> torch.Tensor:
         first = pixels.permute(0, 3, 1, 2) if self.layout == "HWC" else pixels
         if first.shape[1] != 3:
-            raise InputError(
+            raise transform_input(
                 f"{self!r} got pictures of shape {tuple(pixels.shape)}, without 3 channels there: give the layout that "
                 "they have"
             )

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from stallfree.batches.messages import GATHERER, Result
-from stallfree.errors import InputError
+from stallfree.errors import file_unwritable
 from stallfree.platform import OPEN
 
 _LINES = 4096
@@ -31,7 +31,7 @@ class EventLog:
             self._path = Path(path).absolute()
             self._path.write_bytes(b"")
         except (OSError, TypeError, ValueError) as error:
-            raise InputError(f"event_log={path!r} cannot be written: {error}. Give the path of a file") from error
+            raise file_unwritable(f"event_log={path!r} cannot be written: {error}. Give the path of a file") from error
         self._begun = time.monotonic()
         self._lines: list[str] = []
         self._owner = os.getpid()

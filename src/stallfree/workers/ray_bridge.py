@@ -18,6 +18,7 @@ from typing import Any
 
 from stallfree.batches.messages import FORGET, PRIVATE, READY, RESIZE, UNDONE, Result, Task, unpack_result, unpack_task
 from stallfree.batches.ring import Slots
+from stallfree.errors import text_of
 from stallfree.ipc.process import Parent
 from stallfree.workers.ray_actor import pack_setup
 from stallfree.workers.ray_group import GroupClient
@@ -60,7 +61,7 @@ def bridge_main(
             pool = ActorPool if group is None else GroupClient
             bridge.pool = pool(ray, spec, packed, first, bridge, events, *([] if group is None else [group]))
         except Exception as error:
-            bridge.failed(f"no Ray workers could be started: {type(error).__name__}: {error}")
+            bridge.failed(f"no Ray workers could be started: {type(error).__name__}: {text_of(error)}")
         else:
             bridge.pool.run()
         if ray is not None:

@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any
 
 from stallfree.batches.messages import Task, unpack_task
-from stallfree.errors import InputError
+from stallfree.errors import InputError, group_mismatch
 from stallfree.workers.ray_pool import ActorPool, Built, Events, Owner
 from stallfree.workers.ray_workers import GroupTerms, RayWorkers
 
@@ -89,7 +89,7 @@ class RayGroup:
         """
         for name, value in self._terms.same.items():
             if same.get(name) != value:
-                raise InputError(
+                raise group_mismatch(
                     f"this host does not fit into the group {self._terms.name!r}: it has {name}={value}, this host "
                     f"gives {same.get(name)}. Give the same, or the name of another group"
                 )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from stallfree.batches.batch_builder import failure
 from stallfree.batches.messages import Task
-from stallfree.errors import WorkerError
+from stallfree.errors import WorkerError, text_of
 from stallfree.workers.ray_actor import CONCURRENCY, RayWorker
 from stallfree.workers.ray_workers import DEPTH, RayWorkers
 from stallfree.workers.worker_processes import LIVES
@@ -263,7 +263,7 @@ class ActorPool:
         if was_ready:
             self._owner.changed(max(0, self._capacity), 1)
         else:
-            self._problem = self._problem or str(error)
+            self._problem = self._problem or text_of(error)
         keys, place.sent = list(place.sent), {}
         for at, key in enumerate(keys):
             if key not in self._tasks or self._is_elsewhere(key):

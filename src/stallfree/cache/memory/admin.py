@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stallfree.cache.memory.index import Field, Index
 from stallfree.cache.memory.layout import META, Meta
-from stallfree.errors import InputError, StorageError
+from stallfree.errors import InputError, StorageError, cache_not_found
 from stallfree.ipc.folders import (
     check_name,
     default_root,
@@ -88,9 +88,11 @@ def remove(root: Path, name: str) -> None:
     path = root / check_name(name)
     if not is_root(root) or not _is_cache(path):
         there = ", ".join(info.name for info in list_caches(root)) or "none"
-        raise InputError(f"there is no cache {name!r} in {root}: give one that is there ({there})")
+        raise cache_not_found(f"there is no cache {name!r} in {root}: give one that is there ({there})")
     if not remove_unused(path):
-        raise InputError(f"the cache {name!r} in {root} is in use: end the processes that are attached to it first")
+        raise InputError(
+            f"the cache {name!r} in {root} is in use: end the processes that are attached to it first", page="lock-held"
+        )
 
 
 def collect_garbage(root: Path) -> list[str]:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import StorageError
+from stallfree.errors import StorageError, storage_full
 from stallfree.platform import OPEN, allocate
 
 Array = npt.NDArray[Any]
@@ -36,6 +36,8 @@ Array = npt.NDArray[Any]
 
 class DamagedError(StorageError):
     """The files of a cache are damaged."""
+
+    page = "cache-damaged"
 
 
 MAGIC = 0x5741_4C4C_4652_0004
@@ -169,7 +171,7 @@ class Index:
         try:
             allocate(fd, 0, size)
         except OSError as error:
-            raise StorageError(
+            raise storage_full(
                 f"no room for the {size:,} bytes of the cache's index in {file.parent}: {error}. Make room there, or "
                 "give another folder"
             ) from error

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from stallfree.cache.memory.index import DamagedError, index_bytes, whole_pages
-from stallfree.errors import CapacityError, StorageError
+from stallfree.errors import capacity_too_small, release_mismatch
 from stallfree.pipeline.structure import Structure, structure_of
 from stallfree.units import format_size
 
@@ -87,7 +87,7 @@ class Meta:
             raise DamagedError(
                 f"{folder} holds no cache that can be read ({error}): remove it with `stallfree cache rm {folder.name}`"
             ) from error
-        raise StorageError(
+        raise release_mismatch(
             f"the cache in {folder} was made by another version of stallfree (format {version}, this is {VERSION}): "
             f"give another name, or remove it with `stallfree cache rm {folder.name}`"
         )
@@ -136,7 +136,7 @@ def plan_layout(
     while num_blocks > 0 and taken(num_blocks) > capacity:
         num_blocks -= 1
     if num_blocks < 1:
-        raise CapacityError(
+        raise capacity_too_small(
             f"capacity={format_size(capacity)} holds no record: the index of {num_ids:,} samples takes "
             f"{format_size(empty)} and a block {format_size(block)}. Give {format_size(taken(8))} or more"
         )

@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from stallfree.errors import CapacityError
+from stallfree.errors import capacity_too_large
 from stallfree.units import format_size
 
 
@@ -45,7 +45,7 @@ def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
     Raises `CapacityError` if it exceeds the free memory.
     """
     if not on_disk and size > (free := free_memory()):
-        raise CapacityError(
+        raise capacity_too_large(
             f"capacity={format_size(size)} for the cache {name!r} is more than the {format_size(free)} of memory that "
             "are free here (of the host and of this control group): give less"
         )

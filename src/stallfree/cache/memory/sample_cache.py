@@ -36,7 +36,7 @@ from stallfree.cache.memory.records import Aim, Borrowed, Found, Records
 from stallfree.cache.memory.recovery import check_disk
 from stallfree.cache.memory.writer import LOCK_SECONDS, Record, Writer
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.errors import FingerprintError, InputError, StorageError
+from stallfree.errors import FingerprintError, dataset_empty, folder_gone, text_of
 from stallfree.ipc.folders import SharedFolder, default_root, prepare_root, remove_unused, sweep, user_root
 from stallfree.ipc.locks import FileLock
 from stallfree.pipeline.codec import encode, record_size
@@ -84,7 +84,7 @@ class SampleCache(BaseCache):
         allow_pickle: bool = True,
     ) -> None:
         if num_ids < 1:
-            raise InputError(f"num_ids={num_ids}: a cache needs a data set of at least one sample")
+            raise dataset_empty(f"num_ids={num_ids}: a cache needs a data set of at least one sample")
         size = parse_size(capacity, "capacity")
         policy = make_policy(policy)
         on_disk = str(store) != "memory"
@@ -115,7 +115,9 @@ class SampleCache(BaseCache):
         except DamagedError as error:
             if not remove_unused(root / name):
                 raise
-            warnings.warn(f"{error}. No process used it: it was replaced by an empty one", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"{text_of(error)}. No process used it: it was replaced by an empty one", RuntimeWarning, stacklevel=2
+            )
             attach()
         try:
             check_same(self.meta, self.path, fingerprint, num_ids, policy.name)
@@ -343,7 +345,7 @@ def _attach(root: Path, name: str, policy: Policy, allow_pickle: bool) -> Sample
     """Attach to a cache created by another process. Used to unpickle a cache in a worker."""
 
     def gone(folder: Path) -> None:
-        raise StorageError(
+        raise folder_gone(
             f"the cache {name!r} in {root} is gone, as the process that created it has closed it. Make a new one"
         )
 

@@ -18,7 +18,7 @@ from stallfree.cache.memory.index import Field, Index, fence
 from stallfree.cache.memory.layout import Meta
 from stallfree.cache.memory.space import Space
 from stallfree.cache.policies import Policy
-from stallfree.errors import InputError, WaitError
+from stallfree.errors import WaitError, cache_required, text_of
 from stallfree.ipc.locks import FileLock
 from stallfree.pipeline.codec import record_size, write_record
 from stallfree.pipeline.structure import Structure
@@ -111,7 +111,7 @@ class Writer:
             self._counters.add((Count.REJECTED, len(todo)))
             if not self._warned_of_lock:
                 self._warned_of_lock = True
-                warnings.warn(f"{error}; samples are not stored for a while", RuntimeWarning, stacklevel=3)
+                warnings.warn(f"{text_of(error)}; samples are not stored for a while", RuntimeWarning, stacklevel=3)
 
     def _may_store(self, count: int) -> bool:
         """False, with `count` samples rejected, if they could not be stored even when encoded."""
@@ -176,7 +176,7 @@ class Writer:
     def set_scores(self, ids: Array, scores: Array) -> None:
         """See `Cache`. Raises `InputError` if the policy computes its own scores."""
         if not self._policy.given:
-            raise InputError(
+            raise cache_required(
                 f"the cache {self._name!r} has the policy {self._policy.name!r}, which makes its own scores: "
                 "set_scores is for a cache made with policy='importance' or 'oracle'"
             )

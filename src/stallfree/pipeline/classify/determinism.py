@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stallfree.errors import text_of
 from stallfree.frames import users_level
 from stallfree.pipeline.classify.libraries import known
 from stallfree.pipeline.classify.probe import run_step, try_step
@@ -126,7 +127,7 @@ def _tried(step: Transform, place: int, values: _Values) -> Verdict:
         try:
             value = values.before(place)
         except Exception as error:
-            why = f"a step before it raised {type(error).__name__}: {error}"
+            why = f"a step before it raised {type(error).__name__}: {text_of(error)}"
         else:
             trial = try_step(step, value)
             if trial.random is not None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from stallfree.errors import text_of
 from stallfree.pipeline._objects import attributes
 from stallfree.pipeline._tensors import plain_bytes
 from stallfree.pipeline.classify.scan import scan
@@ -61,7 +62,7 @@ def try_step(step: Transform, value: Any) -> Trial:
     try:
         found = try_calls(trial, (call, call), code.read)
     except Exception as error:
-        return Trial(None, f"it raised {type(error).__name__}: {error}", None)
+        return Trial(None, f"it raised {type(error).__name__}: {text_of(error)}", None)
     return Trial(None, doubt, found.output) if doubt and found.random is False else found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, argument_conflict, cache_required, state_mismatch
 from stallfree.frames import short_traceback
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.sampling.plans.active_epoch import ActiveEpoch, Marks
@@ -270,7 +270,7 @@ class ImportanceSampler:
         Raises `InputError` if it restored none.
         """
         if self._begun_draw is None:
-            raise InputError(
+            raise state_mismatch(
                 "the state has no plan: it was taken before the first epoch, and has no batches left. Begin a new epoch"
             )
         self._marks.ended[:] = False
@@ -383,7 +383,7 @@ class ImportanceSampler:
         check_state(state, _STATE_VERSION, *names)
         for name, mine in (("plan", self.rule.plan), ("seed", self._given)):
             if mine is not None and state[name] != mine:
-                raise InputError(
+                raise state_mismatch(
                     f"the state was taken with {name}={state[name]!r}, this sampler has {mine!r}: give the same"
                 )
         drawn = unpack(state["drawn"], np.int32)
@@ -403,7 +403,7 @@ class ImportanceSampler:
 def _rule(plan: str, *, target_io: float, p_min: float | None, **given: Any) -> Rule:
     lowest = _LOWEST * target_io if p_min is None else check_share("p_min", p_min)
     if lowest > target_io:
-        raise InputError(
+        raise argument_conflict(
             f"p_min={p_min} is above target_io={target_io}: give a smaller p_min, no draw has so few operations"
         )
     return Rule(plan, target_io=target_io, p_min=lowest, lean=_LEAN, **given)
@@ -412,12 +412,12 @@ def _rule(plan: str, *, target_io: float, p_min: float | None, **given: Any) -> 
 def _check_serving(plan: str, on_miss: Any, packages: Any, benefit: Any, *, scored: bool) -> None:
     """Raise `InputError` if the serving arguments do not match the plan or the cache."""
     if on_miss == "substitute" and plan in ("unbiased", "infobatch"):
-        raise InputError(
+        raise argument_conflict(
             f"on_miss='substitute' serves samples that were not drawn, and plan={plan!r} has weights for those "
             "that were: use on_miss='swap' or 'fetch'"
         )
     if packages is not None and (on_miss == "fetch" or not scored):
-        raise InputError(
+        raise cache_required(
             f"packages={str(packages)!r} needs the cache of a CachedDataset(..., policy='importance'), and "
             "on_miss='swap' or 'substitute'"
         )

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, cache_ids, object_closed
 from stallfree.ipc.locks import FileLock
 from stallfree.platform import OPEN
 
@@ -125,7 +125,7 @@ class Jobs:
         except (TypeError, ValueError):
             values = np.empty((0, 0), "<f4")
         if values.shape != (self.num_ids,) or not (values.min() >= 0 and values.max() <= 1):
-            raise InputError(
+            raise cache_ids(
                 f"importance={importance!r:.80}: give a number from 0 to 1 for each of {self.num_ids} ids, the place "
                 "of its loss among all"
             )
@@ -133,7 +133,7 @@ class Jobs:
 
     def _check_open(self) -> None:
         if not self._leave.alive:
-            raise InputError("this job has left: make a new Jobs")
+            raise object_closed("this job has left: make a new Jobs")
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.errors import InputError
+from stallfree.errors import loss_update, state_mismatch
 from stallfree.frames import users_level
 from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.plans.probabilities import ranks
@@ -53,7 +53,7 @@ class Losses:
         if ids.numel() == 0 and losses.numel() == 0:
             return
         if ids.dim() != 1 or losses.shape != ids.shape or not _is_int(ids) or losses.is_complex():
-            raise InputError(
+            raise loss_update(
                 f"update was given ids of shape {tuple(ids.shape)} ({ids.dtype}) and losses of shape "
                 f"{tuple(losses.shape)} ({losses.dtype}): give Batch.ids and one loss for each of them, as "
                 "reduction='none' makes them"
@@ -92,7 +92,7 @@ class Losses:
     def _check(self, ids: Array) -> None:
         if len(ids) and (ids.min() < 0 or ids.max() >= self.count):
             bad = ids[(ids < 0) | (ids >= self.count)][0]
-            raise InputError(f"update was given the id {bad}: ids are 0 to {self.count - 1}. Give Batch.ids")
+            raise loss_update(f"update was given the id {bad}: ids are 0 to {self.count - 1}. Give Batch.ids")
 
     def _apply(self, ids: Array, losses: Array) -> None:
         self.taken += len(ids)
@@ -129,7 +129,7 @@ class Losses:
         last = unpack(state["last"], np.float32)
         if len(last) != self.count or state["relative"] != self._relative:
             theirs, mine = ("shade" if relative else "loss" for relative in (state["relative"], self._relative))
-            raise InputError(
+            raise state_mismatch(
                 f"the state is of {len(last)} samples, score={theirs!r}; this sampler has {self.count} samples, "
                 f"score={mine!r}: give the same"
             )
@@ -148,7 +148,7 @@ def _tensor(name: str, given: Any) -> torch.Tensor:
             return torch.stack([item.detach() for item in given])
         return torch.from_numpy(np.array(given))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise InputError(f"update was given {name} that are no numbers ({error}): give tensors or arrays") from error
+        raise loss_update(f"update was given {name} that are no numbers ({error}): give tensors or arrays") from error
 
 
 def _is_int(tensor: torch.Tensor) -> bool:

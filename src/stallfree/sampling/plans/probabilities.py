@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, cache_required, sampler_mismatch
 
 Array = npt.NDArray[Any]
 
@@ -168,10 +168,10 @@ def check_cache(cache: Any, samples: int, on_miss: str | None) -> None:
     """Raise `InputError` for a cache that a plan cannot use."""
     if cache is None:
         if on_miss in ("swap", "substitute"):
-            raise InputError(f"on_miss={on_miss!r} needs a cache: give the .cache of a CachedDataset")
+            raise cache_required(f"on_miss={on_miss!r} needs a cache: give the .cache of a CachedDataset")
         return
     if not callable(getattr(cache, "resident", None)):
-        raise InputError(f"cache={cache!r:.80} has no resident(ids): give the .cache of a CachedDataset")
+        raise cache_required(f"cache={cache!r:.80} has no resident(ids): give the .cache of a CachedDataset")
     known = getattr(cache, "num_ids", samples)
     if known != samples:
-        raise InputError(f"the cache is of {known} samples, num_samples is {samples}: give those of one data set")
+        raise sampler_mismatch(f"the cache is of {known} samples, num_samples is {samples}: give those of one data set")

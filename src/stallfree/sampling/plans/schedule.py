@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
 )
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, argument_conflict, state_mismatch
 from stallfree.sampling.plans.states import check_state
 from stallfree.units import parse_whole
 
@@ -75,13 +75,13 @@ class BySamples:
                 "that is stepped without arguments"
             )
         if getattr(scheduler, "last_epoch", 0) > 0:
-            raise InputError(
+            raise argument_conflict(
                 f"the scheduler has made {scheduler.last_epoch} steps: give a new one, and go on with load_state_dict"
             )
         self.scheduler = scheduler
         self.steps = _steps_of(scheduler) if steps is None else parse_whole(steps, "steps", 1)
         if isinstance(scheduler, OneCycleLR) and self.steps > scheduler.total_steps:
-            raise InputError(
+            raise argument_conflict(
                 f"steps={self.steps}: this OneCycleLR was made for total_steps={scheduler.total_steps}: give the same"
             )
         self.seen = 0
@@ -131,7 +131,9 @@ class BySamples:
         """Restore a state. Raises `InputError` for a state of another schedule or release."""
         check_state(state, _STATE_VERSION, *_KEYS)
         if state["steps"] != self.steps:
-            raise InputError(f"the state is of {state['steps']} steps, this schedule has {self.steps}: give the same")
+            raise state_mismatch(
+                f"the state is of {state['steps']} steps, this schedule has {self.steps}: give the same"
+            )
         self.scheduler.load_state_dict(state["scheduler"])
         self.seen, self._at = state["seen"], state["at"]
         self._base, self._since, self._total = state["base"], state["since"], state["total"]
@@ -142,7 +144,7 @@ def _steps_of(scheduler: LRScheduler) -> int:
         return int(scheduler.total_steps)
     if isinstance(scheduler, CosineAnnealingLR):
         return int(scheduler.T_max)
-    raise InputError(f"how many steps a {type(scheduler).__name__} is made for cannot be seen: give steps=")
+    raise argument_conflict(f"how many steps a {type(scheduler).__name__} is made for cannot be seen: give steps=")
 
 
 def _periodic(scheduler: Any) -> bool:

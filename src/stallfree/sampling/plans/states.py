@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError
+from stallfree.errors import state_format
 
 Array = npt.NDArray[Any]
 
@@ -18,11 +18,11 @@ def check_state(state: Any, version: int, *names: str) -> None:
     """Raise `InputError` unless `state` is a dict of this version with these entries."""
     given = state.get("version") if isinstance(state, dict) else None
     if given != version:
-        raise InputError(
+        raise state_format(
             f"the state has version {given!r}, expected {version}: give what state_dict() of this release returned"
         )
     if missing := set(names) - state.keys():
-        raise InputError(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
+        raise state_format(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
 
 
 def pack(array: Array) -> str:
@@ -36,7 +36,7 @@ def unpack(text: str, dtype: Any) -> Array:
         found: Array = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
         return found
     except (ValueError, TypeError, zlib.error) as error:
-        raise InputError(f"the state is damaged ({error}): give what state_dict() returned") from error
+        raise state_format(f"the state is damaged ({error}): give what state_dict() returned") from error
 
 
 def pack_mask(mask: Array) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, argument_conflict
 
 Ids = npt.NDArray[np.int64]
 
@@ -61,7 +61,7 @@ class WindowPlan:
         self._first = _generator(seed, 0).permutation(mine) if shuffle else mine
         self.total = len(self._first)
         if not 1 <= size <= self.total or not 0 <= replace <= self.total - size:
-            raise InputError(
+            raise argument_conflict(
                 f"a window of {size} samples of which {replace} are replaced does not fit over {self.total} samples: "
                 "give fewer"
             )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.errors import InputError
+from stallfree.errors import cut_refused
 from stallfree.pipeline.classify.probe import all_generators
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint
@@ -89,7 +89,7 @@ class BareSource(BaseSource):
             return planned_record(plan, tree)
         if plan != self.plan:
             name = self._names[0]
-            raise InputError(
+            raise cut_refused(
                 f"for sample {id}, {self._kind} calls its transforms in another way than for the samples that cut has "
                 f"compared: name it there, as in cut(dataset, {name!r}, check=[{id}])"
             )

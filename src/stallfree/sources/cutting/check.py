@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, cut_random, cut_refused, text_of
 from stallfree.pipeline.classify.probe import all_generators, same, same_pickles, try_calls
 from stallfree.pipeline.classify.scan import scan
 from stallfree.pipeline.compose import Compose, Transform
@@ -60,9 +60,9 @@ class Check:
         try:
             return BareSource(self._dataset, self._names, self._transforms)
         except Exception as error:
-            raise InputError(
+            raise cut_refused(
                 f"{self._what}: it cannot be copied with another object in that place ({type(error).__name__}: "
-                f"{error}): make the transform a plain attribute"
+                f"{text_of(error)}): make the transform a plain attribute"
             ) from error
 
     def _samples(self, ids: Sequence[int]) -> dict[int, Any]:
@@ -98,10 +98,10 @@ class Check:
         except InputError:
             raise
         except Exception as error:
-            raise InputError(
+            raise cut_refused(
                 f"{self._what}: sample {id} cannot be made without the output of the transform "
-                f"({type(error).__name__}: {error}): let __getitem__ return the output as it is, and move what follows "
-                "into the transform"
+                f"({type(error).__name__}: {text_of(error)}): let __getitem__ return the output as it is, and move "
+                "what follows into the transform"
             ) from error
         if any(not same(handle.get(), state) for handle, state in zip(self._handles, before, strict=True)):
             self._refuse_random(f"it drew random numbers when sample {id} was read", certain=True)
@@ -113,7 +113,7 @@ class Check:
         tried = ", ".join(map(str, ids))
         for number, name in enumerate(self._names):
             if number not in seen:
-                raise InputError(
+                raise cut_refused(
                     f"{self._kind} does not call its {name} for any of the samples {tried}: leave it "
                     "out, or name a sample that it is called for with check=[id]. A data set that keeps its samples "
                     "after the transform cannot be cut"
@@ -134,11 +134,11 @@ class Check:
 
     def _refuse_random(self, why: str, *, certain: bool) -> NoReturn:
         if certain:
-            raise InputError(
+            raise cut_random(
                 f"{self._what}: it draws random numbers outside of the transform, which a cache would freeze: {why}. "
                 "Make all random changes in the transform"
             )
-        raise InputError(
+        raise cut_random(
             f"{self._what}: it may give something else each time, also without the transform, which a cache would "
             f"freeze: {why}. Make all random changes in the transform; or, if what is read is always the same, say so "
             "with stallfree.mark_deterministic(dataset)"
@@ -162,10 +162,10 @@ class Check:
         try:
             made = Compose(steps)(reading.fetch(id))
         except Exception as error:
-            raise InputError(
+            raise cut_refused(
                 f"{self._what}: sample {id} is made by the data set, but not if the transform runs afterwards "
-                f"({type(error).__name__}: {error}): call the transform in __getitem__ with values that stay as they "
-                "are"
+                f"({type(error).__name__}: {text_of(error)}): call the transform in __getitem__ with values that stay "
+                "as they are"
             ) from error
         equal = same(sample, made)
         if equal is None:
@@ -173,17 +173,17 @@ class Check:
         if equal:
             return
         if equal is None:
-            raise InputError(
+            raise cut_refused(
                 f"{self._what}: its samples, such as {id} of type {type(sample).__name__}, cannot be compared: return "
                 "tensors, arrays, numbers, texts, or containers of these"
             )
         again = self._own(with_values(self._dataset, {}), id)
         if not same(sample, again):
-            raise InputError(
+            raise cut_refused(
                 f"{self._what}: sample {id} differs each time, also from equal states of all generators, so it "
                 "cannot be compared: let the transform draw from a generator that it keeps, or from a global one"
             )
-        raise InputError(
+        raise cut_refused(
             f"{self._what}: sample {id} differs if the transform runs after the rest of __getitem__: call the "
             "transform with what it needs, and return its output as it is"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stallfree.errors import InputError
+from stallfree.errors import cut_attribute
 from stallfree.frames import short_traceback
 from stallfree.pipeline.compose import Transform
 from stallfree.sources.apart import ApartSource
@@ -60,13 +60,13 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> ApartSourc
         ((30, 3), (31, 3))
     """
     if is_source(dataset):
-        raise InputError(
+        raise cut_attribute(
             f"{type(dataset).__name__} has its transform apart already: give it to a loader or a CachedDataset as it is"
         )
     require_map_style(dataset)
     require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
     if not attributes:
-        raise InputError("cut got no attribute: name the one that holds the transform: cut(dataset, 'transform')")
+        raise cut_attribute("cut got no attribute: name the one that holds the transform: cut(dataset, 'transform')")
     transforms = [_transform_at(dataset, name) for name in attributes]
     ids = [normalize_id(id, len(dataset)) for id in check]
     drop = lazily_made(dataset)  # by data sets in its attributes, which its copies share
@@ -83,14 +83,14 @@ def _transform_at(dataset: Any, name: str) -> Transform:
         transform = value_at(dataset, name)
     except (AttributeError, LookupError, TypeError) as error:
         known = sorted(key for key, value in getattr(dataset, "__dict__", {}).items() if callable(value))
-        raise InputError(
+        raise cut_attribute(
             f"{kind} has no attribute {name!r}: name one that holds a transform"
             + (f" (callable are {', '.join(known)})" if known else "")
         ) from error
     if transform is None:
-        raise InputError(f"the {name} of {kind} is None, so there is nothing to cut: leave it out")
+        raise cut_attribute(f"the {name} of {kind} is None, so there is nothing to cut: leave it out")
     if not callable(transform):
-        raise InputError(
+        raise cut_attribute(
             f"the {name} of {kind} is of type {type(transform).__name__}, which cannot be called: name an attribute "
             "that holds a transform"
         )

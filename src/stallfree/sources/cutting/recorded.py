@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stallfree.errors import InputError
+from stallfree.errors import cut_refused
 from stallfree.pipeline._objects import attributes
 from stallfree.pipeline.classify.libraries import known
 from stallfree.pipeline.compose import OnItem, Transform, flatten, is_albumentations, with_item
@@ -78,7 +78,7 @@ def taken(sample: Any, calls: Sequence[Call]) -> tuple[Plan, list[Any]]:
         for path, output in found:
             if id(output.call) not in order:
                 kind, name = output.recorder.dataset, output.recorder.names[output.call.number]
-                raise InputError(
+                raise cut_refused(
                     f"{kind} cannot be cut at {name!r}: sample {output.recorder.id} has an output of the transform "
                     "that was kept from another sample: let __getitem__ call the transform for each sample"
                 )
@@ -143,7 +143,7 @@ def part_of(output: Any, parts: Sequence[Any]) -> Any:
         if isinstance(part, (list, tuple)):
             part, length = part
             if len(output) != length:
-                raise InputError(
+                raise cut_refused(
                     f"a transform returned {len(output)} values, and {length} when the data set was cut: let it return "
                     "equally many for each sample"
                 )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from stallfree.errors import InputError
+from stallfree.errors import InputError, cut_refused
 from stallfree.pipeline._objects import describe
 from stallfree.pipeline.values import private
 
@@ -70,7 +70,7 @@ class Recorder:
         if not self.active:  # something looks at the data set from outside
             raise AttributeError(what)
         name = self.names[number]
-        error = InputError(
+        error = cut_refused(
             f"{self.dataset} cannot be cut at {name!r}: when sample {self.id} was made, {what}, which needs the real "
             "one: let __getitem__ return the output as it is, and move what follows into the transform"
         )

@@ -7,7 +7,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from stallfree.errors import InputError
+from stallfree.errors import launch_environment, network_interface
 
 _SOMEWHERE = "192.0.2.1"  # reserved for documentation by RFC 5737: no host has it
 
@@ -44,13 +44,13 @@ def find_place() -> Place:
     if count == 1 or (not known and is_loopback(host)):
         return Place()
     if not 0 <= number < count:
-        raise InputError(
+        raise launch_environment(
             f"node {number} of {count}: the environment's RANK, WORLD_SIZE and the like contradict each other. "
             "Start the job with torchrun, or correct them"
         )
     port = _number("MASTER_PORT")
     if not host or port is None:
-        raise InputError(
+        raise launch_environment(
             f"the job has {count} nodes, and MASTER_ADDR and MASTER_PORT do not say where they meet: start it with "
             "torchrun, or set both"
         )
@@ -88,7 +88,9 @@ def _number(variable: str) -> int | None:
     try:
         return int(given) if given else None
     except ValueError as error:
-        raise InputError(f"{variable}={given!r} in the environment: give a whole number, or unset it") from error
+        raise launch_environment(
+            f"{variable}={given!r} in the environment: give a whole number, or unset it"
+        ) from error
 
 
 def find_interface(place: Place) -> str:
@@ -97,7 +99,7 @@ def find_interface(place: Place) -> str:
     if is_loopback(found) and not is_loopback(place.host):
         found = _route_to(_SOMEWHERE)  # the master may resolve its own name to a loop-back address
     if not found:
-        raise InputError(
+        raise network_interface(
             f"there is no route to MASTER_ADDR={place.host!r} from here: correct it, or give interface=... with the "
             "address of this host at which the other nodes reach it"
         )

@@ -33,7 +33,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from stallfree.errors import InputError, StallfreeError, WaitError
+from stallfree.errors import InputError, StallfreeError, WaitError, network_interface, nodes_missing
 from stallfree.ipc.locks import FileLock
 from stallfree.platform import OPEN
 from stallfree.stores.addresses import Address
@@ -89,7 +89,7 @@ class NodeAddresses:
         if place.count == 1:
             return
         if is_loopback(server.host) and not is_loopback(place.host):
-            raise InputError(
+            raise network_interface(
                 f"the job has {place.count} nodes, and the server of the store {name!r} listens on this host only: "
                 "give interface=..."
             )
@@ -112,7 +112,7 @@ class NodeAddresses:
             self.close()
             if not isinstance(error, RuntimeError):
                 raise
-            raise WaitError(
+            raise nodes_missing(
                 f"the job's key-value store at MASTER_ADDR={place.host}, MASTER_PORT={place.port} ended while the "
                 f"store {name!r} was made: {str(error).splitlines()[0]}"
             ) from error
@@ -192,7 +192,8 @@ class NodeAddresses:
                 raise WaitError(
                     f"the server of node {place} of the store {waiting.name!r}, {self.names[place]} at {address.host} "
                     f"port {address.port}, does not answer here: let the port through the firewall, or give "
-                    "interface=... on that node"
+                    "interface=... on that node",
+                    page="server-unreachable",
                 )
             self.confirm(place, lost)
             time.sleep(0.05)
@@ -354,7 +355,7 @@ def _connect(place: Place, seconds: float) -> Any:
             place.host, place.port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False
         )
     except RuntimeError as error:
-        raise WaitError(
+        raise nodes_missing(
             f"the job's key-value store at MASTER_ADDR={place.host}, MASTER_PORT={place.port} did not answer within "
             f"{seconds:g} s: start the job with torchrun, or call torch.distributed.init_process_group before the "
             "store is made"
@@ -380,7 +381,7 @@ class _Waiting:
         numbers = missing()
         shown = ", ".join(map(str, numbers[:20])) + (f", {len(numbers) - 20} more" if len(numbers) > 20 else "")
         if now > self.deadline:
-            raise WaitError(
+            raise nodes_missing(
                 f"of the {self._count} nodes of the job, number {shown} did not make the store {self.name!r} in time: "
                 "all nodes have to, at about the same time"
             )
@@ -402,4 +403,7 @@ def _unpack(value: bytes, number: int) -> dict[str, Any]:
             return dict(member)
     except (ValueError, KeyError, TypeError):
         pass
-    raise InputError(f"node {number} of the job runs another release of stallfree: install the same on all nodes")
+    raise InputError(
+        f"node {number} of the job runs another release of stallfree: install the same on all nodes",
+        page="release-mismatch",
+    )

@@ -23,7 +23,20 @@ from pathlib import Path
 from typing import Any
 
 from stallfree.cache.memory.limits import free_memory
-from stallfree.errors import CapacityError, InputError, MissingServerError, StorageError, WaitError
+from stallfree.errors import (
+    InputError,
+    MissingServerError,
+    StorageError,
+    WaitError,
+    capacity_too_large,
+    capacity_too_small,
+    group_mismatch,
+    name_invalid,
+    network_interface,
+    port_unavailable,
+    release_mismatch,
+    server_missing,
+)
 from stallfree.ipc.folders import SharedFolder, check_name, default_root, sweep
 from stallfree.ipc.locks import FileLock
 from stallfree.platform import OPEN, fcntl
@@ -54,7 +67,7 @@ def find_server() -> str:
         found = shutil.which(program) or shutil.which(program, path=beside)
         if found:
             return os.path.abspath(found)
-    raise MissingServerError(
+    raise server_missing(
         "neither valkey-server nor redis-server is installed, and a store across hosts needs one of them: "
         "`apt install redis-server`, `dnf install valkey`, `conda install -c conda-forge redis-server` or "
         "`brew install valkey`, or give hosts=[...] of servers that run already"
@@ -178,7 +191,7 @@ class NodeServer:
         """Compare the settings of a server started by another process with those requested here."""
         for what, there, wanted in (("interface", setup["host"], host), ("port", setup["port"], port)):
             if wanted and wanted != there:
-                raise InputError(
+                raise group_mismatch(
                     f"the server of the store {self.name!r} was started by another process with {what}={there!r}, not "
                     f"{wanted!r}: give the same {what} in all processes of this host, or another name"
                 )
@@ -212,7 +225,8 @@ class NodeServer:
             if time.monotonic() > deadline:
                 raise WaitError(
                     f"the server of the store {self.name!r} did not answer within {_START_SECONDS:.0f} s. Its output "
-                    f"is in {self.folder / supervisor.LOG}: end what keeps it busy, and try again"
+                    f"is in {self.folder / supervisor.LOG}: end what keeps it busy, and try again",
+                    page="server-failed",
                 )
             time.sleep(0.002)
 
@@ -235,7 +249,8 @@ class NodeServer:
                     )
             except OSError as error:
                 raise StorageError(
-                    f"the server of the store {self.name!r} cannot be started: {error}. See that {program} can be run"
+                    f"the server of the store {self.name!r} cannot be started: {error}. See that {program} can be run",
+                    page="server-failed",
                 ) from error
             process.wait()  # not for the supervisor, a child of this one that keeps running
         self.started = True
@@ -243,7 +258,7 @@ class NodeServer:
 
     def _failure(self, failed: dict[str, Any]) -> Exception:
         if failed["kind"] == "port":
-            return InputError(
+            return port_unavailable(
                 f"the server of the store {self.name!r} cannot listen there: {failed['text']}. Give another port, "
                 "or port=0 for a free one"
             )
@@ -260,16 +275,16 @@ def find_address(interface: str) -> str:
     """
     expected = "give an address of this host or the name of a network interface, such as '10.1.2.3' or 'eth0'"
     if not isinstance(interface, str) or not interface:
-        raise InputError(f"interface={interface!r}: {expected}")
+        raise network_interface(f"interface={interface!r}: {expected}")
     try:
         address = _of_interface(interface) or str(socket.getaddrinfo(interface, None)[0][4][0])
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as test:
             test.bind((address, 0))
     except (OSError, UnicodeError) as error:
-        raise InputError(f"interface={interface!r} is none of this host ({error}): {expected}") from error
+        raise network_interface(f"interface={interface!r} is none of this host ({error}): {expected}") from error
     if ipaddress.ip_address(address).is_unspecified:
-        raise InputError(f"interface={interface!r} stands for all networks of this host: {expected}")
+        raise network_interface(f"interface={interface!r} stands for all networks of this host: {expected}")
     return address
 
 
@@ -286,7 +301,7 @@ def _checked(name: Any) -> str:
     try:
         check_name(_PREFIX + name if isinstance(name, str) and name else name)
     except InputError:
-        raise InputError(
+        raise name_invalid(
             f"name={name!r} cannot name a store: use 1 to 114 of the letters a-z and A-Z, digits, '.', '_' and '-'"
         ) from None
     return str(name)
@@ -295,7 +310,7 @@ def _checked(name: Any) -> str:
 def _memory(memory: int | str) -> int:
     limit = parse_size(memory, "capacity_per_node")
     if limit < _LEAST_MEMORY:
-        raise InputError(
+        raise capacity_too_small(
             f"capacity_per_node={memory!r} is too little for a server: give {format_size(_LEAST_MEMORY)} or more"
         )
     return limit
@@ -309,7 +324,7 @@ def _check_port(port: Any) -> None:
 def _initialize(folder: Path, limit: int, host: str, port: int) -> None:
     free = free_memory()
     if limit > free:
-        raise CapacityError(
+        raise capacity_too_large(
             f"capacity_per_node={format_size(limit)} is more than the {format_size(free)} of memory that are free here "
             "(of the host and of this control group): give less"
         )
@@ -321,7 +336,7 @@ def _initialize(folder: Path, limit: int, host: str, port: int) -> None:
 def _read_setup(folder: Path) -> dict[str, Any]:
     setup = supervisor.read_json(folder / supervisor.NODE)
     if setup is None or setup.get("version") != supervisor.VERSION:
-        raise StorageError(f"{folder} was made by another release of stallfree, or is damaged: give another name")
+        raise release_mismatch(f"{folder} was made by another release of stallfree, or is damaged: give another name")
     return setup
 
 
