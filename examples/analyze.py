@@ -15,12 +15,12 @@ import torch
 import stallfree as sf
 
 
-def prepare(data):
+def prepare(data: bytes) -> torch.Tensor:
     """Stands for decoding and augmentation."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).float() / 255 + torch.rand(1)
 
 
-def step(batch):
+def step(batch: object) -> None:
     """Stands for training."""
     time.sleep(0.004)
 

@@ -7,7 +7,7 @@ import stallfree as sf
 calls = 0
 
 
-def embed(text):
+def embed(text: str) -> torch.Tensor:
     """Stands for a model that takes long."""
     global calls
     calls += 1

@@ -3,30 +3,33 @@
 import random
 
 import numpy as np
+import numpy.typing as npt
 
 import stallfree as sf
 from stallfree.testing import ThrottledSource
+
+Sample = tuple[npt.NDArray[np.float32], int]
 
 
 class Waves:
     """A plain data set, as any other; reading a sample takes time where the data lie on slow storage."""
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 200
 
-    def __getitem__(self, id):
+    def __getitem__(self, id: int) -> Sample:
         return np.sin(np.linspace(0, id, 4096, dtype=np.float32)), id
 
 
 @sf.mark_deterministic
-def spectrum(sample):
+def spectrum(sample: Sample) -> Sample:
     """Expensive and always the same: worth caching. The mark spares a trial on one sample."""
     wave, id = sample
     return np.abs(np.fft.rfft(wave)).astype(np.float32), id
 
 
 @sf.mark_random
-def louder(sample):
+def louder(sample: Sample) -> Sample:
     """Random: runs for each sample in each epoch."""
     wave, id = sample
     return wave * random.uniform(1, 2), id

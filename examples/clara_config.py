@@ -51,9 +51,12 @@ with tempfile.TemporaryDirectory() as folder:
     (root / "train_config.json").write_text(json.dumps(CONFIG))
 
     with sf.clara.load(root / "train_config.json", DATASET_JSON=root / "list.json", DATA_ROOT=root) as pipelines:
+        assert pipelines.train is not None
+        data = pipelines.train.dataset
+        assert isinstance(data, sf.SmartCacheDataset)
         for epoch in range(4):
             for batch in pipelines.train:
-                image, label = batch["image"], batch["label"]
-            start = pipelines.train.dataset.stats().window_start
+                image = batch["image"]
+            start = data.stats().window_start
             print(f"epoch {epoch}: {len(pipelines.train)} batches {tuple(image.shape)}, the window begins at {start}")
-        del batch, image, label
+        del batch, image

@@ -1,11 +1,14 @@
 """A source of your own: fetching apart from preparing, so that one runs ahead in threads and the other is cached."""
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 import stallfree as sf
+from stallfree.pipeline.compose import Transform
 from stallfree.pipeline.protocol import Source
 
 
@@ -15,30 +18,30 @@ class Frames:
     `fetch` does the I/O and nothing else, and is called by several threads. `pipeline` does the rest.
     """
 
-    def __init__(self, path, frame_bytes, steps):
-        self.path = Path(path)
+    def __init__(self, path: Path, frame_bytes: int, steps: Sequence[Transform]) -> None:
+        self.path = path
         self.frame_bytes = frame_bytes
         self.pipeline = sf.Compose(steps)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.path.stat().st_size // self.frame_bytes
 
-    def __getitem__(self, id):
+    def __getitem__(self, id: int) -> npt.NDArray[np.uint8]:
         return self.pipeline(self.fetch(id))
 
-    def fetch(self, id):
+    def fetch(self, id: int) -> bytes:
         with open(self.path, "rb") as file:
             file.seek(id * self.frame_bytes)
             return file.read(self.frame_bytes)
 
-    def where(self, id):
+    def where(self, id: int) -> str:
         return f"{self.path}, frame {id}"
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         return f"Frames {self.path} {self.path.stat().st_size} {self.frame_bytes}"
 
 
-def decode(frame):
+def decode(frame: bytes) -> npt.NDArray[np.uint8]:
     """Bytes to a picture."""
     return np.frombuffer(frame, np.uint8).reshape(16, 16).copy()
 

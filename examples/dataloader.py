@@ -6,26 +6,28 @@ import torch
 
 import stallfree as sf
 
+Sample = tuple[torch.Tensor, int]
 
-class Pictures(torch.utils.data.Dataset):
+
+class Pictures(torch.utils.data.Dataset[Sample]):
     """Sixty random pictures with labels."""
 
     def __len__(self) -> int:
         return 60
 
-    def __getitem__(self, id: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, id: int) -> Sample:
         generator = torch.Generator().manual_seed(id)
         return torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8, generator=generator), id % 10
 
 
 @sf.mark_random
-def flip(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
+def flip(sample: Sample) -> Sample:
     """Mirror every other picture; which ones is another matter in each epoch."""
     picture, label = sample
     return (picture.flip(1) if torch.rand(()) < 0.5 else picture), label
 
 
-def make_loader(dataset: sf.CachedDataset) -> sf.DataLoader:
+def make_loader(dataset: sf.CachedDataset[Sample]) -> sf.DataLoader[sf.Batch[list[torch.Tensor]]]:
     """Takes what `torch.utils.data.DataLoader` takes."""
     return sf.DataLoader(dataset, batch_size=16, shuffle=True, num_workers=2, persistent_workers=True, with_ids=True)
 

@@ -23,13 +23,13 @@ import stallfree as sf
 SAMPLES = 90
 
 
-class Points(torch.utils.data.Dataset):
+class Points(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Points on either side of a line."""
 
-    def __len__(self):
+    def __len__(self) -> int:
         return SAMPLES
 
-    def __getitem__(self, id):
+    def __getitem__(self, id: int) -> tuple[torch.Tensor, torch.Tensor]:
         point = torch.randn(2, generator=torch.Generator().manual_seed(id))
         return point, (point.sum() > 0).float()
 

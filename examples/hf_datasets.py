@@ -4,13 +4,15 @@
 that are always the same are worth caching: give those with `CachedDataset(..., transform=...)`.
 """
 
+from typing import Any
+
 import numpy as np
 
 import stallfree as sf
 from datasets import Dataset
 
 
-def augment(batch):
+def augment(batch: dict[str, Any]) -> dict[str, Any]:
     """Random noise, for a batch of rows as `datasets` wants it."""
     return {**batch, "wave": [np.float32(wave) + np.float32(np.random.normal(0, 0.1)) for wave in batch["wave"]]}
 

@@ -5,6 +5,7 @@ gets its part of the samples.
 """
 
 import tempfile
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +15,13 @@ import stallfree as sf
 from stallfree.integrations.accelerate import prepare
 
 
-class Points(torch.utils.data.Dataset):
+class Points(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Points on either side of a line."""
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 128
 
-    def __getitem__(self, id):
+    def __getitem__(self, id: int) -> dict[str, torch.Tensor]:
         point = torch.randn(2, generator=torch.Generator().manual_seed(id))
         return {"x": point, "labels": (point.sum() > 0).float()}
 
@@ -28,11 +29,11 @@ class Points(torch.utils.data.Dataset):
 class Model(nn.Module):
     """Gives its loss first, as a `Trainer` wants it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.line = nn.Linear(2, 1)
 
-    def forward(self, x, labels):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.line(x).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, labels), logits
 
@@ -40,7 +41,7 @@ class Model(nn.Module):
 class FastTrainer(Trainer):
     """A `Trainer` on stallfree's loader."""
 
-    def get_train_dataloader(self):
+    def get_train_dataloader(self) -> Any:
         size, workers = self.args.per_device_train_batch_size, self.args.dataloader_num_workers
         loader = sf.DataLoader(self.train_dataset, batch_size=size, shuffle=True, num_workers=workers)
         return prepare(self.accelerator, loader)

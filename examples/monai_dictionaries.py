@@ -12,7 +12,7 @@ from monai.transforms import Compose, EnsureChannelFirstd, LoadImaged, RandFlipd
 import stallfree as sf
 
 
-def make_volumes(folder: Path) -> list[dict]:
+def make_volumes(folder: Path) -> list[dict[str, str]]:
     """Eight noisy volumes with the part that is bright marked, as `.npy`; NIfTI and DICOM work alike."""
     generator = np.random.default_rng(0)
     samples = []

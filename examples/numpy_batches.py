@@ -1,5 +1,7 @@
 """Batches as NumPy arrays, for JAX or whatever else takes them. JAX is used if it is installed."""
 
+from typing import Any
+
 import numpy as np
 
 import stallfree as sf
@@ -13,10 +15,10 @@ except ImportError:
 class Waves:
     """A map-style data set of arrays; there is no tensor in it."""
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 256
 
-    def __getitem__(self, id):
+    def __getitem__(self, id: int) -> dict[str, Any]:
         return {"wave": np.sin(np.linspace(0, id, 512, dtype=np.float32)), "frequency": np.float32(id)}
 
 

@@ -27,7 +27,7 @@ import optuna  # noqa: E402
 TRIALS, EPOCHS, PICTURES = 8, 9, 512
 
 
-class Shapes(torch.utils.data.Dataset):
+class Shapes(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """JPEG pictures, each with a disc, a square or a line. Every decode adds a byte to the file `log`."""
 
     def __init__(self, count: int, seed: int, log: Path) -> None:
@@ -90,7 +90,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "decodes")
         data = Shapes(PICTURES, 0, log)
-        held_out = torch.utils.data.default_collate(list(Shapes(96, 1, Path(os.devnull))))
+        unseen = Shapes(96, 1, Path(os.devnull))
+        held_out = torch.utils.data.default_collate([unseen[id] for id in range(len(unseen))])
         study = optuna.create_study(
             direction="maximize",
             sampler=optuna.samplers.RandomSampler(seed=0),

@@ -8,7 +8,7 @@ import torch
 import stallfree as sf
 
 
-class Pictures(torch.utils.data.Dataset):
+class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """Random pictures with labels."""
 
     def __init__(self, count: int) -> None:
@@ -22,7 +22,7 @@ class Pictures(torch.utils.data.Dataset):
         return torch.randint(0, 256, (3, 64, 64), dtype=torch.uint8, generator=generator), id % 10
 
 
-def make_loader(count: int) -> torch.utils.data.DataLoader:
+def make_loader(count: int) -> torch.utils.data.DataLoader[tuple[torch.Tensor, int]]:
     """Is called in the other process, which imports this file: any loader will do."""
     return torch.utils.data.DataLoader(Pictures(count), batch_size=16, shuffle=True)
 

@@ -24,7 +24,7 @@ import stallfree as sf
 TRIALS, EPOCHS, PICTURES = 8, 9, 512
 
 
-class Shapes(torch.utils.data.Dataset):
+class Shapes(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """JPEG pictures, each with a disc, a square or a line. Every decode adds a byte to the file `log`."""
 
     def __init__(self, count: int, seed: int, log: Path) -> None:
@@ -93,7 +93,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "decodes")
         data = Shapes(PICTURES, 0, log)
-        held_out = torch.utils.data.default_collate(list(Shapes(96, 1, Path(os.devnull))))
+        unseen = Shapes(96, 1, Path(os.devnull))
+        held_out = torch.utils.data.default_collate([unseen[id] for id in range(len(unseen))])
         trial = tune.with_parameters(train, group=f"search-{os.getpid()}", data=data, held_out=held_out)
         scheduler = tune.schedulers.HyperBandScheduler(max_t=EPOCHS, reduction_factor=3)
         tuner = tune.Tuner(

@@ -16,7 +16,7 @@ import stallfree as sf
 SAMPLES, BATCH = 400, 50
 
 
-class Slow(torch.utils.data.Dataset):
+class Slow(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """Stands for storage that many nodes share."""
 
     def __len__(self) -> int:
@@ -45,6 +45,8 @@ def main() -> None:
                     assert (pictures[:, 0, 0, 0] == ids % 256).all()
                 now = dataset.stats()
                 reads, hits = now.storage_reads - before.storage_reads, now.hits - before.hits
+                assert isinstance(now, sf.TierStats)
+                assert isinstance(before, sf.TierStats)
                 servers = now.lower_hits - before.lower_hits
                 print(f"epoch {epoch}: {reads} samples from storage, {hits} hits, {servers} of them in servers")
         if ranks > 1:  # a node that ends earlier takes its server along

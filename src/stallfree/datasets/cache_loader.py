@@ -6,11 +6,12 @@ import contextlib
 import operator
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from typing_extensions import Self
 
 from stallfree.cache import MISS, Cache
 from stallfree.cache.policies import Policy
@@ -18,9 +19,11 @@ from stallfree.errors import CodecError, InputError, WaitError, text_of, value_u
 from stallfree.ipc.folders import check_name
 from stallfree.stats import CacheStats
 from stallfree.stores import Store, open_cache, parse_capacity, room_of, stores_in
+from stallfree.typevars import T
 from stallfree.units import parse_size
 
 Places = npt.NDArray[np.int64]
+KeyT = TypeVar("KeyT", bound=str | int)
 
 _WAYS = 8
 _BYTES_PER_PLACE = 1024
@@ -81,7 +84,7 @@ class CacheLoader:
         self._stores = stores_in(store)  # which live as long as their caches are used
         self._chance = random.Random()
 
-    def get(self, key: str | int, load: Callable[[Any], Any]) -> Any:
+    def get(self, key: KeyT, load: Callable[[KeyT], T]) -> T:
         """The value of `key`; `load(key)` when it is not in the cache, which then keeps it.
 
         A value that `load` gives may be anything that the cache can store, None included; the caller may change what is
@@ -94,7 +97,7 @@ class CacheLoader:
         plain, places = self._places(key)
         value, free = self._find(plain, places)
         if value is not MISS:
-            return value
+            return value  # type: ignore[no-any-return]
         value = load(key)
         self.cache.count_fetch(1, 0)
         self._keep(plain, value, places, free)
@@ -161,7 +164,7 @@ class CacheLoader:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stores": []}
 
-    def __enter__(self) -> CacheLoader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
+from typing_extensions import Self
 
 from stallfree.batches.reader import Reader
 from stallfree.batches.transform_split import is_prepared
@@ -34,6 +35,7 @@ from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
 from stallfree.stores import Store, default_store, open_cache, parse_capacity, room_of, stores_in
+from stallfree.typevars import MapStyle, SampleT_co
 from stallfree.units import parse_whole
 
 _FORMAT = "records-1"
@@ -42,7 +44,7 @@ _MOST_EPOCHS = 2**31 - 2
 log = logging.getLogger("stallfree")
 
 
-class CachedDataset:
+class CachedDataset(Dataset[SampleT_co]):
     """`dataset` with a sample cache behind it. Works with any loader; with `stallfree.DataLoader` at full speed.
 
     A sample is `random_part(deterministic_part(fetch(id)))`. What is cached is the record as it was fetched, or what
@@ -107,6 +109,36 @@ class CachedDataset:
     Raises `InputError` (and its subclasses `CapacityError`, `FingerprintError`) for arguments that cannot be used,
     `SampleError` when none of the first samples can be had, `StorageError` when there is no shared memory left.
     """
+
+    @overload
+    def __init__(
+        self,
+        dataset: MapStyle[SampleT_co],
+        *,
+        capacity: int | str,
+        policy: str | Policy = "minio",
+        store: Store = "memory",
+        form: str | float = "auto",
+        name: str | None = None,
+        persist: bool = False,
+        transform: None = None,
+        seed: int | None = None,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        dataset: MapStyle[Any],
+        *,
+        capacity: int | str,
+        policy: str | Policy = "minio",
+        store: Store = "memory",
+        form: str | float = "auto",
+        name: str | None = None,
+        persist: bool = False,
+        transform: Callable[[Any], SampleT_co],
+        seed: int | None = None,
+    ) -> None: ...
 
     @short_traceback
     def __init__(
@@ -187,14 +219,14 @@ class CachedDataset:
         return len(self.source)
 
     @short_traceback
-    def __getitem__(self, id: int) -> Any:
+    def __getitem__(self, id: int) -> SampleT_co:
         return self.__getitems__([id])[0]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[SampleT_co]:
         return map(self.__getitem__, range(len(self)))  # without it, an IndexError of the data set would end a loop
 
     @short_traceback
-    def __getitems__(self, ids: Sequence[int]) -> list[Any]:
+    def __getitems__(self, ids: Sequence[int]) -> list[SampleT_co]:
         """The samples of a whole batch: one look into the cache for all. Raises `SampleError`, `IndexError`."""
         wanted = checked_ids(ids, len(self.source))
         pending = self.reader.start(wanted)
@@ -266,7 +298,7 @@ class CachedDataset:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stores": []}
 
-    def __enter__(self) -> CachedDataset:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

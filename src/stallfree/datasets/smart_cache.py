@@ -6,13 +6,14 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import current_process, get_context
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
+from typing_extensions import Self
 
 from stallfree.batches.reader import Reader
 from stallfree.cache import SampleCache
@@ -23,7 +24,7 @@ from stallfree.errors import InputError, argument_conflict, ranks_conflict, stat
 from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.process import context_of
-from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.platform import need_linux
@@ -36,6 +37,7 @@ from stallfree.sampling.window_size import FirstSamples, Fit, fit_budget, fit_co
 from stallfree.sampling.window_source import FILLERS, Field, Window
 from stallfree.sources import as_source
 from stallfree.stats import SmartCacheStats
+from stallfree.typevars import MapStyle, SampleT_co
 from stallfree.units import parse_size, parse_whole
 
 _FORMAT = "smart-1"
@@ -44,7 +46,7 @@ log = logging.getLogger("stallfree")
 _made = itertools.count()
 
 
-class SmartCacheDataset:
+class SmartCacheDataset(Dataset[SampleT_co]):
     """A data set of `cache_num` samples: a window over `data`, of which a share is replaced after each epoch.
 
     The samples of the window are kept in memory that all processes of the host share, after the longest deterministic
@@ -100,8 +102,8 @@ class SmartCacheDataset:
     @short_traceback
     def __init__(
         self,
-        data: Any,
-        transform: Transform | None = None,
+        data: MapStyle[Any],
+        transform: Callable[[Any], SampleT_co] | None = None,
         *,
         cache_num: int | None = None,
         replace_rate: float = 0.1,
@@ -203,22 +205,22 @@ class SmartCacheDataset:
     # -- samples ------------------------------------------------------------------------------------------------------
 
     @short_traceback
-    def __getitem__(self, position: int) -> Any:
+    def __getitem__(self, position: int) -> SampleT_co:
         wanted = checked_ids([position], self.window.positions)
         return self._samples(wanted, skip=False)[0]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[SampleT_co]:
         return map(self.__getitem__, range(len(self)))
 
     @short_traceback
-    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+    def __getitems__(self, positions: Sequence[int]) -> list[SampleT_co]:
         """The samples at several positions, all of one epoch. With `on_error="skip"` there may be fewer.
 
         Raises `SampleError` for one that cannot be had, and with "skip" if none can; `IndexError`.
         """
         return self._samples(checked_ids(positions, self.window.positions), skip=self.on_error == "skip")
 
-    def _samples(self, positions: Ids, *, skip: bool) -> list[Any]:
+    def _samples(self, positions: Ids, *, skip: bool) -> list[SampleT_co]:
         self.reader.check()
         epoch, ids = self.window.look_up(positions)
         samples = self.reader.finish(self.reader.start(ids), self.window.plan.seed, epoch, skip=skip)
@@ -292,7 +294,7 @@ class SmartCacheDataset:
         self._end()
         self.cache.close()
 
-    def __enter__(self) -> SmartCacheDataset:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -397,7 +399,7 @@ class RankSampler(DistributedSampler[Any]):
 
     def __init__(self, dataset: SmartCacheDataset, shuffle: bool, drop_last: bool) -> None:
         super().__init__(
-            dataset,  # type: ignore[arg-type]
+            dataset,
             num_replicas=environment_number("LOCAL_WORLD_SIZE", 1),
             rank=environment_number("LOCAL_RANK", 0),
             shuffle=shuffle,

@@ -9,9 +9,10 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
+from typing_extensions import Self
 
 from stallfree.device.backend import Stream
 from stallfree.device.batch_codec import join
@@ -28,6 +29,7 @@ from stallfree.frames import short_traceback
 from stallfree.ipc.consumers import VISITOR, Connection, Gone, Message, ask
 from stallfree.ipc.folders import SharedFolder, attach
 from stallfree.ipc.fork_guard import Owner, keep_from_children
+from stallfree.typevars import BatchT_co
 
 _ANSWER_SECONDS = 1.0
 
@@ -49,7 +51,7 @@ class _Link:
     owner: Owner
 
 
-class Consumer:
+class Consumer(Generic[BatchT_co]):
     """Receives the batches of a `ProcessPrefetcher`; each iteration is one epoch.
 
     Created by `ProcessPrefetcher.consumer`. A consumer that was pickled, or inherited by a forked child, is not
@@ -70,14 +72,14 @@ class Consumer:
         self._process = 0  # PID of the loading process
         self._link: _Link | None = None
         self._passes = 0
-        self._pass: weakref.ref[Pass] | None = None  # the most recent one
+        self._pass: weakref.ref[Pass[BatchT_co]] | None = None  # the most recent one
 
-    def __iter__(self) -> Pass:
+    def __iter__(self) -> Pass[BatchT_co]:
         link = self._connect()
         self._end_pass()
         self._passes += 1
         link.connection.send(Kind.BEGIN, number=self._passes)
-        started = Pass(self, link, self._passes)
+        started: Pass[BatchT_co] = Pass(self, link, self._passes)
         self._pass = weakref.ref(started)
         return started
 
@@ -178,10 +180,10 @@ class Consumer:
         )
 
 
-class Pass:
+class Pass(Generic[BatchT_co]):
     """One epoch of a consumer. Ends when it is exhausted, closed or no longer referenced."""
 
-    def __init__(self, consumer: Consumer, link: _Link, token: int) -> None:
+    def __init__(self, consumer: Consumer[BatchT_co], link: _Link, token: int) -> None:
         self._consumer, self._link, self._token = consumer, link, token
         self.keeps: Any = None
         """An object to keep alive until the pass ends."""
@@ -189,11 +191,11 @@ class Pass:
         self._through = False
         self._out: tuple[Message, Stream] | None = None  # the batch that was yielded last
 
-    def __iter__(self) -> Pass:
+    def __iter__(self) -> Self:
         return self
 
     @short_traceback
-    def __next__(self) -> Any:
+    def __next__(self) -> BatchT_co:
         if self._through:
             raise StopIteration
         consumer, link = self._consumer, self._link
@@ -217,7 +219,7 @@ class Pass:
                 self._through = True
                 raise StopIteration
 
-    def _take(self, message: Message) -> Any:
+    def _take(self, message: Message) -> BatchT_co:
         """Open the batch that a message announces."""
         slots = self._link.slots
         self._out = message, slots.memory.current_stream()
@@ -226,7 +228,7 @@ class Pass:
             tensors = slots.take(message.value, layout)
         except EOFError:
             raise self._consumer.gone() from None
-        return join(tensors, rest, self._consumer.device)
+        return join(tensors, rest, self._consumer.device)  # type: ignore[no-any-return]
 
     def _send_back(self, message: Message) -> None:
         self._link.connection.send(Kind.BACK, message.serial, message.number, message.value)

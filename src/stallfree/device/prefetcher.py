@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Generic, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,12 @@ from stallfree.errors import (
 )
 from stallfree.frames import ShortTracebacks, short_traceback
 from stallfree.ipc.fork_guard import Owner
+from stallfree.typevars import BatchT_co, T
 
 _POISON = 0xFF
 
 
-class DevicePrefetcher:
+class DevicePrefetcher(Generic[BatchT_co]):
     """Copies the batches of a loader to the device ahead of their use.
 
         for images, labels in sf.DevicePrefetcher(loader, "cuda"):
@@ -64,6 +65,30 @@ class DevicePrefetcher:
     An exception of the loader is raised at its position in the order; `next` then continues if the loader does. Raises
     `InputError` for invalid arguments and for a missing device.
     """
+
+    @overload
+    def __init__(
+        self,
+        loader: Iterable[BatchT_co],
+        device: torch.device | str | int,
+        depth: int = 2,
+        keep: str = "fresh",
+        *,
+        transform_on_device: None = None,
+        debug: bool = False,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        loader: Iterable[T],
+        device: torch.device | str | int,
+        depth: int = 2,
+        keep: str = "fresh",
+        *,
+        transform_on_device: Callable[[T], BatchT_co],
+        debug: bool = False,
+    ) -> None: ...
 
     @short_traceback
     def __init__(
@@ -99,7 +124,7 @@ class DevicePrefetcher:
         return len(self.loader)  # type: ignore[arg-type]
 
     @short_traceback
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[BatchT_co]:
         self.close()
         self._consumed = None
         backend = self._backend

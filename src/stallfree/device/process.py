@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, Generic
 
 import torch
+from typing_extensions import Self
 
 from stallfree.device.consumer import Consumer
 from stallfree.device.consumer_server import END_SECONDS
@@ -23,12 +24,13 @@ from stallfree.ipc.fork_guard import keep_from_children
 from stallfree.ipc.process import Child
 from stallfree.ipc.sockets import listen
 from stallfree.platform import need_linux
+from stallfree.typevars import BatchT_co
 
 _START_METHOD = "spawn"  # a fork would inherit locked locks and an unusable device
 _ANSWER_SECONDS = 1.0
 
 
-class ProcessPrefetcher:
+class ProcessPrefetcher(Generic[BatchT_co]):
     """Loads batches and copies them to the device in a separate process.
 
         def make_loader():
@@ -79,7 +81,7 @@ class ProcessPrefetcher:
 
     def __init__(
         self,
-        make_loader: Callable[[], Iterable[Any]],
+        make_loader: Callable[[], Iterable[BatchT_co]],
         device: torch.device | str | int,
         depth: int = 2,
         *,
@@ -97,12 +99,12 @@ class ProcessPrefetcher:
             shared.close()
             raise
         self.device, self._folder = where, shared.path
-        self._own = self.consumer(0)
+        self._own: Consumer[BatchT_co] = self.consumer(0)
         self._own.describe_end = partial(_describe_end, self._child)
         # Finalize runs in this process only, at its exit before multiprocessing waits for its children.
         self._end = Finalize(self, _end, (self._child, shared), exitpriority=100)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[BatchT_co]:
         started = iter(self._own)
         started.keeps = self
         return started
@@ -116,7 +118,7 @@ class ProcessPrefetcher:
         """PID of the loading process."""
         return self._child.pid
 
-    def consumer(self, number: int) -> Consumer:
+    def consumer(self, number: int) -> Consumer[BatchT_co]:
         """Return consumer `number`, from 0. Picklable, for any process of this user on this host.
 
         Raises `InputError` if there is no such number.
@@ -130,7 +132,7 @@ class ProcessPrefetcher:
         self._own.close()
         self._end()
 
-    def __enter__(self) -> ProcessPrefetcher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

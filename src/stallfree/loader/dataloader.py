@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 import torch
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate, default_convert
+from typing_extensions import Self, Unpack
 
 from stallfree.autotune.stream_cache import auto_cache
 from stallfree.batches.stream import loader_reader
@@ -24,7 +25,7 @@ from stallfree.frames import short_traceback
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_arguments, check_functions, seed_of
 from stallfree.loader.epoch_runner import EpochRunner, Prefetcher, Seeds
-from stallfree.loader.output import delivery
+from stallfree.loader.output import Batch, delivery
 from stallfree.loader.shown import own_collate, shown_by, shown_samplers
 from stallfree.pipeline.compose import Transform
 from stallfree.sampling.epoch_source import EpochSource, SourceSetup, TakesLosses
@@ -32,13 +33,18 @@ from stallfree.sampling.ranks import check_prepared
 from stallfree.sampling.sources import source_of
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.stores import DiskTier
+from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size, parse_whole
 from stallfree.workers.event_log import EventLog
 from stallfree.workers.ray_workers import RayWorkers
 from stallfree.workers.worker_pool import Counts, Options, new_counts
 
+if TYPE_CHECKING:
+    from stallfree.loader.signature import LoaderArguments, LoaderKeywords
+    from stallfree.sampling.plans import ImportanceSampler
 
-class DataLoader(torch.utils.data.DataLoader[Any]):
+
+class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     """Batches of a data set, prepared ahead by worker processes in reused shared memory.
 
     The arguments of `torch.utils.data.DataLoader` have the same meaning; differences and additions are below. It is a
@@ -127,6 +133,67 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     event_log: str | os.PathLike[str] | None
     ranks: tuple[int, int] | str | None
     workers: RayWorkers | None
+
+    @overload
+    def __init__(
+        self: DataLoader[Batch[Any]],
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        *,
+        with_ids: Literal[True],
+        output: Literal["torch"] = "torch",
+        **others: Unpack[LoaderArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: DataLoader[Batch[Any]],
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        *,
+        sampler: ImportanceSampler,
+        with_ids: bool = False,
+        output: Literal["torch"] = "torch",
+        **others: Unpack[LoaderArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        num_workers: int | None = None,
+        collate_fn: Callable[[Any], BatchT_co] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        with_ids: Literal[False] = False,
+        output: Literal["torch"] = "torch",
+        **others: Unpack[LoaderKeywords],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: DataLoader[Any],
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        *,
+        with_ids: bool = False,
+        output: str = "torch",
+        **others: Unpack[LoaderArguments],
+    ) -> None: ...
 
     @short_traceback
     def __init__(
@@ -260,7 +327,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._runner.set_epoch(parse_whole(epoch, "epoch", 0))
 
     @short_traceback
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[BatchT_co]:  # type: ignore[override]
         return self._begun(iter(self._runner if self._prefetcher is None else self._prefetcher))
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -291,7 +358,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     # -- for a prefetcher: see `EpochRunner` --------------------------------------------------------------------------
 
-    def prefetched_by(self, prefetcher: Prefetcher) -> Iterator[Any]:
+    def prefetched_by(self, prefetcher: Prefetcher) -> Iterator[BatchT_co]:
         """Host batches for a prefetcher, which pins the ring and counts the waits of the training loop."""
         return self._begun(self._runner.prefetched_by(prefetcher))
 
@@ -357,7 +424,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if self._auto is not None:
             self._auto.close()
 
-    def __enter__(self) -> DataLoader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

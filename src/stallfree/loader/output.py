@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import torch
 
 from stallfree.errors import InputError, argument_conflict, collate_output
 from stallfree.sampling.epoch_source import Ids
+from stallfree.typevars import BatchT_co
 
+if TYPE_CHECKING:
 
-class Batch(NamedTuple):
-    """The batch type of a loader with `with_ids=True`.
+    class Batch(NamedTuple, Generic[BatchT_co]):  # Python 3.10 has no generic named tuples, only subscripts of them
+        data: BatchT_co
+        ids: torch.Tensor
+        weights: torch.Tensor | Any  # Any: users of an ImportanceSampler need not check for None
 
-    Attributes:
-        data: the batch as it would be without ids.
-        ids: int64 tensor of the samples actually in it, in order.
-        weights: float32 tensor of the same length; None without an `ImportanceSampler` that has weights.
-    """
+else:
 
-    data: Any
-    ids: torch.Tensor
-    weights: torch.Tensor | None
+    class Batch(NamedTuple):
+        """The batch type of a loader with `with_ids=True`.
+
+        Attributes:
+            data: the batch as it would be without ids.
+            ids: int64 tensor of the samples actually in it, in order.
+            weights: float32 tensor of the same length; None without an `ImportanceSampler` that has weights.
+        """
+
+        data: Any
+        ids: torch.Tensor
+        weights: torch.Tensor | None
 
 
 def delivery(

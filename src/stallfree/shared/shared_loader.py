@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 from torch.utils.data import default_collate
+from typing_extensions import Self, Unpack
 
 from stallfree.batches.reader import reader_of
 from stallfree.datasets.smart_cache import SmartCacheDataset
@@ -37,6 +38,7 @@ from stallfree.loader.arguments import (
     check_remote,
     seed_of,
 )
+from stallfree.loader.output import Batch
 from stallfree.loader.shown import shown_by
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import draw_seed
@@ -51,9 +53,13 @@ from stallfree.shared.preparation import Setup
 from stallfree.shared.protocol import NEWCOMER, Hello
 from stallfree.shared.rebatching import rebatching_of
 from stallfree.stats import SharedStats
+from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size
 from stallfree.workers.ray_workers import GroupTerms, RayWorkers
 from stallfree.workers.worker_pool import Options
+
+if TYPE_CHECKING:
+    from stallfree.loader.signature import SharedArguments
 
 _STATE_VERSION = 1
 
@@ -72,7 +78,7 @@ _SUMMED = (
 )
 
 
-class SharedLoader:
+class SharedLoader(Generic[BatchT_co]):
     """A loader whose batches are prepared once for all jobs of this host that give the same `group`.
 
     Used in each job like a `DataLoader`. The first job starts a coordinator process, which runs the workers and holds
@@ -135,6 +141,54 @@ class SharedLoader:
     group's. Iteration raises `SampleError`, `WorkerError` and `WaitError`; an exception of `collate_fn` is raised as a
     `StallfreeError` that also has the exception's type.
     """
+
+    @overload
+    def __init__(
+        self: SharedLoader[Batch[Any]],
+        dataset: Any,
+        *,
+        group: str,
+        with_ids: Literal[True],
+        collate_fn: Callable[[Any], Any] | None = None,
+        job_transform: Callable[[Any], Any] | None = None,
+        **others: Unpack[SharedArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        group: str,
+        with_ids: Literal[False] = False,
+        collate_fn: Callable[[Any], BatchT_co] | None = None,
+        job_transform: None = None,
+        **others: Unpack[SharedArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        group: str,
+        with_ids: Literal[False] = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+        job_transform: Callable[[Any], BatchT_co],
+        **others: Unpack[SharedArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: SharedLoader[Any],
+        dataset: Any,
+        *,
+        group: str,
+        with_ids: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+        job_transform: Callable[[Any], Any] | None = None,
+        **others: Unpack[SharedArguments],
+    ) -> None: ...
 
     @short_traceback
     def __init__(
@@ -281,7 +335,7 @@ class SharedLoader:
         return len(self._context.rebatching(0))
 
     @short_traceback
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[BatchT_co]:
         if not self._end.alive:
             raise object_closed(f"the loader of the group {self.group!r} is closed: make a new one")
         before = None if self._pass is None else self._pass()
@@ -380,7 +434,7 @@ class SharedLoader:
             iteration.close()
         self._end()
 
-    def __enter__(self) -> SharedLoader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

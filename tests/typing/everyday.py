@@ -1,0 +1,146 @@
+"""What type checkers infer in everyday use. Checked by mypy and pyright, not run: `make check`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch import Tensor
+from typing_extensions import assert_type
+
+import stallfree as sf
+
+Sample = tuple[Tensor, int]
+Pair = tuple[Tensor, Tensor]
+
+
+class Pictures(torch.utils.data.Dataset[Sample]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Sample:
+        return torch.zeros(3), index
+
+
+class Names:
+    """A data set without a base class."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, id: int) -> str:
+        return str(id)
+
+
+class Stream(torch.utils.data.IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.zeros(3)
+
+
+def collate(samples: list[Sample]) -> Pair:
+    return torch.stack([picture for picture, _ in samples]), torch.tensor([label for _, label in samples])
+
+
+def to_pair(sample: Any) -> Pair:
+    return sample[0], torch.tensor(sample[1])
+
+
+def total(batch: Pair) -> Tensor:
+    return batch[0].sum()
+
+
+def make_loader() -> sf.DataLoader[Pair]:
+    return sf.DataLoader(Pictures(), batch_size=4, collate_fn=collate)
+
+
+def loaders(with_ids: bool, output: str) -> None:
+    data = Pictures()
+    assert_type(sf.DataLoader(data, 4, True, num_workers=2), sf.DataLoader[Any])
+    assert_type(sf.DataLoader(data, batch_size=4, collate_fn=collate), sf.DataLoader[Pair])
+    assert_type(sf.DataLoader(data, 4, collate_fn=lambda samples: len(samples)), sf.DataLoader[int])
+    assert_type(sf.DataLoader(data, batch_size=None), sf.DataLoader[Any])
+    assert_type(sf.DataLoader(data, batch_size=None, collate_fn=to_pair), sf.DataLoader[Pair])
+    assert_type(sf.DataLoader(Stream(), batch_size=4), sf.DataLoader[Any])
+    assert_type(sf.DataLoader(data, batch_size=4, cache="auto", device="cuda"), sf.DataLoader[Any])
+    assert_type(sf.DataLoader(data, collate_fn=collate, with_ids=True), sf.DataLoader[sf.Batch[Any]])
+    assert_type(sf.DataLoader(data, sampler=sf.ImportanceSampler(8)), sf.DataLoader[sf.Batch[Any]])
+    assert_type(sf.DataLoader(data, collate_fn=collate, output="numpy"), sf.DataLoader[Any])
+    assert_type(sf.DataLoader(data, collate_fn=collate, with_ids=with_ids, output=output), sf.DataLoader[Any])
+
+
+def annotated_loaders() -> None:
+    loader: sf.DataLoader[Pair] = sf.DataLoader(Pictures(), batch_size=4, shuffle=True)
+    for images, labels in loader:
+        assert_type(images, Tensor)
+        assert_type(labels, Tensor)
+    assert_type(sf.DataLoader[Pair](Pictures(), batch_size=4), sf.DataLoader[Pair])
+    with make_loader() as same:
+        assert_type(same, sf.DataLoader[Pair])
+    with_ids: sf.DataLoader[sf.Batch[Pair]] = sf.DataLoader(Pictures(), with_ids=True)
+    for batch in with_ids:
+        assert_type(batch.data, Pair)
+        assert_type(batch.ids, Tensor)
+        with_ids.update(batch.ids, total(batch.data) * batch.weights)
+    of_torch: torch.utils.data.DataLoader[Any] = loader
+    assert_type(len(of_torch), int)
+
+
+class PairLoader(sf.DataLoader[Pair]):
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset, batch_size=4, num_workers=2)
+
+
+def subclass() -> None:
+    for images, _ in PairLoader(Pictures()):
+        assert_type(images, Tensor)
+
+
+def data_sets() -> None:
+    pictures = sf.CachedDataset(Pictures(), capacity="1MiB")
+    assert_type(pictures, sf.CachedDataset[Sample])
+    assert_type(pictures[0], Sample)
+    assert_type(pictures.__getitems__([0, 1]), list[Sample])
+    assert_type(sf.CachedDataset(Names(), capacity=1024), sf.CachedDataset[str])
+    assert_type(sf.CachedDataset(["a", "b"], capacity=1024), sf.CachedDataset[str])
+    assert_type(sf.CachedDataset(Names(), capacity=1024, transform=len), sf.CachedDataset[int])
+    assert_type(sf.CachedDataset(Pictures(), capacity=1024, transform=sf.Compose([to_pair])), sf.CachedDataset[Any])
+    assert_type(sf.CachedDataset(sf.ImageFolder("data"), capacity="4GiB"), sf.CachedDataset[Any])
+    window = sf.SmartCacheDataset(Pictures(), to_pair, cache_num=4)
+    assert_type(window, sf.SmartCacheDataset[Pair])
+    assert_type(window[0], Pair)
+    with pictures as same:
+        assert_type(sf.DataLoader(same, batch_size=4, collate_fn=collate), sf.DataLoader[Pair])
+        assert_type(sf.DataLoader(same, batch_size=4), sf.DataLoader[Any])
+    torch.utils.data.DataLoader(pictures, sampler=torch.utils.data.DistributedSampler(pictures))
+
+
+def shared_loaders() -> None:
+    data = sf.CachedDataset(Pictures(), capacity="1MiB")
+    assert_type(sf.SharedLoader(data, group="g", batch_size=4), sf.SharedLoader[Any])
+    assert_type(sf.SharedLoader(data, group="g", collate_fn=collate), sf.SharedLoader[Pair])
+    assert_type(sf.SharedLoader(data, group="g", job_transform=total), sf.SharedLoader[Tensor])
+    assert_type(sf.SharedLoader(data, group="g", collate_fn=collate, job_transform=total), sf.SharedLoader[Tensor])
+    assert_type(sf.SharedLoader(data, group="g", with_ids=True), sf.SharedLoader[sf.Batch[Any]])
+    annotated: sf.SharedLoader[Pair] = sf.SharedLoader(data, group="g", batch_size=4)
+    with annotated as loader:
+        for images, _ in loader:
+            assert_type(images, Tensor)
+
+
+def prefetchers() -> None:
+    loader = make_loader()
+    for images, _ in sf.DevicePrefetcher(loader, "cuda"):
+        assert_type(images, Tensor)
+    assert_type(sf.DevicePrefetcher(loader, "cuda", transform_on_device=total), sf.DevicePrefetcher[Tensor])
+    assert_type(sf.DevicePrefetcher(torch.utils.data.DataLoader(Pictures()), "cuda"), sf.DevicePrefetcher[Any])
+    with sf.ProcessPrefetcher(make_loader, "cuda") as batches:
+        assert_type(batches, sf.ProcessPrefetcher[Pair])
+        for images, _ in batches.consumer(1):
+            assert_type(images, Tensor)
+
+
+def values() -> None:
+    with sf.CacheLoader(capacity="1MiB", name="lengths") as cache:
+        assert_type(cache.get("key", len), int)
