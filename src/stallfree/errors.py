@@ -32,15 +32,18 @@ class StallfreeError(Exception):
 
 
 class InputError(StallfreeError, ValueError):
-    """A value given by the caller cannot be used. The message says what was given, what was expected, what to do."""
+    """A value given by the caller cannot be used.
+
+    The message says what was given, what was expected, what to do.
+    """
 
 
 class CapacityError(InputError):
-    """A capacity that is no size, is negative, or is more than the machine can give."""
+    """A capacity is no valid size, or more than the machine has."""
 
 
 class FingerprintError(InputError):
-    """A cache of this name exists and belongs to other data, another pipeline or another user."""
+    """A cache of this name belongs to other data, another pipeline or another user."""
 
 
 class StorageError(StallfreeError, OSError):
@@ -77,8 +80,9 @@ def _make_sample_error(message: str, id: int, where: str) -> SampleError:
 
 
 class WorkerError(StallfreeError, RuntimeError):
-    """Worker processes died again and again on one batch, or one died on its stream. A `RuntimeError`, as in torch's
-    loader.
+    """Worker processes died several times on one batch, or one died on its stream.
+
+    It is also a `RuntimeError`, as in torch's loader.
 
     Attributes:
         ids: the ids of the samples of that batch.
@@ -97,19 +101,28 @@ def _make_worker_error(message: str, ids: list[int]) -> WorkerError:
 
 
 class WaitError(StallfreeError, TimeoutError):
-    """A wait reached its limit. The message says what was waited for and how long."""
+    """A wait reached its limit.
+
+    The message says what was waited for and how long.
+    """
 
 
 class MissingServerError(StallfreeError, OSError):
-    """No server for a store across hosts is installed, or the one that is there cannot be kept running."""
+    """No server for a store is installed, or it does not keep running."""
 
 
 class PlatformError(StallfreeError, NotImplementedError):
-    """The operating system lacks what this part needs. The message says what to use in its place."""
+    """The operating system lacks what this part needs.
+
+    The message says what to use in its place.
+    """
 
 
 class ProducerError(StallfreeError):
-    """The process that loads for a `ProcessPrefetcher` ended, or was ended. Make a new one."""
+    """The process that loads for a `ProcessPrefetcher` ended.
+
+    Make a new prefetcher.
+    """
 
 
 class MissingExtraError(StallfreeError, ImportError):

@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What a sample cache has done, summed over all processes that are or were attached to it.
+    """Counts of a sample cache, summed over all processes attached to it.
+
+    Processes that have ended are included.
 
     Attributes:
         hits: samples that were asked for and served.
@@ -45,7 +47,9 @@ class CacheStats:
 
 @dataclass(frozen=True)
 class TierStats(CacheStats):
-    """What a tier has done together with the tiers below it, such as memory over a local disk.
+    """Counts of a tier together with the tiers below it.
+
+    An example is memory over a local disk.
 
     Hits, misses and `damaged` are those of all these tiers. What is resident, evicted or rejected, capacity and bytes
     are those of the first tier: what it rejects goes to the tier below while there is room.
@@ -61,7 +65,7 @@ class TierStats(CacheStats):
 
 @dataclass(frozen=True)
 class SmartCacheStats(CacheStats):
-    """What a Smart Cache has done: the counts of its cache, and of its window, over all processes.
+    """Counts of a Smart Cache and of its window, over all processes.
 
     Attributes:
         epoch: of the newest window; -1 before the first.
@@ -157,7 +161,9 @@ class LoaderStats:
 
 @dataclass(frozen=True)
 class SharedStats(LoaderStats):
-    """What one job's `SharedLoader` has done. Hits, misses, bytes and seconds of workers are those of its batches.
+    """Counts of one job's `SharedLoader`.
+
+    Hits, misses, bytes and seconds of workers are those of its batches.
 
     A batch that several jobs were given is counted at each of them, though it was prepared once.
 
@@ -174,7 +180,7 @@ class SharedStats(LoaderStats):
 
 @dataclass(frozen=True)
 class ImportanceStats:
-    """What a loader with an `ImportanceSampler` has asked its cache for, and what came instead.
+    """Requests of a loader with an `ImportanceSampler` to its cache, and their results.
 
     An L-sample is one that the plan rather leaves out than draws; the others are H-samples. A sample that is deferred
     is asked for once more, and the one that came in its place is not asked for itself.
@@ -209,7 +215,10 @@ class ImportanceStats:
 
     @property
     def hit_ratio(self) -> float:
-        """Samples served out of the cache over samples served, as iCACHE counts: what came instead is a hit too."""
+        """Samples served from the cache over samples served.
+
+        As in iCACHE, a sample that was served in place of another one is a hit.
+        """
         served = self.high_requests + self.low_requests
         hits = self.high_hits + self.low_hits + self.swaps + self.substitutions
         return hits / served if served else 0.0

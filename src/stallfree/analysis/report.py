@@ -46,7 +46,10 @@ class Report:
 
     @staticmethod
     def load(path: str | Path) -> Report:
-        """Read a file written by `save`. Raises `InputError` for other files, and for a report of another version."""
+        """Read a file written by `save`.
+
+        Raises `InputError` for other files, and for a report of another version.
+        """
         if not is_path(path):
             raise InputError(f"path={path!r:.80}: give the path of a report")
         try:
@@ -81,7 +84,9 @@ class Report:
         devices: int = 1,
         jobs: int = 1,
     ) -> Prediction:
-        """Predict the job's speed with another cache, CPUs, storage, devices or number of jobs. None: unchanged.
+        """Predict the job's speed with another cache, CPUs, storage, devices or number of jobs.
+
+        None: unchanged.
 
         Args:
             cache: bytes, "4GiB", or a share of the samples such as "50%".
@@ -121,7 +126,10 @@ class Report:
         return min(counts, default=0)
 
     def hits_of(self, cache: int | str) -> float:
-        """The share of hits with a cache of this size: that of the samples that fit. Raises `InputError`."""
+        """The share of hits with a cache of this size.
+
+        It is the share of the samples that fit. Raises `InputError` for an invalid size.
+        """
         given = parse_room(cache, "cache")
         if isinstance(given, float):
             return given

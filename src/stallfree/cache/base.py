@@ -21,7 +21,9 @@ Array = npt.NDArray[Any]
 
 
 class BaseCache:
-    """A cache without `gather`, with synchronous writes, whose reads need no threads. A context manager.
+    """A cache without `gather`, with synchronous writes, whose reads need no threads.
+
+    A context manager.
 
     A subclass has the attributes `num_ids`, `name`, `path`, `fingerprint`, `allow_pickle`, `capacity` and
     `uncached_steps`, and the methods `resident`, `get_many`, `put_many`, `drop`, `uncache_steps`, `count_fetch`,

@@ -28,7 +28,9 @@ from stallfree.units import parse_whole
 
 
 class Pipeline:
-    """The data of one section. Iterating it yields the batches of one epoch: `{"image": tensor, "label": tensor}`.
+    """The data of one section.
+
+    Iterating it yields the batches of one epoch: `{"image": tensor, "label": tensor}`.
 
     Images are float32 of shape (batch, channels, *axes). Labels are volumes of the same form, or numbers of shape
     (batch,) or (batch, numbers): int64, or float32 if any is not an integer.
@@ -93,7 +95,9 @@ class Pipelines:
 
 
 def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variables: Any) -> Pipelines:
-    """Build the data pipelines of a training configuration of NVIDIA's Clara Train SDK (3.x, JSON).
+    """Build the data pipelines of a training configuration of NVIDIA's Clara Train SDK.
+
+    The configuration is JSON, of release 3.x.
 
         with load("train_config.json", DATASET_JSON="/data/list.json", DATA_ROOT="/data") as pipelines:
             for batch in pipelines.train:

@@ -29,7 +29,9 @@ _MOST_TYPICAL = 1 << 20
 
 
 class CacheLoader:
-    """Values by key, in memory that all processes of the host share, or on a local disk.
+    """Caches values by key, in shared memory or on a local disk.
+
+    All processes of the host share the values of one name.
 
         cache = CacheLoader(capacity="4GiB", name="features")
         value = cache.get("clip-17", load)          # calls load("clip-17") when it is not there
@@ -82,7 +84,9 @@ class CacheLoader:
         self._chance = random.Random()
 
     def get(self, key: str | int, load: Callable[[Any], Any]) -> Any:
-        """The value of `key`; `load(key)` when it is not in the cache, which then keeps it.
+        """The cached value of `key`, or else that of `load(key)`.
+
+        A value that was loaded is stored.
 
         A value that `load` gives may be anything that the cache can store, None included; the caller may change what is
         returned. What `load` raises is passed on, and nothing is stored. Processes that miss the same key at the same
@@ -155,7 +159,10 @@ class CacheLoader:
         self.cache.clear()
 
     def close(self) -> None:
-        """Leave the cache; the last process out removes it unless it persists. May be called twice."""
+        """Leave the cache. May be called twice.
+
+        The last process to leave removes it, unless it persists.
+        """
         self.cache.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from stallfree.units import parse_whole
 
 
 class LocalSampler(DistributedSampler[Any]):
-    """The share of this rank of a data set that is cached over several nodes: what its own node owns comes first.
+    """Samples of this rank, those that its own node stores first.
+
+    For a data set that is cached over several nodes.
 
         dataset = CachedDataset(ds, capacity="64GiB", store=RedisStore(capacity_per_node="64GiB"))
         loader = DataLoader(dataset, batch_size=256, sampler=LocalSampler(dataset), num_workers=4)

@@ -45,7 +45,7 @@ _made = itertools.count()
 
 
 class SmartCacheDataset:
-    """A data set of `cache_num` samples: a window over `data`, of which a share is replaced after each epoch.
+    """A window of `cache_num` samples over `data`, partly replaced after each epoch.
 
     The samples of the window are kept in memory that all processes of the host share, after the longest deterministic
     run of their transforms; the random rest runs again each time, as a function of (seed, epoch, id). While an epoch
@@ -169,7 +169,9 @@ class SmartCacheDataset:
         return self.window.positions
 
     def begin_epoch(self, epoch: int) -> Ids:
-        """The ids of epoch `epoch`, one for each position. Loaders call this; the first call moves the window.
+        """The ids of epoch `epoch`, one for each position.
+
+        Loaders call this; the first call moves the window.
 
         An epoch that is neither one of the newest nor the next begins where it would if no replacement was ever late.
         Raises `WaitError` if, with `on_late="wait"`, replacements are not ready within 300 s.
@@ -181,7 +183,10 @@ class SmartCacheDataset:
         return self.window.begin(epoch)
 
     def epoch_source(self, setup: SourceSetup) -> EpochSource:
-        """The source of a loader's epochs: the window, in the order that the loader would have without it."""
+        """The source of a loader's epochs: the window.
+
+        Its order is the one that the loader would have without it.
+        """
         if plans_epochs(setup.sampler):
             raise InputError("a SmartCacheDataset chooses its samples itself: leave out the ImportanceSampler")
         if setup.ranks is not None and (setup.ranks == "auto" or setup.ranks[1] != 1):
@@ -194,8 +199,9 @@ class SmartCacheDataset:
 
     @short_traceback
     def set_epoch(self, epoch: int) -> None:
-        """What is asked for from now on is of that epoch. For loaders other than stallfree's; they need it only with
-        samplers that repeat positions.
+        """Set the epoch of the next samples.
+
+        For loaders other than stallfree's; they need it only with samplers that repeat positions.
         """
         self.begin_epoch(epoch)
         self.window.set_epoch(epoch)
@@ -245,7 +251,10 @@ class SmartCacheDataset:
         self.window.end_epoch()
 
     def shutdown(self) -> None:
-        """Stop the fill processes. Samples can still be read, and `start` goes on. May be called twice."""
+        """Stop the fill processes.
+
+        Samples can still be read, and `start` goes on. May be called twice.
+        """
         self._fillers.stop()
 
     def rank_sampler(self, *, shuffle: bool = True, drop_last: bool = False) -> DistributedSampler[Any]:
@@ -255,7 +264,9 @@ class SmartCacheDataset:
     # -- state and statistics -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the window is. `load_state_dict` in another process gives the windows that would have come.
+        """Where the window is.
+
+        `load_state_dict` in another process gives the windows that would have come.
 
         With `stallfree.DataLoader` it is part of the loader's state. It is fit for JSON.
         """
@@ -287,7 +298,10 @@ class SmartCacheDataset:
         return self.source.where(id)
 
     def close(self) -> None:
-        """Stop the fill processes and leave the cache. The last process out removes it. May be called twice."""
+        """Stop the fill processes and leave the cache. May be called twice.
+
+        The last process to leave removes the cache.
+        """
         self.reader.end(f"{self!r} is closed: make a new one to read samples")
         self._end()
         self.cache.close()

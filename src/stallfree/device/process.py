@@ -117,7 +117,9 @@ class ProcessPrefetcher:
         return self._child.pid
 
     def consumer(self, number: int) -> Consumer:
-        """Return consumer `number`, from 0. Picklable, for any process of this user on this host.
+        """Return consumer `number`, from 0.
+
+        Picklable, for any process of this user on this host.
 
         Raises `InputError` if there is no such number.
         """

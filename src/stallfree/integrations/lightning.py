@@ -34,7 +34,7 @@ def _lightning() -> Any:
 
 
 class StallMonitor(_lightning().Callback):  # type: ignore[misc]
-    """Logs the share of each epoch in which training waited for data, and prints a line with the cause.
+    """Logs how long training waited for data in each epoch, and why.
 
     It logs `stallfree/wait`, and its parts `stallfree/fetch_stall` and `stallfree/prep_stall` (see `LoaderStats`), each
     as a share from 0 to 1 of the epoch's time without validation, on this rank. The first rank prints. Loaders are

@@ -30,7 +30,9 @@ def measure_benefit(
     batches: int = 20,
     clock: Clock | None = None,
 ) -> float:
-    """The ratio of the epoch time without the cache to that with it, from batches that bypass and hit the cache.
+    """The ratio of the epoch time without the cache to that with it.
+
+    It is measured on batches that bypass the cache and on batches that hit it.
 
     This is the probe of iCACHE (Chen et al., HPCA 2023, section IV-E), prep and steps included. Both runs use a
     `DataLoader`, and `batches` of each are timed, after two batches per worker (but at least one) have filled its

@@ -249,7 +249,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return len(self._runner)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Without it, iterations are consecutive epochs, counted from 0.
+        """Set the epoch of the next iteration.
+
+        Without it, iterations are consecutive epochs, counted from 0.
 
         A `SmartCacheDataset`, an `ImportanceSampler`, a `DistributedSampler` and a `CachedDataset` with a seed count
         the epochs of all loaders over them: a new loader continues with the next one. An `IterableDataset` that has
@@ -290,7 +292,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     # -- for a prefetcher: see `EpochRunner` --------------------------------------------------------------------------
 
     def prefetched_by(self, prefetcher: Prefetcher) -> Iterator[Any]:
-        """Host batches for a prefetcher, which pins the ring and counts the waits of the training loop."""
+        """Host batches for a prefetcher.
+
+        The prefetcher pins the ring and counts the waits of the training loop.
+        """
         return self._begun(self._runner.prefetched_by(prefetcher))
 
     def count_wait(self, seconds: float) -> None:
@@ -309,7 +314,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     # -- state and statistics -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the iteration: `load_state_dict` in another process resumes with exactly the remaining samples.
+        """The state of the iteration, for `load_state_dict` in this or another process.
+
+        Resuming yields exactly the remaining samples.
 
         For the loader's own order the state is two integers. With a `sampler` or `batch_sampler`, which may be random,
         it contains the remaining ids, so the sampler must be finite. With an `ImportanceSampler`, it fixes the
@@ -328,7 +335,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @short_traceback
     def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
-        """Pass the losses of a batch to the `ImportanceSampler`: `Batch.ids`, and one loss for each of them.
+        """Pass the losses of a batch to the `ImportanceSampler`.
+
+        `ids` are `Batch.ids`; `losses` has one loss for each of them.
 
         Does not wait for their device. Raises `InputError` without an `ImportanceSampler`.
         """

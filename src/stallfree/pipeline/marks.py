@@ -25,7 +25,9 @@ _drew: dict[tuple[int, ...], object] = {}
 
 
 def mark_random(transform: T) -> T:
-    """Mark `transform` as random: its output may differ for the same input. Returns `transform` itself.
+    """Mark `transform` as random: its output may differ for the same input.
+
+    Returns `transform` itself.
 
     Works on functions, classes (also as a decorator) and instances, and takes precedence over any other evidence. A
     class marked random marks its subclasses too. The mark is an attribute of `transform`. For an object that rejects
@@ -36,7 +38,9 @@ def mark_random(transform: T) -> T:
 
 
 def mark_deterministic(transform: T) -> T:
-    """Mark `transform` as deterministic: its output is the same for the same input. Returns `transform` itself.
+    """Mark `transform` as deterministic: its output is the same for the same input.
+
+    Returns `transform` itself.
 
     Works like `mark_random`, but a class marked deterministic does not mark its subclasses, which may add randomness.
     """

@@ -64,7 +64,9 @@ _SUMMED = (
 
 
 class SharedLoader:
-    """A loader whose batches are prepared once for all jobs of this host that give the same `group`.
+    """A loader whose batches are prepared once for all jobs of a `group`.
+
+    The jobs run on one host and give the same `group`.
 
     Used in each job like a `DataLoader`. The first job starts a coordinator process, which runs the workers and holds
     the ring of ready batches; the other jobs find it by the group's name. Each job gets every sample exactly once per
@@ -260,7 +262,7 @@ class SharedLoader:
 
     @property
     def epoch(self) -> int:
-        """The group's epoch of the active pass or, between two passes, of the next one.
+        """The group's epoch of the active pass, or of the next one.
 
         It may rise by more than one, if the group was further on.
         """
@@ -318,7 +320,10 @@ class SharedLoader:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the job's position: the group's epoch and the batches already yielded, as JSON-compatible data."""
+        """Return the job's position: the group's epoch and the batches already yielded.
+
+        It is serializable as JSON.
+        """
         iteration = None if self._pass is None else self._pass()
         under_way = iteration is not None and not iteration.through
         done = iteration.done if iteration is not None and under_way else self._done
@@ -365,7 +370,10 @@ class SharedLoader:
         return SharedStats(**counts, alone=context.alone, takeovers=context.member.deaths, jobs=context.member.jobs)
 
     def close(self) -> None:
-        """Leave the group; batches that are still held stay valid. The last job ends its processes. Idempotent."""
+        """Leave the group; batches that are still held stay valid. Idempotent.
+
+        The last job ends its processes.
+        """
         iteration = None if self._pass is None else self._pass()
         if iteration is not None:
             iteration.close()

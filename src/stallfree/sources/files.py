@@ -68,7 +68,10 @@ class FileDataset(BaseSource):
         return path
 
     def fingerprint(self) -> str:
-        """Changes when a path or a label changes, or the size of any of 256 local files, evenly spread."""
+        """Changes when a path, a label or the size of a file changes.
+
+        Sizes are those of at most 256 local files, evenly spread.
+        """
         labels = None if self._labels is None else self._labels.values
         return f"FileDataset {self._paths.fingerprint()} {fingerprint(labels)}"
 

@@ -32,7 +32,9 @@ _THREADS = 8
 
 
 class TarDataset(BaseSource):
-    """The samples in tar shards written for WebDataset, as a map-style data set: any sample by its id, from storage.
+    """The samples in WebDataset's tar shards, as a map-style data set.
+
+    Any sample is read by its id, from storage.
 
         data = TarDataset("train-{000..146}.tar", transform, keys=("jpg", "cls"))
 
@@ -157,7 +159,10 @@ class TarDataset(BaseSource):
         return f"{self._shards[bisect_right(self._starts, id) - 1]}: {self._names[id]}"
 
     def fingerprint(self) -> str:
-        """Changes with the paths of the shards, with `keys`, and with the name, size or time of a file in a shard."""
+        """Changes with the shards and with `keys`.
+
+        Of the shards it contains the paths, and name, size and time of each file in them.
+        """
         return f"TarDataset {fingerprint(self._shards, self._digests, self._keys)}"
 
     def __repr__(self) -> str:

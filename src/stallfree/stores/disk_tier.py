@@ -84,7 +84,9 @@ class DiskTier:
         example: Any = MISS,
         below: LowerTier | None = None,
     ) -> TieredCache:
-        """The cache of one data set in memory, in this folder, and in the tier `below` if there is one.
+        """The cache of one data set in memory and in this folder.
+
+        The tier `below` is its last one, if given.
 
         The other arguments are those of `SampleCache`, for memory. A `name` derived from policy and capacity is not
         used on the disk, whose records are valid for other policies and capacities too. The cache closes `below`; if

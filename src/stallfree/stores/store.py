@@ -141,7 +141,7 @@ def default_store(capacity: int, unknown: Sequence[str] = ()) -> tuple[Store, in
 
 
 class RedisStore:
-    """Servers of Redis or Valkey, as one store for the caches of data sets on all nodes of a job.
+    """Redis or Valkey servers, as one store for all nodes of a job.
 
         store = RedisStore(capacity_per_node="64GiB")
         dataset = CachedDataset(ds, capacity="16GiB", store=store, name="imagenet-train")
@@ -264,7 +264,10 @@ class RedisStore:
         return 1 if self._addresses is None else len(self._addresses.names)
 
     def close(self) -> None:
-        """Detach from the store. Its server stops after the last process of the node has detached. Idempotent."""
+        """Detach from the store. Idempotent.
+
+        Its server stops after the last process of the node has detached.
+        """
         self._closed = True
         if self._addresses is not None:
             self._addresses.close()

@@ -121,7 +121,10 @@ class DecodeRandomResizedCrop(_RandomCrop):
         return cut(pixels, crop, self, mirror, out)
 
     def halves(self) -> tuple[DecodeImage, RandomResizedCrop]:
-        """Return a deterministic and a random step that together equal this one: decoding, and the rest."""
+        """Return decoding and the random rest as two steps.
+
+        Together they equal this step.
+        """
         rest = RandomResizedCrop(self.size, self.scale, self.ratio, flip=self.flip, layout=self.layout)
         return DecodeImage(), rest
 

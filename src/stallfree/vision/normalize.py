@@ -13,7 +13,9 @@ from stallfree.vision.native import Layout
 
 
 class Normalize:
-    """`(pixels / 255 - mean) / std` of batches of bytes, for `transform_on_device` of `DevicePrefetcher`.
+    """Computes `(pixels / 255 - mean) / std` of batches of bytes.
+
+    For `transform_on_device` of `DevicePrefetcher`.
 
         sf.DevicePrefetcher(loader, "cuda", transform_on_device=sf.vision.Normalize())
 

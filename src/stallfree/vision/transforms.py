@@ -144,7 +144,10 @@ class ColorJitter:
 @in_place
 @mark_deterministic
 class ChannelsFirst:
-    """Converts (H, W, 3) to (3, H, W), still bytes of 0 to 255: the layout that torch's convolutions expect."""
+    """Converts (H, W, 3) to (3, H, W), the layout of torch's convolutions.
+
+    The values remain bytes of 0 to 255.
+    """
 
     def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
         pixels = pixels_of(picture, self).transpose(2, 0, 1)

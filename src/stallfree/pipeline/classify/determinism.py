@@ -37,7 +37,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Split:
-    """A pipeline in two parts: `random(deterministic(value))` equals the whole. `str()` gives a table of the steps.
+    """A pipeline in two parts: `random(deterministic(value))` equals the whole.
+
+    `str()` gives a table of the steps.
 
     A step replaced by its `halves` may compute both at once in another way; the results then agree within that
     computation's error, such as a decoder's.
@@ -60,7 +62,9 @@ class Split:
 
 
 def split(transform: Transform | None, probe: Any = None) -> Split:
-    """Split `transform` into a part that may be cached and a part that must run for each access.
+    """Split `transform` into a deterministic part and a part that runs each time.
+
+    Only the output of the deterministic part may be cached.
 
     Nested compositions are flattened first (see `flatten`). A step is classified by the user's mark, then by its
     library's declaration. If `probe` is given, its code is then scanned for unseeded generators, clocks and entropy,

@@ -17,7 +17,9 @@ from stallfree.sources.mapped import is_source, require_map_style
 
 @short_traceback
 def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> ApartSource:
-    """Split a data set at the attributes that hold its transform, so that what comes before can be cached.
+    """Split a data set at the attributes that hold its transform.
+
+    What comes before the transform can then be cached.
 
     The result is a source. Its `fetch(id)` is `dataset[id]` without the transform: the decoded image, the label. Its
     `pipeline` is the transform. A `CachedDataset` of it caches decoded images, or what the deterministic steps of the
