@@ -28,30 +28,87 @@ def text_of(error: BaseException) -> str:
 
 
 class StallfreeError(Exception):
-    """The base of every error that stallfree raises on purpose."""
+    """The base of every error that stallfree raises on purpose.
+
+    Example:
+        ```python
+        try:
+            for images, labels in loader:
+                train(images, labels)
+        except sf.StallfreeError as error:
+            print(error)
+        ```
+    """
 
 
 class InputError(StallfreeError, ValueError):
     """A value given by the caller cannot be used.
 
     The message says what was given, what was expected, what to do.
+
+    Example:
+        ```python
+        try:
+            loader = sf.DataLoader(dataset, batch_size=0)
+        except sf.InputError as error:
+            print(error)
+        ```
     """
 
 
 class CapacityError(InputError):
-    """A capacity is no valid size, or more than the machine has."""
+    """A capacity is no valid size, or more than the machine has.
+
+    Example:
+        ```python
+        try:
+            cached = sf.CachedDataset(dataset, capacity="900000GiB")
+        except sf.CapacityError as error:
+            print(error)  # says how much there is
+        ```
+    """
 
 
 class FingerprintError(InputError):
-    """A cache of this name belongs to other data, another pipeline or another user."""
+    """A cache of this name belongs to other data, another pipeline or another user.
+
+    Example:
+        ```python
+        cached = sf.CachedDataset(dataset, capacity="1MiB", name="train")
+        try:
+            other = sf.CachedDataset(sf.ImageFolder("pictures"), capacity="1MiB", name="train")
+        except sf.FingerprintError as error:
+            print(error)  # another transform: choose another name
+        ```
+    """
 
 
 class StorageError(StallfreeError, OSError):
-    """The folder or a file of a cache cannot be made, locked or read."""
+    """The folder or a file of a cache cannot be made, locked or read.
+
+    Example:
+        ```python
+        Path("file").touch()
+        try:
+            cached = sf.CachedDataset(dataset, capacity="1MiB", store="file")
+        except sf.StorageError as error:
+            print(error)  # not a folder
+        ```
+    """
 
 
 class CodecError(StallfreeError, TypeError):
-    """A value cannot be stored as it is and pickle is not allowed here."""
+    """A value cannot be stored as it is and pickle is not allowed here.
+
+    Example:
+        ```python
+        with sf.CacheLoader(capacity="1MiB", name="values") as cache:
+            try:
+                value = cache.get("key", lambda key: torch.Generator())
+            except sf.CodecError as error:
+                print(error)  # a generator cannot be stored
+        ```
+    """
 
 
 class SampleError(StallfreeError):
@@ -64,6 +121,15 @@ class SampleError(StallfreeError):
     Attributes:
         id: the sample's id (its index in the data set); -1 if another loader has passed on the text alone.
         where: what is known about its place, for instance the path; may be empty.
+
+    Example:
+        ```python
+        loader = sf.DataLoader(sf.FileDataset(["missing.jpg"]))
+        try:
+            batches = list(loader)
+        except sf.SampleError as error:
+            print(error.id, error.where)
+        ```
     """
 
     def __init__(self, message: str, *, id: int = -1, where: str = "") -> None:
@@ -86,6 +152,15 @@ class WorkerError(StallfreeError, RuntimeError):
 
     Attributes:
         ids: the ids of the samples of that batch.
+
+    Example:
+        ```python
+        loader = sf.DataLoader(dataset, batch_size=4, num_workers=1)
+        try:
+            batches = list(loader)
+        except sf.WorkerError as error:
+            print(error.ids)  # of the batch on which workers died
+        ```
     """
 
     def __init__(self, message: str, *, ids: list[int]) -> None:
@@ -104,17 +179,45 @@ class WaitError(StallfreeError, TimeoutError):
     """A wait reached its limit.
 
     The message says what was waited for and how long.
+
+    Example:
+        ```python
+        loader = sf.DataLoader(dataset, batch_size=4, num_workers=1, timeout=60)
+        try:
+            batches = list(loader)
+        except sf.WaitError as error:
+            print(error)  # names the batch that was not ready within 60 s
+        ```
     """
 
 
 class MissingServerError(StallfreeError, OSError):
-    """No server for a store is installed, or it does not keep running."""
+    """No server for a store is installed, or it does not keep running.
+
+    Example:
+        ```python
+        # needs Redis
+        try:
+            store = sf.RedisStore(capacity_per_node="64GiB")
+        except sf.MissingServerError:
+            store = "memory"
+        ```
+    """
 
 
 class PlatformError(StallfreeError, NotImplementedError):
     """The operating system lacks what this part needs.
 
     The message says what to use in its place.
+
+    Example:
+        ```python
+        # needs a script with a main guard
+        try:
+            batches = sf.ProcessPrefetcher(make_loader, device)
+        except sf.PlatformError:  # not Linux
+            batches = sf.DevicePrefetcher(make_loader(), device)
+        ```
     """
 
 
@@ -122,11 +225,30 @@ class ProducerError(StallfreeError):
     """The process that loads for a `ProcessPrefetcher` ended.
 
     Make a new prefetcher.
+
+    Example:
+        ```python
+        # needs a script with a main guard
+        try:
+            for images, labels in batches:  # a ProcessPrefetcher
+                train(images, labels)
+        except sf.ProducerError as error:
+            print(error)
+        ```
     """
 
 
 class MissingExtraError(StallfreeError, ImportError):
-    """An optional package is not installed. The message names the extra that installs it."""
+    """An optional package is not installed. The message names the extra that installs it.
+
+    Example:
+        ```python
+        try:
+            hook = sf.TensorBoardHook("logs")
+        except sf.MissingExtraError as error:
+            print(error)  # names the command: pip install 'stallfree[tensorboard]'
+        ```
+    """
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:

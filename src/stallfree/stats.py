@@ -24,6 +24,13 @@ class CacheStats:
         resident_bytes: their bytes.
         capacity_bytes: the bytes the cache may take, index included.
         used_bytes: the bytes it has taken, index included.
+
+    Example:
+        ```python
+        with sf.CachedDataset(dataset, capacity="8MiB") as cached:
+            samples = [cached[id] for id in range(len(cached))]
+            print(f"{cached.stats().hit_ratio:.0%} hits, {cached.stats().used_bytes} bytes")
+        ```
     """
 
     hits: int
@@ -57,6 +64,14 @@ class TierStats(CacheStats):
     Attributes:
         lower_hits: those of the hits that came from tiers below the first one.
         lower: the counts of the tier below; a `TierStats` if that has another one below it.
+
+    Example:
+        ```python
+        tier = sf.DiskTier("cache", capacity="64MiB")
+        with sf.CachedDataset(dataset, capacity="1MiB", store=tier) as cached:
+            samples = [cached[id] for id in range(len(cached))]
+            print(cached.stats().lower_hits, "of", cached.stats().hits, "hits came from the disk")
+        ```
     """
 
     lower_hits: int
@@ -75,6 +90,13 @@ class SmartCacheStats(CacheStats):
         late_epochs: epochs that began without all of their new samples, or waited for them.
         wait_seconds: seconds that epochs waited at their beginning for new samples.
         skips: samples left out because of an error, under loaders other than stallfree's.
+
+    Example:
+        ```python
+        with sf.SmartCacheDataset(dataset, cache_num=8, replace_rate=0.25) as window:
+            batches = list(sf.DataLoader(window, batch_size=4))
+            print(window.stats().lag, window.stats().advice)
+        ```
     """
 
     epoch: int
@@ -116,6 +138,14 @@ class LoaderStats:
         private_copies: batches handed over as copies, because older ones were kept or they did not fit staging.
         staging_bytes: bytes of the staging ring.
         num_workers: worker processes.
+
+    Example:
+        ```python
+        for images, labels in loader:
+            train(images, labels)
+        stats = loader.stats()
+        print(f"waited {stats.wait_seconds:.2f} s, {stats.stall_fetch_seconds:.2f} s of it for storage")
+        ```
     """
 
     batches: int
@@ -171,6 +201,14 @@ class SharedStats(LoaderStats):
         alone: chunks that this job prepared for itself: it came in the middle of an epoch, or was left behind.
         takeovers: times that the process which prepares the group's batches had died.
         jobs: processes in the group, when this one last heard of it.
+
+    Example:
+        ```python
+        with sf.SharedLoader(dataset, group="search-7", batch_size=4) as loader:
+            for images, labels in loader:
+                train(images, labels)
+            print(f"{loader.stats().jobs} jobs share the batches")
+        ```
     """
 
     alone: int
@@ -198,6 +236,13 @@ class ImportanceStats:
         package_bytes_read: their bytes.
         packages_dropped: files that were damaged, and were deleted.
         samples_packed: samples in the files that were written.
+
+    Example:
+        ```python
+        loader = sf.DataLoader(dataset, batch_size=4, sampler=sf.ImportanceSampler(len(dataset)))
+        batches = list(loader)
+        print(f"{loader.importance_stats().hit_ratio:.0%} of the samples came from the cache")
+        ```
     """
 
     high_requests: int = 0

@@ -26,7 +26,17 @@ Fetch = Callable[[list[int]], object]
 
 
 class Reading(Protocol):
-    """A batch read in progress; see `Cache.begin_read`."""
+    """A batch read in progress; see `Cache.begin_read`.
+
+    Example:
+        ```python
+        with ThreadPoolExecutor() as pool, sf.CachedDataset(dataset, capacity="8MiB") as cached:
+            missing = []
+            reading = cached.cache.begin_read(np.array([0, 1]), lambda: pool, missing.extend)
+            samples = reading.result()
+            assert samples[1] is sf.cache.MISS and missing == [1]
+        ```
+    """
 
     def result(self) -> list[Any]:
         """Returns the samples in the order of the ids.
@@ -64,6 +74,15 @@ class Cache(Protocol):
         policy: eviction policy. Nothing is evicted while `policy.evicts` is False.
         capacity: maximum bytes of this host's memory; of its disk, for a cache on a disk only.
         structure: the structure of the samples that `gather` can copy; None if it copies none.
+
+    Example:
+        ```python
+        with sf.CachedDataset(dataset, capacity="8MiB") as cached:
+            cache = cached.cache
+            cache.put_many([3], [(image, 7)])
+            [(same, label)] = cache.get_many([3])
+            assert label == 7 and cache.resident([3, 4]).tolist() == [True, False]
+        ```
     """
 
     num_ids: int
@@ -201,7 +220,15 @@ class Cache(Protocol):
 
 @runtime_checkable
 class Lends(Protocol):
-    """A cache whose samples can be read in place, without a copy."""
+    """A cache whose samples can be read in place, without a copy.
+
+    Example:
+        ```python
+        with sf.CachedDataset(dataset, capacity="8MiB") as cached:
+            if isinstance(cached.cache, sf.cache.Lends):
+                borrowed = cached.cache.borrow([0, 1])
+        ```
+    """
 
     def borrow(self, ids: Any) -> Borrowed | None:
         """Returns the samples of `ids` without copying; do not modify them.

@@ -39,6 +39,13 @@ class Pipeline:
         name: name of the pipeline, as in the configuration.
         dataset: a `SmartCacheDataset`, or the plain source.
         loader: its `stallfree.DataLoader`.
+
+    Example:
+        ```python
+        # needs nibabel
+        with sf.clara.load("train_config.json", DATASET_JSON="list.json", DATA_ROOT=".") as pipelines:
+            print(len(pipelines.train), pipelines.train.dataset.stats().lag)
+        ```
     """
 
     def __init__(self, name: str, dataset: SmartCacheDataset | DataListSource, loader: DataLoader) -> None:
@@ -76,6 +83,13 @@ class Pipelines:
     Attributes:
         train: pipeline of the section `train`; None if there is no such section.
         validate: pipeline of the section `validate`; None if there is no such section.
+
+    Example:
+        ```python
+        # needs nibabel
+        with sf.clara.load("train_config.json", DATASET_JSON="list.json", DATA_ROOT=".") as pipelines:
+            print(pipelines.train, pipelines.validate)
+        ```
     """
 
     train: Pipeline | None
@@ -115,6 +129,14 @@ def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variab
         InputError: the configuration or the data list is invalid; the message names the position.
         MissingExtraError: volumes are to be read and `nibabel` is not installed.
         SampleError: none of the first samples of a cache can be read.
+
+    Example:
+        ```python
+        # needs nibabel
+        with sf.clara.load("train_config.json", DATASET_JSON="list.json", DATA_ROOT=".") as pipelines:
+            for batch in pipelines.train:
+                train(batch["image"], batch["label"])
+        ```
     """
     if not is_path(config):
         raise InputError(f"config={config!r:.80}: give the path of a configuration in JSON")

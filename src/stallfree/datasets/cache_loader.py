@@ -33,9 +33,6 @@ class CacheLoader:
 
     All processes of the host share the values of one name.
 
-        cache = CacheLoader(capacity="4GiB", name="features")
-        value = cache.get("clip-17", load)          # calls load("clip-17") when it is not there
-
     The cache has one place for each 1 KiB of its capacity (4 million at most). A key has 8 places that it may take, by
     its hash. When all are taken by others, its value takes one of them under a policy that evicts, and is not stored
     under "minio". Keys are kept with the values, so a key never gets another's value.
@@ -53,6 +50,13 @@ class CacheLoader:
             read faster, and small values waste less of smaller ones. Who makes the cache decides.
 
     Raises `CapacityError` and `FingerprintError` like `CachedDataset`. An object can be sent to other processes.
+
+    Example:
+        ```python
+        with sf.CacheLoader(capacity="8MiB", name="features") as cache:
+            value = cache.get("clip-17", load)  # calls load("clip-17")
+            same = cache.get("clip-17", load)  # does not call it
+        ```
     """
 
     def __init__(
@@ -92,6 +96,12 @@ class CacheLoader:
         returned. What `load` raises is passed on, and nothing is stored. Processes that miss the same key at the same
         time each load it. Raises `CodecError` for a value that cannot be stored, `InputError` for a key that is no str
         or int.
+
+        Example:
+            ```python
+            with sf.CacheLoader(capacity="8MiB", name="squares") as cache:
+                assert cache.get(12, lambda key: key * key) == 144
+            ```
         """
         if not callable(load):
             raise InputError(f"load={load!r:.80} cannot be called: give a function that makes the value of a key")

@@ -108,6 +108,15 @@ class CachedDataset:
 
     Raises `InputError` (and its subclasses `CapacityError`, `FingerprintError`) for arguments that cannot be used,
     `SampleError` when none of the first samples can be had, `StorageError` when there is no shared memory left.
+
+    Example:
+        ```python
+        cached = sf.CachedDataset(dataset, capacity="8MiB")
+        loader = sf.DataLoader(cached, batch_size=4, shuffle=True, num_workers=2)
+        for epoch in range(2):  # the second epoch reads no file
+            for images, labels in loader:
+                train(images, labels)
+        ```
     """
 
     @short_traceback
@@ -234,6 +243,15 @@ class CachedDataset:
         """Set the epoch of the next samples, in the workers too.
 
         Only for loaders other than stallfree's.
+
+        Example:
+            ```python
+            cached = sf.CachedDataset(dataset, capacity="8MiB", seed=1)
+            for epoch in range(2):
+                cached.set_epoch(epoch)
+                for images, labels in torch.utils.data.DataLoader(cached, batch_size=4):
+                    train(images, labels)
+            ```
         """
         self.reader.check()
         if not 0 <= parse_whole(epoch, "epoch") <= _MOST_EPOCHS:

@@ -95,6 +95,15 @@ class SmartCacheDataset:
 
     Raises `InputError` for arguments that cannot be used, `CapacityError` (one of them) for a window that the machine's
     free memory does not hold, `SampleError` when none of the first samples can be had.
+
+    Example:
+        ```python
+        with sf.SmartCacheDataset(dataset, cache_num=8, replace_rate=0.25) as window:
+            loader = sf.DataLoader(window, batch_size=4, shuffle=True)
+            for epoch in range(3):  # each of 8 samples, 2 of them new
+                for images, labels in loader:
+                    train(images, labels)
+        ```
     """
 
     @short_traceback
@@ -258,7 +267,15 @@ class SmartCacheDataset:
         self._fillers.stop()
 
     def rank_sampler(self, *, shuffle: bool = True, drop_last: bool = False) -> DistributedSampler[Any]:
-        """Splits the window among the ranks of this host, as `LOCAL_RANK` and `LOCAL_WORLD_SIZE` say."""
+        """Splits the window among the ranks of this host, as `LOCAL_RANK` and `LOCAL_WORLD_SIZE` say.
+
+        Example:
+            ```python
+            with sf.SmartCacheDataset(dataset, cache_num=8) as window:
+                loader = sf.DataLoader(window, batch_size=4, sampler=window.rank_sampler())
+                batches = list(loader)
+            ```
+        """
         return RankSampler(self, shuffle, drop_last)
 
     # -- state and statistics -----------------------------------------------------------------------------------------

@@ -57,6 +57,13 @@ class DevicePrefetcher:
 
     An exception of the loader is raised at its position in the order; `next` then continues if the loader does. Raises
     `InputError` for invalid arguments and for a missing device.
+
+    Example:
+        ```python
+        loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+        for images, labels in sf.DevicePrefetcher(loader, device):
+            train(images, labels)  # on the device
+        ```
     """
 
     @short_traceback

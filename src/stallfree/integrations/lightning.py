@@ -41,6 +41,15 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
     found in the result of `train_dataloader`, also in lists and dicts; those of other libraries are ignored.
 
     Raises `InputError` at the start of training if none of its loaders is stallfree's.
+
+    Example:
+        ```python
+        # needs lightning
+        from lightning.pytorch import Trainer
+        from stallfree.integrations.lightning import StallMonitor
+
+        trainer = Trainer(max_epochs=90, callbacks=[StallMonitor()], accelerator="cpu", logger=False)
+        ```
     """
 
     def __init__(self) -> None:

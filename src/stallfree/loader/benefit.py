@@ -50,6 +50,13 @@ def measure_benefit(
 
     Raises `InputError` for invalid arguments and if no sample is resident; exceptions of the loader and `step`
     propagate.
+
+    Example:
+        ```python
+        with sf.CachedDataset(dataset, capacity="8MiB") as cached:
+            samples = [cached[id] for id in range(len(cached))]
+            ratio = sf.measure_benefit(cached, step, batch_size=4, workers=0, batches=3)
+        ```
     """
     if not isinstance(dataset, CachedDataset):
         raise InputError(f"dataset={dataset!r:.80} has no cache: give a CachedDataset")

@@ -111,6 +111,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     A batch owns its memory while any of its tensors is alive: kept batches are never overwritten. Raises `InputError`
     for invalid arguments; while iterating `SampleError`, `WorkerError` and `WaitError`.
+
+    Example:
+        ```python
+        with sf.DataLoader(dataset, batch_size=4, shuffle=True, cache="auto", capacity="8MiB") as loader:
+            for epoch in range(2):
+                for images, labels in loader:
+                    train(images, labels)
+            print(loader.decision)
+        ```
     """
 
     multiprocessing_context: Any = None  # torch's property accepts one only with workers
@@ -322,6 +331,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         it contains the remaining ids, so the sampler must be finite. With an `ImportanceSampler`, it fixes the
         substitutions for the rest of the epoch. Save it in the iterating process, between two batches. It is
         serializable as JSON.
+
+        Example:
+            ```python
+            for images, labels in loader:
+                train(images, labels)
+                torch.save(loader.state_dict(), "loader.pt")
+            ```
         """
         return self._runner.state_dict()
 
@@ -329,6 +345,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Restore a state: the next iteration yields the remaining samples.
 
         Raises `InputError` for an invalid state, and for one of another version, seed or order.
+
+        Example:
+            ```python
+            loader = sf.DataLoader(dataset, batch_size=4, seed=1)
+            batches = iter(loader)
+            first = next(batches)
+            resumed = sf.DataLoader(dataset, batch_size=4, seed=1)
+            resumed.load_state_dict(loader.state_dict())
+            assert len(list(resumed)) == 3
+            ```
         """
         self._runner.load_state_dict(state)
         self.__dict__["seed"] = self._runner.seed

@@ -33,6 +33,13 @@ def mark_random(transform: T) -> T:
     class marked random marks its subclasses too. The mark is an attribute of `transform`. For an object that rejects
     attributes (a builtin, a bound method, an instance with slots), a table of this process holds it; the table keeps
     the object alive and is not pickled.
+
+    Example:
+        ```python
+        @sf.mark_random
+        def shake(volume):
+            return volume + np.random.normal(size=volume.shape)
+        ```
     """
     return _mark(transform, True)
 
@@ -43,6 +50,13 @@ def mark_deterministic(transform: T) -> T:
     Returns `transform` itself.
 
     Works like `mark_random`, but a class marked deterministic does not mark its subclasses, which may add randomness.
+
+    Example:
+        ```python
+        @sf.mark_deterministic
+        def window(volume):
+            return volume.clip(-57, 164)
+        ```
     """
     return _mark(transform, False)
 

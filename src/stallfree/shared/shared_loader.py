@@ -127,6 +127,13 @@ class SharedLoader:
     Raises `InputError` for invalid arguments, and for a job whose data set, transform, seed or batches differ from the
     group's. Iteration raises `SampleError`, `WorkerError` and `WaitError`; an exception of `collate_fn` is raised as a
     `StallfreeError` that also has the exception's type.
+
+    Example:
+        ```python
+        with sf.SharedLoader(dataset, group="search-7", batch_size=4, shuffle=True) as loader:
+            for images, labels in loader:  # the same lines in each job
+                train(images, labels)
+        ```
     """
 
     @short_traceback

@@ -48,6 +48,13 @@ class DecodeImage:
 
     Raises:
         InputError: for another `output` or `mode`, and when called with bytes that are no whole picture.
+
+    Example:
+        ```python
+        decode = sf.DecodeImage()
+        image = decode(Path("pictures/a/0.jpg").read_bytes())
+        assert image.shape == (24, 24, 3)
+        ```
     """
 
     def __init__(self, output: Literal["numpy", "pil"] = "numpy", mode: Literal["RGB", "L"] = "RGB") -> None:

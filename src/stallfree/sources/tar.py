@@ -36,8 +36,6 @@ class TarDataset(BaseSource):
 
     Any sample is read by its id, from storage.
 
-        data = TarDataset("train-{000..146}.tar", transform, keys=("jpg", "cls"))
-
     A sample is what WebDataset gives undecoded: the bytes of its files by extension, and its name under `__key__`. Its
     ids count through the shards in the order given. Names may come again in another shard. Hidden files, names without
     an extension, and `__...__` at the top of a shard are left out.
@@ -58,6 +56,13 @@ class TarDataset(BaseSource):
     Raises:
         InputError: no shards; one that is missing, compressed, damaged or cut off; a name that occurs twice in a shard;
             a sample that lacks one of `keys`. `fetch` raises a `SampleError` when a local shard has been changed since.
+
+    Example:
+        ```python
+        data = sf.TarDataset("train-{000..001}.tar", keys=("jpg", "cls"))
+        encoded, label = data[1]
+        image = sf.DecodeImage()(encoded)
+        ```
     """
 
     def __init__(

@@ -55,6 +55,13 @@ class ThrottledSource(BaseSource):
     Raises:
         InputError: a limit that is no positive number (latency may be 0), or a data set that cannot be a source.
         WaitError: from `fetch`, when a stopped process holds the state for 30 s.
+
+    Example:
+        ```python
+        slow = sf.testing.ThrottledSource(dataset, bandwidth="10MB/s", latency=0.001)
+        image, label = slow[0]
+        assert slow.requests == 1
+        ```
     """
 
     def __init__(

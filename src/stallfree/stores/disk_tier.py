@@ -45,9 +45,6 @@ _FULL = 0.8
 class DiskTier:
     """A folder on a local disk for samples that do not fit into memory.
 
-        tier = DiskTier("/mnt/ssd", capacity="200GiB")
-        dataset = CachedDataset(ds, capacity="16GiB", store=tier)
-
     Samples are read from memory, else from the disk, else from the source. Samples of the next batches are read ahead
     from the disk. A full or failing disk reduces hits, but raises no error.
 
@@ -63,6 +60,13 @@ class DiskTier:
         persist: as given.
 
     Raises `InputError` for an invalid path, `CapacityError` for an invalid size.
+
+    Example:
+        ```python
+        tier = sf.DiskTier("cache", capacity="64MiB")
+        with sf.CachedDataset(dataset, capacity="1MiB", store=tier) as cached:
+            image, label = cached[0]  # from memory, else from the disk, else from the data set
+        ```
     """
 
     def __init__(self, folder: str | Path, *, capacity: int | str, persist: bool = False) -> None:

@@ -17,7 +17,15 @@ __all__ = ["Split", "StallfreeWarning", "Verdict", "mark_deterministic", "mark_r
 
 
 class StallfreeWarning(UserWarning):
-    """Warns of something that works, but not optimally; the message recommends an action."""
+    """Warns of something that works, but not optimally; the message recommends an action.
+
+    Example:
+        ```python
+        import warnings
+
+        warnings.simplefilter("error", sf.StallfreeWarning)  # in tests: raise it
+        ```
+    """
 
 
 @dataclass(frozen=True)
@@ -43,14 +51,23 @@ class Split:
 
     A step replaced by its `halves` may compute both at once in another way; the results then agree within that
     computation's error, such as a decoder's.
+
+    Attributes:
+        deterministic: the longest prefix of steps that always give the same output for the same input.
+        random: the remaining steps.
+        verdicts: one per step of the flattened pipeline, in order; two for a step that was replaced by its halves.
+
+    Example:
+        ```python
+        parts = sf.split(sf.Compose([resize, flip]), image)
+        print(parts)  # one line per step: cached or fresh, and why
+        small = parts.random(parts.deterministic(image))
+        ```
     """
 
     deterministic: Compose
-    """The longest prefix of steps that always give the same output for the same input."""
     random: Compose
-    """The remaining steps."""
     verdicts: tuple[Verdict, ...]
-    """One per step of the flattened pipeline, in order; two for a step that was replaced by its halves."""
 
     def __str__(self) -> str:
         lines = [
@@ -79,6 +96,13 @@ def split(transform: Transform | None, probe: Any = None) -> Split:
 
     If the first random step has a method `halves() -> (deterministic, random)`, where `random(deterministic(x))` equals
     the step's result for `x`, the two replace it; the first one ends the part that may be cached.
+
+    Example:
+        ```python
+        parts = sf.split(sf.Compose([resize, flip]), image)
+        assert parts.deterministic.transforms == (resize,)
+        assert parts.random.transforms == (flip,)
+        ```
     """
     flat = flatten(transform)
     values = _Values(flat, probe)

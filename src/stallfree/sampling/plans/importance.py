@@ -117,6 +117,16 @@ class ImportanceSampler:
     another node's server of a `RedisStore` is resident for all ranks; without torch.distributed, this is unknown.
 
     Raises `InputError` for invalid arguments.
+
+    Example:
+        ```python
+        sampler = sf.ImportanceSampler(len(dataset), target_io=0.25)
+        for batch in sf.DataLoader(dataset, batch_size=4, sampler=sampler):
+            images, labels = batch.data
+            losses = criterion(model(images), labels)  # one per sample
+            (losses * batch.weights).mean().backward()
+            sampler.update(batch.ids, losses)
+        ```
     """
 
     plans_epochs = True
@@ -302,6 +312,13 @@ class ImportanceSampler:
         For a schedule that advances by samples seen (`BySamples`). For a cache that is not full yet, its final content
         is extrapolated from the mean size of its samples: call this again once it is full. "icache" and "infobatch"
         depend on the losses; for them the estimate assumes uniformly distributed losses.
+
+        Example:
+            ```python
+            sampler = sf.ImportanceSampler(1000, target_io=0.25, seed=0)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+            scheduler = sf.BySamples(schedule, samples=sampler.expected_samples(90))
+            ```
         """
         epochs, start = parse_whole(epochs, "epochs", 0), parse_whole(start, "start", 0)
         held, rule = self._held(), self.rule

@@ -66,6 +66,15 @@ class BySamples:
         seen: number of samples so far.
 
     Raises `InputError` for invalid arguments, among them a `ReduceLROnPlateau`, which depends on a metric.
+
+    Example:
+        ```python
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+        scheduler = sf.BySamples(schedule, samples=1600)
+        optimizer.step()  # on a batch of 64 samples
+        scheduler.step(64)
+        assert schedule.last_epoch == 4
+        ```
     """
 
     def __init__(self, scheduler: LRScheduler, *, samples: float, steps: int | None = None) -> None:

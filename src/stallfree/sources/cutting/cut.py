@@ -48,18 +48,11 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> ApartSourc
         SampleError: none of the samples can be read.
 
     Example:
-        >>> class Numbers:
-        ...     def __init__(self, transform):
-        ...         self.transform = transform
-        ...
-        ...     def __len__(self):
-        ...         return 10
-        ...
-        ...     def __getitem__(self, id):
-        ...         return self.transform(id * 10), id
-        >>> data = cut(Numbers(lambda number: number + 1), "transform")
-        >>> data.fetch(3), data[3]
-        ((30, 3), (31, 3))
+        ```python
+        data = sf.cut(images, "transform")  # whose `__getitem__` opens, decodes and transforms
+        image, label = data.fetch(0)  # without the transform
+        cached = sf.CachedDataset(data, capacity="8MiB")
+        ```
     """
     if is_source(dataset):
         raise InputError(
