@@ -41,6 +41,15 @@ class StallfreeError(Exception):
 
     Attributes:
         page: the name of the page in the documentation that describes this kind of error; its address ends the text.
+
+    Example:
+        ```python
+        try:
+            for images, labels in loader:
+                train(images, labels)
+        except sf.StallfreeError as error:
+            print(error)
+        ```
     """
 
     page = ""
@@ -54,31 +63,81 @@ class StallfreeError(Exception):
 
 
 class InputError(StallfreeError, ValueError):
-    """A value given by the caller cannot be used. The message says what was given, what was expected, what to do."""
+    """A value given by the caller cannot be used.
+
+    The message says what was given, what was expected, what to do.
+
+    Example:
+        ```python
+        try:
+            loader = sf.DataLoader(dataset, batch_size=0)
+        except sf.InputError as error:
+            print(error)
+        ```
+    """
 
     page = "argument-value"
 
 
 class CapacityError(InputError):
-    """A capacity that is no size, is negative, or is more than the machine can give."""
+    """A capacity is no valid size, or more than the machine has.
+
+    Example:
+        ```python
+        try:
+            cached = sf.CachedDataset(dataset, capacity="900000GiB")
+        except sf.CapacityError as error:
+            print(error)  # says how much there is
+        ```
+    """
 
     page = "unit-format"
 
 
 class FingerprintError(InputError):
-    """A cache of this name exists and belongs to other data, another pipeline or another user."""
+    """A cache of this name belongs to other data, another pipeline or another user.
+
+    Example:
+        ```python
+        cached = sf.CachedDataset(dataset, capacity="1MiB", name="train")
+        try:
+            other = sf.CachedDataset(sf.ImageFolder("pictures"), capacity="1MiB", name="train")
+        except sf.FingerprintError as error:
+            print(error)  # another transform: choose another name
+        ```
+    """
 
     page = "cache-mismatch"
 
 
 class StorageError(StallfreeError, OSError):
-    """The folder or a file of a cache cannot be made, locked or read."""
+    """The folder or a file of a cache cannot be made, locked or read.
+
+    Example:
+        ```python
+        Path("file").touch()
+        try:
+            cached = sf.CachedDataset(dataset, capacity="1MiB", store="file")
+        except sf.StorageError as error:
+            print(error)  # not a folder
+        ```
+    """
 
     page = "folder-unusable"
 
 
 class CodecError(StallfreeError, TypeError):
-    """A value cannot be stored as it is and pickle is not allowed here."""
+    """A value cannot be stored as it is and pickle is not allowed here.
+
+    Example:
+        ```python
+        with sf.CacheLoader(capacity="1MiB", name="values") as cache:
+            try:
+                value = cache.get("key", lambda key: torch.Generator())
+            except sf.CodecError as error:
+                print(error)  # a generator cannot be stored
+        ```
+    """
 
     page = "record-malformed"
 
@@ -93,6 +152,15 @@ class SampleError(StallfreeError):
     Attributes:
         id: the sample's id (its index in the data set); -1 if another loader has passed on the text alone.
         where: what is known about its place, for instance the path; may be empty.
+
+    Example:
+        ```python
+        loader = sf.DataLoader(sf.FileDataset(["missing.jpg"]))
+        try:
+            batches = list(loader)
+        except sf.SampleError as error:
+            print(error.id, error.where)
+        ```
     """
 
     page = "sample-failed"
@@ -104,11 +172,21 @@ class SampleError(StallfreeError):
 
 
 class WorkerError(StallfreeError, RuntimeError):
-    """Worker processes died again and again on one batch, or one died on its stream. A `RuntimeError`, as in torch's
-    loader.
+    """Worker processes died several times on one batch, or one died on its stream.
+
+    It is also a `RuntimeError`, as in torch's loader.
 
     Attributes:
         ids: the ids of the samples of that batch.
+
+    Example:
+        ```python
+        loader = sf.DataLoader(dataset, batch_size=4, num_workers=1)
+        try:
+            batches = list(loader)
+        except sf.WorkerError as error:
+            print(error.ids)  # of the batch on which workers died
+        ```
     """
 
     page = "worker-died"
@@ -119,29 +197,85 @@ class WorkerError(StallfreeError, RuntimeError):
 
 
 class WaitError(StallfreeError, TimeoutError):
-    """A wait reached its limit. The message says what was waited for and how long."""
+    """A wait reached its limit.
+
+    The message says what was waited for and how long.
+
+    Example:
+        ```python
+        loader = sf.DataLoader(dataset, batch_size=4, num_workers=1, timeout=60)
+        try:
+            batches = list(loader)
+        except sf.WaitError as error:
+            print(error)  # names the batch that was not ready within 60 s
+        ```
+    """
 
 
 class MissingServerError(StallfreeError, OSError):
-    """No server for a store across hosts is installed, or the one that is there cannot be kept running."""
+    """No server for a store is installed, or it does not keep running.
+
+    Example:
+        ```python
+        # needs Redis
+        try:
+            store = sf.RedisStore(capacity_per_node="64GiB")
+        except sf.MissingServerError:
+            store = "memory"
+        ```
+    """
 
     page = "server-failed"
 
 
 class PlatformError(StallfreeError, NotImplementedError):
-    """The operating system lacks what this part needs. The message says what to use in its place."""
+    """The operating system lacks what this part needs.
+
+    The message says what to use in its place.
+
+    Example:
+        ```python
+        # needs a script with a main guard
+        try:
+            batches = sf.ProcessPrefetcher(make_loader, device)
+        except sf.PlatformError:  # not Linux
+            batches = sf.DevicePrefetcher(make_loader(), device)
+        ```
+    """
 
     page = "needs-linux"
 
 
 class ProducerError(StallfreeError):
-    """The process that loads for a `ProcessPrefetcher` ended, or was ended. Make a new one."""
+    """The process that loads for a `ProcessPrefetcher` ended.
+
+    Make a new prefetcher.
+
+    Example:
+        ```python
+        # needs a script with a main guard
+        try:
+            for images, labels in batches:  # a ProcessPrefetcher
+                train(images, labels)
+        except sf.ProducerError as error:
+            print(error)
+        ```
+    """
 
     page = "producer-ended"
 
 
 class MissingExtraError(StallfreeError, ImportError):
-    """An optional package is not installed. The message names the extra that installs it."""
+    """An optional package is not installed. The message names the extra that installs it.
+
+    Example:
+        ```python
+        try:
+            hook = sf.TensorBoardHook("logs")
+        except sf.MissingExtraError as error:
+            print(error)  # names the command: pip install 'stallfree[tensorboard]'
+        ```
+    """
 
     page = "package-missing"
 

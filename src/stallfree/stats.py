@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What a sample cache has done, summed over all processes that are or were attached to it.
+    """Counts of a sample cache, summed over all processes attached to it.
+
+    Processes that have ended are included.
 
     Attributes:
         hits: samples that were asked for and served.
@@ -22,6 +24,13 @@ class CacheStats:
         resident_bytes: their bytes.
         capacity_bytes: the bytes the cache may take, index included.
         used_bytes: the bytes it has taken, index included.
+
+    Example:
+        ```python
+        with sf.CachedDataset(dataset, capacity="8MiB") as cached:
+            samples = [cached[id] for id in range(len(cached))]
+            print(f"{cached.stats().hit_ratio:.0%} hits, {cached.stats().used_bytes} bytes")
+        ```
     """
 
     hits: int
@@ -45,7 +54,9 @@ class CacheStats:
 
 @dataclass(frozen=True)
 class TierStats(CacheStats):
-    """What a tier has done together with the tiers below it, such as memory over a local disk.
+    """Counts of a tier together with the tiers below it.
+
+    An example is memory over a local disk.
 
     Hits, misses and `damaged` are those of all these tiers. What is resident, evicted or rejected, capacity and bytes
     are those of the first tier: what it rejects goes to the tier below while there is room.
@@ -53,6 +64,14 @@ class TierStats(CacheStats):
     Attributes:
         lower_hits: those of the hits that came from tiers below the first one.
         lower: the counts of the tier below; a `TierStats` if that has another one below it.
+
+    Example:
+        ```python
+        tier = sf.DiskTier("cache", capacity="64MiB")
+        with sf.CachedDataset(dataset, capacity="1MiB", store=tier) as cached:
+            samples = [cached[id] for id in range(len(cached))]
+            print(cached.stats().lower_hits, "of", cached.stats().hits, "hits came from the disk")
+        ```
     """
 
     lower_hits: int
@@ -61,7 +80,7 @@ class TierStats(CacheStats):
 
 @dataclass(frozen=True)
 class SmartCacheStats(CacheStats):
-    """What a Smart Cache has done: the counts of its cache, and of its window, over all processes.
+    """Counts of a Smart Cache and of its window, over all processes.
 
     Attributes:
         epoch: of the newest window; -1 before the first.
@@ -71,6 +90,13 @@ class SmartCacheStats(CacheStats):
         late_epochs: epochs that began without all of their new samples, or waited for them.
         wait_seconds: seconds that epochs waited at their beginning for new samples.
         skips: samples left out because of an error, under loaders other than stallfree's.
+
+    Example:
+        ```python
+        with sf.SmartCacheDataset(dataset, cache_num=8, replace_rate=0.25) as window:
+            batches = list(sf.DataLoader(window, batch_size=4))
+            print(window.stats().lag, window.stats().advice)
+        ```
     """
 
     epoch: int
@@ -112,6 +138,14 @@ class LoaderStats:
         private_copies: batches handed over as copies, because older ones were kept or they did not fit staging.
         staging_bytes: bytes of the staging ring.
         num_workers: worker processes.
+
+    Example:
+        ```python
+        for images, labels in loader:
+            train(images, labels)
+        stats = loader.stats()
+        print(f"waited {stats.wait_seconds:.2f} s, {stats.stall_fetch_seconds:.2f} s of it for storage")
+        ```
     """
 
     batches: int
@@ -157,7 +191,9 @@ class LoaderStats:
 
 @dataclass(frozen=True)
 class SharedStats(LoaderStats):
-    """What one job's `SharedLoader` has done. Hits, misses, bytes and seconds of workers are those of its batches.
+    """Counts of one job's `SharedLoader`.
+
+    Hits, misses, bytes and seconds of workers are those of its batches.
 
     A batch that several jobs were given is counted at each of them, though it was prepared once.
 
@@ -165,6 +201,14 @@ class SharedStats(LoaderStats):
         alone: chunks that this job prepared for itself: it came in the middle of an epoch, or was left behind.
         takeovers: times that the process which prepares the group's batches had died.
         jobs: processes in the group, when this one last heard of it.
+
+    Example:
+        ```python
+        with sf.SharedLoader(dataset, group="search-7", batch_size=4) as loader:
+            for images, labels in loader:
+                train(images, labels)
+            print(f"{loader.stats().jobs} jobs share the batches")
+        ```
     """
 
     alone: int
@@ -174,7 +218,7 @@ class SharedStats(LoaderStats):
 
 @dataclass(frozen=True)
 class ImportanceStats:
-    """What a loader with an `ImportanceSampler` has asked its cache for, and what came instead.
+    """Requests of a loader with an `ImportanceSampler` to its cache, and their results.
 
     An L-sample is one that the plan rather leaves out than draws; the others are H-samples. A sample that is deferred
     is asked for once more, and the one that came in its place is not asked for itself.
@@ -192,6 +236,13 @@ class ImportanceStats:
         package_bytes_read: their bytes.
         packages_dropped: files that were damaged, and were deleted.
         samples_packed: samples in the files that were written.
+
+    Example:
+        ```python
+        loader = sf.DataLoader(dataset, batch_size=4, sampler=sf.ImportanceSampler(len(dataset)))
+        batches = list(loader)
+        print(f"{loader.importance_stats().hit_ratio:.0%} of the samples came from the cache")
+        ```
     """
 
     high_requests: int = 0
@@ -209,7 +260,10 @@ class ImportanceStats:
 
     @property
     def hit_ratio(self) -> float:
-        """Samples served out of the cache over samples served, as iCACHE counts: what came instead is a hit too."""
+        """Samples served from the cache over samples served.
+
+        As in iCACHE, a sample that was served in place of another one is a hit.
+        """
         served = self.high_requests + self.low_requests
         hits = self.high_hits + self.low_hits + self.swaps + self.substitutions
         return hits / served if served else 0.0

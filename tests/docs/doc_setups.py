@@ -59,6 +59,17 @@ def shake(volume): return torch.from_numpy(volume) + torch.rand(1)
 volumes, transform = Volumes(), sf.Compose([sf.mark_random(shake)])
 """
 
+_SHARDS = """
+import io, tarfile
+os.environ["XDG_CACHE_HOME"] = os.getcwd()
+for shard in range(2):
+    with tarfile.open(f"train-{shard:03}.tar", "w") as tar:
+        for end, held in (("jpg", Path("pictures/a/0.jpg").read_bytes()), ("cls", b"3")):
+            member = tarfile.TarInfo(f"{shard}.{end}")
+            member.size = len(held)
+            tar.addfile(member, io.BytesIO(held))
+"""
+
 _TRAIN = json.loads(blocks(ROOT / "docs" / "clara.md", "json")[0].text)["train"]
 _CONFIGURATION = json.dumps({"train": _TRAIN, "validate": _TRAIN}).replace("96", "8").replace("48", "4")
 _CLARA = f"""
@@ -108,23 +119,72 @@ SETUPS = {
         + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     ),
     "docs/howto/device.md": Setup(_WORLD + "torch_loader = torch.utils.data.DataLoader(data, batch_size=8)\n"),
-    "docs/howto/search.md": Setup(_WORLD + "def augment(batch): return batch\n"),
+    "docs/howto/many-jobs.md": Setup(_WORLD + "def augment(batch): return batch\n"),
     "docs/howto/volumes.md": Setup(_WORLD + _VOLUMES, smaller=[(r"range\(5\)", "range(2)")]),
     "docs/howto/integrations.md": Setup(
         _WORLD
         + "plain = [(np.zeros(4), id) for id in range(16)]\n"
         + "import fsspec\n"
         + "for name in 'ab': fsspec.filesystem('memory').pipe(f'/{name}.jpg', Path('pictures/a/0.jpg').read_bytes())\n"
-        + "import io, tarfile\n"
-        + "os.environ['XDG_CACHE_HOME'] = os.getcwd()\n"
-        + "for shard in range(2):\n"
-        + "    with tarfile.open(f'train-{shard:03}.tar', 'w') as tar:\n"
-        + "        for end, held in (('jpg', Path('pictures/a/0.jpg').read_bytes()), ('cls', b'3')):\n"
-        + "            member = tarfile.TarInfo(f'{shard}.{end}')\n"
-        + "            member.size = len(held)\n"
-        + "            tar.addfile(member, io.BytesIO(held))\n"
+        + _SHARDS
         + "Path('frames.raw').write_bytes(bytes(1024))\n"
         + "def decode(frame): return np.frombuffer(frame, np.uint8).copy()\n"
     ),
 }
 """By page; one that is not here has the world of all."""
+
+EXAMPLES = """
+import contextlib, os, random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import numpy as np, pytest, torch
+from PIL import Image
+from torch import nn
+import stallfree as sf
+
+for number in range(16):
+    folder = Path("pictures", "ab"[number % 2])
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.effect_noise((24, 24), 40).convert("RGB").save(folder / f"{number}.jpg")
+
+def resize(image): return np.asarray(Image.fromarray(image).resize((16, 16)))
+def flip(image): return image[:, ::-1].copy() if random.random() < 0.5 else image
+def to_tensor(image): return torch.from_numpy(image.copy()).permute(2, 0, 1).float() / 255
+def train(images, labels): pass
+def step(batch): pass
+def load(key): return np.zeros(8)
+
+device = "cpu"
+image = np.zeros((24, 24, 3), np.uint8)
+dataset = sf.ImageFolder("pictures", transform=sf.Compose([resize, flip, to_tensor]))
+loader = sf.DataLoader(dataset, batch_size=4)
+model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+criterion = nn.CrossEntropyLoss(reduction="none")
+"""
+"""What the examples in docstrings use; `docs/reference/index.md` says so to readers."""
+
+_REPORT = """
+import sys
+sys.path.insert(0, {folder!r})
+from report_data import make
+make({{"G": 900, "P": 500, "P_hit": 800, "S": 100, "C": 9000, "cold": 100, "warm": 450}}).save("report.json")
+""".format(folder=str(ROOT / "tests" / "analysis"))
+
+EXAMPLES_BEFORE = {
+    **dict.fromkeys(["stallfree.Report", "stallfree.Report.load", "stallfree.Report.predict"], _REPORT),
+    **dict.fromkeys(["stallfree.Prediction"], _REPORT),
+    **dict.fromkeys(["stallfree.clara.load", "stallfree.clara.Pipeline", "stallfree.clara.Pipelines"], _CLARA),
+    "stallfree.TarDataset": _SHARDS,
+    "stallfree.cut": """
+class Images:
+    def __init__(self):
+        self.files, self.transform = sorted(Path("pictures").glob("*/*.jpg")), dataset.pipeline.transforms[1].transform
+
+    def __len__(self): return len(self.files)
+    def __getitem__(self, id): return self.transform(np.asarray(Image.open(self.files[id]))), id % 2
+
+images = Images()
+""",
+}
+"""What single examples need beside that."""

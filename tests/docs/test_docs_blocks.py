@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 from doc_pages import PAGES, Block, blocks, commands, name_of
+from doc_runs import Part, tracebacks
 from doc_setups import SETUPS, Setup
 
 import stallfree as sf
@@ -22,53 +22,22 @@ from warm import Interpreter
 _CODE = [page for page in PAGES if blocks(page, "python")]
 _SHOWN = [(place, command) for page in PAGES for place, command in commands(page)]
 
-_RUNNER = """
-import gc, json, os, sys, traceback
-top, came = os.getcwd(), {{}}
-for page, parts in json.loads({pages!r}):
-    os.mkdir(page.replace("/", "-"))
-    os.chdir(page.replace("/", "-"))
-    sys.path.insert(0, os.getcwd())
-    space = {{"__name__": "__main__"}}
-    try:
-        for place, line, file, code in parts:
-            if file:
-                with open(file, "w") as opened:
-                    opened.write(code)
-            exec(compile("\\n" * (line - 1) + code, place, "exec"), space)
-    except BaseException:
-        came[page] = traceback.format_exc()
-    space.clear()
-    gc.collect()
-    for name in ("train", "job"):  # files of the page
-        sys.modules.pop(name, None)
-    del sys.path[0]
-    os.chdir(top)
-print("came of it:", json.dumps(came))
-"""
-"""All pages in one process: what the first one imports, the others need not."""
 
-
-def _parts(page: Path) -> list[tuple[str, int, str, str]]:
-    """(place, line, file that it is written to as well, code) of all that is run for a page."""
+def _parts(page: Path) -> list[Part]:
+    """All that is run for a page."""
     setup = SETUPS.get(name_of(page), Setup())
-    parts = [("setup", 1, "", setup.world)]
+    parts = [Part("setup", 1, "", setup.world)]
     for number, block in enumerate(block for block in blocks(page, "python") if not block.not_run):
-        parts.append(("setup", 1, "", setup.before.get(number, "")))
+        parts.append(Part("setup", 1, "", setup.before.get(number, "")))
         file = block.title if block.title.endswith(".py") and " " not in block.title else ""
-        parts.append((block.page, block.line, file, setup.shrink(block.text)))
+        parts.append(Part(block.page, block.line, file, setup.shrink(block.text)))
     return parts
 
 
 @pytest.fixture(scope="module")
 def came(interpreter: Interpreter, store_root: Path) -> dict[str, str]:
     """The tracebacks of the pages whose blocks failed."""
-    ended = interpreter.run(_RUNNER.format(pages=json.dumps([(name_of(page), _parts(page)) for page in _CODE])))
-    assert ended.code == 0, ended.err
-    assert not list(store_root.iterdir()), "a cache was left behind"
-    found: dict[str, str] = json.loads(ended.out.rsplit("came of it: ")[-1])
-    assert found or "Traceback" not in ended.err, ended.err
-    return found
+    return tracebacks(interpreter, store_root, {name_of(page): _parts(page) for page in _CODE})
 
 
 @pytest.mark.parametrize("page", _CODE, ids=name_of)

@@ -91,6 +91,13 @@ def analyze(
         loader_arguments: other arguments of the loader, such as `collate_fn`.
 
     Raises `InputError` for invalid arguments, a data set smaller than a batch, and a step that raises.
+
+    Example:
+        ```python
+        report = sf.analyze(dataset, step, batch_size=4, num_workers=1, seconds=0.1)
+        print(report)
+        report.save("report.json")
+        ```
     """
     job = make_job(dataset, step, batch_size, num_workers, device, loader_arguments)
     if isinstance(dataset, CachedDataset):

@@ -36,6 +36,13 @@ class Prediction:
             of the analysis; None if there were too few.
         cpus_elsewhere: CPUs on other machines (`RayWorkers`) that would end the prep stall, in addition to those here;
             0 if there is none.
+
+    Example:
+        ```python
+        report = sf.Report.load("report.json")
+        prediction = report.predict(cache="50%", cpus=16)
+        print(f"{prediction.throughput:.0f} samples/s, limited by {prediction.binds}")
+        ```
     """
 
     throughput: float

@@ -61,6 +61,13 @@ class Replay:
         capacity_items: capacity in records of equal size; 0 with `sizes`.
         epochs: in order.
         resident: the resident ids at the end, ascending.
+
+    Example:
+        ```python
+        result = sf.replay([[0, 1, 2], [2, 1, 0]], policy="minio", capacity=2)
+        assert result.epochs[1].hits == 2
+        assert result.total.misses == 4
+        ```
     """
 
     policy: str
@@ -102,6 +109,13 @@ def replay(
         on_epoch: called with each finished epoch.
 
     Every decision equals that of a live cache with the same batches. Raises `InputError` for invalid arguments.
+
+    Example:
+        ```python
+        epochs = [np.random.permutation(1000) for _ in range(3)]
+        result = sf.replay(epochs, policy="minio", capacity="35%")
+        assert result.epochs[2].hit_ratio == 0.35
+        ```
     """
     epochs = _epochs(trace_or_plans)
     policy = make_policy(policy)

@@ -39,6 +39,13 @@ class Report:
 
     Attributes:
         data: the complete content, as written by `save`: plain dicts, lists, numbers and strings.
+
+    Example:
+        ```python
+        report = sf.Report.load("report.json")  # of: stallfree analyze job.py:build --json report.json
+        print(report)
+        print(report.predict(storage="500MB/s"))
+        ```
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
@@ -46,7 +53,16 @@ class Report:
 
     @staticmethod
     def load(path: str | Path) -> Report:
-        """Read a file written by `save`. Raises `InputError` for other files, and for a report of another version."""
+        """Read a file written by `save`.
+
+        Raises `InputError` for other files, and for a report of another version.
+
+        Example:
+            ```python
+            report = sf.Report.load("report.json")
+            assert report.predict().throughput > 0
+            ```
+        """
         if not is_path(path):
             raise InputError(f"path={path!r:.80}: give the path of a report")
         try:
@@ -81,7 +97,9 @@ class Report:
         devices: int = 1,
         jobs: int = 1,
     ) -> Prediction:
-        """Predict the job's speed with another cache, CPUs, storage, devices or number of jobs. None: unchanged.
+        """Predict the job's speed with another cache, CPUs, storage, devices or number of jobs.
+
+        None: unchanged.
 
         Args:
             cache: bytes, "4GiB", or a share of the samples such as "50%".
@@ -91,6 +109,13 @@ class Report:
             jobs: equal jobs on the host, each with its own devices, that share S, C, P and the cache.
 
         Raises `InputError` for invalid arguments.
+
+        Example:
+            ```python
+            report = sf.Report.load("report.json")
+            for cpus in (4, 8, 16):
+                print(cpus, report.predict(cpus=cpus).throughput)
+            ```
         """
         cpus = None if cpus is None else parse_whole(cpus, "cpus", 1)
         devices, jobs = parse_whole(devices, "devices", 1), parse_whole(jobs, "jobs", 1)
@@ -121,7 +146,10 @@ class Report:
         return min(counts, default=0)
 
     def hits_of(self, cache: int | str) -> float:
-        """The share of hits with a cache of this size: that of the samples that fit. Raises `InputError`."""
+        """The share of hits with a cache of this size.
+
+        It is the share of the samples that fit. Raises `InputError` for an invalid size.
+        """
         given = parse_room(cache, "cache")
         if isinstance(given, float):
             return given

@@ -21,11 +21,23 @@ Array = npt.NDArray[Any]
 
 
 class BaseCache:
-    """A cache without `gather`, with synchronous writes, whose reads need no threads. A context manager.
+    """A cache without `gather`, with synchronous writes, whose reads need no threads.
+
+    A context manager.
 
     A subclass has the attributes `num_ids`, `name`, `path`, `fingerprint`, `allow_pickle`, `capacity` and
     `uncached_steps`, and the methods `resident`, `get_many`, `put_many`, `drop`, `uncache_steps`, `count_fetch`,
     `stats` and `close`: see `Cache`.
+
+    Example:
+        ```python
+        class Empty(sf.cache.BaseCache):  # more methods: `examples/own_cache.py`
+            def resident(self, ids):
+                return np.zeros(len(ids), bool)
+
+            def get_many(self, ids):
+                return [sf.cache.MISS for _ in ids]
+        ```
     """
 
     policy: Policy = Policy()

@@ -26,10 +26,22 @@ Fetch = Callable[[list[int]], object]
 
 
 class Reading(Protocol):
-    """A batch read in progress; see `Cache.begin_read`."""
+    """A batch read in progress; see `Cache.begin_read`.
+
+    Example:
+        ```python
+        with ThreadPoolExecutor() as pool, sf.CachedDataset(dataset, capacity="8MiB") as cached:
+            missing = []
+            reading = cached.cache.begin_read(np.array([0, 1]), lambda: pool, missing.extend)
+            samples = reading.result()
+            assert samples[1] is sf.cache.MISS and missing == [1]
+        ```
+    """
 
     def result(self) -> list[Any]:
-        """Returns the samples in the order of the ids, `MISS` for those in no tier.
+        """Returns the samples in the order of the ids.
+
+        `MISS` stands for those in no tier.
 
         Waits for the reads in flight. Each id without a value has been passed to `fetch`; an id passed to `fetch` may
         still have a value if another process stored it in the meantime. May be called again: it then returns the
@@ -37,7 +49,10 @@ class Reading(Protocol):
         """
 
     def cancel(self) -> None:
-        """Stops calling `fetch`. `result` must not be called afterwards. May be called at any time."""
+        """Stops calling `fetch`. May be called at any time.
+
+        `result` must not be called afterwards.
+        """
 
 
 class Cache(Protocol):
@@ -59,6 +74,15 @@ class Cache(Protocol):
         policy: eviction policy. Nothing is evicted while `policy.evicts` is False.
         capacity: maximum bytes of this host's memory; of its disk, for a cache on a disk only.
         structure: the structure of the samples that `gather` can copy; None if it copies none.
+
+    Example:
+        ```python
+        with sf.CachedDataset(dataset, capacity="8MiB") as cached:
+            cache = cached.cache
+            cache.put_many([3], [(image, 7)])
+            [(same, label)] = cache.get_many([3])
+            assert label == 7 and cache.resident([3, 4]).tolist() == [True, False]
+        ```
     """
 
     num_ids: int
@@ -76,13 +100,16 @@ class Cache(Protocol):
 
     @property
     def uncached_steps(self) -> int:
-        """The number of pipeline steps, counted back from the last cached one, that the stored samples do not include.
+        """The number of last pipeline steps that the stored samples do not include.
 
         0 initially; increases after a step proved random; see `uncache_steps`.
         """
 
     def resident(self, ids: Any) -> Array:
-        """Returns which of `ids` this host can read without a request to a lower tier: an array of bool."""
+        """Returns which of `ids` this host can read, as an array of bool.
+
+        Samples that need a request to a lower tier are False.
+        """
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -110,7 +137,9 @@ class Cache(Protocol):
         """Prepares `outs` for many calls of `gather`; see there."""
 
     def gather(self, ids: Any, into: Aim | Sequence[Array]) -> Array:
-        """Copies the samples of `ids` leaf by leaf. Returns which of them were copied, as an array of bool.
+        """Copies the samples of `ids` leaf by leaf.
+
+        Returns which of them were copied, as an array of bool.
 
         Only resident samples of the `structure` are copied; without a `structure`, none. The rows of others are
         undefined afterwards.
@@ -124,7 +153,9 @@ class Cache(Protocol):
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int = 0) -> Array:
-        """Stores `values` as the samples of `ids`. Returns which of them are stored, as an array of bool.
+        """Stores `values` as the samples of `ids`.
+
+        Returns which of them are stored, as an array of bool.
 
         Samples that are already stored are unchanged; of equal ids, the first counts. Values are copied. A cache that
         writes in the background returns True for queued samples; `flush` waits for them. A sample that does not fit,
@@ -142,7 +173,9 @@ class Cache(Protocol):
         """Waits until all samples that this process has put are stored or rejected."""
 
     def set_scores(self, ids: Any, scores: Any) -> None:
-        """Sets the scores of samples, resident or not, for a policy whose scores are `given`.
+        """Sets the scores of samples, for a policy whose scores are `given`.
+
+        Samples need not be resident.
 
         Raises `InputError` unless there is one number per id, and none is NaN.
         """
@@ -154,7 +187,9 @@ class Cache(Protocol):
         """Removes all samples."""
 
     def uncache_steps(self, count: int) -> bool:
-        """Removes all samples, for all processes, because one of the last `count` cached steps proved random.
+        """Removes all samples because one of the last `count` cached steps proved random.
+
+        They are removed for all processes.
 
         Afterwards `uncached_steps` is at least `count`; a cache shared by several hosts is disabled. Returns False,
         and removes nothing, if that was already the case.
@@ -166,13 +201,18 @@ class Cache(Protocol):
         """Counts `reads` fetches of `size` bytes from the source."""
 
     def stats(self) -> CacheStats:
-        """Returns the counts over all processes of this host; after `close`, those at that time.
+        """Returns the counts over all processes of this host.
+
+        After `close`, those at that time.
 
         Each id that was requested counts once, as a hit or as a miss.
         """
 
     def populate(self) -> None:
-        """Maps the memory in the background, so that the first reads are fast. May do nothing."""
+        """Maps the memory in the background, so that the first reads are fast.
+
+        May do nothing.
+        """
 
     def close(self) -> None:
         """Flushes writes and detaches from the cache. Idempotent."""
@@ -180,10 +220,20 @@ class Cache(Protocol):
 
 @runtime_checkable
 class Lends(Protocol):
-    """A cache whose samples can be read in place, without a copy."""
+    """A cache whose samples can be read in place, without a copy.
+
+    Example:
+        ```python
+        with sf.CachedDataset(dataset, capacity="8MiB") as cached:
+            if isinstance(cached.cache, sf.cache.Lends):
+                borrowed = cached.cache.borrow([0, 1])
+        ```
+    """
 
     def borrow(self, ids: Any) -> Borrowed | None:
-        """Returns the samples of `ids` as `get_many` does, but without copying; do not modify them.
+        """Returns the samples of `ids` without copying; do not modify them.
+
+        The samples are those of `get_many`.
 
         None if this cache does not support it, such as one on a disk. Another process may overwrite a sample at any
         time: check `Borrowed.unchanged` after use.

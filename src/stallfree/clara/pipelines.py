@@ -28,7 +28,9 @@ from stallfree.units import parse_whole
 
 
 class Pipeline:
-    """The data of one section. Iterating it yields the batches of one epoch: `{"image": tensor, "label": tensor}`.
+    """The data of one section.
+
+    Iterating it yields the batches of one epoch: `{"image": tensor, "label": tensor}`.
 
     Images are float32 of shape (batch, channels, *axes). Labels are volumes of the same form, or numbers of shape
     (batch,) or (batch, numbers): int64, or float32 if any is not an integer.
@@ -37,6 +39,13 @@ class Pipeline:
         name: name of the pipeline, as in the configuration.
         dataset: a `SmartCacheDataset`, or the plain source.
         loader: its `stallfree.DataLoader`.
+
+    Example:
+        ```python
+        # needs nibabel
+        with sf.clara.load("train_config.json", DATASET_JSON="list.json", DATA_ROOT=".") as pipelines:
+            print(len(pipelines.train), pipelines.train.dataset.stats().lag)
+        ```
     """
 
     def __init__(self, name: str, dataset: SmartCacheDataset | DataListSource, loader: DataLoader) -> None:
@@ -74,6 +83,13 @@ class Pipelines:
     Attributes:
         train: pipeline of the section `train`; None if there is no such section.
         validate: pipeline of the section `validate`; None if there is no such section.
+
+    Example:
+        ```python
+        # needs nibabel
+        with sf.clara.load("train_config.json", DATASET_JSON="list.json", DATA_ROOT=".") as pipelines:
+            print(pipelines.train, pipelines.validate)
+        ```
     """
 
     train: Pipeline | None
@@ -93,7 +109,9 @@ class Pipelines:
 
 
 def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variables: Any) -> Pipelines:
-    """Build the data pipelines of a training configuration of NVIDIA's Clara Train SDK (3.x, JSON).
+    """Build the data pipelines of a training configuration of NVIDIA's Clara Train SDK.
+
+    The configuration is JSON, of release 3.x.
 
         with load("train_config.json", DATASET_JSON="/data/list.json", DATA_ROOT="/data") as pipelines:
             for batch in pipelines.train:
@@ -111,6 +129,14 @@ def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variab
         InputError: the configuration or the data list is invalid; the message names the position.
         MissingExtraError: volumes are to be read and `nibabel` is not installed.
         SampleError: none of the first samples of a cache can be read.
+
+    Example:
+        ```python
+        # needs nibabel
+        with sf.clara.load("train_config.json", DATASET_JSON="list.json", DATA_ROOT=".") as pipelines:
+            for batch in pipelines.train:
+                train(batch["image"], batch["label"])
+        ```
     """
     if not is_path(config):
         raise InputError(f"config={config!r:.80}: give the path of a configuration in JSON")

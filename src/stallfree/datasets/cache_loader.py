@@ -32,10 +32,9 @@ _MOST_TYPICAL = 1 << 20
 
 
 class CacheLoader:
-    """Values by key, in memory that all processes of the host share, or on a local disk.
+    """Caches values by key, in shared memory or on a local disk.
 
-        cache = CacheLoader(capacity="4GiB", name="features")
-        value = cache.get("clip-17", load)          # calls load("clip-17") when it is not there
+    All processes of the host share the values of one name.
 
     The cache has one place for each 1 KiB of its capacity (4 million at most). A key has 8 places that it may take, by
     its hash. When all are taken by others, its value takes one of them under a policy that evicts, and is not stored
@@ -54,6 +53,13 @@ class CacheLoader:
             read faster, and small values waste less of smaller ones. Who makes the cache decides.
 
     Raises `CapacityError` and `FingerprintError` like `CachedDataset`. An object can be sent to other processes.
+
+    Example:
+        ```python
+        with sf.CacheLoader(capacity="8MiB", name="features") as cache:
+            value = cache.get("clip-17", load)  # calls load("clip-17")
+            same = cache.get("clip-17", load)  # does not call it
+        ```
     """
 
     def __init__(
@@ -85,12 +91,20 @@ class CacheLoader:
         self._chance = random.Random()
 
     def get(self, key: KeyT, load: Callable[[KeyT], T]) -> T:
-        """The value of `key`; `load(key)` when it is not in the cache, which then keeps it.
+        """The cached value of `key`, or else that of `load(key)`.
+
+        A value that was loaded is stored.
 
         A value that `load` gives may be anything that the cache can store, None included; the caller may change what is
         returned. What `load` raises is passed on, and nothing is stored. Processes that miss the same key at the same
         time each load it. Raises `CodecError` for a value that cannot be stored, `InputError` for a key that is no str
         or int.
+
+        Example:
+            ```python
+            with sf.CacheLoader(capacity="8MiB", name="squares") as cache:
+                assert cache.get(12, lambda key: key * key) == 144
+            ```
         """
         if not callable(load):
             raise InputError(f"load={load!r:.80} cannot be called: give a function that makes the value of a key")
@@ -158,7 +172,10 @@ class CacheLoader:
         self.cache.clear()
 
     def close(self) -> None:
-        """Leave the cache; the last process out removes it unless it persists. May be called twice."""
+        """Leave the cache. May be called twice.
+
+        The last process to leave removes it, unless it persists.
+        """
         self.cache.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -45,7 +45,9 @@ log = logging.getLogger("stallfree")
 
 
 class CachedDataset(Dataset[SampleT_co]):
-    """`dataset` with a sample cache behind it. Works with any loader; with `stallfree.DataLoader` at full speed.
+    """`dataset` with a sample cache behind it.
+
+    Works with any loader; with `stallfree.DataLoader` at full speed.
 
     A sample is `random_part(deterministic_part(fetch(id)))`. What is cached is the record as it was fetched, or what
     the deterministic part made of it; the random part runs again each time, as a function of (seed, epoch, id). Under
@@ -108,6 +110,15 @@ class CachedDataset(Dataset[SampleT_co]):
 
     Raises `InputError` (and its subclasses `CapacityError`, `FingerprintError`) for arguments that cannot be used,
     `SampleError` when none of the first samples can be had, `StorageError` when there is no shared memory left.
+
+    Example:
+        ```python
+        cached = sf.CachedDataset(dataset, capacity="8MiB")
+        loader = sf.DataLoader(cached, batch_size=4, shuffle=True, num_workers=2)
+        for epoch in range(2):  # the second epoch reads no file
+            for images, labels in loader:
+                train(images, labels)
+        ```
     """
 
     @overload
@@ -261,14 +272,29 @@ class CachedDataset(Dataset[SampleT_co]):
 
     @short_traceback
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the samples from now on, in the workers too. Only for loaders other than stallfree's."""
+        """Set the epoch of the next samples, in the workers too.
+
+        Only for loaders other than stallfree's.
+
+        Example:
+            ```python
+            cached = sf.CachedDataset(dataset, capacity="8MiB", seed=1)
+            for epoch in range(2):
+                cached.set_epoch(epoch)
+                for images, labels in torch.utils.data.DataLoader(cached, batch_size=4):
+                    train(images, labels)
+            ```
+        """
         self.reader.check()
         if not 0 <= parse_whole(epoch, "epoch") <= _MOST_EPOCHS:
             raise InputError(f"epoch={epoch}: give 0 or more, and less than 2**31 - 1")
         self._epochs.array[0] = epoch + 1
 
     def epoch_source(self, setup: SourceSetup) -> EpochSource:
-        """The source of a loader's epochs. Loaders that use the seed of this data set count their epochs in it."""
+        """The source of a loader's epochs.
+
+        Loaders that use the seed of this data set count their epochs in it.
+        """
         return order_of(replace(setup, counter=self) if setup.seed_of_data else setup)
 
     def where(self, id: int) -> str:
@@ -280,11 +306,16 @@ class CachedDataset(Dataset[SampleT_co]):
         return f"CachedDataset {fingerprint(self.source.fingerprint(), self.steps)}"
 
     def stats(self) -> CacheStats:
-        """The counts of the cache, over all processes attached to it; after `close`, those of that moment."""
+        """The counts of the cache, over all processes attached to it.
+
+        After `close`, those of that moment.
+        """
         return self.cache.stats()
 
     def close(self) -> None:
-        """Leave the cache. The last process out removes it, unless it persists. May be called twice.
+        """Leave the cache. May be called twice.
+
+        The last process to leave removes it, unless it persists.
 
         Samples cannot be read any more after that. Happens by itself when this object is freed.
         """

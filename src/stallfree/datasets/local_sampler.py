@@ -17,10 +17,9 @@ from stallfree.units import parse_whole
 
 
 class LocalSampler(DistributedSampler[Any]):
-    """The share of this rank of a data set that is cached over several nodes: what its own node owns comes first.
+    """Samples of this rank, those that its own node stores first.
 
-        dataset = CachedDataset(ds, capacity="64GiB", store=RedisStore(capacity_per_node="64GiB"))
-        loader = DataLoader(dataset, batch_size=256, sampler=LocalSampler(dataset), num_workers=4)
+    For a data set that is cached over several nodes.
 
     Every sample comes exactly once per epoch over all ranks, as with torch's `DistributedSampler`, of which this is
     one; stallfree's loader sets the epoch. Almost nothing comes over the network then. The price: a sample is
@@ -38,6 +37,14 @@ class LocalSampler(DistributedSampler[Any]):
         num_ranks: of the job, likewise.
 
     Raises `InputError` when the nodes of the store do not have equally many ranks, or for a data set of another kind.
+
+    Example:
+        ```python
+        cached = sf.CachedDataset(dataset, capacity="8MiB")  # with several nodes: store=sf.RedisStore(...)
+        sampler = sf.LocalSampler(cached, rank=0, num_ranks=2)
+        loader = sf.DataLoader(cached, batch_size=4, sampler=sampler)
+        assert len(loader) == 2
+        ```
     """
 
     def __init__(

@@ -47,7 +47,7 @@ _made = itertools.count()
 
 
 class SmartCacheDataset(Dataset[SampleT_co]):
-    """A data set of `cache_num` samples: a window over `data`, of which a share is replaced after each epoch.
+    """A window of `cache_num` samples over `data`, partly replaced after each epoch.
 
     The samples of the window are kept in memory that all processes of the host share, after the longest deterministic
     run of their transforms; the random rest runs again each time, as a function of (seed, epoch, id). While an epoch
@@ -97,6 +97,15 @@ class SmartCacheDataset(Dataset[SampleT_co]):
 
     Raises `InputError` for arguments that cannot be used, `CapacityError` (one of them) for a window that the machine's
     free memory does not hold, `SampleError` when none of the first samples can be had.
+
+    Example:
+        ```python
+        with sf.SmartCacheDataset(dataset, cache_num=8, replace_rate=0.25) as window:
+            loader = sf.DataLoader(window, batch_size=4, shuffle=True)
+            for epoch in range(3):  # each of 8 samples, 2 of them new
+                for images, labels in loader:
+                    train(images, labels)
+        ```
     """
 
     @short_traceback
@@ -171,7 +180,9 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         return self.window.positions
 
     def begin_epoch(self, epoch: int) -> Ids:
-        """The ids of epoch `epoch`, one for each position. Loaders call this; the first call moves the window.
+        """The ids of epoch `epoch`, one for each position.
+
+        Loaders call this; the first call moves the window.
 
         An epoch that is neither one of the newest nor the next begins where it would if no replacement was ever late.
         Raises `WaitError` if, with `on_late="wait"`, replacements are not ready within 300 s.
@@ -183,7 +194,10 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         return self.window.begin(epoch)
 
     def epoch_source(self, setup: SourceSetup) -> EpochSource:
-        """The source of a loader's epochs: the window, in the order that the loader would have without it."""
+        """The source of a loader's epochs: the window.
+
+        Its order is the one that the loader would have without it.
+        """
         if plans_epochs(setup.sampler):
             raise argument_conflict("a SmartCacheDataset chooses its samples itself: leave out the ImportanceSampler")
         if setup.ranks is not None and (setup.ranks == "auto" or setup.ranks[1] != 1):
@@ -196,8 +210,9 @@ class SmartCacheDataset(Dataset[SampleT_co]):
 
     @short_traceback
     def set_epoch(self, epoch: int) -> None:
-        """What is asked for from now on is of that epoch. For loaders other than stallfree's; they need it only with
-        samplers that repeat positions.
+        """Set the epoch of the next samples.
+
+        For loaders other than stallfree's; they need it only with samplers that repeat positions.
         """
         self.begin_epoch(epoch)
         self.window.set_epoch(epoch)
@@ -247,17 +262,30 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         self.window.end_epoch()
 
     def shutdown(self) -> None:
-        """Stop the fill processes. Samples can still be read, and `start` goes on. May be called twice."""
+        """Stop the fill processes.
+
+        Samples can still be read, and `start` goes on. May be called twice.
+        """
         self._fillers.stop()
 
     def rank_sampler(self, *, shuffle: bool = True, drop_last: bool = False) -> DistributedSampler[Any]:
-        """Splits the window among the ranks of this host, as `LOCAL_RANK` and `LOCAL_WORLD_SIZE` say."""
+        """Splits the window among the ranks of this host, as `LOCAL_RANK` and `LOCAL_WORLD_SIZE` say.
+
+        Example:
+            ```python
+            with sf.SmartCacheDataset(dataset, cache_num=8) as window:
+                loader = sf.DataLoader(window, batch_size=4, sampler=window.rank_sampler())
+                batches = list(loader)
+            ```
+        """
         return RankSampler(self, shuffle, drop_last)
 
     # -- state and statistics -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the window is. `load_state_dict` in another process gives the windows that would have come.
+        """Where the window is.
+
+        `load_state_dict` in another process gives the windows that would have come.
 
         With `stallfree.DataLoader` it is part of the loader's state. It is fit for JSON.
         """
@@ -289,7 +317,10 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         return self.source.where(id)
 
     def close(self) -> None:
-        """Stop the fill processes and leave the cache. The last process out removes it. May be called twice."""
+        """Stop the fill processes and leave the cache. May be called twice.
+
+        The last process to leave removes the cache.
+        """
         self.reader.end(f"{self!r} is closed: make a new one to read samples")
         self._end()
         self.cache.close()

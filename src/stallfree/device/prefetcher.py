@@ -64,6 +64,13 @@ class DevicePrefetcher(Generic[BatchT_co]):
 
     An exception of the loader is raised at its position in the order; `next` then continues if the loader does. Raises
     `InputError` for invalid arguments and for a missing device.
+
+    Example:
+        ```python
+        loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+        for images, labels in sf.DevicePrefetcher(loader, device):
+            train(images, labels)  # on the device
+        ```
     """
 
     @overload
@@ -187,7 +194,10 @@ class DevicePrefetcher(Generic[BatchT_co]):
             return consumed()
 
     def load_state_dict(self, state: Any) -> None:
-        """Make the next iteration resume from `state`. Raises `InputError` if the loader does not support it."""
+        """Make the next iteration resume from `state`.
+
+        Raises `InputError` if the loader does not support it.
+        """
         if not hasattr(self.loader, "load_state_dict"):
             raise InputError(
                 f"the loader, a {type(self.loader).__name__}, has no load_state_dict(): give a loader that has, such "
@@ -198,14 +208,19 @@ class DevicePrefetcher(Generic[BatchT_co]):
         self.loader.load_state_dict(state)
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
-        """Pin host memory, so that the device copies from it directly. Returns the function that unpins it.
+        """Pin host memory, so that the device copies from it directly.
+
+        Returns the function that unpins it.
 
         In a forked child, which has no device, both do nothing.
         """
         return _do_nothing if self._backend is None else pin(self._backend, self._places, self._owner, memory)
 
     def close(self) -> None:
-        """End the active iteration and wait for its thread. The prefetcher can be iterated again."""
+        """End the active iteration and wait for its thread.
+
+        The prefetcher can be iterated again.
+        """
         iteration = None if self._iteration is None else self._iteration()
         if iteration is not None:
             iteration.close()

@@ -33,16 +33,7 @@ _ANSWER_SECONDS = 1.0
 class ProcessPrefetcher(Generic[BatchT_co]):
     """Loads batches and copies them to the device in a separate process.
 
-        def make_loader():
-            return sf.DataLoader(dataset, batch_size=64, num_workers=4)
-
-        if __name__ == "__main__":
-            with sf.ProcessPrefetcher(make_loader, "cuda") as batches:
-                for epoch in range(90):
-                    for images, labels in batches:
-                        ...
-
-    The loading process starts at once, by "spawn": a script needs the guard above. It calls `make_loader`, iterates the
+    The loading process starts at once, by "spawn": scripts need the guard below. It calls `make_loader`, iterates the
     result once per epoch, and copies each batch to one of `depth` + 1 slots in device memory, which are allocated once.
     The training process maps the same memory (CUDA IPC) and receives only the number of the ready slot. Unlike in
     `DevicePrefetcher`, loading and staging do not compete with the training loop for one interpreter.
@@ -77,6 +68,18 @@ class ProcessPrefetcher(Generic[BatchT_co]):
     An exception of the loader is raised at its position in the order, with the traceback of the loading process as its
     cause; `next` then continues if the loader does. An exception of `make_loader` is raised in each epoch. Raises
     `InputError` for invalid arguments and for a missing device; `PlatformError` on systems other than Linux.
+
+    Example:
+        ```python
+        # needs a script with a main guard
+        def make_loader():
+            return sf.DataLoader(dataset, batch_size=64, num_workers=4)
+
+        if __name__ == "__main__":
+            with sf.ProcessPrefetcher(make_loader, "cuda") as batches:
+                for images, labels in batches:
+                    train(images, labels)
+        ```
     """
 
     def __init__(
@@ -119,9 +122,19 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         return self._child.pid
 
     def consumer(self, number: int) -> Consumer[BatchT_co]:
-        """Return consumer `number`, from 0. Picklable, for any process of this user on this host.
+        """Return consumer `number`, from 0.
+
+        Picklable, for any process of this user on this host.
 
         Raises `InputError` if there is no such number.
+
+        Example:
+            ```python
+            # needs a script with a main guard
+            batches = sf.ProcessPrefetcher(make_loader, "cuda", consumers=2)
+            context = torch.multiprocessing.get_context("spawn")
+            context.Process(target=train_one, args=(batches.consumer(1),)).start()
+            ```
         """
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.consumers:
             raise InputError(f"consumer({number!r}): give a number from 0 to {self.consumers - 1}, as consumers= says")

@@ -35,7 +35,24 @@ def prepare(accelerator: Any, loader: DataLoader) -> Any:
     Use and close the returned object instead of `loader`. `skip_first_batches` converts it to torch's loader for one
     epoch.
 
+    Args:
+        accelerator: Accelerate's `Accelerator`.
+        loader: the loader of this process, without `ranks`.
+
+    Returns:
+        A loader of Accelerate's.
+
     Raises `InputError` for another loader, and for one whose samples are already partitioned.
+
+    Example:
+        ```python
+        # needs accelerate
+        from accelerate import Accelerator
+        from stallfree.integrations.accelerate import prepare
+
+        loader = prepare(Accelerator(), sf.DataLoader(dataset, batch_size=4))
+        batches = list(loader)
+        ```
     """
     _check(accelerator, loader)
     sampler = loader.sampler

@@ -34,13 +34,22 @@ def _lightning() -> Any:
 
 
 class StallMonitor(_lightning().Callback):  # type: ignore[misc]
-    """Logs the share of each epoch in which training waited for data, and prints a line with the cause.
+    """Logs how long training waited for data in each epoch, and why.
 
     It logs `stallfree/wait`, and its parts `stallfree/fetch_stall` and `stallfree/prep_stall` (see `LoaderStats`), each
     as a share from 0 to 1 of the epoch's time without validation, on this rank. The first rank prints. Loaders are
     found in the result of `train_dataloader`, also in lists and dicts; those of other libraries are ignored.
 
     Raises `InputError` at the start of training if none of its loaders is stallfree's.
+
+    Example:
+        ```python
+        # needs lightning
+        from lightning.pytorch import Trainer
+        from stallfree.integrations.lightning import StallMonitor
+
+        trainer = Trainer(max_epochs=90, callbacks=[StallMonitor()], accelerator="cpu", logger=False)
+        ```
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,9 @@ def measure_benefit(
     batches: int = 20,
     clock: Clock | None = None,
 ) -> float:
-    """The ratio of the epoch time without the cache to that with it, from batches that bypass and hit the cache.
+    """The ratio of the epoch time without the cache to that with it.
+
+    It is measured on batches that bypass the cache and on batches that hit it.
 
     This is the probe of iCACHE (Chen et al., HPCA 2023, section IV-E), prep and steps included. Both runs use a
     `DataLoader`, and `batches` of each are timed, after two batches per worker (but at least one) have filled its
@@ -48,6 +50,13 @@ def measure_benefit(
 
     Raises `InputError` for invalid arguments and if no sample is resident; exceptions of the loader and `step`
     propagate.
+
+    Example:
+        ```python
+        with sf.CachedDataset(dataset, capacity="8MiB") as cached:
+            samples = [cached[id] for id in range(len(cached))]
+            ratio = sf.measure_benefit(cached, step, batch_size=4, workers=0, batches=3)
+        ```
     """
     if not isinstance(dataset, CachedDataset):
         raise cache_required(f"dataset={dataset!r:.80} has no cache: give a CachedDataset")

@@ -117,6 +117,15 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     A batch owns its memory while any of its tensors is alive: kept batches are never overwritten. Raises `InputError`
     for invalid arguments; while iterating `SampleError`, `WorkerError` and `WaitError`.
+
+    Example:
+        ```python
+        with sf.DataLoader(dataset, batch_size=4, shuffle=True, cache="auto", capacity="8MiB") as loader:
+            for epoch in range(2):
+                for images, labels in loader:
+                    train(images, labels)
+            print(loader.decision)
+        ```
     """
 
     multiprocessing_context: Any = None  # torch's property accepts one only with workers
@@ -318,7 +327,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         return len(self._runner)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Without it, iterations are consecutive epochs, counted from 0.
+        """Set the epoch of the next iteration.
+
+        Without it, iterations are consecutive epochs, counted from 0.
 
         A `SmartCacheDataset`, an `ImportanceSampler`, a `DistributedSampler` and a `CachedDataset` with a seed count
         the epochs of all loaders over them: a new loader continues with the next one. An `IterableDataset` that has
@@ -359,7 +370,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     # -- for a prefetcher: see `EpochRunner` --------------------------------------------------------------------------
 
     def prefetched_by(self, prefetcher: Prefetcher) -> Iterator[BatchT_co]:
-        """Host batches for a prefetcher, which pins the ring and counts the waits of the training loop."""
+        """Host batches for a prefetcher.
+
+        The prefetcher pins the ring and counts the waits of the training loop.
+        """
         return self._begun(self._runner.prefetched_by(prefetcher))
 
     def count_wait(self, seconds: float) -> None:
@@ -378,12 +392,21 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     # -- state and statistics -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the iteration: `load_state_dict` in another process resumes with exactly the remaining samples.
+        """The state of the iteration, for `load_state_dict` in this or another process.
+
+        Resuming yields exactly the remaining samples.
 
         For the loader's own order the state is two integers. With a `sampler` or `batch_sampler`, which may be random,
         it contains the remaining ids, so the sampler must be finite. With an `ImportanceSampler`, it fixes the
         substitutions for the rest of the epoch. Save it in the iterating process, between two batches. It is
         serializable as JSON.
+
+        Example:
+            ```python
+            for images, labels in loader:
+                train(images, labels)
+                torch.save(loader.state_dict(), "loader.pt")
+            ```
         """
         return self._runner.state_dict()
 
@@ -391,13 +414,25 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """Restore a state: the next iteration yields the remaining samples.
 
         Raises `InputError` for an invalid state, and for one of another version, seed or order.
+
+        Example:
+            ```python
+            loader = sf.DataLoader(dataset, batch_size=4, seed=1)
+            batches = iter(loader)
+            first = next(batches)
+            resumed = sf.DataLoader(dataset, batch_size=4, seed=1)
+            resumed.load_state_dict(loader.state_dict())
+            assert len(list(resumed)) == 3
+            ```
         """
         self._runner.load_state_dict(state)
         self.__dict__["seed"] = self._runner.seed
 
     @short_traceback
     def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
-        """Pass the losses of a batch to the `ImportanceSampler`: `Batch.ids`, and one loss for each of them.
+        """Pass the losses of a batch to the `ImportanceSampler`.
+
+        `ids` are `Batch.ids`; `losses` has one loss for each of them.
 
         Does not wait for their device. Raises `InputError` without an `ImportanceSampler`.
         """

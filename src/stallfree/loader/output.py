@@ -28,6 +28,14 @@ else:
             data: the batch as it would be without ids.
             ids: int64 tensor of the samples actually in it, in order.
             weights: float32 tensor of the same length; None without an `ImportanceSampler` that has weights.
+
+        Example:
+            ```python
+            loader = sf.DataLoader(dataset, batch_size=4, with_ids=True)
+            batch = next(iter(loader))
+            assert batch.ids.tolist() == [0, 1, 2, 3]
+            images, labels = batch.data
+            ```
         """
 
         data: Any

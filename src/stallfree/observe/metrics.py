@@ -86,7 +86,17 @@ class HasStats(Protocol):
 
 
 class Hook(Protocol):
-    """Protocol of a consumer of values, for user-defined classes."""
+    """Protocol of a consumer of values, for user-defined classes.
+
+    Example:
+        ```python
+        class Printer:  # has `write`, so it is a Hook
+            def write(self, values, step):
+                print(step, values)
+
+        Printer().write(sf.Metrics(train=loader).values(), step=100)
+        ```
+    """
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Receive all `values` at `step`."""
@@ -115,6 +125,12 @@ class Metrics:
         sources: loaders and caches (objects with `.stats()`) under user-defined names. They are kept alive.
 
     Raises `InputError` for an object without the statistics of a loader or a cache.
+
+    Example:
+        ```python
+        metrics = sf.Metrics(train=loader)
+        assert metrics.values()["train/stallfree_loader_batches_total"] == 0
+        ```
     """
 
     def __init__(self, **sources: HasStats) -> None:
@@ -165,6 +181,14 @@ class TensorBoardHook:
         target: folder of the logs, or a `SummaryWriter`.
 
     Raises `MissingExtraError` without the extra "tensorboard", `InputError` for other targets.
+
+    Example:
+        ```python
+        # needs tensorboard
+        hook = sf.TensorBoardHook("logs")
+        hook.write(sf.Metrics(train=loader).values(), step=100)
+        hook.close()
+        ```
     """
 
     def __init__(self, target: Any) -> None:
@@ -202,6 +226,16 @@ class PrometheusCollector:
 
     The name of a loader or cache is the label `name`. Raises `MissingExtraError` without the extra "prometheus",
     `InputError` if `metrics` is not a `Metrics`.
+
+    Example:
+        ```python
+        # needs prometheus_client
+        import prometheus_client
+
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(sf.PrometheusCollector(sf.Metrics(train=loader)))
+        text = prometheus_client.generate_latest(registry)
+        ```
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -238,6 +272,13 @@ class PrometheusServer:
         port: the port in use.
 
     Raises `MissingExtraError` without the extra "prometheus", `InputError` if address and port cannot be bound.
+
+    Example:
+        ```python
+        # needs prometheus_client
+        with sf.PrometheusServer(sf.Metrics(train=loader), port=0) as server:
+            print(f"http://127.0.0.1:{server.port}/metrics")
+        ```
     """
 
     def __init__(self, metrics: Metrics, port: int = 9400, address: str = "127.0.0.1") -> None:

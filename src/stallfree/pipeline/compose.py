@@ -24,6 +24,13 @@ class Compose:
     transform can be a step: it gets a mapping as its named arguments, or a NumPy array as `image`.
 
     Raises `InputError` if `transforms` is not an iterable of callables.
+
+    Example:
+        ```python
+        steps = sf.Compose([resize, sf.Compose([flip, to_tensor])])
+        assert len(steps.transforms) == 3
+        tensor = steps(image)
+        ```
     """
 
     transforms: tuple[Transform, ...]
@@ -78,6 +85,13 @@ class OnItem:
 
     Raises `InputError` if it is created with a `transform` that is not callable, and when it is called with a value
     that is not a container or has no element `key`.
+
+    Example:
+        ```python
+        step = sf.OnItem(0, resize)
+        small, label = step((image, 7))
+        assert small.shape == (16, 16, 3) and label == 7
+        ```
     """
 
     key: Any

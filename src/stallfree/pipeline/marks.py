@@ -25,20 +25,38 @@ _drew: dict[tuple[int, ...], object] = {}
 
 
 def mark_random(transform: T) -> T:
-    """Mark `transform` as random: its output may differ for the same input. Returns `transform` itself.
+    """Mark `transform` as random: its output may differ for the same input.
+
+    Returns `transform` itself.
 
     Works on functions, classes (also as a decorator) and instances, and takes precedence over any other evidence. A
     class marked random marks its subclasses too. The mark is an attribute of `transform`. For an object that rejects
     attributes (a builtin, a bound method, an instance with slots), a table of this process holds it; the table keeps
     the object alive and is not pickled.
+
+    Example:
+        ```python
+        @sf.mark_random
+        def shake(volume):
+            return volume + np.random.normal(size=volume.shape)
+        ```
     """
     return _mark(transform, True)
 
 
 def mark_deterministic(transform: T) -> T:
-    """Mark `transform` as deterministic: its output is the same for the same input. Returns `transform` itself.
+    """Mark `transform` as deterministic: its output is the same for the same input.
+
+    Returns `transform` itself.
 
     Works like `mark_random`, but a class marked deterministic does not mark its subclasses, which may add randomness.
+
+    Example:
+        ```python
+        @sf.mark_deterministic
+        def window(volume):
+            return volume.clip(-57, 164)
+        ```
     """
     return _mark(transform, False)
 

@@ -79,7 +79,9 @@ _SUMMED = (
 
 
 class SharedLoader(Generic[BatchT_co]):
-    """A loader whose batches are prepared once for all jobs of this host that give the same `group`.
+    """A loader whose batches are prepared once for all jobs of a `group`.
+
+    The jobs run on one host and give the same `group`.
 
     Used in each job like a `DataLoader`. The first job starts a coordinator process, which runs the workers and holds
     the ring of ready batches; the other jobs find it by the group's name. Each job gets every sample exactly once per
@@ -140,6 +142,13 @@ class SharedLoader(Generic[BatchT_co]):
     Raises `InputError` for invalid arguments, and for a job whose data set, transform, seed or batches differ from the
     group's. Iteration raises `SampleError`, `WorkerError` and `WaitError`; an exception of `collate_fn` is raised as a
     `StallfreeError` that also has the exception's type.
+
+    Example:
+        ```python
+        with sf.SharedLoader(dataset, group="search-7", batch_size=4, shuffle=True) as loader:
+            for images, labels in loader:  # the same lines in each job
+                train(images, labels)
+        ```
     """
 
     @overload
@@ -323,7 +332,7 @@ class SharedLoader(Generic[BatchT_co]):
 
     @property
     def epoch(self) -> int:
-        """The group's epoch of the active pass or, between two passes, of the next one.
+        """The group's epoch of the active pass, or of the next one.
 
         It may rise by more than one, if the group was further on.
         """
@@ -381,7 +390,10 @@ class SharedLoader(Generic[BatchT_co]):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the job's position: the group's epoch and the batches already yielded, as JSON-compatible data."""
+        """Return the job's position: the group's epoch and the batches already yielded.
+
+        It is serializable as JSON.
+        """
         iteration = None if self._pass is None else self._pass()
         under_way = iteration is not None and not iteration.through
         done = iteration.done if iteration is not None and under_way else self._done
@@ -428,7 +440,10 @@ class SharedLoader(Generic[BatchT_co]):
         return SharedStats(**counts, alone=context.alone, takeovers=context.member.deaths, jobs=context.member.jobs)
 
     def close(self) -> None:
-        """Leave the group; batches that are still held stay valid. The last job ends its processes. Idempotent."""
+        """Leave the group; batches that are still held stay valid. Idempotent.
+
+        The last job ends its processes.
+        """
         iteration = None if self._pass is None else self._pass()
         if iteration is not None:
             iteration.close()

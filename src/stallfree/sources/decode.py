@@ -33,7 +33,9 @@ def _simplejpeg() -> ModuleType | None:
 @in_place
 @mark_deterministic
 class DecodeImage:
-    """Encoded bytes (JPEG, PNG, WebP and whatever else Pillow reads) to a picture, always the same for the same bytes.
+    """Decodes an image from its encoded bytes.
+
+    Reads JPEG, PNG, WebP and all else that Pillow reads. The same bytes give the same image.
 
     JPEG is decoded by `simplejpeg` where that is installed (`pip install 'stallfree[turbo]'`) and an array is asked
     for, everything else by Pillow. The two may differ by a few units in some pixels, so their `fingerprint` differs.
@@ -46,6 +48,13 @@ class DecodeImage:
 
     Raises:
         InputError: for another `output` or `mode`, and when called with bytes that are no whole picture.
+
+    Example:
+        ```python
+        decode = sf.DecodeImage()
+        image = decode(Path("pictures/a/0.jpg").read_bytes())
+        assert image.shape == (24, 24, 3)
+        ```
     """
 
     def __init__(self, output: Literal["numpy", "pil"] = "numpy", mode: Literal["RGB", "L"] = "RGB") -> None:
@@ -80,7 +89,10 @@ class DecodeImage:
             raise image_unreadable(f"no whole picture in these {len(data)} bytes: {error}") from error
 
     def fingerprint(self) -> str:
-        """The output, the mode and the decoders in use with their versions, all of which decide the pixels."""
+        """The output, the mode and the decoders with their versions.
+
+        They decide the pixels.
+        """
         import PIL
 
         turbo = _simplejpeg() if self.output == "numpy" else None

@@ -16,8 +16,6 @@ from stallfree.sources.paths import LabelList, PathList, canonical, read_file
 class FileDataset(BaseSource):
     """Files as samples: `(transform(decode(bytes)), label)`, or without the label where there are none.
 
-        FileDataset(["a.jpg", "s3://bucket/b.jpg"], [0, 1], transform, decode=DecodeImage())
-
     Reading is apart from the rest: `fetch(id)` gives `(bytes, label)` (only the bytes without labels), and `pipeline`
     does what follows. Safe in threads, in forked processes and under spawn. Millions of paths take one buffer, not one
     object each, so workers share them.
@@ -32,6 +30,13 @@ class FileDataset(BaseSource):
 
     Raises:
         InputError: no paths, a path that is no text, or another number of labels than of paths.
+
+    Example:
+        ```python
+        data = sf.FileDataset(["pictures/a/0.jpg", "pictures/b/1.jpg"], [0, 1], decode=sf.DecodeImage())
+        image, label = data[1]
+        assert label == 1
+        ```
     """
 
     def __init__(
@@ -68,7 +73,10 @@ class FileDataset(BaseSource):
         return path
 
     def fingerprint(self) -> str:
-        """Changes when a path or a label changes, or the size of any of 256 local files, evenly spread."""
+        """Changes when a path, a label or the size of a file changes.
+
+        Sizes are those of at most 256 local files, evenly spread.
+        """
         labels = None if self._labels is None else self._labels.values
         return f"FileDataset {self._paths.fingerprint()} {fingerprint(labels)}"
 

@@ -41,6 +41,13 @@ class ImageFolder(FileDataset):
     Raises:
         InputError: there is no such folder, it has no folders of classes, or a class has no picture; `output` or `mode`
             is given to no purpose, as `transform` decodes.
+
+    Example:
+        ```python
+        data = sf.ImageFolder("pictures", transform=resize)
+        image, label = data[0]
+        assert data.classes == ["a", "b"] and label == 0
+        ```
     """
 
     def __init__(

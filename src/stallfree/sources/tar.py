@@ -32,9 +32,9 @@ _THREADS = 8
 
 
 class TarDataset(BaseSource):
-    """The samples in tar shards written for WebDataset, as a map-style data set: any sample by its id, from storage.
+    """The samples in WebDataset's tar shards, as a map-style data set.
 
-        data = TarDataset("train-{000..146}.tar", transform, keys=("jpg", "cls"))
+    Any sample is read by its id, from storage.
 
     A sample is what WebDataset gives undecoded: the bytes of its files by extension, and its name under `__key__`. Its
     ids count through the shards in the order given. Names may come again in another shard. Hidden files, names without
@@ -56,6 +56,13 @@ class TarDataset(BaseSource):
     Raises:
         InputError: no shards; one that is missing, compressed, damaged or cut off; a name that occurs twice in a shard;
             a sample that lacks one of `keys`. `fetch` raises a `SampleError` when a local shard has been changed since.
+
+    Example:
+        ```python
+        data = sf.TarDataset("train-{000..001}.tar", keys=("jpg", "cls"))
+        encoded, label = data[1]
+        image = sf.DecodeImage()(encoded)
+        ```
     """
 
     def __init__(
@@ -157,7 +164,10 @@ class TarDataset(BaseSource):
         return f"{self._shards[bisect_right(self._starts, id) - 1]}: {self._names[id]}"
 
     def fingerprint(self) -> str:
-        """Changes with the paths of the shards, with `keys`, and with the name, size or time of a file in a shard."""
+        """Changes with the shards and with `keys`.
+
+        Of the shards it contains the paths, and name, size and time of each file in them.
+        """
         return f"TarDataset {fingerprint(self._shards, self._digests, self._keys)}"
 
     def __repr__(self) -> str:

@@ -30,7 +30,9 @@ _STATE = struct.Struct("@ddQQ")
 
 
 class ThrottledSource(BaseSource):
-    """`source` behind storage of a given speed, with exact counters. The samples are the same.
+    """`source` behind storage of a given speed, with exact counters.
+
+    The samples are the same.
 
     The limits and the counters hold for all threads and processes that share this object, whether it got there by fork
     or by pickling. There is no credit for idle time: in any w seconds at most `bandwidth * w` bytes and one record
@@ -53,6 +55,13 @@ class ThrottledSource(BaseSource):
     Raises:
         InputError: a limit that is no positive number (latency may be 0), or a data set that cannot be a source.
         WaitError: from `fetch`, when a stopped process holds the state for 30 s.
+
+    Example:
+        ```python
+        slow = sf.testing.ThrottledSource(dataset, bandwidth="10MB/s", latency=0.001)
+        image, label = slow[0]
+        assert slow.requests == 1
+        ```
     """
 
     def __init__(
@@ -140,7 +149,10 @@ class ThrottledSource(BaseSource):
             self._state.store(free, line_free, 0, 0)
 
     def close(self) -> None:
-        """Leave the shared state; the last process to leave removes it. Happens by itself when this object is freed."""
+        """Leave the shared state; the last process to leave removes it.
+
+        Freeing this object does the same.
+        """
         self._state.close()
 
     def _where(self, id: int) -> str:
@@ -158,7 +170,10 @@ class ThrottledSource(BaseSource):
 
     @property
     def class_to_idx(self) -> dict[str, int]:
-        """The label of each class of the inner source. Raises `AttributeError` when it has none."""
+        """The label of each class of the inner source.
+
+        Raises `AttributeError` when it has none.
+        """
         labels: dict[str, int] = self.source.class_to_idx  # type: ignore[attr-defined]
         return labels
 

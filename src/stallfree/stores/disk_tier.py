@@ -45,9 +45,6 @@ _FULL = 0.8
 class DiskTier:
     """A folder on a local disk for samples that do not fit into memory.
 
-        tier = DiskTier("/mnt/ssd", capacity="200GiB")
-        dataset = CachedDataset(ds, capacity="16GiB", store=tier)
-
     Samples are read from memory, else from the disk, else from the source. Samples of the next batches are read ahead
     from the disk. A full or failing disk reduces hits, but raises no error.
 
@@ -63,6 +60,13 @@ class DiskTier:
         persist: as given.
 
     Raises `InputError` for an invalid path, `CapacityError` for an invalid size.
+
+    Example:
+        ```python
+        tier = sf.DiskTier("cache", capacity="64MiB")
+        with sf.CachedDataset(dataset, capacity="1MiB", store=tier) as cached:
+            image, label = cached[0]  # from memory, else from the disk, else from the data set
+        ```
     """
 
     def __init__(self, folder: str | Path, *, capacity: int | str, persist: bool = False) -> None:
@@ -84,7 +88,9 @@ class DiskTier:
         example: Any = MISS,
         below: LowerTier | None = None,
     ) -> TieredCache:
-        """The cache of one data set in memory, in this folder, and in the tier `below` if there is one.
+        """The cache of one data set in memory and in this folder.
+
+        The tier `below` is its last one, if given.
 
         The other arguments are those of `SampleCache`, for memory. A `name` derived from policy and capacity is not
         used on the disk, whose records are valid for other policies and capacities too. The cache closes `below`; if

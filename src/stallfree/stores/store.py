@@ -151,10 +151,7 @@ def default_store(capacity: int, unknown: Sequence[str] = ()) -> tuple[Store, in
 
 
 class RedisStore:
-    """Servers of Redis or Valkey, as one store for the caches of data sets on all nodes of a job.
-
-        store = RedisStore(capacity_per_node="64GiB")
-        dataset = CachedDataset(ds, capacity="16GiB", store=store, name="imagenet-train")
+    """Redis or Valkey servers, as one store for all nodes of a job.
 
     The first process of a node starts a server of Valkey or Redis, which stops with the last. Every sample is stored on
     one of the servers, determined by its id and the names of the nodes. The `capacity` of a data set is the memory tier
@@ -184,6 +181,14 @@ class RedisStore:
     Raises `InputError` for invalid arguments, `CapacityError` (a subclass) for more than the free memory,
     `MissingServerError` if there is neither `valkey-server` nor `redis-server`, `WaitError` if other nodes of the job
     do not open the store within 300 s, `StorageError` if a server cannot be started or does not answer.
+
+    Example:
+        ```python
+        # needs Redis
+        store = sf.RedisStore(capacity_per_node="64GiB")
+        cached = sf.CachedDataset(dataset, capacity="16GiB", store=store, name="imagenet-train")
+        loader = sf.DataLoader(cached, batch_size=64, ranks="auto")
+        ```
     """
 
     def __init__(
@@ -276,7 +281,10 @@ class RedisStore:
         return 1 if self._addresses is None else len(self._addresses.names)
 
     def close(self) -> None:
-        """Detach from the store. Its server stops after the last process of the node has detached. Idempotent."""
+        """Detach from the store. Idempotent.
+
+        Its server stops after the last process of the node has detached.
+        """
         self._closed = True
         if self._addresses is not None:
             self._addresses.close()

@@ -51,20 +51,9 @@ class NeedsPickle:
 class CacheContract:
     """The test suite that every `stallfree.cache.Cache` passes, for pytest.
 
-        class TestMyCache(stallfree.testing.CacheContract):
-            @pytest.fixture
-            def make_cache(self):
-                caches = []
+    A subclass has the fixture `make_cache`.
 
-                def make(num_ids, capacity, *, example=MISS, allow_pickle=True):
-                    caches.append(MyCache(num_ids, capacity, allow_pickle=allow_pickle))
-                    return caches[-1]
-
-                yield make
-                for cache in caches:
-                    cache.close()
-
-    The fixture returns a function that creates an empty cache, with the arguments of `MyCache` in this example:
+    The fixture returns a function that creates an empty cache, with these arguments:
 
     | argument | meaning |
     | --- | --- |
@@ -77,6 +66,15 @@ class CacheContract:
 
     Attributes:
         picklable: whether the cache can be pickled.
+
+    Example:
+        ```python
+        class TestMyCache(sf.testing.CacheContract):
+            @pytest.fixture
+            def make_cache(self):
+                with contextlib.ExitStack() as stack:
+                    yield lambda ids, capacity, **_: stack.enter_context(MyCache(ids, capacity))
+        ```
     """
 
     picklable = True

@@ -79,6 +79,12 @@ class RandomResizedCrop(_RandomCrop):
         layout: layout of the result: "HWC" (height, width, 3), or "CHW" (3, height, width).
 
     Raises `InputError` for invalid arguments, and when called with anything but an image.
+
+    Example:
+        ```python
+        crop = sf.vision.RandomResizedCrop(16, scale=(0.25, 1), flip=0.5)
+        assert crop(image).shape == (16, 16, 3)
+        ```
     """
 
     def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
@@ -104,6 +110,13 @@ class DecodeRandomResizedCrop(_RandomCrop):
     Args: those of `RandomResizedCrop`.
 
     Raises `InputError` for invalid arguments, and when called with bytes that are not a complete image.
+
+    Example:
+        ```python
+        data = sf.ImageFolder("pictures", sf.DecodeRandomResizedCrop(16, flip=0.5))
+        image, label = data[0]
+        assert image.shape == (16, 16, 3)
+        ```
     """
 
     takes_encoded: ClassVar[bool] = True
@@ -121,7 +134,10 @@ class DecodeRandomResizedCrop(_RandomCrop):
         return cut(pixels, crop, self, mirror, out)
 
     def halves(self) -> tuple[DecodeImage, RandomResizedCrop]:
-        """Return a deterministic and a random step that together equal this one: decoding, and the rest."""
+        """Return decoding and the random rest as two steps.
+
+        Together they equal this step.
+        """
         rest = RandomResizedCrop(self.size, self.scale, self.ratio, flip=self.flip, layout=self.layout)
         return DecodeImage(), rest
 

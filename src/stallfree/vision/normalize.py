@@ -13,9 +13,9 @@ from stallfree.vision.native import Layout
 
 
 class Normalize:
-    """`(pixels / 255 - mean) / std` of batches of bytes, for `transform_on_device` of `DevicePrefetcher`.
+    """Computes `(pixels / 255 - mean) / std` of batches of bytes.
 
-        sf.DevicePrefetcher(loader, "cuda", transform_on_device=sf.vision.Normalize())
+    For `transform_on_device` of `DevicePrefetcher`.
 
     All uint8 tensors of 4 dimensions in a batch, also in nested tuples, lists or mappings, become floats of shape
     (N, 3, H, W); everything else is left unchanged. With "HWC" the result has torch's memory format `channels_last`,
@@ -27,6 +27,13 @@ class Normalize:
         dtype: dtype of the floats.
 
     Raises `InputError` for invalid arguments, and for a batch without such a tensor.
+
+    Example:
+        ```python
+        normalize = sf.vision.Normalize()  # as `transform_on_device` of a `DevicePrefetcher`
+        pixels = normalize(torch.zeros(4, 16, 16, 3, dtype=torch.uint8))
+        assert pixels.shape == (4, 3, 16, 16)
+        ```
     """
 
     def __init__(

@@ -23,7 +23,14 @@ from stallfree.vision.native import Pixels
 @in_place
 @mark_random
 class RandomHorizontalFlip:
-    """Mirrors images left to right with probability `p`; the others are returned unchanged."""
+    """Mirrors images left to right with probability `p`; the others are returned unchanged.
+
+    Example:
+        ```python
+        flip = sf.vision.RandomHorizontalFlip(p=0.5)
+        assert flip(image).shape == image.shape
+        ```
+    """
 
     def __init__(self, p: float = 0.5) -> None:
         self.p = probability(p, "p")
@@ -47,6 +54,12 @@ class Resize:
 
     Args:
         size: (height, width) of the result; or one number for the shorter side, which keeps the aspect ratio.
+
+    Example:
+        ```python
+        resize = sf.vision.Resize((16, 20))
+        assert resize(image).shape == (16, 20, 3)
+        ```
     """
 
     def __init__(self, size: int | Sequence[int]) -> None:
@@ -78,6 +91,12 @@ class CenterCrop:
 
     Args:
         size: (height, width), or one number for both.
+
+    Example:
+        ```python
+        crop = sf.vision.CenterCrop(16)
+        assert crop(image).shape == (16, 16, 3)
+        ```
     """
 
     def __init__(self, size: int | Sequence[int]) -> None:
@@ -107,8 +126,18 @@ class ColorJitter:
     """Changes brightness, contrast and saturation by random factors, in random order.
 
     Each is a number x for a factor of max(0, 1 - x) to 1 + x, or the least and the largest factor; a factor of 1
-    changes nothing. Brightness mixes with black, contrast with the image's mean grey, saturation with the grey of each
-    pixel.
+    changes nothing.
+
+    Args:
+        brightness: mixes the image with black.
+        contrast: mixes it with its mean grey.
+        saturation: mixes it with the grey of each pixel.
+
+    Example:
+        ```python
+        jitter = sf.vision.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2)
+        assert jitter(image).shape == image.shape
+        ```
     """
 
     def __init__(
@@ -144,7 +173,16 @@ class ColorJitter:
 @in_place
 @mark_deterministic
 class ChannelsFirst:
-    """Converts (H, W, 3) to (3, H, W), still bytes of 0 to 255: the layout that torch's convolutions expect."""
+    """Converts (H, W, 3) to (3, H, W), the layout of torch's convolutions.
+
+    The values remain bytes of 0 to 255.
+
+    Example:
+        ```python
+        steps = sf.Compose([sf.vision.Resize(16), sf.vision.ChannelsFirst()])
+        assert steps(image).shape == (3, 16, 16)
+        ```
+    """
 
     def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
         pixels = pixels_of(picture, self).transpose(2, 0, 1)

@@ -64,6 +64,14 @@ class RayWorkers:
 
     Raises `InputError` for invalid arguments, and `MissingExtraError` if Ray is not installed. While iterating, a
     cluster that cannot be reached at the start is a `WorkerError`.
+
+    Example:
+        ```python
+        # needs Ray
+        loader = sf.DataLoader(dataset, batch_size=64, workers=sf.RayWorkers(16, address="auto"))
+        for images, labels in loader:
+            train(images, labels)
+        ```
     """
 
     num_workers: int | str

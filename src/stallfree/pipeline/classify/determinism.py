@@ -18,7 +18,15 @@ __all__ = ["Split", "StallfreeWarning", "Verdict", "mark_deterministic", "mark_r
 
 
 class StallfreeWarning(UserWarning):
-    """Warns of something that works, but not optimally; the message recommends an action."""
+    """Warns of something that works, but not optimally; the message recommends an action.
+
+    Example:
+        ```python
+        import warnings
+
+        warnings.simplefilter("error", sf.StallfreeWarning)  # in tests: raise it
+        ```
+    """
 
 
 @dataclass(frozen=True)
@@ -38,18 +46,29 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Split:
-    """A pipeline in two parts: `random(deterministic(value))` equals the whole. `str()` gives a table of the steps.
+    """A pipeline in two parts: `random(deterministic(value))` equals the whole.
+
+    `str()` gives a table of the steps.
 
     A step replaced by its `halves` may compute both at once in another way; the results then agree within that
     computation's error, such as a decoder's.
+
+    Attributes:
+        deterministic: the longest prefix of steps that always give the same output for the same input.
+        random: the remaining steps.
+        verdicts: one per step of the flattened pipeline, in order; two for a step that was replaced by its halves.
+
+    Example:
+        ```python
+        parts = sf.split(sf.Compose([resize, flip]), image)
+        print(parts)  # one line per step: cached or fresh, and why
+        small = parts.random(parts.deterministic(image))
+        ```
     """
 
     deterministic: Compose
-    """The longest prefix of steps that always give the same output for the same input."""
     random: Compose
-    """The remaining steps."""
     verdicts: tuple[Verdict, ...]
-    """One per step of the flattened pipeline, in order; two for a step that was replaced by its halves."""
 
     def __str__(self) -> str:
         lines = [
@@ -61,7 +80,9 @@ class Split:
 
 
 def split(transform: Transform | None, probe: Any = None) -> Split:
-    """Split `transform` into a part that may be cached and a part that must run for each access.
+    """Split `transform` into a deterministic part and a part that runs each time.
+
+    Only the output of the deterministic part may be cached.
 
     Nested compositions are flattened first (see `flatten`). A step is classified by the user's mark, then by its
     library's declaration. If `probe` is given, its code is then scanned for unseeded generators, clocks and entropy,
@@ -76,6 +97,13 @@ def split(transform: Transform | None, probe: Any = None) -> Split:
 
     If the first random step has a method `halves() -> (deterministic, random)`, where `random(deterministic(x))` equals
     the step's result for `x`, the two replace it; the first one ends the part that may be cached.
+
+    Example:
+        ```python
+        parts = sf.split(sf.Compose([resize, flip]), image)
+        assert parts.deterministic.transforms == (resize,)
+        assert parts.random.transforms == (flip,)
+        ```
     """
     flat = flatten(transform)
     values = _Values(flat, probe)

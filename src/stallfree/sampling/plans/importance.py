@@ -47,7 +47,7 @@ _LEAN = 0.8
 
 
 class ImportanceSampler:
-    """Draws the samples of each epoch by their losses, so that an epoch costs less storage I/O.
+    """Draws the samples of each epoch by their losses, to reduce storage reads.
 
     Pass it to `stallfree.DataLoader` as `sampler`: the loader then yields `Batch(data, ids, weights)`. Train on
     `(losses * batch.weights).mean()` with one loss per sample, and pass the losses to `update`. Under another loader it
@@ -117,6 +117,16 @@ class ImportanceSampler:
     another node's server of a `RedisStore` is resident for all ranks; without torch.distributed, this is unknown.
 
     Raises `InputError` for invalid arguments.
+
+    Example:
+        ```python
+        sampler = sf.ImportanceSampler(len(dataset), target_io=0.25)
+        for batch in sf.DataLoader(dataset, batch_size=4, sampler=sampler):
+            images, labels = batch.data
+            losses = criterion(model(images), labels)  # one per sample
+            (losses * batch.weights).mean().backward()
+            sampler.update(batch.ids, losses)
+        ```
     """
 
     plans_epochs = True
@@ -185,7 +195,9 @@ class ImportanceSampler:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def plan(self, epoch: int) -> Plan:
-        """The ids of an epoch in order, and their weights: 1 / p, not normalized; None in plans without weights.
+        """The ids of an epoch in order, and their weights.
+
+        Weights are 1 / p, not normalized; None in plans without weights.
 
         The plan of the last requested epoch is kept; any other is drawn from the data received so far. With several
         ranks, the plan covers all of them.
@@ -293,11 +305,20 @@ class ImportanceSampler:
             self._retention.close()
 
     def expected_samples(self, epochs: int, *, start: int = 0) -> int:
-        """The approximate number of samples that the epochs from `start` to `epochs` - 1 serve, over all ranks.
+        """The approximate number of samples that several epochs serve, over all ranks.
+
+        The epochs are those from `start` to `epochs` - 1.
 
         For a schedule that advances by samples seen (`BySamples`). For a cache that is not full yet, its final content
         is extrapolated from the mean size of its samples: call this again once it is full. "icache" and "infobatch"
         depend on the losses; for them the estimate assumes uniformly distributed losses.
+
+        Example:
+            ```python
+            sampler = sf.ImportanceSampler(1000, target_io=0.25, seed=0)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+            scheduler = sf.BySamples(schedule, samples=sampler.expected_samples(90))
+            ```
         """
         epochs, start = parse_whole(epochs, "epochs", 0), parse_whole(start, "start", 0)
         held, rule = self._held(), self.rule
@@ -335,7 +356,10 @@ class ImportanceSampler:
         return [step[ranks.rank] for step in steps_of(self.plan(epoch).ids, ranks.count, size, drop_last)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Without it, iterations are consecutive epochs, counted from 0."""
+        """Set the epoch of the next iteration.
+
+        Without it, iterations are consecutive epochs, counted from 0.
+        """
         self._next, self._iterated = parse_whole(epoch, "epoch", 0), False
 
     @property
@@ -359,7 +383,9 @@ class ImportanceSampler:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the next plans depend on, and the kept plan; serializable as JSON.
+        """The state that the next plans depend on, and the kept plan.
+
+        It is serializable as JSON.
 
         Save it on each rank: the state holds the losses that this rank has not sent to the others yet.
         """

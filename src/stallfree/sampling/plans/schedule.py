@@ -66,6 +66,15 @@ class BySamples:
         seen: number of samples so far.
 
     Raises `InputError` for invalid arguments, among them a `ReduceLROnPlateau`, which depends on a metric.
+
+    Example:
+        ```python
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+        scheduler = sf.BySamples(schedule, samples=1600)
+        optimizer.step()  # on a batch of 64 samples
+        scheduler.step(64)
+        assert schedule.last_epoch == 4
+        ```
     """
 
     def __init__(self, scheduler: LRScheduler, *, samples: float, steps: int | None = None) -> None:
@@ -92,7 +101,10 @@ class BySamples:
         self._base, self._since, self._total = 0, 0, _samples(samples)
 
     def step(self, samples: int) -> None:
-        """Record an optimizer step on `samples` samples. Raises `InputError` if that is not a whole number."""
+        """Record an optimizer step on `samples` samples.
+
+        Raises `InputError` if that is not a whole number.
+        """
         self.seen += parse_whole(samples, "samples", 0)
         share = min(self.seen - self._since, self._total)
         if not self._warned and 20 * (self.seen - self._since) > 21 * self._total:
@@ -123,7 +135,10 @@ class BySamples:
         return list(self.scheduler.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and the state of `scheduler`. The learning rate itself is in the optimizer's state."""
+        """The position and the state of `scheduler`.
+
+        The learning rate itself is in the optimizer's state.
+        """
         values = (self.steps, self.seen, self._at, self._base, self._since, self._total, self.scheduler.state_dict())
         return {"version": _STATE_VERSION, **dict(zip(_KEYS, values, strict=True))}
 

@@ -17,7 +17,9 @@ from stallfree.sources.mapped import is_source, require_map_style
 
 @short_traceback
 def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> ApartSource:
-    """Split a data set at the attributes that hold its transform, so that what comes before can be cached.
+    """Split a data set at the attributes that hold its transform.
+
+    What comes before the transform can then be cached.
 
     The result is a source. Its `fetch(id)` is `dataset[id]` without the transform: the decoded image, the label. Its
     `pipeline` is the transform. A `CachedDataset` of it caches decoded images, or what the deterministic steps of the
@@ -46,18 +48,11 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> ApartSourc
         SampleError: none of the samples can be read.
 
     Example:
-        >>> class Numbers:
-        ...     def __init__(self, transform):
-        ...         self.transform = transform
-        ...
-        ...     def __len__(self):
-        ...         return 10
-        ...
-        ...     def __getitem__(self, id):
-        ...         return self.transform(id * 10), id
-        >>> data = cut(Numbers(lambda number: number + 1), "transform")
-        >>> data.fetch(3), data[3]
-        ((30, 3), (31, 3))
+        ```python
+        data = sf.cut(images, "transform")  # whose `__getitem__` opens, decodes and transforms
+        image, label = data.fetch(0)  # without the transform
+        cached = sf.CachedDataset(data, capacity="8MiB")
+        ```
     """
     if is_source(dataset):
         raise cut_attribute(
