@@ -59,6 +59,17 @@ def shake(volume): return torch.from_numpy(volume) + torch.rand(1)
 volumes, transform = Volumes(), sf.Compose([sf.mark_random(shake)])
 """
 
+_SHARDS = """
+import io, tarfile
+os.environ["XDG_CACHE_HOME"] = os.getcwd()
+for shard in range(2):
+    with tarfile.open(f"train-{shard:03}.tar", "w") as tar:
+        for end, held in (("jpg", Path("pictures/a/0.jpg").read_bytes()), ("cls", b"3")):
+            member = tarfile.TarInfo(f"{shard}.{end}")
+            member.size = len(held)
+            tar.addfile(member, io.BytesIO(held))
+"""
+
 _TRAIN = json.loads(blocks(ROOT / "docs" / "clara.md", "json")[0].text)["train"]
 _CONFIGURATION = json.dumps({"train": _TRAIN, "validate": _TRAIN}).replace("96", "8").replace("48", "4")
 _CLARA = f"""
@@ -110,19 +121,19 @@ SETUPS = {
     "docs/howto/device.md": Setup(_WORLD + "torch_loader = torch.utils.data.DataLoader(data, batch_size=8)\n"),
     "docs/howto/search.md": Setup(_WORLD + "def augment(batch): return batch\n"),
     "docs/howto/volumes.md": Setup(_WORLD + _VOLUMES, smaller=[(r"range\(5\)", "range(2)")]),
+    "docs/howto/migrate.md": Setup(
+        _WORLD
+        + _VOLUMES
+        + _SHARDS
+        + "def augment(picture): return picture[:, ::-1].copy() if random.random() < 0.5 else picture\n"
+        + "files = volumes\n"
+    ),
     "docs/howto/integrations.md": Setup(
         _WORLD
         + "plain = [(np.zeros(4), id) for id in range(16)]\n"
         + "import fsspec\n"
         + "for name in 'ab': fsspec.filesystem('memory').pipe(f'/{name}.jpg', Path('pictures/a/0.jpg').read_bytes())\n"
-        + "import io, tarfile\n"
-        + "os.environ['XDG_CACHE_HOME'] = os.getcwd()\n"
-        + "for shard in range(2):\n"
-        + "    with tarfile.open(f'train-{shard:03}.tar', 'w') as tar:\n"
-        + "        for end, held in (('jpg', Path('pictures/a/0.jpg').read_bytes()), ('cls', b'3')):\n"
-        + "            member = tarfile.TarInfo(f'{shard}.{end}')\n"
-        + "            member.size = len(held)\n"
-        + "            tar.addfile(member, io.BytesIO(held))\n"
+        + _SHARDS
         + "Path('frames.raw').write_bytes(bytes(1024))\n"
         + "def decode(frame): return np.frombuffer(frame, np.uint8).copy()\n"
     ),
