@@ -164,7 +164,7 @@ def _local(given: Json) -> Json:
     owner = np.arange(given["ids"], dtype=np.int64).astype(np.int16) % nodes
 
     def order(ids: int) -> Any:
-        return local_shares(owner, nodes, RANKS, shuffle=True, seed=_SEED, epoch=0, drop_last=False)[0]
+        return local_shares(owner[:ids], nodes, RANKS, shuffle=True, seed=_SEED, epoch=0, drop_last=False)[0]
 
     return _grown(order, given["ids"])
 
