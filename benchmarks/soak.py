@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ STEP_SECONDS = 0.05
 ROOM = {"capacity": "48MiB", "disk": "48MiB", "redis": "96MiB"}
 """Of the three tiers; the samples take 125 MiB."""
 MOST_GROWTH = 1.0
-"""Percent per hour."""
+"""Percent per hour, of memory."""
+MOST_RATIO = 1.05
+"""Of the last quarter over the first: descriptors, threads and shared memory."""
 EVENT_SECONDS, QUICK_EVENT_SECONDS = 30.0, 6.0
 END_SECONDS = 60.0
 WHAT = ("pss", "rss", "descriptors", "threads", "shm")
@@ -374,20 +377,14 @@ def run(options: Options) -> Report:
     ]
     done = Counter(_kind(what) for _, what in found["events"])
     checks = [
-        Check(
-            "six jobs with kills and joins: growth of memory, % per hour", growth(found, "pss", warm), MOST_GROWTH, "<="
-        ),
-        *(
-            Check(f"the same: growth of {words}, % per hour", growth(found, what, warm), MOST_GROWTH, "<=")
-            for what, words in (("descriptors", "descriptors"), ("threads", "threads"), ("shm", "shared memory"))
-        ),
-        Check(
-            "the same: jobs that failed, or had a wrong, missing or repeated sample",
-            len(found["failed"]),
-            0,
-            "==",
-            ".0f",
-        ),
+        Check("six jobs, kills and joins: growth of memory, % per hour", growth(found, "pss", warm), MOST_GROWTH, "<=")
+    ]
+    for what, words in (("descriptors", "descriptors"), ("threads", "threads"), ("shm", "shared memory")):
+        first, *_, last = quarters(found, what, warm)
+        checks.append(Check(f"the same: {words}, last quarter over first", last / first, MOST_RATIO, "<="))
+    wrong = "the same: jobs that failed, or had a wrong, missing or repeated sample"
+    checks += [
+        Check(wrong, len(found["failed"]), 0, "==", ".0f"),
         Check("the same: bytes left in shared memory at the end", found["left"], 0, "<=", ",.0f"),
     ]
     return Report(
@@ -400,8 +397,9 @@ def run(options: Options) -> Report:
             "each checked for missing, repeated and wrong samples. "
             + ", ".join(f"{count} x {what}" for what, count in sorted(done.items()))
             + f". Sampled once per second; the first {warm / 60:g} minutes are left out. Quarters are medians; growth "
-            "is the median of the slopes between all pairs of minutes, over the median. Memory is PSS, which counts a "
-            "shared page once. Shared memory is what `/dev/shm` has in use beyond the start.",
+            "is the median of the slopes between all pairs of quiet moments, over the median; one is the last "
+            "third of the time between two events. Memory is PSS, which counts a shared page once. Shared memory is "
+            "what `/dev/shm` has in use beyond the start.",
         ],
         versions=found.pop("versions"),
         raw=found,
@@ -434,14 +432,22 @@ def quarters(found: Json, what: str, warm: float) -> list[float]:
 
 
 def growth(found: Json, what: str, warm: float) -> float:
-    """Percent per hour: the median of the slopes between all pairs of minutes, over the median."""
+    """Percent per hour: the median of the slopes between all pairs of quiet moments, over the median.
+
+    A quiet moment is the last third of the time between two events: what was disturbed has settled.
+    """
     at, values = _after(found, what, warm)
-    parts = np.array_split(np.arange(len(at)), max(2, round((at[-1] - at[0]) / 60)))
-    times, medians = (np.array([np.median(each[part]) for part in parts]) for each in (at, values))
-    first, second = np.triu_indices(len(parts), 1)
-    slope = np.median((medians[second] - medians[first]) / (times[second] - times[first]))
+    events = [moment for moment, did in found["events"] if moment >= warm and not did.endswith("joins")]
+    times, medians = [], []
+    for before, event in pairwise(events):
+        quiet = (at > event - (event - before) / 3) & (at < event)
+        if quiet.any():
+            times.append(event)
+            medians.append(float(np.median(values[quiet])))
+    first, second = np.triu_indices(len(times), 1)
+    slopes = (np.array(medians)[second] - np.array(medians)[first]) / (np.array(times)[second] - np.array(times)[first])
     middle = float(np.median(values))
-    return 100 * 3600 * float(slope) / middle if middle else 0.0
+    return 100 * 3600 * float(np.median(slopes)) / middle if middle else 0.0
 
 
 def chart(found: Json) -> str:
