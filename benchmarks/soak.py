@@ -469,8 +469,8 @@ def chart(found: Json) -> str:
         picture.text((140, base - 42), name.split(",")[0], "end small")
         picture.text((140, base - 24), f"{np.median(values):,.0f}" + (" MiB" if unit > 1 else ""), "end small faint")
     base = 100 + 90 * (len(shown) - 1)
-    for minute in np.linspace(0, minutes, 7):
-        picture.text((150 + 540 * minute / minutes, base + 20), f"{minute:.0f}", "mid small")
+    for minute in np.linspace(0, minutes, 7).round(1):
+        picture.text((150 + 540 * minute / minutes, base + 20), f"{minute:g}", "mid small")
     picture.text((150, 18), "minutes; each scale begins at 0", "start small faint")
     return str(picture.svg())
 
