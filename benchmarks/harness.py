@@ -41,10 +41,12 @@ class Options:
     Attributes:
         data: folder with pictures, or None to make some.
         quick: fewer and shorter runs, to see that they work; the pages are left as they are.
+        minutes: length of the soak; its own if None.
     """
 
     data: Path | None = None
     quick: bool = False
+    minutes: float | None = None
 
     @property
     def rounds(self) -> int:
@@ -64,7 +66,14 @@ class BenchmarkError(RuntimeError):
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def run_child(module: str, params: Json, *, scratch: Path, python: str | Path = sys.executable) -> Json:
+def run_child(
+    module: str,
+    params: Json,
+    *,
+    scratch: Path,
+    python: str | Path = sys.executable,
+    seconds: float = CHILD_SECONDS,
+) -> Json:
     """Run `python -m module PARAMS` in a fresh process; the JSON on the last line of its standard output."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
@@ -73,9 +82,9 @@ def run_child(module: str, params: Json, *, scratch: Path, python: str | Path = 
     }
     command = [str(python), "-m", module, json.dumps(params)]
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=CHILD_SECONDS)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        raise BenchmarkError(f"{module} has not ended for {CHILD_SECONDS:.0f} s") from error
+        raise BenchmarkError(f"{module} has not ended for {seconds:.0f} s") from error
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         tail = "\n".join(done.stderr.strip().splitlines()[-25:])

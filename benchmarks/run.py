@@ -32,6 +32,7 @@ NAMES = (
     "auto_cache",
     "get_many",
     "growth",
+    "scale",
     "smart_cache",
     "smart_boundary",
     "smart_failures",
@@ -66,23 +67,24 @@ NAMES = (
 )
 
 
-ON_GPU = ("device_gpu",)
-"""Those that run only when they are named: see gpu.py."""
+NAMED = ("device_gpu", "soak")
+"""Those that run only when they are named: on a GPU (see gpu.py), and for an hour."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES + ON_GPU)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES + NAMED)}")
     parser.add_argument("--data", type=Path, help="a folder of JPEG photographs and of volumes; made-up ones without")
     parser.add_argument("--quick", action="store_true", help="short runs, results printed only")
+    parser.add_argument("--minutes", type=float, help="length of the soak; 60, or 3 with --quick")
     parser.add_argument("--page", action="store_true", help="measure nothing, render the results that are there")
     given = parser.parse_args()
-    if unknown := sorted(set(given.names) - {*NAMES, *ON_GPU}):
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(NAMES + ON_GPU)}")
+    if unknown := sorted(set(given.names) - {*NAMES, *NAMED}):
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(NAMES + NAMED)}")
     if given.page:
-        harness.write_pages(NAMES + ON_GPU)
+        harness.write_pages(NAMES + NAMED)
         return 0
-    options = harness.Options(data=given.data, quick=given.quick)
+    options = harness.Options(data=given.data, quick=given.quick, minutes=given.minutes)
     failed = []
     for name in given.names or NAMES:
         case: harness.Case = importlib.import_module(f"benchmarks.{name}")
@@ -96,7 +98,7 @@ def main() -> int:
         path = harness.save(case, report, options)
         print(harness.result_page(json.loads(path.read_text())), flush=True)
         if not options.quick:
-            harness.write_pages(NAMES + ON_GPU)
+            harness.write_pages(NAMES + NAMED)
     if failed:
         harness.say(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

@@ -121,6 +121,13 @@ SETUPS = {
     "docs/howto/device.md": Setup(_WORLD + "torch_loader = torch.utils.data.DataLoader(data, batch_size=8)\n"),
     "docs/howto/many-jobs.md": Setup(_WORLD + "def augment(batch): return batch\n"),
     "docs/howto/volumes.md": Setup(_WORLD + _VOLUMES, smaller=[(r"range\(5\)", "range(2)")]),
+    "docs/howto/migrate.md": Setup(
+        _WORLD
+        + _VOLUMES
+        + _SHARDS
+        + "def augment(picture): return picture[:, ::-1].copy() if random.random() < 0.5 else picture\n"
+        + "files = volumes\n"
+    ),
     "docs/howto/integrations.md": Setup(
         _WORLD
         + "plain = [(np.zeros(4), id) for id in range(16)]\n"
