@@ -6,6 +6,7 @@ The jobs do what the tests tell them, so nothing here depends on who is faster.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import stat
 from collections import Counter
@@ -30,6 +31,7 @@ from group_jobs import (
     in_turn,
     let_in,
     right,
+    taken,
     together,
 )
 
@@ -90,6 +92,30 @@ def test_a_job_leaves_in_the_midst_of_an_epoch(team: Team) -> None:
     first.do("again")
     batches, _ = let_in(first, second)
     assert right(batches) >= 1
+
+
+def leave_with_batches(served: Served) -> list[Taken]:
+    """Close the loader while batches are held. Returns what they are."""
+    kept = list(itertools.islice(served.loader, 3))
+    served.batch = kept
+    served.loader.close()
+    return [taken(served.loader, batch) for batch in kept]
+
+
+def held(served: Served) -> list[Taken]:
+    return [taken(served.loader, batch) for batch in served.batch]
+
+
+def test_batches_that_are_held_when_a_job_leaves_stay_as_they_are(team: Team) -> None:
+    first, second = team.jobs(2)
+    first.begin()
+    second.ask("call", leave_with_batches)
+    rest = first.rest()
+    before = second.answer()
+    assert len(before) == 3
+    for batches in (rest, first.epoch(), first.epoch()):
+        right(batches)
+    assert second.do("call", held) == before
 
 
 def break_out(served: Served, count: int) -> list[list[Taken]]:

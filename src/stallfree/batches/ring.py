@@ -118,13 +118,33 @@ class Slots:
     def _file(self, slot: int) -> Path:
         return self.folder / f"slot-{slot}"
 
-    def remove(self, slot: int) -> None:
-        """The file of `slot` is not needed any more. Who has it mapped keeps that memory until it lets go."""
-        self._unpin(slot)
-        self._maps.pop(slot, None)
-        self.kept.pop(slot, None)
-        with contextlib.suppress(OSError):
-            self._file(slot).unlink()
+    def release(self, slot: int) -> None:
+        """Give the memory of a free slot back to the system.
+
+        The file and the mappings of other processes remain, for `restore`: they cannot be unmapped from here.
+        """
+        if shares_memory():
+            with contextlib.suppress(FileNotFoundError):  # never filled
+                (self._maps.get(slot) or self._map(slot)).madvise(mmap.MADV_REMOVE)
+        else:
+            self._maps.pop(slot, None)
+            self.kept.pop(slot, None)
+
+    def restore(self, slot: int) -> bool:
+        """Allocate the memory of a released slot again. Returns False if there is no room."""
+        if not shares_memory():
+            return True
+        try:
+            fd = os.open(self._file(slot), os.O_RDWR | OPEN)
+        except FileNotFoundError:
+            return True
+        try:
+            allocate(fd, 0, os.fstat(fd).st_size)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return True
 
     @property
     def bytes(self) -> int:
@@ -156,7 +176,8 @@ class Ring:
         self._making = threading.RLock()  # the garbage collector may close the ring in any thread, at any point
         self._closed = False
         self.count = count
-        self._last = count  # number of slots ever made; a number is not used again
+        self._last = count  # number of slots ever made
+        self._released: list[int] = []  # slots without memory
         self._surplus = 0
         self.slots = Slots(self._make, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE)
         self._free: deque[int] = deque(range(count))
@@ -190,26 +211,36 @@ class Ring:
             return
         if self._surplus:
             self._surplus -= 1
-            self.slots.remove(slot)
+            self._release(slot)
         else:
             self._free.append(slot)
 
     def resize(self, count: int) -> None:
-        """Have `count` slots. Those that are too many go as they come free. Not while `lease` is in use."""
+        """Have `count` slots. Those that are too many go as they come free. Not with `lease` or `pin`."""
         while self.count < count:
             self.count += 1
             if self._surplus:
                 self._surplus -= 1
             else:
-                self._free.append(self._last)
-                self._last += 1
+                self._free.append(self._another())
         while self.count > count:
             self.count -= 1
             slot = self._free.popleft() if self._free else None
             if slot is None:
                 self._surplus += 1
             else:
-                self.slots.remove(slot)
+                self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        self.slots.release(slot)
+        self._released.append(slot)
+
+    def _another(self) -> int:
+        """A released slot if its memory can be allocated again, or a new one."""
+        if self._released and self.slots.restore(self._released[-1]):
+            return self._released.pop()
+        self._last += 1
+        return self._last - 1
 
     @property
     def free(self) -> int:
@@ -233,15 +264,13 @@ class Ring:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all slots."""
+        """Bytes of memory of all slots."""
         if not shares_memory():
             return self.slots.bytes
         if self._folder is None:
             return 0
         with contextlib.suppress(OSError):
-            return sum(
-                entry.stat().st_size for entry in os.scandir(self._folder.path) if entry.name.startswith("slot-")
-            )
+            return slot_bytes(self._folder.path)
         return 0
 
     def clear(self) -> None:
@@ -256,6 +285,11 @@ class Ring:
         """As `clear`, for good: nothing is made any more."""
         self._closed = True
         self.clear()
+
+
+def slot_bytes(folder: Path) -> int:
+    """Bytes of memory of the slots in `folder`."""
+    return sum(512 * entry.stat().st_blocks for entry in os.scandir(folder) if entry.name.startswith("slot-"))
 
 
 def _pages(size: int) -> int:

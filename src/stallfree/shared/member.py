@@ -86,7 +86,7 @@ class Link(Connection):
         self.views: Views | None = None
         self._lock = threading.Lock()
         self._let_go: deque[int] = deque()
-        self._leases: dict[int, weakref.ref[Bytes]] = {}
+        self._leases: dict[int, tuple[int, int, weakref.ref[Bytes]]] = {}  # slot, size and memory of each held batch
         self._owner = Owner()
         self._stopped = float("inf")  # time since when the coordinator is known to be stopped
 
@@ -160,7 +160,15 @@ class Link(Connection):
                 self.views.clean(slot, size)
                 self.release(number)
 
-        self._leases[number] = weakref.ref(memory, end)
+        self._leases[number] = slot, size, weakref.ref(memory, end)
+
+    def keep_held(self) -> None:
+        """Copy the held batches to this process, since their slots will be filled again."""
+        for slot, size, memory in list(self._leases.values()):
+            held = memory()  # not freed meanwhile
+            if held is not None and self.views is not None:
+                self.views.keep(slot, size)
+            del held
 
     def release(self, number: int) -> None:
         """Release batch `number`. Safe in any thread, also during `send`."""
@@ -379,6 +387,7 @@ class Member:
         """Leave the group. The last member waits until the coordinator has ended."""
         link, self._link = self._link, None
         if link is not None:
+            link.keep_held()
             link.send(Kind.BYE)
             try:
                 deadline = time.monotonic() + _LEAVE_SECONDS

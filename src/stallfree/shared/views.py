@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from stallfree.batches.ring import slot_bytes
 from stallfree.errors import batch_failed
 from stallfree.ipc.fork_guard import Owner
 from stallfree.platform import fcntl
@@ -59,7 +60,7 @@ class Views:
     def ring_bytes(self) -> int:
         """Total size of the ring's slots in bytes."""
         with contextlib.suppress(OSError):
-            return sum(entry.stat().st_size for entry in os.scandir(self._folder) if entry.name.startswith("slot-"))
+            return slot_bytes(self._folder)
         return 0
 
     def clean(self, slot: int, size: int) -> None:
@@ -67,6 +68,11 @@ class Views:
         there = self._maps.get(slot)
         if there is not None and self._written(there, size):
             self.drop(slot)
+
+    def keep(self, slot: int, size: int) -> None:
+        """Copy the pages of `slot` to this process, so that a new batch in it does not change what is held."""
+        pages = np.frombuffer(self._maps[slot], np.uint8, size)[:: mmap.PAGESIZE]
+        pages[:] = pages.copy()
 
     def drop(self, slot: int) -> None:
         """Drop the private pages of `slot`. Skips the page table lookup, which is slow if many pages are mapped."""
