@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stallfree.cli import main
+from stallfree.errors import DOCUMENTATION
 
 
 @pytest.mark.parametrize(
@@ -51,15 +52,16 @@ def test_help_names_the_commands(
         (("cache", "rm", "../up"), "'../up'"),
     ],
 )
-def test_an_error_is_one_clear_line(
+def test_an_error_is_one_clear_line_and_a_link(
     arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_here(monkeypatch, *arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("error: ")
-    assert shown.err.count("\n") == 1
-    assert words in shown.err
+    said, link = shown.err.splitlines()
+    assert words in said
+    assert link.startswith(DOCUMENTATION)
 
 
 @pytest.mark.parametrize("arguments", [("nonsense",), ("simulate", "--seeds", "none")])

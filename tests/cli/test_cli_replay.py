@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from stallfree.analysis import replay as replay_here
 from stallfree.cli.replay import replay
-from stallfree.errors import StallfreeError
+from stallfree.errors import StallfreeError, text_of
 from stallfree.sampling.plans import make_plan
 
 app = typer.Typer()
@@ -81,7 +81,7 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(StallfreeError) as caught:
         run(*arguments)
     assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in text_of(caught.value)
 
 
 @pytest.mark.parametrize("arguments", [(), (*MADE, "--capacity", "1", "--batch-size", "0")])

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from stallfree.analysis.simulate import Pipeline, compare
 from stallfree.cli.simulate import simulate
-from stallfree.errors import InputError, MissingExtraError
+from stallfree.errors import InputError, MissingExtraError, text_of
 from stallfree.events import Event, write_events
 
 ARTICLE = ("--loaders", "3", "--load", "80ms", "--transfer", "15ms", "--compute", "30ms")
@@ -139,7 +139,7 @@ def test_bad_input(app: typer.Typer, arguments: tuple[str, ...], message: str) -
     with pytest.raises(InputError) as caught:
         run(app, *arguments)
     assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in text_of(caught.value)
 
 
 @pytest.mark.parametrize(

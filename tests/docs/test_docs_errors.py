@@ -131,7 +131,7 @@ def test_a_page_has_a_real_message_its_causes_its_cures_and_its_classes(name: st
     text = PAGES[name]
     found = re.fullmatch(
         rf"# {name}\n\n(?P<summary>[^#]+?)\n\n```text\n(?P<message>.+?)\n```\n\n## Usual causes\n\n- .+\n\n"
-        r"## What to do\n\n- .+\n\nClass: (?P<classes>[^\n]+)\.\n",
+        r"## What to do\n\n- .+\n\nClass: (?P<classes>[^\n]+)\. \[All messages\]\(index\.md\)\n",
         text,
         re.DOTALL,
     )

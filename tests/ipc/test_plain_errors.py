@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stallfree as sf
+from stallfree.errors import lock_held, text_of
 from stallfree.ipc.remote import pack_plain_error, unpack_plain_error
 
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -22,13 +23,13 @@ int64 = st.integers(-(2**63), 2**63 - 1)
 def test_errors_of_samples(message: str, where: str, trace: str, id: int) -> None:
     error, told = unpack_plain_error(pack_plain_error(sf.SampleError(message, id=id, where=where), trace))
     assert type(error) is sf.SampleError
-    assert (str(error), error.id, error.where, told) == (message, id, where, trace)
+    assert (text_of(error), error.id, error.where, told) == (message, id, where, trace)
 
 
 def test_errors_of_workers() -> None:
     error, _ = unpack_plain_error(bytearray(pack_plain_error(sf.WorkerError("killed", ids=[3, 4]), "")))
     assert type(error) is sf.WorkerError
-    assert (str(error), error.ids) == ("killed", [3, 4])
+    assert (text_of(error), error.ids, error.page) == ("killed", [3, 4], "worker-died")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,15 @@ def test_other_errors(error: BaseException | None, kind: type, said: str) -> Non
     got, trace = unpack_plain_error(pack_plain_error(error, "the trace"))
     assert isinstance(got, kind)
     assert isinstance(got, sf.StallfreeError)
-    assert (str(got), trace) == (said, "the trace")
+    assert (text_of(got), trace) == (said, "the trace")
+
+
+def test_the_page_of_an_error_goes_along() -> None:
+    own = ValueError("of a user, with a page of its own")
+    own.page = 3  # type: ignore[attr-defined]
+    for error, page in ((lock_held("busy"), "lock-held"), (own, "")):
+        got, _ = unpack_plain_error(pack_plain_error(error, ""))
+        assert got.page == page
 
 
 @pytest.mark.parametrize("id", [np.int64(3), (1, 2), Path("x"), None, "three", object()])
@@ -54,7 +63,7 @@ def test_an_error_may_hold_anything(id: Any) -> None:
     """Data sets raise errors of their own with ids of their own."""
     error, _ = unpack_plain_error(pack_plain_error(sf.SampleError("mine", id=id, where=Path("/data")), ""))  # type: ignore[arg-type]
     assert type(error) is sf.SampleError
-    assert (str(error), error.where) == ("mine", "/data")
+    assert (text_of(error), error.where) == ("mine", "/data")
 
 
 class Attack:

@@ -73,6 +73,7 @@ def pack_plain_error(error: BaseException | None, trace: str) -> bytes:
     if error is not None:
         packed["types"] = [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__]
         own = {"id": error.id, "where": error.where} if isinstance(error, SampleError) else {}
+        own["page"] = error.page if isinstance(error, StallfreeError) else ""
         packed["fields"] = {name: value for name, value in fields_of(error).items() if _plain(value)} | own
     return json.dumps(packed, default=str).encode()  # a user's error may hold any object
 
