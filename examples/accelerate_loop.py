@@ -5,6 +5,8 @@
 `prepare` does for stallfree's loader what `Accelerator.prepare` does for torch's: each process gets the same samples.
 """
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -38,8 +40,8 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 seen, total = seen + len(points), total + loss.item()
-            everywhere = int(accelerator.reduce(torch.tensor(seen, device=accelerator.device)))
-            accelerator.print(f"epoch {epoch}: {everywhere} samples, loss {total / len(loader):.2f}")
+            everywhere: Any = accelerator.reduce(torch.tensor(seen, device=accelerator.device))
+            accelerator.print(f"epoch {epoch}: {int(everywhere)} samples, loss {total / len(loader):.2f}")
         loader.close()
     accelerator.end_training()
 

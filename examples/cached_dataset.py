@@ -40,7 +40,7 @@ with sf.CachedDataset(storage, capacity="16MiB", transform=sf.Compose([spectrum,
     print(data.decision)
     for epoch, batches in enumerate([sf.DataLoader(data, batch_size=50, shuffle=True)] * 3):
         before = storage.bytes
-        loudest = max(float(waves.max()) for waves, ids in batches)
+        loudest = max(float(waves.max()) for waves, _ in batches)
         print(f"epoch {epoch}: {(storage.bytes - before) / 1e6:.1f} MB from storage, loudest {loudest:.1f}")
     stats = data.stats()
     print(f"{stats.hits} hits, {stats.misses} misses, {stats.storage_reads} reads, {stats.resident_items} samples held")

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ class Frames:
     def __len__(self) -> int:
         return self.path.stat().st_size // self.frame_bytes
 
-    def __getitem__(self, id: int) -> npt.NDArray[np.uint8]:
+    def __getitem__(self, id: int) -> Any:
         return self.pipeline(self.fetch(id))
 
     def fetch(self, id: int) -> bytes:
@@ -43,15 +44,16 @@ class Frames:
 
 def decode(frame: bytes) -> npt.NDArray[np.uint8]:
     """Bytes to a picture."""
-    return np.frombuffer(frame, np.uint8).reshape(16, 16).copy()
+    picture: npt.NDArray[np.uint8] = np.frombuffer(frame, np.uint8).reshape(16, 16)
+    return picture.copy()
 
 
 with tempfile.TemporaryDirectory() as folder:
     file = Path(folder, "frames.raw")
     file.write_bytes(bytes(number % 256 for number in range(64 * 256)))
     frames = Frames(file, frame_bytes=256, steps=[decode])
-    print("it is a source:", isinstance(frames, Source))
-    with sf.CachedDataset(frames, capacity="1MiB") as data, sf.DataLoader(data, batch_size=16, num_workers=2) as loader:
+    source: Source = frames  # a type checker says what is missing
+    with sf.CachedDataset(source, capacity="1MiB") as data, sf.DataLoader(data, batch_size=16, num_workers=2) as loader:
         print(data.decision)
         for _ in range(2):
             for batch in loader:

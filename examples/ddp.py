@@ -36,7 +36,7 @@ def train(rank: int, ranks: int, ledger: Path | None) -> None:
     model = DistributedDataParallel(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     with sf.CachedDataset(Points(), capacity="4MiB", name="points") as data:
-        sampler = DistributedSampler(data, ranks, rank)
+        sampler: DistributedSampler[int] = DistributedSampler(data, ranks, rank)
         with sf.DataLoader(data, batch_size=8, sampler=sampler, num_workers=1, with_ids=True) as loader:
             for epoch in range(EPOCHS):
                 sampler.set_epoch(epoch)

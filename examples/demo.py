@@ -121,11 +121,17 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
     classes, workers = len(files.classes), options.workers
     print(f"{len(files):,} pictures in {classes} classes behind storage of {options.bandwidth}, {workers} workers")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # the other cores are for the workers
-    arguments = {"batch_size": options.batch_size, "shuffle": True, "num_workers": workers, "persistent_workers": True}
+    arguments: dict[str, Any] = {
+        "batch_size": options.batch_size,
+        "shuffle": True,
+        "num_workers": workers,
+        "persistent_workers": True,
+    }
     print(HEADINGS)
 
     with contextlib.closing(sf.testing.ThrottledSource(files, options.bandwidth)) as source:
-        loader = torch.utils.data.DataLoader(source, **arguments)
+        data: Any = source  # torch's loader takes any map-style data set, but declares its own base class
+        loader = torch.utils.data.DataLoader[Any](data, **arguments)
         before = train("torch", loader, options.epochs, classes, lambda: (source.bytes, 0))
         del loader  # ends its workers
         with (

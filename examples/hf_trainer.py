@@ -38,7 +38,7 @@ class Model(nn.Module):
         return nn.functional.binary_cross_entropy_with_logits(logits, labels), logits
 
 
-class FastTrainer(Trainer):
+class FastTrainer(Trainer):  # type: ignore[misc]
     """A `Trainer` on stallfree's loader."""
 
     def get_train_dataloader(self) -> Any:

@@ -10,12 +10,14 @@ import os
 import random
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
 import torch
 from PIL import Image, ImageDraw
 from ray import tune
+from ray.tune.schedulers import HyperBandScheduler
 from torch import nn
 from torch.nn import functional
 
@@ -61,7 +63,7 @@ def make_model(width: int) -> nn.Module:
     return nn.Sequential(*look, nn.AdaptiveMaxPool2d(4), nn.Flatten(), nn.Linear(32 * width, 3))
 
 
-def train(config: dict[str, float], group: str, data: Shapes, held_out: list[torch.Tensor]) -> None:
+def train(config: dict[str, Any], group: str, data: Shapes, held_out: list[torch.Tensor]) -> None:
     """One trial: reports after each epoch how often its model is right on held-out pictures."""
     model = make_model(config["width"])
     optimizer = torch.optim.Adam(model.parameters(), config["rate"])
@@ -96,7 +98,7 @@ def main() -> None:
         unseen = Shapes(96, 1, Path(os.devnull))
         held_out = torch.utils.data.default_collate([unseen[id] for id in range(len(unseen))])
         trial = tune.with_parameters(train, group=f"search-{os.getpid()}", data=data, held_out=held_out)
-        scheduler = tune.schedulers.HyperBandScheduler(max_t=EPOCHS, reduction_factor=3)
+        scheduler = HyperBandScheduler(max_t=EPOCHS, reduction_factor=3)
         tuner = tune.Tuner(
             tune.with_resources(trial, {"cpu": 0.25}),  # all eight at once on two processors
             param_space={"width": tune.choice([4, 8, 16, 32]), "rate": tune.loguniform(1e-4, 1e-1)},
@@ -108,10 +110,12 @@ def main() -> None:
         decodes = log.stat().st_size / PICTURES
     ray.shutdown()
 
-    epochs = [result.metrics["training_iteration"] for result in results]
+    metrics = [results[trial].metrics or {} for trial in range(len(results))]
+    epochs = [metric["training_iteration"] for metric in metrics]
     best = results.get_best_result()
+    right = (best.metrics or {})["right"]
     early = sum(count < EPOCHS for count in epochs)
-    print(f"{TRIALS} trials, {early} of them ended early; best: {best.metrics['right']:.0%} right, {best.config}")
+    print(f"{TRIALS} trials, {early} of them ended early; best: {right:.0%} right, {best.config}")
     print(f"trained for {sum(epochs)} epochs in all; each picture was decoded {decodes:.1f} times")
 
 

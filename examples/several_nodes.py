@@ -37,7 +37,7 @@ def main() -> None:
         torch.distributed.init_process_group("gloo")
     with store, sf.CachedDataset(Slow(), capacity="256KiB", store=store, name="slow") as dataset:
         # sf.LocalSampler(dataset) in its place keeps nearly everything on its own node.
-        sampler = DistributedSampler(dataset, ranks, rank)
+        sampler: DistributedSampler[int] = DistributedSampler(dataset, ranks, rank)
         with sf.DataLoader(dataset, batch_size=BATCH, sampler=sampler, num_workers=2) as loader:
             for epoch in range(3):
                 before = dataset.stats()

@@ -40,7 +40,7 @@ def main() -> None:
             sf.DataLoader(cached, batch_size=24, shuffle=True, num_workers=2) as loader,
         ):
             for epoch in range(2):
-                seen = sum(len(labels) for pictures, labels in loader)
+                seen = sum(len(labels) for _, labels in loader)
                 print(f"epoch {epoch}: {seen} samples; {cached.stats().storage_reads} reads from the shards so far")
 
 

@@ -33,7 +33,7 @@ def main() -> None:
             print(sf.split(data.steps))
             with sf.DataLoader(data, batch_size=8, shuffle=True, num_workers=2) as loader:
                 for epoch in range(3):
-                    brightness = sum(float(images.float().mean()) for images, labels in loader) / len(loader)
+                    brightness = sum(float(images.float().mean()) for images, _ in loader) / len(loader)
                     stats = data.stats()
                     print(f"epoch {epoch}: mean brightness {brightness:.1f}, {stats.storage_reads} files read so far")
 

@@ -414,6 +414,7 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> No
             check=True, capture_output=True, text=True, cwd=tmp_path,
         )  # fmt: skip
         assert where.stdout.startswith(str(place))
+        assert Path(where.stdout.strip()).with_name("py.typed").exists()
         for command in ([str(place / "bin/stallfree")], [python, "-m", "stallfree"]):
             shown = subprocess.run([*command, "--help"], check=True, capture_output=True, text=True, cwd=tmp_path)
             assert "analyze" in shown.stdout

@@ -204,7 +204,7 @@ class BatchBuilder:
                 value = self.collate(values[0] if self.single else values)
         elif self.single:
             sample = private(values[0]) if here and self.reader.indexes else values[0]  # of the data set itself
-            value = default_convert(sample)  # type: ignore[no-untyped-call]
+            value = default_convert(sample)
         elif not values:
             raise also_of_type(
                 sampler_output(

@@ -129,7 +129,7 @@ class Cuda(Backend):
         torch.cuda.set_device(self.device)
 
     def new_stream(self) -> Stream:
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self.device)
 
     def current_stream(self) -> Stream:
         return torch.cuda.current_stream(self.device)
@@ -138,7 +138,7 @@ class Cuda(Backend):
         return torch.cuda.stream(stream)
 
     def new_event(self) -> Event:
-        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting threads sleep
+        return torch.cuda.Event(blocking=True)  # waiting threads sleep
 
     def record(self, event: Event) -> None:
         event.record(self.current_stream())
@@ -163,7 +163,7 @@ class Cuda(Backend):
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()
         address = memory.ctypes.data
         done = self._succeeds(runtime.cudaHostRegister, address, memory.nbytes, _PORTABLE)
         return lambda: done and self._succeeds(runtime.cudaHostUnregister, address)

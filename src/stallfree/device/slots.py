@@ -77,13 +77,13 @@ class SharedCuda(Cuda, Memory):
         super().bind()
 
     def new_event(self) -> Event:
-        return torch.cuda.Event(blocking=True, interprocess=True)  # type: ignore[no-untyped-call]
+        return torch.cuda.Event(blocking=True, interprocess=True)
 
     def follow(self, stream: Stream) -> None:
         self.current_stream().wait_stream(stream)
 
     def share(self, memory: torch.Tensor) -> Any:
-        return reduce_tensor(memory)  # type: ignore[no-untyped-call]
+        return reduce_tensor(memory)
 
     def open(self, handle: Any) -> torch.Tensor:
         rebuild, arguments = handle
@@ -94,7 +94,7 @@ class SharedCuda(Cuda, Memory):
         return event.ipc_handle()
 
     def open_event(self, handle: Any) -> Event:
-        return torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-untyped-call]
+        return torch.cuda.Event.from_ipc_handle(self.device, handle)
 
 
 class SharedHost(Memory):

@@ -133,7 +133,7 @@ class _Nothing(BaseCache):
 
 def _wait_for_devices() -> None:
     """Synchronize all devices in use."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     if torch.backends.mps.is_available():
         torch.mps.synchronize()

@@ -199,8 +199,21 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         shuffle: bool | None = None,
         sampler: Iterable[Any] | None = None,
         *,
-        with_ids: bool = False,
+        with_ids: bool,
         output: str = "torch",
+        **others: Unpack[LoaderArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: DataLoader[Any],
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        *,
+        with_ids: bool = False,
+        output: str,
         **others: Unpack[LoaderArguments],
     ) -> None: ...
 

@@ -78,7 +78,7 @@ def pinned(data: Any) -> Any:
     """`data`, with its tensors in pinned memory."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
-    return pin_memory(data)  # type: ignore[no-untyped-call]
+    return pin_memory(data)
 
 
 def check_output(output: Any, pin_memory: bool, device: Any) -> None:

@@ -193,7 +193,7 @@ class SharedLoader(Generic[BatchT_co]):
         dataset: Any,
         *,
         group: str,
-        with_ids: bool = False,
+        with_ids: bool,
         collate_fn: Callable[[Any], Any] | None = None,
         job_transform: Callable[[Any], Any] | None = None,
         **others: Unpack[SharedArguments],

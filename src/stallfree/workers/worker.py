@@ -75,7 +75,7 @@ def prepare_process(setup: WorkerSetup) -> None:
     torch.set_num_threads(1)
     sys.setswitchinterval(_SWITCH_SECONDS)
     random.seed(setup.seed)
-    state = torch_worker._generate_state(setup.seed - setup.worker, setup.worker)  # type: ignore[no-untyped-call]
+    state = torch_worker._generate_state(setup.seed - setup.worker, setup.worker)
     np.random.seed(state)
     torch.manual_seed(setup.seed)
     torch_worker._worker_info = torch_worker.WorkerInfo(

@@ -112,7 +112,7 @@ def run_step(step: Transform, value: Any) -> Any:
 
 def all_generators(step: object) -> list[Handle]:
     """Return the global generators, those of CUDA devices if CUDA is in use, and those that `step` refers to."""
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    in_use = torch.cuda.is_initialized()
     devices = torch.cuda.default_generators if in_use else ()
     return [*global_generators(), *map(handle_of, devices), *find_generators(step)]
 
