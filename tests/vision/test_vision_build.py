@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from vision_data import compiler
 
 from stallfree.vision import native
 
@@ -26,8 +26,8 @@ def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.delenv("STALLFREE_NATIVE", raising=False)
-    monkeypatch.delenv("CC", raising=False)
+    for name in ("STALLFREE_NATIVE", "STALLFREE_LIBJPEG", "CC"):
+        monkeypatch.delenv(name, raising=False)
     return module
 
 
@@ -79,8 +79,7 @@ def test_a_source_distribution_has_none(build: ModuleType) -> None:
 
 
 def test_compiled_it_is_in_the_wheel_which_is_for_this_platform(build: ModuleType) -> None:
-    if shutil.which("cc") is None or native.library() is None:
-        pytest.skip("the compiled part cannot be made here")
+    compiler()
     with run_hook(build) as (data, said):
         assert said == []
         assert data["tag"].startswith("py3-none-linux_")
@@ -89,6 +88,34 @@ def test_compiled_it_is_in_the_wheel_which_is_for_this_platform(build: ModuleTyp
         assert place == "stallfree/vision/_native.so"
         assert [path.name for path in Path(made).parent.iterdir()] == ["_native.so"]
         assert ctypes.CDLL(made).stallfree_abi() == native.ABI
+
+
+def test_a_libjpeg_that_was_requested_and_cannot_be_built_is_an_error(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert build.build_libjpeg(tmp_path) is None  # that of the system
+    monkeypatch.setenv("STALLFREE_LIBJPEG", str(tmp_path / "nowhere"))
+    with pytest.raises(RuntimeError, match=r"STALLFREE_LIBJPEG=.*nowhere, but cmake .* failed"), run_hook(build):
+        pass
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match=r"cmake .* failed.*No such file"):
+        build.build_libjpeg(tmp_path)
+    monkeypatch.setenv("STALLFREE_NATIVE", "0")
+    assert build.build_libjpeg(tmp_path) is None
+
+
+def test_a_release_with_another_hash_is_refused(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    archive = tmp_path / "other.tar.gz"
+    archive.write_bytes(b"not what was pinned")
+    monkeypatch.setenv("STALLFREE_LIBJPEG", "download")
+    monkeypatch.setattr(build, "URL", archive.as_uri())
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with pytest.raises(RuntimeError, match=f"SHA-256 .*expected {build.SHA256}"):
+        build.build_libjpeg(scratch)
+    assert [path.name for path in scratch.iterdir()] == ["libjpeg-turbo.tar.gz"]  # nothing was unpacked
 
 
 def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from vision_data import compiler
 
 from stallfree.vision import native
 
@@ -35,9 +35,7 @@ def test_damaged_pictures(count: int) -> None:
 
 @pytest.mark.slow
 def test_damaged_pictures_under_sanitizers(tmp_path: Path) -> None:
-    gcc = shutil.which("gcc")
-    if gcc is None or native.library() is None:
-        pytest.skip("there is no gcc, or the compiled part is not there")
+    gcc = compiler("gcc")
     library = tmp_path / "checked.so"
     flags = ["-std=gnu11", "-O1", "-g", "-DNO_CLONES", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     libraries = ["-ljpeg", "-lm", "-ldl"]

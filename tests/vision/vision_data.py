@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import shutil
+import subprocess
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from PIL import Image
 
 Pixels = npt.NDArray[np.uint8]
@@ -32,3 +35,12 @@ def distance(a: Any, b: Any) -> Pixels:
     """How far apart the values of two pictures are."""
     assert a.shape == b.shape
     return np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).astype(np.uint8)
+
+
+def compiler(name: str = "cc") -> str:
+    """The path of a compiler that finds the headers of libjpeg; without one, the test is skipped."""
+    path = shutil.which(name)
+    program = "#include <stdio.h>\n#include <jpeglib.h>\n"
+    if path is None or subprocess.run([path, "-E", "-"], input=program, text=True, capture_output=True).returncode:
+        pytest.skip(f"{name} or jpeglib.h is not there")
+    return path
