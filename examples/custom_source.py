@@ -44,7 +44,8 @@ class Frames:
 
 def decode(frame: bytes) -> npt.NDArray[np.uint8]:
     """Bytes to a picture."""
-    return np.array(np.frombuffer(frame, np.uint8).reshape(16, 16))
+    picture: npt.NDArray[np.uint8] = np.frombuffer(frame, np.uint8).reshape(16, 16).copy()
+    return picture
 
 
 with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What type checkers infer in everyday use. Checked by mypy and pyright, not run: `make check`."""
+"""What type checkers infer in everyday use. Checked by mypy and pyright, not run."""
 
 from __future__ import annotations
 
