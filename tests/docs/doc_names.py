@@ -90,5 +90,6 @@ def _line_of_docstring(file: Path, name: str) -> int:
     """The line on which the docstring of a class or function begins."""
     node: Any = ast.parse(file.read_text())
     for part in name.split("."):
-        node = next(inner for inner in node.body if getattr(inner, "name", None) == part)
+        named = [inner for inner in ast.walk(node) if getattr(inner, "name", None) == part]
+        node = next(inner for inner in named if part != name.split(".")[-1] or ast.get_docstring(inner))
     return int(node.body[0].lineno)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from benchmarks import harness
-from benchmarks.run import NAMES, ON_GPU
+from benchmarks.run import NAMED, NAMES
 
 FOLDER = harness.PAGES
 QUESTIONS = sorted(page for page in FOLDER.glob("*.md") if page.name not in ("index.md", "method.md"))
 
 
 def test_generated_pages_and_charts_equal_the_results() -> None:
-    found = harness.pages(NAMES + ON_GPU)
+    found = harness.pages(NAMES + NAMED)
     stale = [path.name for path, text in found.items() if not path.exists() or path.read_text() != text]
     there = {*FOLDER.glob("results/*"), *FOLDER.glob("charts/*")}
 

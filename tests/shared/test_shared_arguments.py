@@ -150,7 +150,7 @@ def test_a_difference_is_named(given: dict[str, Any], said: str, store_root: Pat
         before = sorted(store_root.rglob("*"))
         with pytest.raises(sf.InputError) as caught:
             loader(**given)
-        assert str(caught.value) == (
+        assert text_of(caught.value) == (
             f"this job does not fit into the group 'args': {said}. Give the same, or the name of another group"
         )
         assert sorted(store_root.rglob("*")) == before
@@ -259,5 +259,5 @@ def test_a_group_of_another_release(store_root: Path) -> None:
 def test_a_damaged_group(content: str, store_root: Path) -> None:
     with loader():
         (store_root / "group-args" / "group.json").write_text(content)
-        with pytest.raises(sf.StorageError, match=r"^the group's folder .* cannot be read: .* Give another name$"):
+        with pytest.raises(sf.StorageError, match=r"^the group's folder .* cannot be read: .* Give another name\n"):
             loader()

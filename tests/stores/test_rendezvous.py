@@ -260,7 +260,9 @@ def holds_lock(pid: int, path: Path) -> bool:
     """Whether a process has locked a byte of a file."""
     inode = path.stat().st_ino
     locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-    return any(int(fields[4]) == pid and int(fields[5].rpartition(":")[2]) == inode for fields in locks)
+    return any(
+        int(fields[4]) == pid and int(fields[5].rpartition(":")[2]) == inode for fields in locks if fields[1] != "->"
+    )
 
 
 @needs_server
