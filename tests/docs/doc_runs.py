@@ -9,7 +9,7 @@ from typing import NamedTuple
 from warm import Interpreter
 
 _RUNNER = """
-import gc, json, os, sys, traceback
+import gc, json, os, sys, traceback, warnings
 top, came = os.getcwd(), {{}}
 for name, parts in json.loads({pieces!r}):
     os.mkdir(name.replace("/", "-"))
@@ -17,11 +17,12 @@ for name, parts in json.loads({pieces!r}):
     sys.path.insert(0, os.getcwd())
     space = {{"__name__": "__main__"}}
     try:
-        for place, line, file, code in parts:
-            if file:
-                with open(file, "w") as opened:
-                    opened.write(code)
-            exec(compile("\\n" * (line - 1) + code, place, "exec"), space)
+        with warnings.catch_warnings():
+            for place, line, file, code in parts:
+                if file:
+                    with open(file, "w") as opened:
+                        opened.write(code)
+                exec(compile("\\n" * (line - 1) + code, place, "exec"), space)
     except BaseException:
         came[name] = traceback.format_exc()
     space.clear()

@@ -111,7 +111,7 @@ class Setup:
 
 
 SETUPS = {
-    "docs/tutorial.md": Setup(world="", smaller=[(r"range\(600\)", "range(24)")]),
+    "docs/tutorial.md": Setup(world="", smaller=[(r"range\(400\)", "range(24)"), ("epochs=4", "epochs=2")]),
     "docs/clara.md": Setup(_CLARA, smaller=[(r"/data/list", "list"), (r'"/data"', '"."')]),
     "docs/howto/importance.md": Setup(
         _WORLD

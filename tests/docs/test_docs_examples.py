@@ -79,8 +79,9 @@ def came(interpreter: Interpreter, store_root: Path) -> dict[str, str]:
     pieces = {}
     for name, shown in _SHOWN.items():
         if _runs(shown):
+            code = shown.code.replace("seconds=10", "seconds=0.1")
             before = EXAMPLES + EXAMPLES_BEFORE.get(name, "")
-            pieces[name] = [Part("setup", 1, "", before), Part(shown.place, shown.line, "", shown.code)]
+            pieces[name] = [Part("setup", 1, "", before), Part(shown.place, shown.line, "", code)]
     return tracebacks(interpreter, store_root, pieces)
 
 

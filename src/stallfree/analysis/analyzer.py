@@ -94,7 +94,7 @@ def analyze(
 
     Example:
         ```python
-        report = sf.analyze(dataset, step, batch_size=4, num_workers=1, seconds=0.1)
+        report = sf.analyze(dataset, step, batch_size=4, num_workers=1, seconds=10)
         print(report)
         report.save("report.json")
         ```
