@@ -14,7 +14,7 @@ import pytest
 from children import Child
 from redis_servers import until
 from stallfree.stores import circuit_breaker as module
-from stallfree.stores.circuit_breaker import Breaker, shared_cells
+from stallfree.stores.circuit_breaker import CircuitBreaker, shared_cells
 
 
 class Patient:
@@ -23,7 +23,7 @@ class Patient:
     def __init__(self, seconds: float = 0.001) -> None:
         self.pings = 0
         self.back = threading.Event()
-        self.breaker = Breaker(self.ping, seconds)
+        self.breaker = CircuitBreaker(self.ping, seconds)
 
     def ping(self) -> None:
         self.pings += 1
@@ -111,7 +111,7 @@ def test_no_ping_begins_while_one_is_under_way() -> None:
         leave.wait()
         raise ConnectionRefusedError
 
-    breaker = Breaker(ping, 1e-6)
+    breaker = CircuitBreaker(ping, 1e-6)
     breaker.trip()
     assert not breaker.closed
     assert entered.wait(60)

@@ -34,7 +34,7 @@ _CELLS = 3
 _CELL_SIZE = 8
 
 
-class Breaker:
+class CircuitBreaker:
     """The circuit breaker of one server. Initially closed: requests may be sent.
 
     The first ping is due immediately, because the failure may be that of one busy process. Further pings follow after

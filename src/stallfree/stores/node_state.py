@@ -13,7 +13,7 @@ from stallfree.cache.counters import Count, Counters
 from stallfree.ipc.folders import SharedFolder, default_root, sweep
 from stallfree.ipc.locks import CLAIMS, FileLock
 from stallfree.ipc.shared_array import shared_array
-from stallfree.stores.circuit_breaker import Breaker, shared_cells
+from stallfree.stores.circuit_breaker import CircuitBreaker, shared_cells
 from stallfree.stores.partitioning import owners
 from stallfree.stores.values import DataKey
 
@@ -64,7 +64,7 @@ class NodeState:
         """Claim a row of counters for this process; call it again after a fork."""
         self.counters.claim(self._lock)
 
-    def share(self, breakers: Sequence[Breaker]) -> None:
+    def share(self, breakers: Sequence[CircuitBreaker]) -> None:
         """Share the circuit breakers among the processes of this node."""
         for breaker, cells in zip(breakers, shared_cells(self.path / "lost", len(breakers)), strict=True):
             breaker.share(cells)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from stallfree.stores.addresses import Address, load_client
-from stallfree.stores.circuit_breaker import Breaker
+from stallfree.stores.circuit_breaker import CircuitBreaker
 
 T = TypeVar("T")
 Request = Sequence[tuple[Any, ...]]
@@ -79,7 +79,7 @@ class Shard:
     def __init__(self, location: Location, timeout: float = 0.25) -> None:
         load_client()
         self.location, self.timeout = location, timeout
-        self.breaker = Breaker(self._ping)
+        self.breaker = CircuitBreaker(self._ping)
         self.last_failure = ""
         # Connection, address number, and start of the idle time. List operations are atomic: no lock.
         self._idle: list[tuple[Connection, int, float]] = []
