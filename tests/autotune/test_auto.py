@@ -23,7 +23,7 @@ from stallfree.autotune.choice import Measured
 from stallfree.autotune.measure import Probe, measure, measure_reads
 from stallfree.batches.transform_split import is_prepared
 from stallfree.cache.memory import limits
-from stallfree.errors import CapacityError, StorageError
+from stallfree.errors import CapacityError, StorageError, text_of
 from stallfree.ipc.folders import SharedFolder, default_root
 from stallfree.testing import ThrottledSource
 
@@ -480,7 +480,7 @@ def test_without_room_there_is_no_cache(
     monkeypatch.setattr(auto, "CachedDataset", refuse)
     with sf.DataLoader(Numbers(COUNT, [squared]), 8, cache="auto", capacity=ROOM, num_workers=0) as loader:
         assert sorted(epochs(loader, 1)[0]) == list(range(COUNT))
-        assert loader.decision == f"no cache; 0 workers; {error}"
+        assert loader.decision == f"no cache; 0 workers; {text_of(error)}"
 
 
 def test_a_resume_in_mid_epoch_gives_what_was_left() -> None:

@@ -187,5 +187,5 @@ def test_shares_that_are_given(value: Any) -> None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
         assert check_share("part", value) == value
     else:
-        with pytest.raises(InputError, match=r"^part=.*: give a number above 0, and 1 at most$"):
+        with pytest.raises(InputError, match=r"^part=.*: give a number above 0, and 1 at most\n"):
             check_share("part", value)
