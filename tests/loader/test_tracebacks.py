@@ -13,6 +13,7 @@ import torch
 
 import stallfree as sf
 from loader_data import Made
+from stallfree.errors import DOCUMENTATION
 from warm import Interpreter
 
 PACKAGE = str(Path(sf.__file__).parent)
@@ -56,6 +57,7 @@ def test_a_bad_sample(kind: str) -> None:
     assert len(lines) <= 20, text
     assert PACKAGE not in text
     assert lines[-2].startswith("stallfree.errors.SampleError: fetching sample 5 failed: FileNotFoundError: ")
+    assert lines[-1] == f"{DOCUMENTATION}errors/sample-failed/"
     assert "in read" in text
     assert "in __getitem__" in text
     if hasattr(inner := getattr(data, "dataset", None), "close"):
