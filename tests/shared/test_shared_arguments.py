@@ -150,7 +150,7 @@ def test_a_difference_is_named(given: dict[str, Any], said: str, store_root: Pat
         before = sorted(store_root.rglob("*"))
         with pytest.raises(sf.InputError) as caught:
             loader(**given)
-        assert str(caught.value) == (
+        assert text_of(caught.value) == (
             f"this job does not fit into the group 'args': {said}. Give the same, or the name of another group"
         )
         assert sorted(store_root.rglob("*")) == before
