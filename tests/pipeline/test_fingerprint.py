@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -497,3 +498,17 @@ def test_the_same_in_every_interpreter(tmp_path: Path) -> None:
 
 def test_a_namespace_counts_by_its_content() -> None:
     assert fingerprint(SimpleNamespace(a=1)) == fingerprint(SimpleNamespace(a=1)) != fingerprint(SimpleNamespace(a=2))
+
+
+def test_a_file_system_of_ones_own_is_the_same_in_every_process() -> None:
+    class Drive(LocalFileSystem):  # type: ignore[misc]
+        rate = 10
+
+    before = fingerprint(Drive)
+    made = fingerprint(Drive())
+    Drive._pid = 1
+    Drive(skip_instance_cache=True)
+    assert fingerprint(Drive) == before
+    assert fingerprint(Drive()) == made
+    Drive.rate = 20
+    assert fingerprint(Drive) != before

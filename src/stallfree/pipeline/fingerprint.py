@@ -28,6 +28,8 @@ from stallfree.pipeline.marks import DREW, MARK
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list"})
 """State that albumentations stores in a transform while it runs, or that concerns only its generators."""
+_OF_PROCESS = frozenset({"_pid", "_cache", "_latest", "_lock"})
+"""Class attributes of fsspec's file systems that differ between processes."""
 _MANY = 256
 """Length from which a list of plain values is hashed in bulk: data sets list a million samples."""
 _VALUES = (list, tuple, dict, set, frozenset, np.ndarray, np.generic, torch.Tensor, enum.Enum, functools.partial)
@@ -296,10 +298,11 @@ class _Walker:
             return
         self._feed("class", cls.__qualname__.encode())
         self._parts("bases", cls.__bases__)
+        ignored = {MARK, DREW, *(_OF_PROCESS if comes_from(type(cls), "fsspec") else ())}
         members = {
             name: member
             for name, member in vars(cls).items()
-            if name not in (MARK, DREW)
+            if name not in ignored
             and not inspect.ismemberdescriptor(member)
             and not inspect.isgetsetdescriptor(member)
             and (callable(member) or not (name.startswith("__") and name.endswith("__")))
