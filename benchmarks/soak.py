@@ -38,7 +38,7 @@ QUESTION = (
     "descriptors, threads or shared memory grow?"
 )
 MODULE = "benchmarks.soak"
-PICTURE = ROOT / "docs" / "pictures" / "soak.svg"
+PICTURE = ROOT / "docs" / "benchmarks" / "soak.svg"
 
 MINUTES, QUICK_MINUTES = 60.0, 3.0
 WARM_SECONDS = 600.0
@@ -392,7 +392,7 @@ def run(options: Options) -> Report:
         rows=rows,
         checks=checks,
         notes=[
-            "![Memory, descriptors, threads and shared memory over time](../../pictures/soak.svg)",
+            "![Memory, descriptors, threads and shared memory over time](../soak.svg)",
             f"{minutes:g} minutes, {found['epochs']:,} epochs of {SAMPLES:,} samples of 64 KiB in all jobs together, "
             "each checked for missing, repeated and wrong samples. "
             + ", ".join(f"{count} x {what}" for what, count in sorted(done.items()))
@@ -452,7 +452,7 @@ def growth(found: Json, what: str, warm: float) -> float:
 
 def chart(found: Json) -> str:
     """Memory, descriptors, threads and shared memory over time, as an SVG."""
-    drawing: Any = runpy.run_path(str(PICTURE.with_name("draw.py")))
+    drawing: Any = runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py"))
     shown = [what for what in _SHOWN if what != "rss"]
     minutes = max(1.0, found["seconds"][-1] / 60)
     picture = drawing["Picture"]("What six jobs take while some are killed, leave and join", 720, 40 + 90 * len(shown))
