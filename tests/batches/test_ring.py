@@ -403,6 +403,21 @@ def test_a_forked_child_frees_nothing_and_ends_no_workers_here() -> None:
         assert same(batch[0][0], torch.stack([pixels(id) for id in range(4)]))
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_forked_child_cannot_go_on_with_an_iteration(persistent: bool) -> None:
+    def next_in_child() -> None:
+        with pytest.raises(sf.StallfreeError, match=r"is that of process \d+, which was forked"):
+            next(batches)
+
+    with sf.DataLoader(Made(96, pixels), 4, num_workers=2, with_ids=True, persistent_workers=persistent) as loader:
+        batches = iter(loader)
+        seen = [next(batches) for _ in range(3)]
+        assert Child(next_in_child).wait() == 0
+        seen += batches
+        assert [batch.ids.tolist() for batch in seen] == [list(range(at, at + 4)) for at in range(0, 96, 4)]
+        assert all(torch.equal(batch.data, torch.stack([pixels(id) for id in batch.ids.tolist()])) for batch in seen)
+
+
 def test_a_ring_that_is_closed_while_a_thread_gathers_makes_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector may close it in that very thread, between any two lines."""
     ring = Ring(2, None)

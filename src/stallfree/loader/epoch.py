@@ -94,6 +94,8 @@ class Epoch(_Pass):
         """
         if self.closed or self.pool.closed or self._token != self.pool.token:
             raise iteration_over(_OVER)
+        if self._owner != os.getpid():  # its results would be those that the parent awaits
+            raise iteration_over(f"this iteration is that of process {self._owner}, which was forked. Begin a new one")
         try:
             self._start_more()
             started = time.monotonic()
