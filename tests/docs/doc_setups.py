@@ -112,6 +112,7 @@ class Setup:
 
 SETUPS = {
     "docs/tutorial.md": Setup(world="", smaller=[(r"range\(400\)", "range(24)"), ("epochs=4", "epochs=2")]),
+    "examples/tutorial.ipynb": Setup(world="", smaller=[(r"range\(200\)", "range(32)"), ("epochs=3", "epochs=2")]),
     "docs/clara.md": Setup(_CLARA, smaller=[(r"/data/list", "list"), (r'"/data"', '"."')]),
     "docs/howto/importance.md": Setup(
         _WORLD

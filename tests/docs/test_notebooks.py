@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from doc_pages import ROOT
 from doc_runs import Part, tracebacks
+from doc_setups import SETUPS
 
 from warm import Interpreter
 
@@ -22,9 +23,9 @@ def _code(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_cells_run_in_order(path: Path, interpreter: Interpreter, store_root: Path) -> None:
-    parts = [
-        Part(f"{path.name}[{number}]", 1, "", "".join(cell["source"])) for number, cell in enumerate(_code(path), 1)
-    ]
+    shrink = SETUPS[f"examples/{path.name}"].shrink
+    cells = ["".join(cell["source"]) for cell in _code(path)]
+    parts = [Part(f"{path.name}[{number}]", 1, "", shrink(cell)) for number, cell in enumerate(cells, 1)]
     failed = tracebacks(interpreter, store_root, {path.name: parts})
     assert not failed, failed[path.name]
 
