@@ -55,8 +55,9 @@ MOST_RATIO = 1.05
 """Of the last quarter over the first: descriptors, threads and shared memory."""
 EVENT_SECONDS, QUICK_EVENT_SECONDS = 30.0, 6.0
 END_SECONDS = 60.0
-WHAT = ("pss", "rss", "descriptors", "threads", "shm")
+WHAT = ("memory", "rss", "descriptors", "threads", "shm")
 GROUPS = ("steady jobs", "other jobs", "shared loader", "servers")
+_FIELDS = ("Pss_Anon:", "Pss_Shmem:", "Rss:")
 _SEED = 7
 _SUBREAPER = 36  # of prctl
 _MIB = 1 << 20
@@ -228,15 +229,19 @@ def group_of(process: Process, jobs: dict[int, int]) -> str:
 
 
 def figures(pid: int) -> list[float]:
-    """PSS and RSS in bytes, descriptors and threads of a process; nothing for one that has ended."""
+    """Memory and RSS in bytes, descriptors and threads of a process; nothing for one that has ended.
+
+    Memory is the process's proportional part of its anonymous and shared memory. Pages of files are left out: the
+    kernel can drop them, and their parts depend on what else runs on the machine (libraries).
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
         threads = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[17])
     except OSError:
         return []
-    memory = {words[0]: int(words[1]) * 1024 for words in map(str.split, lines) if words[0] in ("Pss:", "Rss:")}
-    return [memory.get("Pss:", 0), memory.get("Rss:", 0), descriptors, threads]
+    memory = {words[0]: int(words[1]) * 1024 for words in map(str.split, lines) if words[0] in _FIELDS}
+    return [memory.get("Pss_Anon:", 0) + memory.get("Pss_Shmem:", 0), memory.get("Rss:", 0), descriptors, threads]
 
 
 def shm_bytes() -> int:
@@ -377,7 +382,7 @@ def run(options: Options) -> Report:
     ]
     done = Counter(_kind(what) for _, what in found["events"])
     checks = [
-        Check("six jobs, kills and joins: growth of memory, % per hour", growth(found, "pss", warm), MOST_GROWTH, "<=")
+        Check("six jobs, kills and joins: growth of memory, % per hour", growth(found, "memory", warm), MOST_GROWTH, "<=")
     ]
     for what, words in (("descriptors", "descriptors"), ("threads", "threads"), ("shm", "shared memory")):
         first, *_, last = quarters(found, what, warm)
@@ -398,8 +403,9 @@ def run(options: Options) -> Report:
             + ", ".join(f"{count} x {what}" for what, count in sorted(done.items()))
             + f". Sampled once per second; the first {warm / 60:g} minutes are left out. Quarters are medians; growth "
             "is the median of the slopes between all pairs of quiet moments, over the median; one is the last "
-            "third of the time between two events. Memory is PSS, which counts a shared page once. Shared memory is "
-            "what `/dev/shm` has in use beyond the start.",
+            "third of the time between two events. Memory is anonymous and shared memory, each shared page counted once "
+            "(`Pss_Anon` and `Pss_Shmem` of `smaps_rollup`); pages of files, such as libraries, are in RSS only. Shared "
+            "memory is what `/dev/shm` has in use beyond the start.",
         ],
         versions=found.pop("versions"),
         raw=found,
@@ -407,7 +413,7 @@ def run(options: Options) -> Report:
 
 
 _SHOWN = {
-    "pss": ("memory (PSS), MiB", _MIB),
+    "memory": ("memory, MiB", _MIB),
     "rss": ("resident sizes (RSS), MiB", _MIB),
     "descriptors": ("descriptors", 1),
     "threads": ("threads", 1),
