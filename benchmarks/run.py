@@ -61,6 +61,7 @@ NAMES = (
     "run_forecast",
     "reads_cost",
     "plain_loader",
+    "first_batch",
     "watch_cost",
     "replay",
     "ray_workers",

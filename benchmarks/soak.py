@@ -382,7 +382,9 @@ def run(options: Options) -> Report:
     ]
     done = Counter(_kind(what) for _, what in found["events"])
     checks = [
-        Check("six jobs, kills and joins: growth of memory, % per hour", growth(found, "memory", warm), MOST_GROWTH, "<=")
+        Check(
+            "six jobs, kills and joins: growth of memory, % per hour", growth(found, "memory", warm), MOST_GROWTH, "<="
+        )
     ]
     for what, words in (("descriptors", "descriptors"), ("threads", "threads"), ("shm", "shared memory")):
         first, *_, last = quarters(found, what, warm)
@@ -403,9 +405,9 @@ def run(options: Options) -> Report:
             + ", ".join(f"{count} x {what}" for what, count in sorted(done.items()))
             + f". Sampled once per second; the first {warm / 60:g} minutes are left out. Quarters are medians; growth "
             "is the median of the slopes between all pairs of quiet moments, over the median; one is the last "
-            "third of the time between two events. Memory is anonymous and shared memory, each shared page counted once "
-            "(`Pss_Anon` and `Pss_Shmem` of `smaps_rollup`); pages of files, such as libraries, are in RSS only. Shared "
-            "memory is what `/dev/shm` has in use beyond the start.",
+            "third of the time between two events. Memory is anonymous and shared memory, each shared page counted "
+            "once (`Pss_Anon` and `Pss_Shmem` of `smaps_rollup`); pages of files, such as libraries, are in RSS only. "
+            "Shared memory is what `/dev/shm` has in use beyond the start.",
         ],
         versions=found.pop("versions"),
         raw=found,

@@ -111,11 +111,29 @@ def test_samples_of_two_structures() -> None:
     assert stack([{"a": 1, "b": 2}, {"b": 1, "a": 2}], Memory().reserve) == (0, None)
 
 
-def test_a_batch_has_the_structure_that_torch_gives_it() -> None:
-    sample, _ = encode((torch.zeros(2, 3), 7))
-    expected, _ = encode(default_collate([(torch.zeros(2, 3), 7)] * 5))
-    assert batch_structure(sample, 5) is expected
+@pytest.mark.parametrize("count", [1, 2, 3, 64])
+@pytest.mark.parametrize(
+    "sample",
+    [(torch.zeros(2, 3), 7), {"a": np.zeros((2, 2), np.int16), "b": [True, 2.5]}, torch.zeros(2, 0), np.float32(1)],
+    ids=named,
+)
+def test_a_batch_has_the_structure_that_torch_gives_it(sample: Any, count: int) -> None:
+    expected, _ = encode(default_collate([sample] * count))
+    assert batch_structure(encode(sample)[0], count) is expected
+
+
+def test_text_has_no_structure_of_a_batch() -> None:
     assert batch_structure(encode("text")[0], 5) is None
+
+
+def test_a_collation_that_does_not_stack_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        torch.utils.data._utils.collate.default_collate_fn_map,
+        torch.Tensor,
+        lambda batch, **_: torch.stack(list(reversed(batch))),
+    )
+    sample, _ = encode(torch.zeros(4, 1, 5))
+    assert batch_structure(sample, 3) is None
 
 
 def test_what_is_made_elsewhere_is_written_whole() -> None:

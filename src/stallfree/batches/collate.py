@@ -2,7 +2,7 @@
 
 `torch.utils.data.default_collate` says what a batch is. When all samples share one fixed structure, the bytes of a
 batch are those of its samples, leaf by leaf and row by row; then the batch is composed in the slot, and no memory is
-made. Whether this holds for a structure is not argued but tried once, with random bytes, against torch's function.
+made. Whether this holds for a structure is tried once against torch's function, with two samples of random bytes.
 """
 
 from __future__ import annotations
@@ -18,35 +18,48 @@ from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.errors import CodecError
 from stallfree.pipeline.codec import Structure, encode, encode_own, open_record, record_size, stack_build, write_record
+from stallfree.pipeline.structure import structure_of
 
 Bytes = npt.NDArray[np.uint8]
 Collate = Callable[[list[Any]], Any]
 Reserve = Callable[[int], Bytes]
 
+_PERIOD = 65_521
+"""Random bytes that are repeated in a large leaf; a prime number, so that no two rows are equal."""
+
 
 @lru_cache(maxsize=256)
 def batch_structure(sample: Structure, count: int) -> Structure | None:
     """The structure of a batch of `count` samples, if its leaves are the samples' leaves stacked; else None."""
+    pair = _pair_structure(sample)
+    if pair is None:
+        return None
+    tree = pair.key.partition(b"\n")[0]
+    leaves = (f"{leaf.kind} {','.join(map(str, (count, *leaf.shape[1:])))} {leaf.dtype}" for leaf in pair.leaves)
+    return structure_of(b"\n".join([tree, *(text.encode("ascii") for text in leaves)]))
+
+
+@lru_cache(maxsize=256)
+def _pair_structure(sample: Structure) -> Structure | None:
+    """The structure of a batch of two samples with random bytes, as torch collates them, if it stacks their leaves."""
     if not sample.fixed or not sample.leaves:
         return None
-    rng = np.random.default_rng(0)
-    columns = [_random_rows(rng, leaf.kind, leaf.nbytes, count) for leaf in sample.leaves]
+    columns = [_random_pair(leaf.kind, leaf.nbytes) for leaf in sample.leaves]
     try:
-        structure, arrays = encode(collate_default(stack_build(sample, [c.copy() for c in columns], count)))
+        structure, arrays = encode(collate_default(stack_build(sample, [c.copy() for c in columns], 2)))
     except Exception:
         return None  # torch cannot collate them: let the real call say so
     same = structure.fixed and len(arrays) == len(columns)
     if not same or not all(np.array_equal(a, c.reshape(-1)) for a, c in zip(arrays, columns, strict=True)):
         return None
-    return structure
+    return structure if all(leaf.shape[:1] == (2,) for leaf in structure.leaves) else None
 
 
-def _random_rows(rng: np.random.Generator, kind: str, nbytes: int, count: int) -> Bytes:
-    high = 2 if kind == "bool" else 100
-    rows = rng.integers(0, high, (count, nbytes), np.uint8)
-    if kind in ("tensor", "array", "scalar"):
-        rows &= 1  # valid for every dtype, booleans too
-    return rows
+def _random_pair(kind: str, nbytes: int) -> Bytes:
+    """Bytes of two leaves, shape (2, nbytes)."""
+    high = 2 if kind in ("bool", "tensor", "array", "scalar") else 100  # 0 and 1 are valid for every dtype
+    few = np.random.default_rng(0).integers(0, high, min(2 * nbytes, _PERIOD), np.uint8)
+    return np.resize(few, (2, nbytes))
 
 
 def collate_default(samples: list[Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import sys
@@ -11,7 +10,9 @@ from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-_LIBRARIES = {"torch", "torchvision", "torchaudio", "numpy", "scipy", "PIL", "cv2", "monai", "albumentations"}
+_LIBRARIES = {
+    *("stallfree", "torch", "torchvision", "torchaudio", "numpy", "scipy", "PIL", "cv2", "monai", "albumentations"),
+}
 """Libraries wherever they are installed: some containers and builds from source have them outside of site-packages."""
 
 
@@ -32,10 +33,6 @@ def library_version(module: str) -> str | None:
     top = module.partition(".")[0]
     if top == "builtins" or top in sys.stdlib_module_names:
         return "python"
-    if top == "stallfree":  # its own tables, such as that of the marks, are not part of a transform
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(top)
-        return "unknown"
     package = sys.modules.get(top)
     if top in _LIBRARIES and package is not None:
         return str(attribute(package, "__version__", "unknown"))
