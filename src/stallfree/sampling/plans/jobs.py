@@ -1,4 +1,4 @@
-"""Several jobs on one cache: the combined importance of each sample.
+"""Several jobs on one cache: the benefit of each, and the combined importance of each sample.
 
 Losses of different models are not comparable. Each job therefore publishes the relative importance of each sample, its
 rank among the losses of that job (RIV), and the job's benefit from the cache. The combined value (AIV) is the sum of
@@ -42,6 +42,22 @@ _MAGIC = b"sfjobs1\n"
 _FILE = re.compile(r"(job|new)-([0-9]{1,3})")
 
 
+def benefit(step_seconds: float, hit_seconds: float, miss_seconds: float, *, workers: int, batch_size: int) -> float:
+    """The predicted ratio of the epoch time without the cache to that with all samples in the cache.
+
+    Samples are fetched and prepared while the device trains, so a batch takes the longer of the two times.
+
+    Args:
+        step_seconds: training time of a batch.
+        hit_seconds: time of one worker for a sample in the cache, prep included.
+        miss_seconds: the same for a sample that is not in the cache, fetch included.
+        workers: number of workers. 0 counts as 1: the training process, whose threads fetch during the steps.
+        batch_size: samples per batch.
+    """
+    share = batch_size / max(1, workers)
+    return max(step_seconds, share * miss_seconds) / max(step_seconds, share * hit_seconds)
+
+
 class Jobs:
     """The jobs that use one cache. This process is one of them from its first `publish` on.
 
@@ -74,7 +90,7 @@ class Jobs:
 
         Args:
             importance: a number from 0 to 1 for each id: the rank of its loss.
-            benefit: epoch time without the cache divided by that with it; see `loader.benefit`.
+            benefit: epoch time without the cache divided by that with it.
         """
         self._check_open()
         values = self._checked(importance)
