@@ -449,5 +449,5 @@ def package_main(parent: Parent, *arguments: Any) -> None:
         if fields[Field.STEP] != seen:
             seen = int(fields[Field.STEP])
             with suppress(StallfreeError):  # the writer lock timed out
-                pause += work.work(stop)
+                pause = work.work(stop)
     work.close()

@@ -18,14 +18,12 @@ import struct
 import warnings
 import weakref
 from collections.abc import Iterator
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError, cache_ids, object_closed
 from stallfree.ipc.locks import FileLock
 from stallfree.platform import OPEN
 
@@ -74,7 +72,7 @@ class Jobs:
         folder: of the cache (`SampleCache.path`). The files are in its subfolder `importance`, and are deleted with it.
         num_ids: number of samples of the data set.
 
-    Raises `InputError` after `close`, and for invalid values.
+    Not used after `close`.
     """
 
     def __init__(self, folder: str | Path, num_ids: int) -> None:
@@ -92,11 +90,8 @@ class Jobs:
             importance: a number from 0 to 1 for each id: the rank of its loss.
             benefit: epoch time without the cache divided by that with it.
         """
-        self._check_open()
-        values = self._checked(importance)
-        if not isinstance(benefit, Real) or isinstance(benefit, bool) or not 0 <= benefit < math.inf:
-            raise InputError(f"benefit={benefit!r}: give a number, 0 or more: how many times faster with the cache")
-        self._own = values, float(benefit)
+        values = np.asarray(importance, "<f4")
+        self._own = values, benefit
         try:
             self._place.write([_HEADER.pack(_MAGIC, self.num_ids, benefit), values.data])
             self._apart = False
@@ -110,7 +105,6 @@ class Jobs:
         The sum of benefit times importance, float64 per id, over the jobs with a benefit of at least 1.5; over all, if
         there is none. Zeros if no job has published.
         """
-        self._check_open()
         found = None
         if not self._apart:
             try:
@@ -134,22 +128,6 @@ class Jobs:
         if magic != _MAGIC or num_ids != self.num_ids or not 0 <= benefit < math.inf:
             return None
         return np.frombuffer(data, "<f4", offset=_HEADER.size), benefit
-
-    def _checked(self, importance: Any) -> Array:
-        try:
-            values = np.array(importance, "<f4")
-        except (TypeError, ValueError):
-            values = np.empty((0, 0), "<f4")
-        if values.shape != (self.num_ids,) or not (values.min() >= 0 and values.max() <= 1):
-            raise cache_ids(
-                f"importance={importance!r:.80}: give a number from 0 to 1 for each of {self.num_ids} ids, the place "
-                "of its loss among all"
-            )
-        return values
-
-    def _check_open(self) -> None:
-        if not self._leave.alive:
-            raise object_closed("this job has left: make a new Jobs")
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
