@@ -35,11 +35,11 @@ _UNBIASED = "unbiased, MinIO"
 _LRU, _COORDL = "Default: full plan, LRU", "CoorDL: full plan, MinIO"
 CONTESTANTS: dict[str, Maker] = {
     _LRU: sampled("lru", plan="full"),
-    "Base: cis (all are fetched), LRU": sampled("lru", plan="cis"),
+    "Base: cis (all are fetched), LRU": sampled("lru", plan="full", trains="icache"),
     "Quiver: full plan, two packages": quiver,
     _COORDL: sampled("minio", plan="full"),
     "iLFU: icache's draws, LFU": sampled("lfu", plan="icache", on_miss="fetch"),
-    "SHADE: ranks in the batch, importance": sampled("importance", plan="icache", score="shade", on_miss="fetch"),
+    "SHADE: ranks in the batch, importance": sampled("importance", plan="icache", relative=True, on_miss="fetch"),
     _ICACHE: sampled("importance", plan="icache"),
     "icache: substitute": sampled("importance", plan="icache", on_miss="substitute"),
     "icache: swap, packages": sampled("importance", plan="icache", packages=True),

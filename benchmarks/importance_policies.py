@@ -19,7 +19,7 @@ from stallfree import ImportanceSampler
 from stallfree.cache.memory.bookkeeper import Bookkeeper
 from stallfree.cache.policies import make_policy
 from stallfree.sampling.plans import make_plan
-from stallfree.sampling.plans.probabilities import generator
+from stallfree.sampling.plans.probabilities import generator, ranks
 from stallfree.sampling.plans.retention import FRESH
 from stallfree.sampling.plans.sampling_plans import Draw
 from stallfree.sampling.plans.serving import Serving
@@ -108,26 +108,44 @@ class Sampled:
         cache: its cache.
         sampler: draws, and is told the losses of what was served.
         packages: what packs and reads packages, or None.
+        trains: draws the samples that are trained on; None: all that are served.
+        relative: the rank of a loss within its batch is its score, as in SHADE.
     """
 
-    def __init__(self, cache: CountedCache, sampler: ImportanceSampler, packages: Packages | None = None) -> None:
+    def __init__(
+        self,
+        cache: CountedCache,
+        sampler: ImportanceSampler,
+        packages: Packages | None = None,
+        trains: ImportanceSampler | None = None,
+        *,
+        relative: bool = False,
+    ) -> None:
         self.cache, self.sampler, self._packages = cache, sampler, packages
+        self._trains, self._relative = trains, relative
         self._low_share = _FIRST_REGION
 
     def epoch(self, number: int, losses: Array) -> Counts:
         sampler, counts = self.sampler, Counts()
-        share = self._low_share if sampler.low_region is None else sampler.low_region
-        region = max(round(share * self.cache.size), PACKAGE)
+        region = max(round(self._low_share * self.cache.size), PACKAGE)
         begun = sampler.begin(number, BATCH)
         if self._packages is not None:
             self._packages.begin(begun.draw, region, counts)
         rng = generator(sampler.seed, number, 3)
         serving = Serving(begun.batches, begun.draw.low, self.cache, sampler.on_miss, rng, self._packages)
+        chosen = np.ones(self.cache.num_ids, bool)
+        if self._trains is not None:
+            chosen[:] = False
+            chosen[self._trains.plan(number).ids] = True
         for ids in serving:
             counts.fetched += self.cache.use(ids)
             counts.served += len(ids)
-            counts.trained += int(np.count_nonzero(begun.served(ids).numpy()))
-            sampler.update(ids, losses[ids])
+            counts.trained += int(np.count_nonzero(chosen[ids]))
+            begun.served(ids)
+            scores = ranks(losses[ids]) if self._relative else losses[ids]
+            for one in (sampler, self._trains):
+                if one is not None:
+                    one.update(ids, scores)
         begun.end()
         counts.asked = serving.high_requests + serving.low_requests
         counts.own = serving.high_hits + serving.low_hits
@@ -136,7 +154,7 @@ class Sampled:
 
 
 class Packages:
-    """Packs and reads packages by the rules of `stallfree.sampling.package_work`, between two batches.
+    """Packs and reads packages by the rules of `stallfree.sampling.packages`, between two batches.
 
     L-samples that are to come and are neither resident nor packed are fetched, missed ones first, and written in
     packages of `PACKAGE`. While fewer of those to come are resident than the region holds, the package that brings most
@@ -161,14 +179,14 @@ class Packages:
 
     def served(self, ids: Array) -> None:
         self._pending[ids] = self._missed[ids] = False
+        self.wake()
 
     def missed(self, ids: Array) -> None:
         self._missed[ids] = True
 
-    def wake(self, *, last: bool = False) -> None:
-        if not last:
-            self._pack()
-            self._read()
+    def wake(self) -> None:
+        self._pack()
+        self._read()
 
     def _pack(self) -> None:
         wanted = np.flatnonzero(self._low & self._pending & (self._package_of < 0))
@@ -263,16 +281,25 @@ Maker = Callable[[int, int, Path, int], Contestant]
 """Makes a contestant for (samples, room, folder, seed)."""
 
 
-def sampled(policy: str, *, packages: bool = False, everything: bool = False, **options: Any) -> Maker:
+def sampled(
+    policy: str,
+    *,
+    packages: bool = False,
+    everything: bool = False,
+    trains: str = "",
+    relative: bool = False,
+    **options: Any,
+) -> Maker:
     """A maker of `Sampled`: an `ImportanceSampler` with these options, a cache of that policy.
 
-    With `everything` the cache has room for all samples.
+    With `everything` the cache has room for all samples. `trains` is the plan that draws those to train on.
     """
 
     def make(samples: int, room: int, folder: Path, seed: int) -> Contestant:
         cache = CountedCache(samples, samples if everything else room, policy, folder)
         sampler = ImportanceSampler(samples, cache=cache, seed=seed, **options)
-        return Sampled(cache, sampler, Packages(cache, seed) if packages else None)
+        chooser = ImportanceSampler(samples, plan=trains, seed=seed) if trains else None
+        return Sampled(cache, sampler, Packages(cache, seed) if packages else None, chooser, relative=relative)
 
     return make
 

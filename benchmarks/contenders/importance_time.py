@@ -47,6 +47,7 @@ class Way:
     Attributes:
         policy: of the cache.
         plan: of the `ImportanceSampler`; "": all samples in random order; "quiver": all, those that are resident first.
+        trains: the plan of a sampler that draws those to train on; "": all that are served.
         on_miss: of the `ImportanceSampler`.
         packages: unimportant samples are packed in the background, and come in packages.
         apart: where several jobs use the cache, each tells it what matters to itself, as if there were no other.
@@ -54,6 +55,7 @@ class Way:
 
     policy: str
     plan: str = ""
+    trains: str = ""
     on_miss: str = "fetch"
     packages: bool = False
     apart: bool = False
@@ -61,18 +63,18 @@ class Way:
 
 WAYS = {
     "default": Way("lru"),
-    "base": Way("lru", "cis"),
+    "base": Way("lru", "full", "icache"),
     "quiver": Way("fifo", "quiver"),
     "coordl": Way("minio"),
     "ilfu": Way("lfu", "icache"),
     "iis": Way("lru", "icache"),
     "hcache": Way("importance", "icache"),
-    "icache": Way("importance", "icache", "swap"),
-    "substitute": Way("importance", "icache", "substitute"),
-    "packages": Way("importance", "icache", "swap", packages=True),
+    "icache": Way("importance", "icache", on_miss="swap"),
+    "substitute": Way("importance", "icache", on_miss="substitute"),
+    "packages": Way("importance", "icache", on_miss="swap", packages=True),
     "unbiased": Way("importance", "unbiased"),
     "unbiased_minio": Way("minio", "unbiased"),
-    "apart": Way("importance", "icache", "swap", apart=True),
+    "apart": Way("importance", "icache", on_miss="swap", apart=True),
 }
 
 
@@ -218,6 +220,9 @@ class Job:
         )
         self.losses = Losses(len(self.storage), self.number)
         self.sampler = self._sampler()
+        self._chooser: sf.ImportanceSampler | None = None
+        if self.way.trains:
+            self._chooser = sf.ImportanceSampler(len(self.storage), plan=self.way.trains, seed=self.number)
         self._loader: sf.DataLoader | None = None
         self._threads = (0, 0)
         self._epoch = 0
@@ -269,6 +274,10 @@ class Job:
     def epoch(self, loader: sf.DataLoader, device: Device | None) -> dict[str, float]:
         """One epoch: what it took."""
         loader.set_epoch(self._epoch)
+        chosen = np.ones(len(self.storage), bool)
+        if self._chooser is not None:
+            chosen[:] = False
+            chosen[self._chooser.plan(self._epoch).ids] = True
         self._epoch += 1
         learns = isinstance(self.sampler, sf.ImportanceSampler)
         served = trained = 0
@@ -276,13 +285,15 @@ class Job:
         for batch in loader:
             ids = batch.ids.numpy()
             served += len(ids)
-            if self.way.plan == "cis":
-                ids = ids[batch.weights.numpy() > 0]
+            ids = ids[chosen[ids]]
             trained += len(ids)
             if device is not None:
                 device.train(len(ids))
             if learns:
-                loader.update(torch.from_numpy(ids), self.losses.of(ids))
+                losses = self.losses.of(ids)
+                loader.update(torch.from_numpy(ids), losses)
+                if self._chooser is not None:
+                    self._chooser.update(ids, losses)
         return {"seconds": time.perf_counter() - begun, "served": served, "trained": trained}
 
     def warm_up(self, epochs: int) -> None:

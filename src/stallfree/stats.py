@@ -230,12 +230,12 @@ class ImportanceStats:
         low_hits: those of them that were in the cache.
         swaps: L-samples that were served before their turn because the one whose turn it was was missing.
         substitutions: samples served in the place of a missing L-sample (`on_miss="substitute"`).
-        packages_written: files of packed L-samples that were written.
+        packages_written: packages of L-samples that were written.
         package_bytes_written: their bytes.
-        packages_read: such files read, each with one sequential read.
+        packages_read: packages read, each with one sequential read.
         package_bytes_read: their bytes.
-        packages_dropped: files that were damaged, and were deleted.
-        samples_packed: samples in the files that were written.
+        packages_dropped: packages that were damaged.
+        samples_packed: samples in the packages that were written.
 
     Example:
         ```python

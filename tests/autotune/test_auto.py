@@ -64,7 +64,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measured], list[int]]
     found: list[Measured] = []
     calls: list[int] = []
 
-    def stand_in(source: Any, steps: Any, first: Any, *, seed: int, disk: Any = None) -> Probe:
+    def stand_in(source: Any, steps: Any, first: Any, *, seed: int) -> Probe:
         calls.append(len(calls))
         return Probe(found[-1], {first.id: first.record})
 
@@ -191,31 +191,6 @@ def test_the_cache_is_what_was_chosen(
         assert line.removeprefix("stallfree: ").split(";")[0] == loader.decision.split(";")[0]
         epochs(loader, 1)
         assert capfd.readouterr().err.startswith("stallfree: the second epoch gave ")
-
-
-def test_a_disk_that_pays_is_used_and_one_that_does_not_is_not(
-    measured: Callable[[Measured], list[int]], tmp_path: Path
-) -> None:
-    for disk, used in (((9000.0, 9000.0), True), ((50.0, 50.0), False)):
-        measured(rates(disk=disk, sizes=(100_000.0, math.inf)))
-        tier = sf.DiskTier(tmp_path, capacity="64MiB")
-        source = Numbers(COUNT, [shaken], size=12_500)
-        with sf.DataLoader(source, 8, num_workers=2, cache="auto", capacity="1300KiB", store=tier) as loader:
-            first = epochs(loader, 2)
-            assert all(sorted(epoch) == list(range(COUNT)) for epoch in first)
-            assert isinstance(loader.cached.stats(), sf.TierStats) == used
-            assert ("on the disk" in loader.decision) == used
-
-
-def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    source = Numbers(COUNT, [squared, shaken], size=1000)
-    probe = measure(source, source.pipeline, auto.look(source, source.pipeline), seed=1, disk=tmp_path)
-    assert min(probe.measured.disk) > 0
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    for unusable in (tmp_path / "file" / "below", Path("/proc/none")):
-        (tmp_path / "file").touch()
-        probe = measure(source, source.pipeline, auto.look(source, source.pipeline), seed=1, disk=unusable)
-        assert probe.measured.disk == (0.0, 0.0)
 
 
 def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(
@@ -508,8 +483,6 @@ def test_a_resume_in_mid_epoch_gives_what_was_left() -> None:
         ({"cache": "auto", "capacity": "0%"}, "share above 0%"),
         ({"cache": "auto", "capacity": "120%"}, "a share is 0% to 100%"),
         ({"cache": "auto", "capacity": "much"}, "is no size"),
-        ({"cache": "auto", "capacity": "1GiB", "store": "/mnt/ssd"}, "give a DiskTier"),
-        ({"store": sf.DiskTier("/mnt/ssd", capacity=1 << 30)}, "give cache='auto', or leave them out"),
         ({"cache": "auto", "capacity": "1GiB", "sampler": sf.ImportanceSampler(12)}, "give it a CachedDataset"),
     ],
 )

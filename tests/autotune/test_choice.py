@@ -91,18 +91,6 @@ def test_fetches_at_once_are_as_few_as_keep_the_rate() -> None:
     assert choose(replace(wait, whole=0.050), 0, workers=8, cpus=8).threads == 16  # 160/s is all that prep takes
 
 
-def test_a_disk_below_memory_is_used_where_it_pays() -> None:
-    room, disk = 20_000_000, 90_000_000  # a fifth of all as fetched in memory, the rest on the disk
-    quick = replace(SLOW_STORAGE, disk=(2000.0, 500.0), sizes=(100_000.0, math.inf))
-    chosen = choose(quick, room, workers=2, cpus=2, disk=disk)
-    assert (chosen.share, chosen.hits, chosen.on_disk) == (0.0, pytest.approx(0.2), pytest.approx(0.8))
-    assert 1 / chosen.fetch == pytest.approx(0.2 * 0.0001 / 2 + 0.8 / 2000)
-    assert chosen.prep == pytest.approx(2 / (0.010 + 0.2 * 0.0001 + 0.8 * 0.0002))
-    assert "20% of them fit and 80% on the disk" in explain(quick, chosen, room, SAMPLES)
-    for slow in (replace(quick, disk=(90.0, 20.0)), replace(quick, disk=(0.0, 0.0)), replace(quick, compute=50.0)):
-        assert choose(slow, room, workers=2, cpus=2, disk=disk).on_disk == 0
-
-
 def test_the_line_says_what_and_why() -> None:
     slower = replace(SLOW_STORAGE, storage={8: 5.0})
     chosen = choose(slower, 200_000_000, workers=1, cpus=4)

@@ -233,9 +233,7 @@ def test_start_update_and_shutdown_may_be_called_twice() -> None:
 
 def test_resume_at_every_epoch() -> None:
     def make() -> sf.SmartCacheDataset:
-        return sf.SmartCacheDataset(
-            Rows(15), NOISY, cache_num=6, replace_rate=0.3, seed=2, reshuffle=True, on_late="wait"
-        )
+        return sf.SmartCacheDataset(Rows(15), NOISY, cache_num=6, replace_rate=0.3, seed=2, on_late="wait")
 
     with make() as data, sf.DataLoader(data, batch_size=4, shuffle=True, with_ids=True, num_workers=1) as loader:
         states, steps = [], []

@@ -11,10 +11,10 @@ import numpy as np
 from smart_data import Rows
 from stallfree import Compose
 from stallfree.batches.reader import Reader
-from stallfree.cache import Packages, SampleCache
-from stallfree.sampling.package_work import WorkSetup
+from stallfree.cache import SampleCache
+from stallfree.pipeline.codec import encode
 from stallfree.sampling.packager import Packager
-from stallfree.sampling.shared_flags import LOW, PENDING, SharedFlags
+from stallfree.sampling.packages import LOW, PENDING, Packages, PackageWork, SharedFlags
 
 WANTED = LOW | PENDING
 RECORD = 104
@@ -24,9 +24,9 @@ TEN = 10 * RECORD
 """`package_bytes` of packages of ten samples."""
 
 
-def file_bytes(samples: int) -> int:
-    """Of a package, counted by hand: header, the fingerprint "rows", ids and lengths, records at multiples of 64."""
-    return -(-(48 + 16 * samples) // 64) * 64 + 128 * (samples - 1) + RECORD
+def package_size(samples: int) -> int:
+    """Of a package, counted by hand: records at multiples of 64."""
+    return 128 * (samples - 1) + RECORD
 
 
 class Job:
@@ -64,26 +64,32 @@ class Job:
         given.close()
         return self.packager
 
-    def setup(self, *, budget: int = 1 << 20) -> WorkSetup:
+    def work(self, *, budget: int = 1 << 20) -> PackageWork:
+        """What the packaging process does, in this process."""
         self.folder.mkdir(exist_ok=True)
-        return WorkSetup(self.reader, self.shared, self.folder, budget, TEN)
+        return PackageWork(self.reader, self.shared, self.folder, budget, TEN)
+
+    def add(self, packages: Packages, ids: Any) -> None:
+        """Add a package of these samples."""
+        assert packages.add(list(ids), [encode(self.source.fetch(id), allow_pickle=False) for id in ids])
 
     def fetched(self) -> list[int]:
         """The ids that were fetched, in order."""
         return list(map(int, self.log.read_text().split())) if self.log.exists() else []
 
-    def packed(self) -> dict[int, int]:
+    def packed(self, packages: Packages) -> dict[int, int]:
         """Which package each sample is in; all of them hold what they should."""
         found: dict[int, int] = {}
-        some = Packages(self.folder, "rows", len(self.source), allow_pickle=False, write_budget=0)
-        for number in range(len(some.sizes)):
-            content = some.read(number)
-            assert content is not None
-            for id, (numbers, label) in zip(content[0].tolist(), content[1], strict=True):
+        counts = self.shared.fields.copy()
+        for number in range(len(packages.sizes)):
+            ids, values = packages.read(number, lambda ids: np.ones(len(ids), bool))
+            assert len(ids)
+            for id, (numbers, label) in zip(ids.tolist(), values, strict=True):
                 assert (numbers == id).all()
                 assert label == id
                 assert id not in found
                 found[id] = number
+        self.shared.fields[:] = counts
         return found
 
     def resident(self) -> set[int]:

@@ -12,7 +12,8 @@ import torch
 import stallfree as sf
 from importance_tools import Residents
 from stallfree.errors import WaitError
-from stallfree.sampling.plans.retention import FRESH, Ranked
+from stallfree.sampling.plans import reduce
+from stallfree.sampling.plans.retention import FRESH, Retention
 from stallfree.sampling.plans.sampling_plans import Draw
 from stallfree.sampling.plans.serving import Serving
 from stallfree.stats import ImportanceStats
@@ -110,9 +111,9 @@ def test_what_a_busy_cache_could_not_be_told_is_told_the_next_time() -> None:
             told.append((ids.tolist(), scores.tolist()))
 
     cache = Busy()
-    keeping = Ranked(cache)
+    keeping = Retention(cache, rotating=False)
     plan = sf.ImportanceSampler(4, plan="full").plan(0)
-    keeping.begin(Draw(plan, np.zeros(4, bool), np.ones(4, bool)), np.array([0.25, 0.5, 0.75, 1.0]))
+    keeping.begin(Draw(plan, np.zeros(4, bool), np.ones(4, bool)), np.arange(4, dtype=np.float32), 1.0, 0)
     keeping.served(np.array([2]))
     assert told == []
     cache.busy = False
@@ -121,10 +122,9 @@ def test_what_a_busy_cache_could_not_be_told_is_told_the_next_time() -> None:
 
 
 def test_who_tells_the_cache_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stallfree.sampling.plans.reduce import Ranks
-
-    assert Ranks(3, 4).first_here  # nothing tells: better twice than not at all
+    monkeypatch.setattr(reduce, "ranks_of_job", lambda: (3, 4))
+    assert reduce.is_first_here()  # nothing tells: better twice than not at all
     monkeypatch.setenv("SLURM_LOCALID", "1")
-    assert not Ranks(3, 4).first_here
+    assert not reduce.is_first_here()
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert Ranks(2, 4).first_here
+    assert reduce.is_first_here()

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from children import Child, Holder
-from stallfree.errors import InputError
 from stallfree.ipc.locks import FileLock
 from stallfree.sampling.plans import jobs as module
 from stallfree.sampling.plans.jobs import THRESHOLD, Jobs
@@ -232,25 +231,3 @@ def test_a_lock_that_is_not_free(job: Jobs, tmp_path: Path, monkeypatch: pytest.
     check(job, 2 * np.array(ONE), 1)
     job.publish(ONE, 2.0)
     assert files(tmp_path) == ["job-1"]
-
-
-@pytest.mark.parametrize(
-    ("importance", "benefit", "match"),
-    [
-        (ONE[:4], 2.0, "importance=.* for each of 5 ids"),
-        ([ONE], 2.0, "importance="),
-        ([*ONE[:4], 1.5], 2.0, "a number from 0 to 1"),
-        ([-0.1, *ONE[1:]], 2.0, "importance="),
-        ([float("nan"), *ONE[1:]], 2.0, "importance="),
-        ("ranks", 2.0, "importance='ranks'"),
-        (ONE, -1.0, "benefit=-1.0"),
-        (ONE, float("nan"), "benefit=nan"),
-        (ONE, float("inf"), "benefit=inf"),
-        (ONE, "2", "benefit='2'"),
-        (ONE, True, "benefit=True"),
-    ],
-)
-def test_values_that_cannot_be_used(job: Jobs, importance: Any, benefit: Any, match: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=match):
-        job.publish(importance, benefit)
-    assert os.listdir(tmp_path) == []

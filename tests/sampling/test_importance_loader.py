@@ -46,7 +46,7 @@ def weights_by_id(sampler: sf.ImportanceSampler, epoch: int) -> dict[int, float]
     plan = sampler.plan(epoch)
     if plan.weights is None:
         return dict.fromkeys(plan.ids.tolist(), 1.0)
-    scale = 1.0 if sampler.rule.plan == "cis" else len(plan.ids) / sampler.num_samples
+    scale = len(plan.ids) / sampler.num_samples
     return dict(zip(plan.ids.tolist(), (plan.weights * scale).tolist(), strict=True))
 
 
@@ -70,7 +70,6 @@ def check(batch: sf.Batch, expected: dict[int, float]) -> list[int]:
         ("icache", "minio", "swap", 0),
         ("icache", "importance", "substitute", 0),
         pytest.param("icache", "lru", "substitute", 2, marks=pytest.mark.slow),
-        ("cis", "lru", None, 0),
         pytest.param("infobatch", "minio", "swap", 2, marks=pytest.mark.slow),
     ],
 )
@@ -172,7 +171,6 @@ def train(loader: sf.DataLoader, epoch: int, told: list[Told], states: list[Any]
         ("icache", "substitute", 0, False),
         pytest.param("icache", "substitute", 2, True, marks=pytest.mark.slow),
         pytest.param("infobatch", "fetch", 0, False, marks=pytest.mark.slow),
-        ("cis", "fetch", 0, False),
     ],
 )
 def test_resume_at_every_batch(plan: str, on_miss: Any, workers: int, drop_last: bool) -> None:
@@ -185,7 +183,7 @@ def test_resume_at_every_batch(plan: str, on_miss: Any, workers: int, drop_last:
     after: list[Told] = []
     for epoch in (2, 3):
         train(loader, epoch, after)
-    every = range(len(states)) if plan != "cis" and workers == 0 else (1, len(states) // 2, len(states) - 1)
+    every = range(len(states)) if workers == 0 else (1, len(states) // 2, len(states) - 1)
     for step in every:
         _, resumed = resumable(plan, on_miss, 0, drop_last=drop_last)
         resumed.load_state_dict(json.loads(states[step]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,16 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from package_job import WANTED, Job, file_bytes
+from package_job import WANTED, Job, package_size
 
 from reads_data import Crops, gone, write_arrays
 from stallfree import CachedDataset, mark_deterministic
-from stallfree.cache import MISS, Packages
+from stallfree.cache import MISS
 from stallfree.errors import CodecError
-from stallfree.sampling import package_work
-from stallfree.sampling.package_work import PackWork, ReadWork, WorkSetup
+from stallfree.sampling import packages as packages_module
+from stallfree.sampling.packages import LOW, MISSED, PENDING, Field, PackageWork, SharedFlags
 from stallfree.sampling.plans.retention import FRESH
-from stallfree.sampling.shared_flags import LOW, MISSED, PENDING, Field, SharedFlags
 from stallfree.sources import as_source
 
 
@@ -29,15 +29,12 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made.close()
 
 
-class Said:
-    """An inbox in which everything was said before."""
-
-    def __init__(self, last: bool = False, stopped: bool = False, woken: bool = False) -> None:
-        self.last, self.stopped, self.woken = last, stopped, woken
-
-
-def pack(work: PackWork, **said: bool) -> None:
-    work.work(Said(**said))  # type: ignore[arg-type]
+def do(work: PackageWork, *, stopped: bool = False) -> None:
+    """All that there is to do."""
+    stop = threading.Event()
+    if stopped:
+        stop.set()
+    work.work(stop)
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------
@@ -45,28 +42,26 @@ def pack(work: PackWork, **said: bool) -> None:
 
 def test_full_packages_of_what_is_not_there(job: Job) -> None:
     """47 of 60 are neither resident nor in a package: four packages of ten, and seven are not even fetched."""
-    before = Packages(job.folder, "rows", 200, allow_pickle=False, write_budget=1 << 20)
-    assert before.add(range(8), [job.source.fetch(id) for id in range(8)])
+    work = job.work()
+    job.add(work.packages, range(8))
     job.cache.put_many(range(50, 55), [job.source.fetch(id) for id in range(50, 55)])
     job.log.unlink()
     job.flag(range(60))
     job.flag(range(60, 70), LOW)
     job.flag(range(70, 80), PENDING)
-    work = PackWork(job.setup())
     for _ in range(3):
-        pack(work)
+        do(work)
     fetched = job.fetched()
     assert len(set(fetched)) == len(fetched) == 40
     assert set(fetched) <= set(range(8, 50)) | set(range(55, 60))
-    assert job.packed().keys() == set(fetched) | set(range(8))
+    assert job.packed(work.packages).keys() == set(fetched) | set(range(8))
     stats = job.shared.stats()
-    assert (stats.packages_written, stats.samples_packed) == (4, 40)
-    assert stats.package_bytes_written == 4 * file_bytes(10)
-    assert sum(file.stat().st_size for file in job.folder.iterdir()) == 4 * file_bytes(10) + file_bytes(8)
+    assert (stats["packages_written"], stats["samples_packed"]) == (5, 48)
+    assert stats["package_bytes_written"] == 4 * package_size(10) + package_size(8)
     assert job.cache.stats().storage_reads == 40
     assert (job.cache.stats().hits, job.cache.stats().misses) == (0, 0)
     job.flag(range(100, 103))  # with those that were left, enough for one more
-    pack(work)
+    do(work)
     assert len(job.fetched()) == 50
     assert {100, 101, 102} | (set(range(60)) - set(fetched) - set(range(8)) - set(range(50, 55))) == set(
         job.fetched()[40:]
@@ -78,46 +73,43 @@ def test_missed_samples_come_first(job: Job) -> None:
     job.flag(range(200))
     missed = list(range(5, 200, 9))
     job.flag(missed, WANTED | MISSED)
-    work = PackWork(job.setup(budget=3 * file_bytes(10)))
-    pack(work)
+    work = job.work(budget=3 * package_size(10))
+    do(work)
     assert len(missed) == 22
     assert set(job.fetched()[:20]) <= set(missed) <= set(job.fetched())
     assert len(job.fetched()) == 30
-    assert job.shared.stats().packages_written == 3
+    assert job.shared.stats()["packages_written"] == 3
     work.close()
 
 
 @pytest.mark.parametrize("more", [-1, 0])
 def test_nothing_is_fetched_that_cannot_be_written(job: Job, more: int, caplog: pytest.LogCaptureFixture) -> None:
     job.flag(range(200))
-    work = PackWork(job.setup(budget=3 * file_bytes(10) + more))
+    work = job.work(budget=3 * package_size(10) + more)
     for _ in range(3):
-        pack(work)
+        do(work)
     packages = 3 - (more < 0)
     assert len(job.fetched()) == 10 * packages
-    assert job.shared.stats().package_bytes_written == packages * file_bytes(10)
+    assert job.shared.stats()["package_bytes_written"] == packages * package_size(10)
     assert caplog.text.count("is spent") == len(caplog.records) == 1
     work.close()
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_what_does_not_fill_a_package_waits_until_the_epoch_ends(job: Job, last: bool) -> None:
+def test_what_does_not_fill_a_package_waits(job: Job) -> None:
     """Of the first ten that are taken, six cannot be had; and no six others are left."""
     job.source.bad = frozenset(range(6))
     job.flag(range(15))
     job.flag(range(6), WANTED | MISSED)
-    work = PackWork(job.setup())
+    work = job.work()
     for _ in range(2):
-        pack(work)
-    kept = set(job.fetched()) - set(range(6))
+        do(work)
     assert len(job.fetched()) == 10
-    assert len(kept) == 4
-    assert job.packed() == {}
-    pack(work, last=last)
+    assert len(set(job.fetched()) - set(range(6))) == 4
+    assert job.packed(work.packages) == {}
     job.flag(20)
-    pack(work)
-    assert job.packed().keys() == {*range(6, 15), 20}
-    assert Counter(job.fetched()) == Counter([*range(15), 20, *(kept if last else [])])
+    do(work)
+    assert job.packed(work.packages).keys() == {*range(6, 15), 20}
+    assert Counter(job.fetched()) == Counter([*range(15), 20])
     assert job.cache.stats().storage_reads == len(job.fetched()) - 6
     work.close()
 
@@ -130,20 +122,18 @@ def test_bad_samples_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise CodecError("of a strange kind")
         return encode(value, **arguments)
 
-    encode = package_work.encode
-    monkeypatch.setattr(package_work, "encode", refuse)
+    encode = packages_module.encode
+    monkeypatch.setattr(packages_module, "encode", refuse)
     job = Job(tmp_path, step=mark_deterministic(plus_one), bad=[3])
     job.flag(range(23))
     job.flag([3, 12, 17], WANTED | MISSED)
-    work = PackWork(job.setup())
+    work = job.work()
     for _ in range(3):
-        pack(work)
+        do(work)
     assert Counter(job.fetched())[3] == Counter(job.fetched())[12] == Counter(job.fetched())[17] == 1
-    some = Packages(job.folder, "rows", 200, allow_pickle=False, write_budget=0)
-    assert set(np.flatnonzero(some.holding(range(200)) >= 0)) == set(range(23)) - {3, 12, 17}
+    assert set(np.flatnonzero(work.packages.holding(range(200)) >= 0)) == set(range(23)) - {3, 12, 17}
     for number in range(2):
-        content = some.read(number)
-        assert content is not None
+        content = work.packages.read(number, lambda ids: np.ones(len(ids), bool))
         assert all((value[0] == id + 1).all() for id, value in zip(*content, strict=True))
     work.close()
     job.close()
@@ -175,10 +165,10 @@ def test_what_the_source_keeps_is_not_changed(tmp_path: Path) -> None:
     data = Stateless()
     job.reader.source = as_source(data)
     job.flag(range(13, 40))
-    work = PackWork(job.setup())
+    work = job.work()
     assert work._pool is None  # nobody promised that it may be read by several threads
-    pack(work)
-    assert len(Packages(job.folder, "rows", 40, allow_pickle=False, write_budget=0).sizes) == 2
+    do(work)
+    assert len(work.packages.sizes) == 2
     assert all((row == id).all() for row, id in data.rows)
     work.close()
     job.close()
@@ -192,29 +182,34 @@ def test_reads_of_a_data_set_are_packed_and_served(tmp_path: Path) -> None:
         shared.flags[10:30] = WANTED
         packages = tmp_path / "packages"
         packages.mkdir()
-        setup = WorkSetup(data.reader, shared, packages, 1 << 20, 10_000)
-        work = PackWork(setup)
-        pack(work)
-        work.close()
-        assert shared.stats().samples_packed == 16  # two packages of eight
+        work = PackageWork(data.reader, shared, packages, 1 << 20, 10_000)
+        do(work)
+        assert shared.stats()["samples_packed"] == 16  # two packages of eight
         shared.fields[Field.REGION] = 20
-        ReadWork(setup).work(Said())  # type: ignore[arg-type]
+        do(work)
         packed = [id for id in range(10, 30) if data.cache.resident([id])[0]]
         assert len(packed) == 16
         with gone(folder):
             assert [id for _, id in data.__getitems__(packed)] == packed
-        shared.close()
+        work.close()
 
 
 def test_stopping_does_not_wait_for_all_packages(job: Job) -> None:
     job.flag(range(200))
-    work = PackWork(job.setup())
-    pack(work, stopped=True)
+    work = job.work()
+    do(work, stopped=True)
     assert job.fetched() == []
     work.close()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def reading(job: Job) -> PackageWork:
+    """Work that packs nothing by itself."""
+    work = job.work()
+    work._full = True
+    return work
 
 
 def model(packages: list[list[int]], flags: np.ndarray, resident: set[int], region: int) -> list[int]:
@@ -240,13 +235,13 @@ def model(packages: list[list[int]], flags: np.ndarray, resident: set[int], regi
 @pytest.mark.parametrize("seed", range(6))
 def test_the_packages_that_bring_most_are_read(job: Job, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    some = Packages(job.folder, "rows", 200, allow_pickle=False, write_budget=1 << 20)
+    work = reading(job)
     ids = rng.permutation(200)
     packages = [part.tolist() for part in np.split(ids, np.sort(rng.choice(np.arange(1, 200), 11, replace=False)))]
     if seed % 2:
         packages.append(rng.permutation(200)[:20].tolist())  # some are in two
     for part in packages:
-        assert some.add(part, [job.source.fetch(id) for id in part])
+        job.add(work.packages, part)
     before = rng.permutation(200)[:30].tolist()
     job.cache.put_many(before, [job.source.fetch(id) for id in before])
     job.flag(slice(None), rng.choice([0, LOW, PENDING, WANTED, WANTED, WANTED | MISSED], 200, p=[0.2] * 4 + [0.1] * 2))
@@ -256,12 +251,11 @@ def test_the_packages_that_bring_most_are_read(job: Job, seed: int) -> None:
     job.shared.fields[Field.REGION] = region = int(rng.integers(0, 60))
     job.log.unlink()
     read = model(packages, flags, set(before), region)
-    work = ReadWork(job.setup())
     for _ in range(2):
-        work.work(Said())  # type: ignore[arg-type]
+        do(work)
     stats = job.shared.stats()
-    assert stats.packages_read == len(read)
-    assert stats.package_bytes_read == sum(file_bytes(len(packages[number])) for number in read)
+    assert stats["packages_read"] == len(read)
+    assert stats["package_bytes_read"] == sum(package_size(len(packages[number])) for number in read)
     brought = {id for number in read for id in packages[number] if flags[id] & WANTED == WANTED}
     assert job.resident() == set(before) | brought
     assert job.fetched() == []
@@ -284,11 +278,11 @@ def full_cache(folder: Path) -> tuple[Job, list[int]]:
 
 def test_what_comes_out_of_a_package_is_above_all_h_samples(tmp_path: Path) -> None:
     job, high = full_cache(tmp_path)
-    some = Packages(job.folder, "rows", 2000, allow_pickle=False, write_budget=1 << 20)
-    assert some.add(range(40), [job.source.fetch(id) for id in range(40)])
+    work = reading(job)
+    job.add(work.packages, range(40))
     job.flag(range(40))
     job.shared.fields[Field.REGION] = 40
-    ReadWork(job.setup()).work(Said())  # type: ignore[arg-type]
+    do(work)
     assert job.resident() == set(range(40)) | set(high[40:])
     job.cache.put_many(high[:40], [job.source.fetch(id) for id in high[:40]])
     assert job.resident() == set(range(40)) | set(high[40:])
@@ -302,49 +296,47 @@ def test_a_cache_that_takes_no_more_is_left_in_peace(tmp_path: Path) -> None:
     """No package is read again and again for samples that find no place."""
     job, high = full_cache(tmp_path)
     room = len(high)
-    some = Packages(job.folder, "rows", 2000, allow_pickle=False, write_budget=1 << 20)
+    work = reading(job)
     for first in range(0, 1000, 50):
-        assert some.add(range(first, first + 50), [job.source.fetch(id) for id in range(first, first + 50)])
+        job.add(work.packages, range(first, first + 50))
     job.flag(range(1000))
     job.shared.fields[Field.REGION] = 1000
-    work = ReadWork(job.setup())
     for _ in range(5):
-        work.work(Said())  # type: ignore[arg-type]
-    assert job.shared.stats().packages_read == room // 50 + 1
+        do(work)
+    assert job.shared.stats()["packages_read"] == room // 50 + 1
     low = sorted(job.resident())
     assert len(low) == room
     assert max(low) < 1000
     job.flag(low[:60], LOW)  # served, and used
     job.cache.set_scores(low[:60], np.zeros(60))
-    work.work(Said())  # type: ignore[arg-type]
-    assert job.shared.stats().packages_read <= room // 50 + 4
+    do(work)
+    assert job.shared.stats()["packages_read"] <= room // 50 + 4
     assert len(set(job.resident()) - set(low)) == 60
     job.shared.fields[Field.EPOCH] += 1  # whatever the reason was, a new epoch is a new try
-    reads = job.shared.stats().packages_read
-    work.work(Said())  # type: ignore[arg-type]
-    work.work(Said())  # type: ignore[arg-type]
-    assert job.shared.stats().packages_read == reads + 1
+    reads = job.shared.stats()["packages_read"]
+    do(work)
+    do(work)
+    assert job.shared.stats()["packages_read"] == reads + 1
     job.close()
 
 
 def test_room_that_h_samples_make_is_used(tmp_path: Path) -> None:
     """All residents are protected until they are served; a package is tried again after as many were as it brings."""
     job, high = full_cache(tmp_path)
-    some = Packages(job.folder, "rows", 2000, allow_pickle=False, write_budget=1 << 20)
-    assert some.add(range(20), [job.source.fetch(id) for id in range(20)])
+    work = reading(job)
+    job.add(work.packages, range(20))
     job.flag(range(20))
     job.flag(high, PENDING)
     job.cache.set_scores(high, np.full(len(high), FRESH))
     job.shared.fields[Field.REGION] = 20
-    work = ReadWork(job.setup())
     for _ in range(3):
-        work.work(Said())  # type: ignore[arg-type]
+        do(work)
     assert job.resident() == set(high)
     for served, reads in ((19, 1), (20, 2)):
         job.flag(high[:served], 0)
         job.cache.set_scores(high[:served], np.ones(served))
-        work.work(Said())  # type: ignore[arg-type]
-        assert job.shared.stats().packages_read == reads
+        do(work)
+        assert job.shared.stats()["packages_read"] == reads
     assert job.resident() == set(range(20)) | set(high[20:])
     job.close()
 
@@ -352,8 +344,8 @@ def test_room_that_h_samples_make_is_used(tmp_path: Path) -> None:
 def test_a_sample_that_is_served_meanwhile_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer takes `PENDING` away and lowers the score just before the score is raised."""
     job, high = full_cache(tmp_path)
-    some = Packages(job.folder, "rows", 2000, allow_pickle=False, write_budget=1 << 20)
-    assert some.add(range(10), [job.source.fetch(id) for id in range(10)])
+    work = reading(job)
+    job.add(work.packages, range(10))
     job.flag(range(10))
     job.shared.fields[Field.REGION] = 10
     put_many = job.cache.put_many
@@ -363,7 +355,7 @@ def test_a_sample_that_is_served_meanwhile_does_not_stay(tmp_path: Path, monkeyp
         return put_many(ids, values)
 
     monkeypatch.setattr(job.cache, "put_many", served_first)
-    ReadWork(job.setup()).work(Said())  # type: ignore[arg-type]
+    do(work)
     monkeypatch.undo()
     assert job.resident() == set(range(10)) | set(high[10:])
     job.cache.put_many(high[:10], [job.source.fetch(id) for id in high[:10]])
@@ -371,11 +363,19 @@ def test_a_sample_that_is_served_meanwhile_does_not_stay(tmp_path: Path, monkeyp
     job.close()
 
 
-def test_news_are_looked_at_after_each_package(job: Job) -> None:
-    some = Packages(job.folder, "rows", 200, allow_pickle=False, write_budget=1 << 20)
+def test_news_are_looked_at_after_each_package(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages_module, "_SHARE", 1)
+    work = reading(job)
     for first in range(0, 50, 10):
-        assert some.add(range(first, first + 10), [job.source.fetch(id) for id in range(first, first + 10)])
+        job.add(work.packages, range(first, first + 10))
     job.flag(range(50))
     job.shared.fields[Field.REGION] = 50
-    ReadWork(job.setup()).work(Said(woken=True))  # type: ignore[arg-type]
-    assert job.shared.stats().packages_read == 1
+    put_many = job.cache.put_many
+
+    def changed(ids: Any, values: Any) -> Any:
+        job.shared.fields[Field.STEP] += 1
+        return put_many(ids, values)
+
+    monkeypatch.setattr(job.cache, "put_many", changed)
+    do(work)
+    assert job.shared.stats()["packages_read"] == 1

@@ -41,7 +41,6 @@ class Board:
     """Writes down what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
         self.is_served: list[int] = []
         self.is_missed: list[int] = []
 
@@ -50,9 +49,6 @@ class Board:
 
     def missed(self, ids: Array) -> None:
         self.is_missed += ids.tolist()
-
-    def wake(self, *, last: bool = False) -> None:
-        self.told.append("last" if last else "wake")
 
 
 @st.composite
@@ -95,7 +91,6 @@ def test_swap_serves_each_planned_sample_exactly_once(epoch: Any) -> None:
     assert serving.swaps == swaps == len(board.is_missed)
     assert serving.substitutions == 0
     assert board.is_served == ledger
-    assert board.told == ["wake"] * len(batches) + ["last"]
     assert serving.high_requests == sum(not low[id] for id in in_plan)
     assert serving.low_requests == sum(low[id] for id in in_plan)  # who was deferred twice, who came early not at all
     assert serving.low_hits <= serving.low_requests

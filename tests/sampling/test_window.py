@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,30 +89,6 @@ def test_the_example_of_the_manual() -> None:
 )
 def test_replace_count(size: int, rate: float, total: int, expected: int) -> None:
     assert replace_count(size, rate, total) == expected
-
-
-@given(windows(), st.integers(0, 1000))
-def test_reshuffled_passes(numbers: tuple[int, int, float], seed: int) -> None:
-    total, size, rate = numbers
-    plan = WindowPlan(total, size, replace_count(size, rate, total), seed=seed, reshuffle=True)
-    passes = [plan.sequence(k * total, (k + 1) * total).tolist() for k in range(5)]
-    assert all(sorted(row) == list(range(total)) for row in passes)
-    for start in range(3 * total):
-        assert len(set(plan.window(start).tolist())) == size  # nobody is twice in a window
-    # From the end to the beginning: the order does not depend on what was asked before.
-    fresh = WindowPlan(total, size, plan.replace, seed=seed, reshuffle=True)
-    assert [fresh.sequence(k * total, (k + 1) * total).tolist() for k in reversed(range(5))] == passes[::-1]
-
-
-def test_reshuffling_changes_the_order_and_mixes_well() -> None:
-    plan = WindowPlan(1000, 100, 10, seed=3, reshuffle=True)
-    first, second = plan.sequence(0, 1000), plan.sequence(1000, 2000)
-    assert (first != second).mean() > 0.99
-    places = np.empty(1000)
-    places[first] = np.arange(1000)
-    assert abs(np.corrcoef(places[second], np.arange(1000))[0, 1]) < 0.3
-    still = WindowPlan(1000, 100, 10, seed=3)
-    assert (still.sequence(0, 1000) == still.sequence(1000, 2000)).all()
 
 
 @given(st.integers(1, 5), st.integers(5, 40), st.integers(0, 9))

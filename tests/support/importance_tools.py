@@ -14,7 +14,6 @@ import numpy.typing as npt
 import stallfree as sf
 from stallfree.cache.memory.bookkeeper import Bookkeeper
 from stallfree.cache.policies import make_policy
-from stallfree.sampling.plans import Plan
 from stallfree.sampling.plans.probabilities import generator, ranks
 from stallfree.sampling.plans.serving import Serving
 
@@ -155,12 +154,6 @@ def chances_of(sampler: sf.ImportanceSampler, epoch: int) -> Array:
     """The probabilities that the plan of an epoch would be drawn with now."""
     known = sampler._known()
     return sampler.rule.chances(known, ranks(known.losses), sampler.seed, epoch)[0]
-
-
-def trained(plan: Plan) -> Array:
-    """The ids that a plan trains on: in the plan "cis" those whose weight is not 0."""
-    ids: Array = plan.ids if plan.weights is None else plan.ids[plan.weights > 0]
-    return ids
 
 
 def z_score(draws: Any, expected: Any) -> float:

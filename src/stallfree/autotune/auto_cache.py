@@ -45,7 +45,6 @@ from stallfree.platform import cpu_count
 from stallfree.sources import as_source
 from stallfree.sources.cutting.cut import cut
 from stallfree.sources.mapped import MapSource
-from stallfree.stores import DiskTier
 from stallfree.workers.worker_pool import Options
 
 _FILE = "choice.json"
@@ -135,7 +134,6 @@ class AutoCache:
         dataset: a source or any map-style data set, without a cache.
         capacity: bytes of the cache, or a share of the memory that is free when the decision is made.
         workers: number of worker processes; None: chosen automatically.
-        tier: a disk to use below memory if that is faster.
         transform: applied to the samples of `dataset` after its own steps.
 
     Attributes:
@@ -149,7 +147,6 @@ class AutoCache:
         dataset: Any,
         capacity: int | float,
         workers: int | None,
-        tier: DiskTier | None = None,
         transform: Transform | None = None,
     ) -> None:
         if isinstance(getattr(dataset, "reader", None), Reader):
@@ -159,8 +156,7 @@ class AutoCache:
             )
         self.cached: CachedDataset | None = None
         self.decision = ""
-        self._dataset, self._capacity, self._workers, self._tier = dataset, capacity, workers, tier
-        self._transform = transform
+        self._dataset, self._capacity, self._workers, self._transform = dataset, capacity, workers, transform
         self._room = 0  # once the decision is made, the bytes of it
         self._seed = 0
         self._cpus = cpu_count()
@@ -217,7 +213,7 @@ class AutoCache:
         """
         self._set_room()
         subject = self._look()
-        measured = replace(self._measure(subject, None, brief=False).measured, compute=compute)
+        measured = replace(self._measure(subject, brief=False).measured, compute=compute)
         choice = self._choose(measured)
         return choice, what(choice, _FILES if subject.why else SAMPLES)
 
@@ -251,7 +247,7 @@ class AutoCache:
             key = fingerprint(
                 subject.source.fingerprint(),
                 subject.steps,
-                f"{self._capacity} {self._workers} {self._tier!r} {bool(subject.why)}",
+                f"{self._capacity} {self._workers} {bool(subject.why)}",
             )
         try:
             folder = self._attach(f"auto-{token() if unknown else key[:20]}", subject)
@@ -305,7 +301,7 @@ class AutoCache:
 
     def _publish(self, folder: Path, subject: _Subject) -> None:
         with untouched(subject.source):
-            probe = self._measure(subject, None if self._tier is None else self._tier.folder)
+            probe = self._measure(subject)
         self._records = probe.records
         compute = math.inf if self._measured is None else self._measured.compute
         measured = replace(probe.measured, compute=compute)
@@ -314,11 +310,11 @@ class AutoCache:
         found = _Decision(self._room, measured, choice, advice)
         (folder / _FILE).write_text(json.dumps(asdict(found)))
 
-    def _measure(self, subject: _Subject, disk: Path | None, *, brief: bool = True) -> Probe:
+    def _measure(self, subject: _Subject, *, brief: bool = True) -> Probe:
         if subject.why:
             assert isinstance(subject.source, MapSource)
             return measure_reads(subject.source, subject.steps, seed=self._seed, brief=brief)
-        return measure(subject.source, subject.steps, subject.first, seed=self._seed, disk=disk)
+        return measure(subject.source, subject.steps, subject.first, seed=self._seed)
 
     def _advice_to_cut(self, rate: float) -> str:
         """What `cut` would gain at one of the data set's attributes, against `rate`; 0: without a cache."""
@@ -337,11 +333,7 @@ class AutoCache:
         return ""
 
     def _choose(self, measured: Measured) -> Choice:
-        return choose(measured, self._bytes, workers=self._workers, cpus=self._cpus, disk=self._disk)
-
-    @property
-    def _disk(self) -> int:
-        return 0 if self._tier is None else max(0, self._tier.capacity - _INDEX * len(self._dataset))
+        return choose(measured, self._bytes, workers=self._workers, cpus=self._cpus)
 
     @property
     def _bytes(self) -> int:
@@ -374,7 +366,6 @@ class AutoCache:
             self._dataset,
             capacity=self._room,
             form="reads" if reads else form,
-            store=self._tier if self._tier is not None and choice.on_disk else "memory",
             transform=self._transform,
             seed=self._seed,
         )
@@ -448,7 +439,7 @@ class AutoCache:
             return
         found = _load(folder.path)
         self._measured, new = found.measured, found.choice
-        there = expect(self._measured, old.share, self._bytes, max(1, old.workers), self._disk if old.on_disk else 0)
+        there = expect(self._measured, old.share, self._bytes, max(1, old.workers))
         if not folder.created or new.rate <= _BETTER * there.rate:
             self._records = {}
             self._choice = replace(there, workers=old.workers)
@@ -504,6 +495,6 @@ def _load(folder: Path) -> _Decision:
     data = json.loads((folder / _FILE).read_text())
     measured = data["measured"]
     measured["storage"] = {int(count): rate for count, rate in measured["storage"].items()}
-    for name in ("sizes", "reading", "disk"):
+    for name in ("sizes", "reading"):
         measured[name] = tuple(measured[name])
     return _Decision(data["room"], Measured(**measured), Choice(**data["choice"]), data["advice"])

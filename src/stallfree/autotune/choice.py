@@ -48,7 +48,6 @@ class Measured:
         random: seconds for the following steps, on a prepared record.
         reading: seconds to read a record from the cache, as fetched and prepared.
         sizes: bytes of a record in the cache, as fetched and prepared; infinite for a form that cannot be stored.
-        disk: samples/s from a disk below memory, as fetched and prepared; 0 without a disk.
         compute: G in samples/s; infinite until it is known.
     """
 
@@ -60,7 +59,6 @@ class Measured:
     random: float
     reading: tuple[float, float]
     sizes: tuple[float, float]
-    disk: tuple[float, float] = (0.0, 0.0)
     compute: float = math.inf
 
 
@@ -71,7 +69,6 @@ class Choice:
     Attributes:
         share: y, the share of the samples stored prepared; the others are stored as fetched. None: no cache.
         hits: x, the share of the samples that the cache holds in memory.
-        on_disk: the share that it holds on a disk; 0 if a disk is not faster, or there is none.
         workers: number of worker processes.
         threads: concurrent fetches in all workers together.
         fetch: F in samples/s.
@@ -84,7 +81,6 @@ class Choice:
     threads: int
     fetch: float
     prep: float
-    on_disk: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -92,7 +88,7 @@ class Choice:
         return min(self.fetch, self.prep)
 
 
-def choose(measured: Measured, room: int, *, workers: int | None, cpus: int, disk: int = 0) -> Choice:
+def choose(measured: Measured, room: int, *, workers: int | None, cpus: int) -> Choice:
     """The choice with the highest throughput; within 2%, the one with the least cache, workers and threads.
 
     Args:
@@ -100,43 +96,31 @@ def choose(measured: Measured, room: int, *, workers: int | None, cpus: int, dis
         room: bytes for records.
         workers: number of worker processes, if given; None: the best number, at most `cpus`.
         cpus: number of cores.
-        disk: bytes for records on a disk below memory. It is used if it gains 2%.
     """
     most = max(1, cpus if workers is None else workers)
-    best = _form(measured, room, most, 0)
-    with_disk = _form(measured, room, most, disk) if disk else best
-    enough = _enough(measured)
-    if min(with_disk.rate, enough) > WORTH * min(best.rate, enough):
-        best = with_disk
-    disk = disk if best.on_disk else 0
+    best = _form(measured, room, most)
     if workers is None:
         wanted = min(best.rate, measured.compute)
-        fewer = (expect(measured, best.share, room, few, disk) for few in range(FEWEST, most))
+        fewer = (expect(measured, best.share, room, few) for few in range(FEWEST, most))
         able = (choice for choice in fewer if choice.rate * WORTH >= wanted and choice.prep >= SPARE * wanted)
         best = next(able, best)
     else:
         best = replace(best, workers=workers)
-    return _threads(measured, best, room, disk)
+    return _threads(measured, best, room)
 
 
-def expect(measured: Measured, share: float | None, room: int, workers: int, disk: int = 0) -> Choice:
-    """The model's prediction for one configuration, with the best number of threads for the storage.
-
-    A record from a disk costs twice the CPU time of one from memory: it is copied once more, and its checksum verified.
-    """
+def expect(measured: Measured, share: float | None, room: int, workers: int) -> Choice:
+    """The model's prediction for one configuration, with the best number of threads for the storage."""
     threads = max(measured.storage, key=lambda count: measured.storage[count])
     storage = measured.storage[threads]
     y = share or 0.0
     size = y * measured.sizes[1] + (1 - y) * measured.sizes[0] if y not in (0.0, 1.0) else measured.sizes[int(y)]
-    whole = measured.samples * size
-    x = 0.0 if share is None or math.isinf(size) else min(1.0, room / whole)
-    d = 0.0 if share is None or math.isinf(size) or not any(measured.disk) else min(1 - x, disk / whole)
-    rate = sum(part / speed for part, speed in zip((1 - y, y), measured.disk, strict=True) if part) if d else 0.0
+    x = 0.0 if share is None or math.isinf(size) else min(1.0, room / (measured.samples * size))
     reading = y * measured.reading[1] + (1 - y) * measured.reading[0]
     hit = reading + y * measured.random + (1 - y) * measured.whole
     miss = measured.fetching + y * (measured.deterministic + measured.random) + (1 - y) * measured.whole
-    waits = x * reading / workers + d * rate + (1 - x - d) / storage
-    works = x * hit + d * (hit + reading) + (1 - x - d) * miss
+    waits = x * reading / workers + (1 - x) / storage
+    works = x * hit + (1 - x) * miss
     return Choice(
         share=share,
         hits=x,
@@ -144,18 +128,17 @@ def expect(measured: Measured, share: float | None, room: int, workers: int, dis
         threads=threads,
         fetch=1 / waits if waits else math.inf,
         prep=workers / works if works else math.inf,
-        on_disk=d,
     )
 
 
-def _form(measured: Measured, room: int, workers: int, disk: int) -> Choice:
+def _form(measured: Measured, room: int, workers: int) -> Choice:
     """The form with the highest rate; within 2%, the one with the least CPU load.
 
     A cache must gain 2% in rate or CPU load over none, and a mixture over a single form.
     """
     enough = _enough(measured)
     shares = [None, 0.0, 1.0, *(number / SHARES for number in range(1, SHARES))]
-    tried = [expect(measured, share, room, workers, disk) for share in shares]
+    tried = [expect(measured, share, room, workers) for share in shares]
     choices = [choice for choice in tried if choice.hits or choice.share is None]
     best = min(enough, max(choice.rate for choice in choices))
     near = [choice for choice in choices if choice.rate * WORTH >= best]
@@ -171,11 +154,11 @@ def _enough(measured: Measured) -> float:
     return 1.25 * measured.compute
 
 
-def _threads(measured: Measured, choice: Choice, room: int, disk: int) -> Choice:
+def _threads(measured: Measured, choice: Choice, room: int) -> Choice:
     """`choice` with the least number of concurrent fetches that keeps its rate."""
     for threads in sorted(measured.storage):
         fewer = replace(measured, storage={threads: measured.storage[threads]})
-        there = expect(fewer, choice.share, room, max(1, choice.workers), disk)
+        there = expect(fewer, choice.share, room, max(1, choice.workers))
         if there.rate * WORTH >= choice.rate:
             return replace(choice, threads=threads, fetch=there.fetch)
     return choice
@@ -217,8 +200,7 @@ def what(choice: Choice, forms: tuple[str, str]) -> str:
 
 
 def _held(choice: Choice) -> str:
-    held = "" if choice.share is None else f", {choice.hits:.0%} of them fit"
-    return held + (f" and {choice.on_disk:.0%} on the disk" if choice.on_disk else "")
+    return "" if choice.share is None else f", {choice.hits:.0%} of them fit"
 
 
 def _gain(measured: Measured, choice: Choice, room: int) -> float:

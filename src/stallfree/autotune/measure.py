@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ import torch
 from stallfree.autotune.choice import Measured
 from stallfree.cache import SampleCache
 from stallfree.datasets.dataset_probe import FirstLook
-from stallfree.errors import CodecError, InputError, SampleError, StallfreeError
+from stallfree.errors import CodecError, InputError, SampleError
 from stallfree.pipeline.classify.watch import Watch
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
@@ -65,11 +63,10 @@ class Probe:
     records: dict[int, Any] = field(default_factory=dict)
 
 
-def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int, disk: Path | None = None) -> Probe:
+def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int) -> Probe:
     """Fetch and prepare some random samples, and time it. Samples that fail are left out.
 
-    Takes about two seconds at most if single samples are fast. Raises `SampleError` if all samples fail. With a folder
-    on a `disk`, some are written there and read again, bypassing the page cache.
+    Takes about two seconds at most if single samples are fast. Raises `SampleError` if all samples fail.
     """
     ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source))[: 2 * sum(LEVELS)].tolist()
     with Watch(source) as watch:
@@ -96,7 +93,6 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int, disk
         random=random,
         reading=reading,
         sizes=sizes,
-        disk=(0.0, 0.0) if disk is None else (_rate_of_disk(disk, values), _rate_of_disk(disk, prepared)),
     )
     return Probe(measured, {} if drew else fetched.records)  # a cache would freeze random records
 
@@ -235,57 +231,24 @@ def _sizes(values: list[Any]) -> list[int]:
         return []
 
 
-@contextlib.contextmanager
-def _holding(values: list[Any], sizes: list[int], store: str | Path) -> Iterator[SampleCache]:
-    """A temporary cache with these values."""
-    room, name = sum(size + size // 4 + 4096 for size in sizes) + (1 << 20), f"measure-{secrets.token_hex(8)}"
-    cache = SampleCache(len(values), capacity=room, fingerprint=name, store=store, name=name, example=values[0])
-    try:
-        cache.put_many(np.arange(len(values)), values)
-        yield cache
-    finally:
-        cache.close()
-
-
 def _cost_in_cache(values: list[Any], rest: Compose) -> tuple[float, float]:
     """Bytes of a record in a cache, infinite if it cannot be stored, and seconds to read it for the steps `rest`."""
     sizes = _sizes(values)
     if not sizes:
         return math.inf, 0.0
-    size, seconds = sum(sizes) / len(sizes), 0.0
-    with contextlib.suppress(InputError, OSError), _holding(values, sizes, "memory") as cache:
-        ids = np.arange(len(values))
+    size, seconds, name = sum(sizes) / len(sizes), 0.0, f"measure-{secrets.token_hex(8)}"
+    room, ids = sum(size + size // 4 + 4096 for size in sizes) + (1 << 20), np.arange(len(values))
+    with (
+        contextlib.suppress(InputError, OSError),
+        SampleCache(len(values), capacity=room, fingerprint=name, name=name, example=values[0]) as cache,
+    ):
+        cache.put_many(ids, values)
         read = cache.borrow if len(rest) and all(map(works_in_place, rest)) else cache.get_many
         read(ids)
         began = time.perf_counter()
         read(ids)
         seconds = (time.perf_counter() - began) / len(values)
     return size, seconds
-
-
-def _rate_of_disk(folder: Path, values: list[Any]) -> float:
-    """Samples/s of a cache on this disk with 8 threads; 0 if the disk is not usable."""
-    sizes, rate = _sizes(values), 0.0
-    with contextlib.suppress(StallfreeError, OSError, IndexError), _holding(values, sizes, folder) as cache:
-        _out_of_memory(cache.path / "data")
-        began = time.monotonic()
-        with ThreadPoolExecutor(LEVELS[0]) as pool:
-            for _ in pool.map(lambda id: cache.get_many(np.array([id])), range(len(values))):
-                pass
-        rate = len(values) / (time.monotonic() - began)
-    return rate
-
-
-def _out_of_memory(file: Path) -> None:
-    """Drop a file from the page cache."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

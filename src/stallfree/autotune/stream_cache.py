@@ -17,7 +17,7 @@ from stallfree.autotune.auto_cache import AutoCache
 from stallfree.batches.reader import Reader
 from stallfree.batches.stream import StreamReader
 from stallfree.batches.stream_recorder import DREW, FAILED, FULL, UNSTORABLE, Recorder, ids_of_streams
-from stallfree.cache import Cache
+from stallfree.cache import SampleCache
 from stallfree.cache.memory.limits import granted
 from stallfree.datasets.private_names import token
 from stallfree.errors import StallfreeError, iterable_unsupported, text_of
@@ -28,7 +28,6 @@ from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.marks import mark_of
 from stallfree.pipeline.values import private
 from stallfree.sources.throttle import payload_bytes
-from stallfree.stores import DiskTier, open_cache
 from stallfree.units import format_size
 from stallfree.workers.worker_pool import Options
 
@@ -67,16 +66,16 @@ log = logging.getLogger("stallfree")
 
 
 def auto_cache(
-    dataset: Any, capacity: int | float, workers: int | None, tier: DiskTier | None, transform: Transform | None
+    dataset: Any, capacity: int | float, workers: int | None, transform: Transform | None
 ) -> AutoCache | StreamCache:
     """The cache that a loader of `dataset` creates by itself. Arguments as of `AutoCache`."""
     if not isinstance(dataset, IterableDataset):
-        return AutoCache(dataset, capacity, workers, tier, transform)
+        return AutoCache(dataset, capacity, workers, transform)
     if transform is not None:
         raise iterable_unsupported(
             f"transform={transform!r:.80} with an iterable {type(dataset).__name__}: let the data set apply it"
         )
-    return StreamCache(dataset, granted(capacity, default_root()), workers or 0, tier)
+    return StreamCache(dataset, granted(capacity, default_root()), workers or 0)
 
 
 def _first(dataset: Any, epoch: int) -> list[Any]:
@@ -112,7 +111,6 @@ class StreamCache:
         dataset: an iterable data set.
         room: bytes of the cache.
         workers: number of worker processes.
-        tier: a disk to use below memory, or None.
 
     Attributes:
         cached: None: samples have no data set.
@@ -122,10 +120,10 @@ class StreamCache:
 
     cached = None
 
-    def __init__(self, dataset: Any, room: int, workers: int, tier: DiskTier | None) -> None:
-        self._dataset, self._room, self._tier = dataset, room, tier
+    def __init__(self, dataset: Any, room: int, workers: int) -> None:
+        self._dataset, self._room = dataset, room
         self.num_workers, self.decision = workers, ""
-        self._cache: Cache | None = None
+        self._cache: SampleCache | None = None
         self._reader: StreamReader | None = None
         self._filling: StreamReader | None = None  # whose samples are stored
         self._example: Any = None
@@ -192,10 +190,11 @@ class StreamCache:
         """Record the next iteration in a cache of its own: what another one has stored may be of other samples."""
         self._drop()
         ids = self._room // max(_SMALLEST, payload_bytes(self._example) // 4)
-        name, store = f"stream-{token()}", "memory" if self._tier is None else self._tier
-        arguments = {"policy": "minio", "name": name, "persist": False, "example": self._example}
+        name = f"stream-{token()}"
         try:
-            self._cache = open_cache(store, ids + reader.streams, capacity=self._room, fingerprint=name, **arguments)
+            self._cache = SampleCache(
+                ids + reader.streams, capacity=self._room, fingerprint=name, name=name, example=self._example
+            )
         except StallfreeError as error:
             self._refuse(text_of(error))
             return options

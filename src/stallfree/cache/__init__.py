@@ -9,7 +9,6 @@ from stallfree.cache.memory.admin import CacheInfo, collect_garbage, list_caches
 from stallfree.cache.memory.records import Aim, Borrowed
 from stallfree.cache.memory.sample_cache import SampleCache
 from stallfree.cache.memory.serial import stay_alone
-from stallfree.cache.packages import Packages, PackageStats
 from stallfree.cache.policies import POLICIES, Policy
 from stallfree.cache.protocol import Cache, Lends, Reading
 
@@ -22,8 +21,6 @@ __all__ = [
     "Cache",
     "CacheInfo",
     "Lends",
-    "PackageStats",
-    "Packages",
     "Policy",
     "Reading",
     "SampleCache",

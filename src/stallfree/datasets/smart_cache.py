@@ -81,7 +81,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         on_error: "raise" a `SampleError` for a sample that cannot be had, or "skip" it: it is left out of its batch and
             counted. `stallfree.DataLoader` has an argument of its own for that.
         shuffle: run over the samples in a random order, else in their own.
-        reshuffle: take another random order for each pass over the data.
         full_epoch: an epoch is all samples: those of the window first, the others after them, both in an order of their
             own for each epoch. Use a loader that does not shuffle.
         hosts: (number of this host, number of hosts): each has its part of the data. By default what torchrun says.
@@ -122,7 +121,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         on_late: str = "partial",
         on_error: str = "raise",
         shuffle: bool = True,
-        reshuffle: bool = False,
         full_epoch: bool = False,
         hosts: tuple[int, int] | None = None,
         name: str | None = None,
@@ -139,7 +137,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         first = look(self.source, steps)
         before, rest = first.parts.deterministic, first.parts.random
         # Ranks that draw a seed, and jobs that resume, have one size of window: another seed does not change it.
-        order: dict[str, Any] = {"shuffle": shuffle, "reshuffle": reshuffle, "part": hosts}
+        order: dict[str, Any] = {"shuffle": shuffle, "part": hosts}
         reach = WindowPlan(len(self.source), 1, 0, seed=self.seed or 0, **order)
         sizes = FirstSamples(self.source, before, first.id, first.prepared, reach)
         fit = _fit(sizes, cache_num, capacity, replace_rate, len(self.source))

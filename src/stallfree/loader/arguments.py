@@ -14,7 +14,6 @@ from stallfree.errors import InputError, argument_conflict, iterable_unsupported
 from stallfree.loader.output import check_output
 from stallfree.sampling.epoch_source import plans_epochs
 from stallfree.sampling.ranks import check_ranks
-from stallfree.stores import DiskTier
 from stallfree.units import parse_room, parse_whole
 from stallfree.workers.ray_workers import RayWorkers
 
@@ -29,7 +28,6 @@ def check_arguments(
     *,
     cache: Any,
     capacity: Any,
-    store: Any,
     transform: Any,
     num_workers: Any,
     sampler: Any,
@@ -46,7 +44,7 @@ def check_arguments(
         return {name: others[name] for name in names}
 
     check_stream(sampler=sampler, batch_sampler=batch_sampler, **of("dataset", "shuffle", "ranks"))
-    room = check_auto(cache, capacity, store, transform, sampler)
+    room = check_auto(cache, capacity, transform, sampler)
     check_remote(workers, others["dataset"], cache)
     local = int(cache == "auto") if num_workers is None else num_workers  # it chooses their number
     persistent = others["persistent_workers"] and workers is None
@@ -137,21 +135,17 @@ def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any) -> None:
         )
 
 
-def check_auto(cache: Any, capacity: Any, store: Any, transform: Any, sampler: Any) -> int | float | None:
+def check_auto(cache: Any, capacity: Any, transform: Any, sampler: Any) -> int | float | None:
     """The capacity of the cache of `cache="auto"` in bytes, or as a share of the free memory; None without it.
 
     Raises `InputError` for invalid arguments.
     """
-    if cache is None and capacity is None and store is None and transform is None:
+    if cache is None and capacity is None and transform is None:
         return None
     if cache != "auto":
         raise argument_conflict(
-            f"cache={cache!r}, capacity={capacity!r}, store={store!r:.80}, transform={transform!r:.80}: give "
-            "cache='auto', or leave them out and give a CachedDataset"
-        )
-    if store is not None and not isinstance(store, DiskTier):
-        raise argument_conflict(
-            f"store={store!r:.80} with cache='auto': give a DiskTier, or a CachedDataset with that store"
+            f"cache={cache!r}, capacity={capacity!r}, transform={transform!r:.80}: give cache='auto', or leave them "
+            "out and give a CachedDataset"
         )
     if transform is not None and not callable(transform):
         raise InputError(f"transform={transform!r:.80} cannot be called: give a function or step, or None")

@@ -1,4 +1,4 @@
-"""Measures the benefit of a cache for a job: see `sampling.plans.benefit`."""
+"""Measures the benefit of a cache for a job: see `sampling.plans.jobs`."""
 
 from __future__ import annotations
 

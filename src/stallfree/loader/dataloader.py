@@ -32,7 +32,6 @@ from stallfree.sampling.epoch_source import EpochSource, SourceSetup, TakesLosse
 from stallfree.sampling.ranks import check_prepared
 from stallfree.sampling.sources import source_of
 from stallfree.stats import ImportanceStats, LoaderStats
-from stallfree.stores import DiskTier
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size, parse_whole
 from stallfree.workers.event_log import EventLog
@@ -94,7 +93,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             over a copy differ, or if it draws random numbers (unless marked with `mark_deterministic`).
         capacity: for that cache: bytes as an int or a string like "16GiB", or a share of the free memory like "50%",
             the default. Shared by jobs on this host with equal data and capacity.
-        store: a `DiskTier` that this cache uses below memory if that is faster.
         transform: with `cache="auto"`: applied to the samples after the data set's own steps, as in `CachedDataset`.
         ranks: (rank, number of ranks), or "auto" for those of `torch.distributed`, or else of RANK and WORLD_SIZE:
             partition one order among the ranks, as torch's `DistributedSampler` does. Each sample is on one rank. To
@@ -245,7 +243,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         device: torch.device | str | int | None = None,
         cache: str | None = None,
         capacity: int | str | None = None,
-        store: DiskTier | None = None,
         transform: Transform | None = None,
         event_log: str | os.PathLike[str] | None = None,
         output: str = "torch",
@@ -263,7 +260,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         context = context_of(multiprocessing_context)
         self.multiprocessing_context = None if multiprocessing_context is None else context
         self.seed, self._dataset_kind = seed_of(dataset, seed, generator), int(isinstance(dataset, IterableDataset))
-        self._auto = None if room is None else auto_cache(dataset, room, num_workers, store, transform)
+        self._auto = None if room is None else auto_cache(dataset, room, num_workers, transform)
         self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers
         options = self._options(context, single)
         counts = {**new_counts(), "num_workers": self.num_workers}

@@ -10,7 +10,6 @@ from typing import Any, TypedDict
 import torch
 
 from stallfree.pipeline.compose import Transform
-from stallfree.stores import DiskTier
 from stallfree.workers.ray_workers import RayWorkers
 
 
@@ -39,7 +38,6 @@ class LoaderKeywords(_Keywords, total=False):
     device: torch.device | str | int | None
     cache: str | None
     capacity: int | str | None
-    store: DiskTier | None
     transform: Transform | None
     event_log: str | os.PathLike[str] | None
     ranks: tuple[int, int] | str | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Positio
 from stallfree.sampling.packager import Packager
 from stallfree.sampling.plans import ImportanceSampler
 from stallfree.sampling.plans.active_epoch import ActiveEpoch
-from stallfree.sampling.plans.benefit import benefit
+from stallfree.sampling.plans.jobs import benefit
 from stallfree.sampling.plans.probabilities import generator
 from stallfree.sampling.plans.serving import Serving
 from stallfree.stats import ImportanceStats
@@ -46,7 +47,7 @@ class ImportanceSource(EpochSource):
         self._setup = setup
         self._loader_before: dict[str, Any] = {}
         self._packager: Packager | None = None
-        self._packed: dict[str, int] = {}  # by closed packagers
+        self._packed = ImportanceStats()  # by the last packager
         self._requests = dict.fromkeys(_REQUESTS, 0)  # of the previous epochs
         self._serving: Serving | None = None
         self._low_share = _FIRST_REGION
@@ -85,7 +86,7 @@ class ImportanceSource(EpochSource):
             return active.batches
         packager = self._start_packager(sampler) if low.any() else None
         if packager is not None:
-            packager.begin(active.draw, active.batches, sampler.low_region or self._low_share)
+            packager.begin(active.draw, active.batches, self._low_share)
         assert sampler.seed is not None  # drawn with the plan
         rng = generator(sampler.seed, active.draw.plan.epoch, 3)
         servers = servers_of(sampler.cache)
@@ -132,8 +133,7 @@ class ImportanceSource(EpochSource):
     def stats(self) -> ImportanceStats:
         """Counts of requests, hits and substitutions."""
         counts = {name: self._requests[name] + getattr(self._serving, name, 0) for name in _REQUESTS}
-        packed = self._packed if self._packager is None else self._packager.stats().__dict__
-        return ImportanceStats(**counts, **packed)
+        return replace(self._packed if self._packager is None else self._packager.stats(), **counts)
 
     def state_dict(self) -> dict[str, Any]:
         return {"importance": self._sampler.state_dict()}
@@ -146,10 +146,10 @@ class ImportanceSource(EpochSource):
         self._sampler.load_state_dict(state["importance"])
 
     def close(self) -> None:
-        """Stop the processes that pack and read packages, and unregister this job from the cache."""
+        """Stop the process that packs and reads packages, and unregister this job from the cache."""
         self._sampler.close()
         if self._packager is not None:
-            self._packed = self._packager.stats().__dict__
+            self._packed = self._packager.stats()
             self._packager.close()
             self._packager = None
 

@@ -1,17 +1,13 @@
 """The window of a Smart Cache: its position in each epoch, and how it advances.
 
-The processes of a host share its state in one file in the folder of the cache. The state changes under the lock of its
+The processes of a host share its state in files in the folder of the cache. The state changes under the lock of its
 lock file, except for the requested positions, which are single stores.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import enum
-import mmap
-import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +20,7 @@ import numpy.typing as npt
 from stallfree.batches.reader import Reader
 from stallfree.errors import FingerprintError, StallfreeError, WaitError, state_mismatch, window_late
 from stallfree.ipc.locks import FileLock
+from stallfree.ipc.shared_array import shared_array
 from stallfree.ipc.shared_counts import SharedCounts
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.sampling.epoch_source import Ids
@@ -77,25 +74,26 @@ class WindowState:
 
     def __init__(self, folder: Path, size: int, replace: int, total: int, positions: int, seed: int) -> None:
         self._arguments = (folder, size, replace, total, positions, seed)
-        file = folder / "window"
-        length = 8 * _HEADER + 8 * total + 4 * positions
-        if not file.exists():
-            _make(file, [size, replace, total, positions], seed)
-        with open(file, "r+b") as opened:
-            self._map = mmap.mmap(opened.fileno(), 0)
-        self.header = np.frombuffer(self._map, np.int64, _HEADER)
+        self._lock = FileLock(folder / "window-lock")
+        self.header = shared_array(folder / "window", np.int64, _HEADER)
+        self._starts = self.header[Field.STARTS : Field.STARTS + 2 * _KEPT].reshape(_KEPT, 2)
+        with self.hold():
+            if not self.header[Field.SIZE]:
+                shared_array(folder / "window-asked", np.int32, positions)[:] = _NEVER
+                self.header[Field.EPOCH] = self._starts[:] = -1
+                self.header[Field.SEED] = np.uint64(seed & _MASK).astype(np.int64)
+                self.header[1:4] = replace, total, positions
+                self.header[Field.SIZE] = size  # last, for processes that are killed
         there = self.header[:4].tolist()
-        if there != [size, replace, total, positions] or len(self._map) != length:
+        if there != [size, replace, total, positions]:
             raise FingerprintError(
                 f"the Smart Cache in {folder} has a window of {there[0]} of {there[2]} samples, {there[1]} replaced "
                 f"per epoch; yours is {size} of {total}, {replace} replaced: give the same arguments, or another name"
             )
-        self.unkept = np.frombuffer(self._map, np.int64, total, 8 * _HEADER)
+        self.unkept = shared_array(folder / "window-unkept", np.int64, total)
         """Per id, 1 + the place at which fetching or storing it failed, so that no process waits for it."""
-        self.asked = np.frombuffer(self._map, np.int32, positions, 8 * _HEADER + 8 * total)
+        self.asked = shared_array(folder / "window-asked", np.int32, positions)
         """Per position, the last epoch in which it was requested."""
-        self._starts = self.header[Field.STARTS : Field.STARTS + 2 * _KEPT].reshape(_KEPT, 2)
-        self._lock = FileLock(folder / "window-lock")
 
     @property
     def epoch(self) -> int:
@@ -156,7 +154,7 @@ class WindowState:
         return self._lock.claimed_elsewhere()
 
     def close(self) -> None:
-        """Close the file and the lock."""
+        """Close the lock."""
         self._lock.close()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -422,23 +420,3 @@ class Window:
         """Close the shared state."""
         self._begun.close()
         self.state.close()
-
-
-def _make(file: Path, numbers: list[int], seed: int) -> None:
-    """Write the file under another name and link it; later processes use the file of the first."""
-    draft = file.with_name(f"window-{os.getpid()}-{secrets.token_hex(4)}")
-    header = np.zeros(_HEADER, np.int64)
-    header[: len(numbers)] = numbers
-    header[Field.EPOCH] = -1
-    header[Field.SEED] = np.uint64(seed & _MASK).astype(np.int64)
-    header[Field.STARTS : Field.STARTS + 2 * _KEPT] = -1
-    total, positions = numbers[2], numbers[3]
-    try:
-        with open(draft, "xb") as out:
-            out.write(header.tobytes())
-            out.write(bytes(8 * total))
-            out.write(np.full(positions, _NEVER, np.int32).tobytes())
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, file)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -38,11 +38,10 @@ class Marks:
 
     def plan(self, plan: Plan, drawn: Array) -> None:
         """Record all samples of a plan as served, in `drawn`: int32 per id, the last epoch that served it."""
-        ids = plan.ids if plan.weights is None else plan.ids[plan.weights > 0]
         planned = np.zeros(len(drawn), bool)
-        planned[ids] = True
+        planned[plan.ids] = True
         self._newest = plan.epoch, planned, drawn.copy()
-        drawn[ids] = np.maximum(drawn[ids], plan.epoch)
+        drawn[plan.ids] = np.maximum(drawn[plan.ids], plan.epoch)
 
     def begin(self) -> None:
         """Begin the epoch of the plan drawn last."""
@@ -84,7 +83,6 @@ class ActiveEpoch:
         draw: the plan and its L-samples.
         batches: the ids of each batch of this rank, as planned.
         weights: float32 per id.
-        per_batch: scale the weights of a batch to a mean of 1.
         marks: records the served samples.
         retention: controls what the cache keeps, or None.
         rank, count: rank of this process, and number of processes that serve the plan.
@@ -99,14 +97,13 @@ class ActiveEpoch:
         draw: Draw,
         batches: list[Array],
         weights: Array,
-        per_batch: bool,
         marks: Marks,
         retention: Retention | None,
         rank: int,
         count: int,
     ) -> None:
         self.draw, self.batches = draw, batches
-        self._weights, self._per_batch = weights, per_batch
+        self._weights = weights
         self._marks, self._number, self._retention = marks, marks.begun, retention
         others = np.arange(len(weights)) % count != rank
         others[draw.plan.ids] = True
@@ -115,14 +112,11 @@ class ActiveEpoch:
         self.excluded = np.flatnonzero(others)
 
     def served(self, ids: Array) -> torch.Tensor:
-        """Mark `ids` as delivered. Returns the weights of this batch: float32, normalized as requested."""
-        weights = self._weights[ids]
-        self._marks.served[ids[weights > 0]] = True
+        """Mark `ids` as delivered. Returns their weights, float32."""
+        self._marks.served[ids] = True
         if self._retention is not None:
             self._retention.served(ids)
-        if self._per_batch:
-            weights = weights / weights.mean()
-        return torch.from_numpy(weights)
+        return torch.from_numpy(self._weights[ids])
 
     def end(self) -> None:
         """End the epoch: nothing more of it is served, here or after a resume. Idempotent."""

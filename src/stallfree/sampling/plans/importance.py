@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,6 @@ Array = npt.NDArray[Any]
 
 _STATE_VERSION = 1
 
-_LARGE = 1 << 17
-"""From this number of samples on, the next plan is drawn during the last fiftieth of the epoch."""
-
-_NEARLY = 0.98
-
 _LOWEST = 0.4
 """Lowest probability of a missing sample, as a share of their mean."""
 
@@ -57,12 +51,12 @@ class ImportanceSampler:
     | --- | --- | --- |
     | "unbiased" | all residents, plus a loss-weighted draw from the rest, limited by `target_io` | 1 / p, see below |
     | "icache" | each with the share of recent losses that are not above its own, to the power `beta` | none |
-    | "cis" | as "icache", but all samples are fetched, and the weight selects those to train on | 0 or 1 |
     | "infobatch" | all but a share `prune` of those below the mean loss | 1 / p |
     | "full" | all | none |
 
-    Sources: "icache" and "cis" Chen et al., "iCACHE", HPCA 2023; "infobatch" Qin et al., ICLR 2024; the score "shade"
-    Khan et al., FAST 2023. An *L-sample* is one whose probability is below 1/2, the others are *H-samples*.
+    Sources: "icache" Chen et al., "iCACHE", HPCA 2023; "infobatch" Qin et al., ICLR 2024. An *L-sample* is one whose
+    probability is below 1/2, the others are *H-samples*. Weights are scaled by one factor per epoch, so that their
+    expected mean is 1.
 
     In the plan "unbiased", p is a known function of the rank of the loss and of residency, and the expected weighted
     gradient is that of the full epoch. On a cache of the policy "importance" the residents rotate: each fetched sample
@@ -80,7 +74,7 @@ class ImportanceSampler:
             all ranks use that of rank 0.
         target_io: storage operations per epoch, as a share of those of the full plan with this cache.
         p_min: lowest probability of a sample ("unbiased"). None: 0.4 * `target_io`.
-        beta: power of the selection probability ("icache", "cis"): 1 draws about half of the samples, 2 a third.
+        beta: power of the selection probability ("icache"): 1 draws about half of the samples, 2 a third.
         prune: share of the samples below the mean loss to leave out ("infobatch").
         max_age: a sample that was last served this many epochs ago is always drawn. If `drop_last` or an early end of
             the epoch drops it, it is drawn again in the next epoch.
@@ -88,20 +82,15 @@ class ImportanceSampler:
         full_every: every `full_every`-th epoch takes all samples; None: never. (The sampler released with iCACHE has
             the default 3.)
         num_epochs: of the training; "infobatch" takes all samples in the last eighth of them. None: never.
-        normalize: scale of the weights in a batch; not for "cis". "epoch": one factor per epoch, so that the expected
-            mean over the epoch is 1; "batch": the mean in each batch is 1, with a small bias; None: 1 / p unscaled,
-            with the expected sum `num_samples` over the epoch.
-        score: "loss", or "shade": the rank of the loss within its batch.
         on_miss: what to do if an L-sample in the plan is not in the cache. "swap": a resident L-sample from later in
             the plan is served first; "substitute": any resident L-sample is served that was not yet used in this epoch
             (as in the paper); "fetch": the sample is fetched. None: "swap" in the plan "icache", else "fetch".
             "substitute" is not available for plans with weights.
-        low_region: share of the cache that `packages` may fill with pending L-samples, above 0 and up to 1 (the paper
-            starts with 0.1). None: the share of L-samples among the requests of the previous epoch.
-        packages: a folder on a fast disk, or None. Two processes then pack missing L-samples into files of 1 MiB or
-            more in it, and fill the L-region from them with one sequential read per file. The files persist for the
-            next run on the same data. Requires a `stallfree.DataLoader` and a cache of the policy "importance";
-            `on_miss` then defaults to "swap".
+        packages: a folder on a fast disk, or None. A process then packs missing L-samples into packages of 1 MiB or
+            more in an unnamed file there, and reads them into the cache with one sequential read per package, up to the
+            share of L-samples among the requests of the previous epoch (0.1 at first). The packages end with the
+            loader. Requires a `stallfree.DataLoader` and a cache of the policy "importance"; `on_miss` then defaults to
+            "swap".
         write_budget: maximum bytes of packages that one loader writes.
         benefit: how many times longer an epoch of this job takes without the cache. If several jobs use one cache of
             the policy "importance", the value of a sample is the sum of benefit times importance over the jobs (those
@@ -147,25 +136,22 @@ class ImportanceSampler:
         warm_up: int = 1,
         full_every: int | None = None,
         num_epochs: int | None = None,
-        normalize: str | None = "epoch",
-        score: str = "loss",
         on_miss: str | None = None,
-        low_region: float | None = None,
         packages: str | Path | None = None,
         write_budget: int | str = "1GiB",
         benefit: float | None = None,
     ) -> None:
         self.num_samples = parse_whole(num_samples, "num_samples", 1)
         scored = getattr(getattr(cache, "policy", None), "name", "") == "importance"
-        _check_names(plan, normalize, score, on_miss)
+        for name, value, known in (("plan", plan, PLANS), ("on_miss", on_miss, (*ON_MISS, None))):
+            if value not in known:
+                raise InputError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
         check_cache(cache, self.num_samples, on_miss)
         _check_serving(plan, on_miss, packages, benefit, scored=scored)
         self.cache = cache
         self.seed = self._given = None if seed is None else parse_whole(seed, "seed")
-        self.normalize = normalize
         swaps = packages is not None or (plan == "icache" and cache is not None)
         self.on_miss = on_miss or ("swap" if swaps else "fetch")
-        self.low_region = None if low_region is None else check_share("low_region", low_region)
         self.packages = None if packages is None else Path(packages)
         self.write_budget = parse_size(write_budget, "write_budget")
         self.measures = benefit is None
@@ -182,11 +168,10 @@ class ImportanceSampler:
             full_from=last_eighth(num_epochs, plan),
             rotating=plan == "unbiased" and scored,
         )
-        self.losses = Losses(self.num_samples, relative=score == "shade")
+        self.losses = Losses(self.num_samples)
         self._drawn = np.full(self.num_samples, -1, np.int32)
         self._marks = Marks(self.num_samples)
         self._draw: Draw | None = None
-        self._ahead: tuple[int, Future[Draw]] | None = None
         self._next = 0
         self._iterated = False
         self._retention = Retention(cache, self.rule.rotating) if scored else None
@@ -207,15 +192,8 @@ class ImportanceSampler:
     def _drawn_for(self, epoch: int) -> Draw:
         draw = self._draw
         if draw is None or draw.plan.epoch != epoch:
-            ahead, self._ahead = self._ahead, None
-            if ahead is not None and ahead[0] == epoch:
-                draw = ahead[1].result()
-            else:
-                self.losses.pause_at = None
-                self.losses.collect()
-                draw = draw_plan(self.rule, self._known(), self._seed_of_all(), epoch)
-            self._take(draw)
-            self._marks.apply(self._drawn)  # losses received since the snapshot
+            self.losses.collect()
+            draw = self._draw = draw_plan(self.rule, self._known(), self._seed_of_all(), epoch)
             self._marks.plan(draw.plan, self._drawn)
         return draw
 
@@ -225,25 +203,11 @@ class ImportanceSampler:
         return self.seed
 
     def _known(self) -> Known:
-        """A snapshot of the data that all ranks have received."""
+        """The data that all ranks have received."""
         agree(self.losses, self._marks.served, self._marks.ended)  # so no rank is still in the previous epoch
         there = resident_to_all(self.cache, self.num_samples)
         self._marks.apply(self._drawn)
-        return Known(self.losses.last.copy(), self._drawn.copy(), there)
-
-    def _take(self, draw: Draw) -> None:
-        """Keep `draw`."""
-        self._draw = draw
-        if self.num_samples >= _LARGE and self.on_miss != "substitute" and ranks_of_job().count == 1:
-            self.losses.pause_at = self.losses.taken + math.ceil(_NEARLY * len(draw.plan.ids))
-
-    def _draw_ahead(self) -> None:
-        """Draw the next plan in a thread, from the data received so far."""
-        assert self._draw is not None
-        epoch, known = self._draw.plan.epoch + 1, self._known()
-        thread = ThreadPoolExecutor(1, thread_name_prefix="stallfree-plan")
-        self._ahead = epoch, thread.submit(draw_plan, self.rule, known, self._seed_of_all(), epoch)
-        thread.shutdown(wait=False)
+        return Known(self.losses.last, self._drawn, there)
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
@@ -256,10 +220,6 @@ class ImportanceSampler:
         for each id, or an id is not in the data set; for ids on a device, at a later call.
         """
         self.losses.add(ids, losses)
-        if self.losses.pause_at is not None and self.losses.taken >= self.losses.pause_at:
-            self.losses.pause_at = None
-            self._draw_ahead()
-            self.losses.collect(wait=False)
 
     # -- an epoch that is served --------------------------------------------------------------------------------------
 
@@ -290,14 +250,10 @@ class ImportanceSampler:
 
     def _begun(self, draw: Draw, batches: list[Array]) -> ActiveEpoch:
         self._begun_draw = draw
-        plan, weighted = draw.plan, self.rule.plan != "cis"
-        weights = np.ones(self.num_samples, np.float32)
+        plan, weights = draw.plan, np.ones(self.num_samples, np.float32)
         if plan.weights is not None:
-            scale = len(plan.ids) / self.num_samples if self.normalize == "epoch" and weighted else 1.0
-            weights[plan.ids] = plan.weights * np.float32(scale)
-        per_batch = self.normalize == "batch" and weighted
-        me = ranks_of_job()
-        return ActiveEpoch(draw, batches, weights, per_batch, self._marks, self._retention, me.rank, me.count)
+            weights[plan.ids] = plan.weights * np.float32(len(plan.ids) / self.num_samples)
+        return ActiveEpoch(draw, batches, weights, self._marks, self._retention, *ranks_of_job())
 
     def close(self) -> None:
         """Unregister this job from the cache. It is registered again when another epoch begins."""
@@ -352,8 +308,8 @@ class ImportanceSampler:
         All ranks have the same number of batches, whose sizes differ by at most one; with `drop_last` all batches are
         full.
         """
-        ranks, size = ranks_of_job(), parse_whole(batch_size, "batch_size", 1)
-        return [step[ranks.rank] for step in steps_of(self.plan(epoch).ids, ranks.count, size, drop_last)]
+        (rank, count), size = ranks_of_job(), parse_whole(batch_size, "batch_size", 1)
+        return [step[rank] for step in steps_of(self.plan(epoch).ids, count, size, drop_last)]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration.
@@ -373,12 +329,11 @@ class ImportanceSampler:
     def __iter__(self) -> Iterator[int]:
         self._next = self.next_epoch
         self._iterated = True
-        ranks = ranks_of_job()
-        return iter(deal(self.plan(self._next).ids, ranks.rank, ranks.count, drop_last=False).tolist())
+        return iter(deal(self.plan(self._next).ids, *ranks_of_job(), drop_last=False).tolist())
 
     def __len__(self) -> int:
         """The number of ids of the current iteration, or of the first one before it. Draws its plan."""
-        return share(len(self.plan(self._next).ids), ranks_of_job().count, drop_last=False)
+        return share(len(self.plan(self._next).ids), ranks_of_job()[1], drop_last=False)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -418,12 +373,8 @@ class ImportanceSampler:
         self._drawn[:] = drawn
         self._marks.load(state["marks"])
         self._next, self._iterated = state["next"], state["iterated"]
-        self._draw = self._ahead = None
-        if state["draw"] is not None:
-            self._take(Draw.load(state["draw"], self.num_samples))
-        self._begun_draw = self._draw
-        if state["begun"] is not None:
-            self._begun_draw = Draw.load(state["begun"], self.num_samples)
+        self._draw = Draw.load(state["draw"], self.num_samples)
+        self._begun_draw = Draw.load(state["begun"], self.num_samples) or self._draw
 
 
 def _rule(plan: str, *, target_io: float, p_min: float | None, **given: Any) -> Rule:
@@ -450,14 +401,3 @@ def _check_serving(plan: str, on_miss: Any, packages: Any, benefit: Any, *, scor
     number = isinstance(benefit, (int, float)) and not isinstance(benefit, bool)
     if benefit is not None and not (number and 0 < benefit < math.inf):
         raise InputError(f"benefit={benefit!r}: give a number above 0, how many times faster with the cache")
-
-
-def _check_names(plan: Any, normalize: Any, score: Any, on_miss: Any) -> None:
-    for name, value, known in (
-        ("plan", plan, PLANS),
-        ("normalize", normalize, ("epoch", "batch", None)),
-        ("score", score, ("loss", "shade")),
-        ("on_miss", on_miss, (*ON_MISS, None)),
-    ):
-        if value not in known:
-            raise InputError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")

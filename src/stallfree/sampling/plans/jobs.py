@@ -1,4 +1,4 @@
-"""Several jobs on one cache: the combined importance of each sample.
+"""Several jobs on one cache: the benefit of each, and the combined importance of each sample.
 
 Losses of different models are not comparable. Each job therefore publishes the relative importance of each sample, its
 rank among the losses of that job (RIV), and the job's benefit from the cache. The combined value (AIV) is the sum of
@@ -18,14 +18,12 @@ import struct
 import warnings
 import weakref
 from collections.abc import Iterator
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError, cache_ids, object_closed
 from stallfree.ipc.locks import FileLock
 from stallfree.platform import OPEN
 
@@ -40,6 +38,22 @@ LOCK_SECONDS = 2.0
 _HEADER = struct.Struct("<8sqd")  # magic, number of ids, benefit
 _MAGIC = b"sfjobs1\n"
 _FILE = re.compile(r"(job|new)-([0-9]{1,3})")
+
+
+def benefit(step_seconds: float, hit_seconds: float, miss_seconds: float, *, workers: int, batch_size: int) -> float:
+    """The predicted ratio of the epoch time without the cache to that with all samples in the cache.
+
+    Samples are fetched and prepared while the device trains, so a batch takes the longer of the two times.
+
+    Args:
+        step_seconds: training time of a batch.
+        hit_seconds: time of one worker for a sample in the cache, prep included.
+        miss_seconds: the same for a sample that is not in the cache, fetch included.
+        workers: number of workers. 0 counts as 1: the training process, whose threads fetch during the steps.
+        batch_size: samples per batch.
+    """
+    share = batch_size / max(1, workers)
+    return max(step_seconds, share * miss_seconds) / max(step_seconds, share * hit_seconds)
 
 
 class Jobs:
@@ -58,7 +72,7 @@ class Jobs:
         folder: of the cache (`SampleCache.path`). The files are in its subfolder `importance`, and are deleted with it.
         num_ids: number of samples of the data set.
 
-    Raises `InputError` after `close`, and for invalid values.
+    Not used after `close`.
     """
 
     def __init__(self, folder: str | Path, num_ids: int) -> None:
@@ -74,13 +88,10 @@ class Jobs:
 
         Args:
             importance: a number from 0 to 1 for each id: the rank of its loss.
-            benefit: epoch time without the cache divided by that with it; see `loader.benefit`.
+            benefit: epoch time without the cache divided by that with it.
         """
-        self._check_open()
-        values = self._checked(importance)
-        if not isinstance(benefit, Real) or isinstance(benefit, bool) or not 0 <= benefit < math.inf:
-            raise InputError(f"benefit={benefit!r}: give a number, 0 or more: how many times faster with the cache")
-        self._own = values, float(benefit)
+        values = np.asarray(importance, "<f4")
+        self._own = values, benefit
         try:
             self._place.write([_HEADER.pack(_MAGIC, self.num_ids, benefit), values.data])
             self._apart = False
@@ -94,7 +105,6 @@ class Jobs:
         The sum of benefit times importance, float64 per id, over the jobs with a benefit of at least 1.5; over all, if
         there is none. Zeros if no job has published.
         """
-        self._check_open()
         found = None
         if not self._apart:
             try:
@@ -118,22 +128,6 @@ class Jobs:
         if magic != _MAGIC or num_ids != self.num_ids or not 0 <= benefit < math.inf:
             return None
         return np.frombuffer(data, "<f4", offset=_HEADER.size), benefit
-
-    def _checked(self, importance: Any) -> Array:
-        try:
-            values = np.array(importance, "<f4")
-        except (TypeError, ValueError):
-            values = np.empty((0, 0), "<f4")
-        if values.shape != (self.num_ids,) or not (values.min() >= 0 and values.max() <= 1):
-            raise cache_ids(
-                f"importance={importance!r:.80}: give a number from 0 to 1 for each of {self.num_ids} ids, the place "
-                "of its loss among all"
-            )
-        return values
-
-    def _check_open(self) -> None:
-        if not self._leave.alive:
-            raise object_closed("this job has left: make a new Jobs")
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

@@ -13,7 +13,6 @@ import torch
 from stallfree.errors import loss_update, state_mismatch
 from stallfree.frames import users_level
 from stallfree.pipeline.classify.determinism import StallfreeWarning
-from stallfree.sampling.plans.probabilities import ranks
 from stallfree.sampling.plans.states import pack, pack_mask, unpack, unpack_mask
 
 Array = npt.NDArray[Any]
@@ -24,23 +23,16 @@ class Losses:
 
     Args:
         count: number of samples.
-        relative: store the rank of a loss within its batch instead of the loss: 1 for the highest (Khan et al., "SHADE:
-            Enable Fundamental Cacheability for Distributed Deep Learning Training", FAST 2023, section 4.1).
 
     Attributes:
         last: float32 per id; infinite where no loss is known.
         fresh: bool per id: samples with a loss that other ranks have not received.
-        taken: losses received so far.
-        pause_at: losses of later steps are not taken once `taken` has reached it; None: never pause.
     """
 
-    def __init__(self, count: int, *, relative: bool = False) -> None:
+    def __init__(self, count: int) -> None:
         self.count = count
         self.last = np.full(count, np.inf, np.float32)
         self.fresh = np.zeros(count, bool)
-        self.taken = 0
-        self.pause_at: int | None = None
-        self._relative = relative
         self._warned = False
         self._under_way: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
 
@@ -79,7 +71,7 @@ class Losses:
 
     def collect(self, *, wait: bool = True) -> None:
         """Record the losses that have arrived from devices, in the order of the steps; with `wait`, all of them."""
-        while self._under_way and not (self.pause_at is not None and self.taken >= self.pause_at):
+        while self._under_way:
             ids, losses, event = self._under_way[0]
             if event is not None and not event.query():
                 if not wait:
@@ -95,13 +87,10 @@ class Losses:
             raise loss_update(f"update was given the id {bad}: ids are 0 to {self.count - 1}. Give Batch.ids")
 
     def _apply(self, ids: Array, losses: Array) -> None:
-        self.taken += len(ids)
         known = np.isfinite(losses)
         if not known.all():
             self._warn(ids[~known])
             ids, losses = ids[known], losses[known]
-        if self._relative and len(losses):
-            losses = ranks(losses)
         self.last[ids] = losses
         self.fresh[ids] = True
 
@@ -119,24 +108,19 @@ class Losses:
 
     def state(self) -> dict[str, Any]:
         """The state, serializable as JSON."""
-        pause, self.pause_at = self.pause_at, None
         self.collect()
-        self.pause_at = pause
-        return {"last": pack(self.last), "fresh": pack_mask(self.fresh), "relative": self._relative}
+        return {"last": pack(self.last), "fresh": pack_mask(self.fresh)}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore `state`. Raises `InputError` for a state of other samples."""
         last = unpack(state["last"], np.float32)
-        if len(last) != self.count or state["relative"] != self._relative:
-            theirs, mine = ("shade" if relative else "loss" for relative in (state["relative"], self._relative))
+        if len(last) != self.count:
             raise state_mismatch(
-                f"the state is of {len(last)} samples, score={theirs!r}; this sampler has {self.count} samples, "
-                f"score={mine!r}: give the same"
+                f"the state is of {len(last)} samples; this sampler has {self.count}: give the same data set"
             )
         self._under_way.clear()
         self.last[:] = last
         self.fresh[:] = unpack_mask(state["fresh"], self.count)
-        self.pause_at = None
 
 
 def _tensor(name: str, given: Any) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,33 +11,23 @@ import torch
 from torch import distributed
 
 from stallfree.sampling.plans.losses import Losses
+from stallfree.sampling.ranks import has_process_group
 
 Array = npt.NDArray[Any]
 
 _groups: dict[int, Any] = {}
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The number of this rank, and the number of ranks."""
-
-    rank: int
-    count: int
-
-    @property
-    def first_here(self) -> bool:
-        """Whether this is the first rank on its host, according to torchrun, SLURM or Open MPI; True if unknown."""
-        for variable in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"):
-            if os.environ.get(variable):
-                return self.count == 1 or os.environ[variable] == "0"
-        return True
+def ranks_of_job() -> tuple[int, int]:
+    """The rank of this process in `torch.distributed`, and the number of ranks; (0, 1) if that is not initialised."""
+    return (distributed.get_rank(), distributed.get_world_size()) if has_process_group() else (0, 1)
 
 
-def ranks_of_job() -> Ranks:
-    """The rank of this process in `torch.distributed`; a single rank if that is not initialised."""
-    if distributed.is_available() and distributed.is_initialized():
-        return Ranks(distributed.get_rank(), distributed.get_world_size())
-    return Ranks(0, 1)
+def is_first_here() -> bool:
+    """Whether this is the first rank on its host, according to torchrun, SLURM or Open MPI; True if unknown."""
+    names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+    given = next(filter(None, map(os.environ.get, names)), "0")
+    return ranks_of_job()[1] == 1 or given == "0"
 
 
 def agree(losses: Losses, *masks: Array) -> None:
@@ -47,7 +36,7 @@ def agree(losses: Losses, *masks: Array) -> None:
     A collective operation: every rank must call it at the same time. A sample with losses at several ranks gets their
     mean. Does nothing with a single rank.
     """
-    if ranks_of_job().count == 1:
+    if ranks_of_job()[1] == 1:
         return
     fresh = losses.fresh
     table = torch.zeros((2, losses.count))
@@ -63,7 +52,7 @@ def agree(losses: Losses, *masks: Array) -> None:
 
 def of_first_rank(number: int) -> int:
     """`number` of rank 0. A collective operation: every rank must call it at the same time."""
-    if ranks_of_job().count == 1:
+    if ranks_of_job()[1] == 1:
         return number
     given = torch.tensor(number)
     distributed.broadcast(given, src=0, group=_group())
@@ -72,7 +61,7 @@ def of_first_rank(number: int) -> int:
 
 def unite(*masks: Array) -> None:
     """Combine each mask (bool) of all ranks by OR, in place. Every rank must call it at the same time."""
-    if ranks_of_job().count == 1:
+    if ranks_of_job()[1] == 1:
         return
     bits = torch.from_numpy(np.concatenate(masks).astype(np.uint8))
     distributed.all_reduce(bits, op=distributed.ReduceOp.MAX, group=_group())
@@ -93,7 +82,7 @@ def resident_to_all(cache: Any, count: int) -> Array:
     if servers is not None:
         servers.drain(ids)
         wait_for_all()  # all nodes have finished their queued writes
-        there: Array = servers.verify(ids) if ranks_of_job().first_here else np.zeros(count, bool)
+        there: Array = servers.verify(ids) if is_first_here() else np.zeros(count, bool)
         unite(there)
         servers.learn(there)
         return there

@@ -24,7 +24,7 @@ from stallfree.units import parse_whole
 
 Array = npt.NDArray[Any]
 
-PLANS = ("unbiased", "icache", "cis", "infobatch", "full")
+PLANS = ("unbiased", "icache", "infobatch", "full")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Rule:
 
     Attributes:
         plan: its name.
-        beta: power of the selection probability ("icache", "cis").
+        beta: power of the selection probability ("icache").
         prune: share left out of the samples below the mean loss ("infobatch").
         target_io: storage operations of an epoch as a share of those of the full plan ("unbiased").
         p_min: lowest probability ("unbiased").
@@ -71,8 +71,8 @@ class Rule:
 
         The two are equal unless the residents rotate: a resident is always drawn, but residency among samples of about
         the same rank is itself random. The weight then depends on the drawn share of such samples
-        (post-stratification), and varies little between samples. In the plan "cis" the draw selects the samples to
-        train on; all are fetched. `places` are the ranks of the losses; not needed in a full epoch.
+        (post-stratification), and varies little between samples. `places` are the ranks of the losses; not needed in a
+        full epoch.
         """
         if self.full(epoch):
             return np.ones(len(known.losses)), np.ones(len(known.losses))
@@ -124,8 +124,7 @@ class Draw:
     """A plan, and the classification of samples from its draw.
 
     Attributes:
-        plan: ids and weights. The weights are 1 / probability in "unbiased" and "infobatch"; in "cis", which has all
-            ids, they are 1 for the samples to train on, else 0.
+        plan: ids and weights, which are 1 / probability in "unbiased" and "infobatch".
         low: bool per id: the L-samples, whose probability is below 1/2.
         resident: bool per id, at the time of the draw.
     """
@@ -141,8 +140,10 @@ class Draw:
         return {"epoch": self.plan.epoch, "ids": pack(self.plan.ids), "weights": weights, **masks}
 
     @staticmethod
-    def load(state: dict[str, Any], count: int) -> Draw:
-        """Restore the draw of a state, for `count` samples."""
+    def load(state: dict[str, Any] | None, count: int) -> Draw | None:
+        """Restore the draw of a state, if it has one, for `count` samples."""
+        if state is None:
+            return None
         weights = None if state["weights"] is None else unpack(state["weights"], np.float32)
         plan = Plan(unpack(state["ids"], np.int64), weights, state["epoch"])
         return Draw(plan, unpack_mask(state["low"], count), unpack_mask(state["resident"], count))
@@ -152,21 +153,11 @@ def draw_plan(rule: Rule, known: Known, seed: int, epoch: int) -> Draw:
     """Draw the plan of an epoch."""
     places = np.empty(0) if rule.full(epoch) else ranks(known.losses)
     chances, by = rule.chances(known, places, seed, epoch)
-    count = len(chances)
-    drawn = np.arange(count)
+    ids = np.arange(len(chances))
     if (chances < 1).any():
-        drawn = draw(chances, places, generator(seed, epoch, 0))
-    if rule.plan == "cis":
-        ids, chosen = np.arange(count), np.zeros(count, np.float32)
-        chosen[drawn] = 1
-    else:
-        ids = drawn
+        ids = draw(chances, places, generator(seed, epoch, 0))
     ids = ids[generator(seed, epoch, 1).permutation(len(ids))]
-    weights = None
-    if rule.plan == "cis":
-        weights = chosen[ids]
-    elif rule.plan in ("unbiased", "infobatch"):
-        weights = (1 / by[ids]).astype(np.float32)
+    weights = (1 / by[ids]).astype(np.float32) if rule.plan in ("unbiased", "infobatch") else None
     return Draw(Plan(ids, weights, epoch), chances < 0.5, known.resident)
 
 

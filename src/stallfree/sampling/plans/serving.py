@@ -23,16 +23,13 @@ _PATIENCE = 16
 
 
 class Flags(Protocol):
-    """Flags of requested samples for the processes that load them into the cache; see `stallfree.sampling.packager`."""
+    """Flags of requested samples for the process that loads them into the cache; see `stallfree.sampling.packager`."""
 
     def served(self, ids: Array) -> None:
         """Mark `ids` as no longer pending."""
 
     def missed(self, ids: Array) -> None:
         """Mark `ids` as requested but not resident; they are deferred."""
-
-    def wake(self, *, last: bool = False) -> None:
-        """Signal new work; after `last` there is no more in this epoch."""
 
 
 class Residents(Protocol):
@@ -93,10 +90,7 @@ class Serving:
             self._pending[ids] = False
             if self._flags is not None:
                 self._flags.served(ids)
-                self._flags.wake()
             yield ids
-        if self._flags is not None:
-            self._flags.wake(last=True)
 
     def _next(self, size: int) -> Array:
         ids = self._take(size)

@@ -8,7 +8,6 @@ SDK (its manual, "Smart Cache"), which MONAI's `SmartCacheDataset` continues.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +31,6 @@ class WindowPlan:
         replace: samples that leave and join when the window advances by one epoch.
         seed: of the order.
         shuffle: use a random order, else the order of the ids.
-        reshuffle: use another random order for each pass. No window holds a sample twice: a sample moves forward from
-            one pass to the next by at most `total` - `size` places.
         part: `(k, n)`: the k-th of n parts of the samples, for host k of n. The parts do not depend on the seed, so
             that no sample is lost if hosts have different seeds.
 
@@ -51,7 +48,6 @@ class WindowPlan:
         *,
         seed: int = 0,
         shuffle: bool = True,
-        reshuffle: bool = False,
         part: tuple[int, int] = (0, 1),
     ) -> None:
         number, parts = part
@@ -68,23 +64,10 @@ class WindowPlan:
         self.size = size
         self.replace = replace
         self.seed = seed
-        self._reshuffle = reshuffle and shuffle and replace > 0
-        # The last computed pass, since each pass depends on the previous one.
-        self._last: tuple[int, Ids] = (
-            0,
-            self._first,
-        )
 
     def sequence(self, start: int, end: int) -> Ids:
         """The ids at the places `start` to `end` - 1 of the infinite sequence."""
-        if start >= end:
-            return np.empty(0, np.int64)
-        places = np.arange(start, end)
-        if not self._reshuffle:
-            return self._first[places % self.total]
-        passes = range(start // self.total, (end - 1) // self.total + 1)
-        rows = np.concatenate([self._reordered(number) for number in passes])
-        return rows[places - passes[0] * self.total]
+        return self._first[np.arange(start, end) % self.total]
 
     def window(self, start: int) -> Ids:
         """The ids of the window that begins at place `start`, one for each position of the data set.
@@ -100,31 +83,6 @@ class WindowPlan:
         outside[self._first] = True
         outside[self.sequence(start, start + self.size)] = False
         return np.flatnonzero(outside)
-
-    def _reordered(self, number: int) -> Ids:
-        """The order of pass `number`: that of the previous pass, shuffled so that no window holds a sample twice.
-
-        A Fisher-Yates shuffle that draws each place from those at most `total` - `size` places further on.
-        """
-        if number == 0:
-            return self._first
-        order, first = self._first, 1
-        if self._last[0] <= number:
-            first, order = self._last[0] + 1, self._last[1]
-        for passed in range(first, number + 1):
-            order = self._step(order, passed)
-        self._last = (number, order)
-        return order
-
-    def _step(self, before: Ids, number: int) -> Ids:
-        reach = self.total - self.size + 1
-        places = np.arange(self.total)
-        drawn = _generator(self.seed, number).random(self.total)
-        partners = places + (drawn * np.minimum(reach, self.total - places)).astype(np.int64)
-        order: list[Any] = before.tolist()
-        for place, partner in enumerate(partners.tolist()):
-            order[place], order[partner] = order[partner], order[place]
-        return np.array(order, np.int64)
 
     def shuffled(self, ids: Ids, epoch: int) -> Ids:
         """`ids`, shuffled by (seed, epoch)."""
