@@ -13,10 +13,11 @@ import numpy.typing as npt
 from stallfree.platform import OPEN, allocate
 
 
-def shared_array(file: Path, dtype: Any, count: int) -> npt.NDArray[Any]:
+def shared_array(file: Path, dtype: Any, count: int, *, required: bool = False) -> npt.NDArray[Any]:
     """Return `count` zeros of `dtype`, shared by all processes that give the same `file`, created if it is missing.
 
-    Without room for the file, this process shares them only with its forked children.
+    Without room for the file, this process shares them only with its forked children; with `required`, it raises
+    `OSError`.
     """
     size = count * np.dtype(dtype).itemsize
     try:
@@ -28,5 +29,7 @@ def shared_array(file: Path, dtype: Any, count: int) -> npt.NDArray[Any]:
         finally:
             os.close(fd)
     except OSError:
+        if required:
+            raise
         memory = mmap.mmap(-1, size)
     return np.frombuffer(memory, dtype)

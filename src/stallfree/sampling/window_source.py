@@ -74,12 +74,12 @@ class WindowState:
 
     def __init__(self, folder: Path, size: int, replace: int, total: int, positions: int, seed: int) -> None:
         self._arguments = (folder, size, replace, total, positions, seed)
+        self.header = shared_array(folder / "window", np.int64, _HEADER, required=True)
         self._lock = FileLock(folder / "window-lock")
-        self.header = shared_array(folder / "window", np.int64, _HEADER)
         self._starts = self.header[Field.STARTS : Field.STARTS + 2 * _KEPT].reshape(_KEPT, 2)
         with self.hold():
             if not self.header[Field.SIZE]:
-                shared_array(folder / "window-asked", np.int32, positions)[:] = _NEVER
+                shared_array(folder / "window-asked", np.int32, positions, required=True)[:] = _NEVER
                 self.header[Field.EPOCH] = self._starts[:] = -1
                 self.header[Field.SEED] = np.uint64(seed & _MASK).astype(np.int64)
                 self.header[1:4] = replace, total, positions
@@ -90,9 +90,9 @@ class WindowState:
                 f"the Smart Cache in {folder} has a window of {there[0]} of {there[2]} samples, {there[1]} replaced "
                 f"per epoch; yours is {size} of {total}, {replace} replaced: give the same arguments, or another name"
             )
-        self.unkept = shared_array(folder / "window-unkept", np.int64, total)
+        self.unkept = shared_array(folder / "window-unkept", np.int64, total, required=True)
         """Per id, 1 + the place at which fetching or storing it failed, so that no process waits for it."""
-        self.asked = shared_array(folder / "window-asked", np.int32, positions)
+        self.asked = shared_array(folder / "window-asked", np.int32, positions, required=True)
         """Per position, the last epoch in which it was requested."""
 
     @property
