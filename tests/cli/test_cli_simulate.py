@@ -47,7 +47,7 @@ def test_the_article(app: typer.Typer) -> None:
     assert row(output, "law, per second") == pytest.approx(expected.law, rel=0.003)
     assert "min(W/l, 1/(t+m)) without, min(W/l, 1/max(t,m)) with prefetch" in output
     assert "One run is one draw" in output
-    assert output.splitlines()[-1] == "prefetch gains 50%: copy and step overlap"
+    assert output.splitlines()[1] == "prefetch gains 50%: copy and step overlap"
     assert max(map(len, [line for line in output.splitlines() if "seeds" in line and "draw" not in line])) <= 80
 
 

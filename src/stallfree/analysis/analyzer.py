@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import Progress
 from torch.utils.data import Subset
 
 from stallfree.analysis.job import Bare, Cold, Endless, Held, Job, Records, make_job, read_some
-from stallfree.analysis.progress import RUNS, Bar
+from stallfree.analysis.progress import bar
 from stallfree.analysis.report import Remedy, Report, Sizes, make_report
 from stallfree.analysis.residency import read_file, resident_share
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, ChildTime, Limits, Rate, combined, steady_rate
@@ -40,6 +40,18 @@ from stallfree.pipeline.compose import Compose
 from stallfree.platform import cpu_count
 from stallfree.sources.mapped import as_source
 from stallfree.units import parse_room
+
+RUNS = {
+    "G": "G: batches on the device",
+    "copy": "copies to the device",
+    "P": "P: records in memory, no device",
+    "P_hit": "P of hits: out of the cache",
+    "S": "S: cold files, no prep",
+    "C": "C: out of the cache, no prep",
+    "cold": "the job, cold",
+    "warm": "the job, all in memory",
+}
+"""The runs of a round, in their order."""
 
 _MOST_CACHE = 4 << 30
 """Maximum bytes of the cache for the samples; only the necessary bytes are used."""
@@ -110,7 +122,7 @@ def analyze(
     if not number or not seconds > 0:
         raise InputError(f"seconds={seconds!r}: give the longest time for one run, above 0")
     rounds = rounds_in(seconds)
-    with Bar(progress, rounds) as show, Analysis(job, seconds, rounds, show) as analysis:
+    with bar(progress) as shown, Analysis(job, seconds, rounds, shown) as analysis:
         while analysis.wants_round():
             analysis.round()
         return analysis.report(cache)
@@ -131,7 +143,7 @@ class Analysis:
         job: the analysed job.
         seconds: maximum time for one kind of run, over all rounds.
         rounds: maximum number of rounds.
-        show: called with the number of the round, the name of a run and its progress.
+        progress: shows the progress.
     """
 
     def __init__(
@@ -139,9 +151,11 @@ class Analysis:
         job: Job,
         seconds: float,
         rounds: int,
-        show: Callable[[int, str, float], None] = lambda round_, name, share: None,
+        progress: Progress | None = None,
     ) -> None:
-        self._job, self._show, self._most = job, show, rounds
+        self._job, self._most = job, rounds
+        self._progress = progress or bar(False)
+        self._task = self._progress.add_task("reading some samples", total=rounds * len(RUNS))
         self._limits = Limits(min(1.0, seconds / 2) / rounds, seconds / rounds, seconds / 2)
         self._budget = len(RUNS) * seconds
         self._rounds: list[dict[str, Rate]] = []
@@ -341,9 +355,12 @@ class Analysis:
         return 2 * self._job.ahead + max(1, self._job.num_workers)
 
     def _time(self, name: str, batches: Iterator[int], warm_up: int) -> None:
+        before = (len(self._rounds) - 1) * len(RUNS) + list(RUNS).index(name)
+
+        def show(share: float) -> None:
+            self._progress.update(self._task, description=RUNS[name], completed=before + share)
+
         with closing(batches):  # type: ignore[type-var]
-            round_ = len(self._rounds) - 1
-            show = partial(self._show, round_, name)
             self._rounds[-1][name] = steady_rate(batches, warm_up, self._limits, show)
 
     def _batches(self, dataset: Any, ids: Any, **changed: Any) -> Iterator[int]:

@@ -30,7 +30,7 @@ class Prediction:
         F, P, G: fetch rate, prep rate, compute rate of that job, samples/s.
         hits: share of samples that the cache serves.
         now: samples/s of the measured job, by the same model.
-        reasoning: derivation of the figures, one line each.
+        reasoning: the result, and its derivation, one line each.
         answers: changes that would help, and that would not, one line each.
         low, high: the 95% interval for the throughput of such a run, from the spread of the prediction over the rounds
             of the analysis; None if there were too few.
@@ -59,7 +59,8 @@ class Prediction:
     cpus_elsewhere: int = 0
 
     def __str__(self) -> str:
-        return "\n".join((*self.reasoning, "", *self.answers))
+        result, *derivation = self.reasoning
+        return "\n".join((result, *self.answers, "", *derivation))
 
 
 def explain(
@@ -87,13 +88,14 @@ def explain(
     wide = half is None or half > throughput / 2
     low, high = (None, None) if half is None or wide else (throughput - half, throughput + half)
     ends = "" if low is None or high is None else f" ({low:,.0f} to {high:,.0f})"
-    reasoning.append(
-        f"{_bound(after)}: {_rate(throughput)}{ends}{each}, {throughput / now:.2f} times as many as now ({_rate(now)})"
+    reasoning.insert(
+        0,
+        f"{_bound(after)}: {_rate(throughput)}{ends}{each}, {throughput / now:.2f} times as many as now ({_rate(now)})",
     )
     if throughput < 0.99 * after.limit:
         reasoning.append(
-            f"that is {1 - throughput / after.limit:.1%} less than the limit of {_rate(after.limit)}: the parts are "
-            "nearly equal, and how many samples of a batch miss varies"
+            f"the result is {1 - throughput / after.limit:.1%} less than the limit of {_rate(after.limit)}: the parts "
+            "are nearly equal, and the number of misses in a batch varies"
         )
     texts = (tuple(reasoning), _answers(after))
     return Prediction(

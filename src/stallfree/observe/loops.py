@@ -16,7 +16,7 @@ from _weakref import ref
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from typing import Any
 
 clock, cpu_clock = time.perf_counter, time.process_time
@@ -375,9 +375,10 @@ class Watch:
             import json
 
             try:
-                with open(self._out, "w") as file:
+                sys.stdout.flush()
+                with open(1 if self._out == "-" else self._out, "w", closefd=self._out != "-") as file:
                     file.write(json.dumps(found, indent=1) + "\n")
-            except OSError as error:
+            except (OSError, ValueError, AttributeError) as error:  # also of a standard output that is gone
                 _say(f"error: the summary cannot be written to {self._out}: {error}\n")
 
     def measure(self) -> None:
@@ -386,12 +387,14 @@ class Watch:
         self._close_all()
         if row is None or not row.samples or self.summary()["total"]["stall_share"] < SMALL_SHARE:
             return
+        if getattr(sys.__stderr__, "isatty", bool)():
+            _say("stallfree: measuring what a cache would gain; Ctrl-C ends this\n")
         try:
             from stallfree.observe.forecast import forecast
 
             step, step_cpu = (row.between - row.delayed) / row.samples, row.between_cpu / row.samples
             found = forecast(dataset, row.workers, step, step_cpu)
-        except Exception:  # the script has ended; what its data set raises now is of no interest
+        except (Exception, KeyboardInterrupt):  # the script has ended; what its data set raises now is of no interest
             return
         now = row.samples / (row.stalls + row.between)
         if found is not None and found["rate"] > WORTH * now:
@@ -474,34 +477,38 @@ def _nothing(target: str) -> str:
 
 
 def _text(found: dict[str, Any]) -> str:
-    """The summary as text."""
+    """The summary as text of 80 columns: the result, the advice, the loaders."""
     total, loaders = found["total"], found["loaders"]
-    lines = [["loader", "iterated at", "passes", "batches", "samples", "first", "waited", "between", "stalled"]]
+    head = f"stallfree: {found['target']} waited for data {total['stall_share']:.1%} of the time of its loops"
+    lines = [
+        "",
+        head,
+        _advice(found),
+        "",
+        _line("passes", "batches", "samples", "first", "waited", "between", "stalled"),
+    ]
     for row in loaders:
         batch = "" if row["batch_size"] is None else f", batch {row['batch_size']}"
-        workers = f"{row['num_workers']} worker{'' if row['num_workers'] == 1 else 's'}"
         alike = "" if row["loaders"] == 1 else f" ({row['loaders']} alike)"
-        lines.append([f"{row['dataset']}{batch}, {workers}{alike}", row["where"], *_cells(row)])
+        lines.append(f"  {row['dataset']}{batch}, {_workers(row['num_workers'])}{alike}, iterated at {row['where']}")
+        lines.append(_cells(row))
     if len(loaders) > 1:
-        lines.append(["total", "", *_cells(total)])
-    head = f"stallfree: {found['target']} waited for data {total['stall_share']:.1%} of the time of its loops"
-    return f"\n{head}\n\n{_table(lines)}\n{_advice(found)}\n"
+        lines += ["  total", _cells(total)]
+    return "\n".join(lines) + "\n"
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any]) -> str:
     samples = "?" if row["samples"] is None else f"{row['samples']:,}"
     seconds = [f"{row[f'{name}_seconds']:.2f} s" for name in ("first", "waited", "between")]
-    return [f"{row['passes']:,}", f"{row['batches']:,}", samples, *seconds, f"{row['stall_share']:.1%}"]
+    return _line(f"{row['passes']:,}", f"{row['batches']:,}", samples, *seconds, f"{row['stall_share']:.1%}")
 
 
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ""
-    for line in lines:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        cells[:2] = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
-        text += "  " + "  ".join(cells) + "\n"
-    return text
+def _line(*cells: str) -> str:
+    return "".join(f"{cell:>11}" for cell in cells)
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'' if count == 1 else 's'}"
 
 
 def _advice(found: dict[str, Any]) -> str:
@@ -528,7 +535,7 @@ def _advice(found: dict[str, Any]) -> str:
 def _recommendation(cached: str, workers: int, rate: float, where: str, now: float) -> str:
     return (
         f'Next: give stallfree.DataLoader the arguments of the DataLoader at {where}, and cache="auto": {cached}, '
-        f"{workers} workers, about {rate:,.0f} samples/s from the second epoch on in place of {now:,.0f} "
+        f"{_workers(workers)}, about {rate:,.0f} samples/s from the second epoch on in place of {now:,.0f} "
         f"({rate / now:.1f}x)."
     )
 
