@@ -22,7 +22,7 @@ from stallfree.analysis.setting import WORTH, Setting, Sharing
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, Rate, next_half_width
 from stallfree.autotune.choice import Choice, Measured, expect
 from stallfree.cache.memory.limits import free_memory
-from stallfree.errors import InputError, file_unreadable, sample_size_unknown
+from stallfree.errors import InputError, file_unreadable
 from stallfree.ipc.folders import is_path
 from stallfree.platform import cpu_count
 from stallfree.report.figures import REPORT_KEYS, plural, speed
@@ -123,7 +123,7 @@ class Report:
         hits = None if cache is None else self.hits_of(cache)
         before = self.setting()
         if bandwidth is not None and not before.sample_bytes:
-            raise sample_size_unknown(
+            raise InputError(
                 f"storage={storage!r}: the report does not know how many bytes a sample has, so it cannot say what "
                 "another bandwidth gives; analyse a data set that separates fetch from prep, such as sf.FileDataset"
             )
@@ -155,7 +155,7 @@ class Report:
             return given
         job = self.data["job"]
         if not job["record_bytes"]:
-            raise sample_size_unknown(f"cache={cache!r}: the size of a sample is not known; give a share such as '50%'")
+            raise InputError(f"cache={cache!r}: the size of a sample is not known; give a share such as '50%'")
         return min(1.0, given / (float(job["record_bytes"]) * int(job["samples"])))
 
     def setting(self, number: int | None = None) -> Setting:

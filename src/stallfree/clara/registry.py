@@ -21,7 +21,7 @@ from stallfree.clara.transforms import (
     ScaleToShape,
     SymmetricPadder,
 )
-from stallfree.errors import InputError, MissingExtraError, clara_configuration, clara_transform, text_of
+from stallfree.errors import InputError, MissingExtraError, clara_configuration, text_of
 from stallfree.pipeline.compose import Transform
 
 TRANSFORMS: dict[str, type[FieldTransform]] = {
@@ -72,9 +72,9 @@ def _make(wanted: Component) -> Transform:
         raise
     except Exception as error:
         kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
-        raise clara_transform(f"{place} cannot be made: {kind}{text_of(error)}") from error
+        raise clara_configuration(f"{place} cannot be made: {kind}{text_of(error)}") from error
     if not callable(made):
-        raise clara_transform(f"{place} is no transform: its instances cannot be called with a sample")
+        raise clara_configuration(f"{place} is no transform: its instances cannot be called with a sample")
     transform: Transform = made
     return transform
 
@@ -85,12 +85,12 @@ def _own(wanted: Component) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise clara_transform(
+        raise clara_configuration(
             f'{wanted.place}: {wanted.path!r} cannot be imported ({error}): give "module.Class", with the module on '
             "Python's path"
         ) from error
     if not callable(found):
-        raise clara_transform(f"{wanted.place}: {wanted.path!r} is a {type(found).__name__}, expected a class")
+        raise clara_configuration(f"{wanted.place}: {wanted.path!r} is a {type(found).__name__}, expected a class")
     return found
 
 
@@ -100,14 +100,14 @@ def _of_monai(wanted: Component) -> Callable[..., Any]:
     try:
         library = import_module("monai.transforms")
     except ImportError as error:
-        raise clara_transform(
+        raise clara_configuration(
             f"{wanted.place}: {wanted.name!r} is no transform of stallfree, and MONAI, whose names work too, is not "
             f"installed (pip install monai): {ours}"
         ) from error
     found = getattr(library, wanted.name, None)
     if not isinstance(found, type) or not issubclass(found, library.Transform):
         version = getattr(import_module("monai"), "__version__", "")
-        raise clara_transform(
+        raise clara_configuration(
             f"{wanted.place}: {wanted.name!r} is a transform neither of stallfree nor of MONAI {version}: {ours}; "
             'for one of your own give {"path": "module.Class"}'
         )
@@ -123,6 +123,6 @@ def _check_arguments(cls: Callable[..., Any], args: dict[str, Any], place: str) 
     try:
         signature.bind(**args)
     except TypeError as error:
-        raise clara_transform(
+        raise clara_configuration(
             f"{place}: {error}: its arguments are {', '.join(map(str, signature.parameters.values())) or 'none'}"
         ) from error
