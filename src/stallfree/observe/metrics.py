@@ -151,16 +151,20 @@ class Metrics:
 
 def metrics_of(stats: LoaderStats | CacheStats) -> list[Metric]:
     """All values in `stats`, in the order of its fields, and values derived from them."""
+    base: tuple[Any, Any]
     if isinstance(stats, LoaderStats):
-        plain, special, derived = "loader", "shared_loader", ["stall_fetch_seconds", "stall_prep_seconds"]
+        base, names, derived = (
+            (LoaderStats, SharedStats),
+            ("loader", "shared_loader"),
+            ["stall_fetch_seconds", "stall_prep_seconds"],
+        )
     else:
-        plain, special, derived = "cache", "smart_cache", ["hit_ratio"]
-    own = {field.name for kind in (SharedStats, SmartCacheStats) for field in fields(kind)}
-    own -= {field.name for kind in (LoaderStats, CacheStats) for field in fields(kind)}
+        base, names, derived = (CacheStats, SmartCacheStats), ("cache", "smart_cache"), ["hit_ratio"]
+    plain, special = ({field.name for field in fields(kind)} for kind in base)
     found = []
     for name in [*(field.name for field in fields(stats) if field.name != "lower"), *derived]:
         grows = name in _COUNTERS
-        full = f"stallfree_{special if name in own else plain}_{_RENAMED.get(name, name)}{'_total' if grows else ''}"
+        full = f"stallfree_{names[name in special - plain]}_{_RENAMED.get(name, name)}{'_total' if grows else ''}"
         found.append(Metric(full, float(getattr(stats, name)), grows, _COUNTERS.get(name) or _GAUGES[name]))
     return found
 
