@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from stallfree.clara.arguments import Arguments
 from stallfree.clara.configuration import read_json
+from stallfree.clara.fields import is_number, is_text
 from stallfree.errors import clara_configuration
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint
@@ -84,25 +84,21 @@ def read_data_list(arguments: Arguments) -> tuple[list[str], list[str] | Labels]
         )
     places = [f"{key}[{number}] of the data list {path!r}" for number in range(len(entries))]
     for entry, place in zip(entries, places, strict=True):
-        _check_entry(entry, place)
+        if not isinstance(entry, dict) or "image" not in entry or "label" not in entry:
+            raise clara_configuration(f'{place} is {entry!r}, expected {{"image": path, "label": path or numbers}}')
+        if not is_text(entry["image"]):
+            raise clara_configuration(f"{place}: image={entry['image']!r}, expected the path of one file")
     base = canonical(arguments.data_file_base_dir)
     images = [_join(base, entry["image"]) for entry in entries]
     if not arguments.volumes:
         return images, _numbers([entry["label"] for entry in entries], places)
     for entry, place in zip(entries, places, strict=True):
-        if not isinstance(entry["label"], str) or not entry["label"]:
+        if not is_text(entry["label"]):
             raise clara_configuration(
                 f"{place}: label={entry['label']!r}, and {arguments.name} wants the path of a volume; for numbers use "
                 "a ClassificationImagePipeline"
             )
     return images, [_join(base, entry["label"]) for entry in entries]
-
-
-def _check_entry(entry: Any, place: str) -> None:
-    if not isinstance(entry, dict) or "image" not in entry or "label" not in entry:
-        raise clara_configuration(f'{place} is {entry!r}, expected {{"image": path, "label": path or numbers}}')
-    if not isinstance(entry["image"], str) or not entry["image"]:
-        raise clara_configuration(f"{place}: image={entry['image']!r}, expected the path of one file")
 
 
 def _numbers(labels: list[Any], places: list[str]) -> Labels:
@@ -123,15 +119,9 @@ def _numbers(labels: list[Any], places: list[str]) -> Labels:
 
 
 def _is_label(label: Any) -> bool:
-    if isinstance(label, list):
-        return bool(label) and all(_is_number(part) for part in label)
-    return _is_number(label)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    parts = label if isinstance(label, list) else [label]
+    known = [is_number(part) and (isinstance(part, float) or -(2**63) <= part < 2**63) for part in parts]
+    return bool(parts) and all(known)
 
 
 def _join(base: str, path: str) -> str:

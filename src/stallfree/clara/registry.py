@@ -7,41 +7,19 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from stallfree.clara.augment import AddGaussianNoise, CropFixedSizeRandomCenter, RandomAxisFlip
+from stallfree.clara import augment, nifti, transforms
 from stallfree.clara.configuration import Component, component
 from stallfree.clara.fields import FieldTransform
-from stallfree.clara.nifti import LoadNifti
-from stallfree.clara.transforms import (
-    CenterData,
-    ConvertToChannelsFirst,
-    CropFixedSizeCenter,
-    NormalizeNonzeroIntensities,
-    ScaleByResolution,
-    ScaleIntensityRange,
-    ScaleToShape,
-    SymmetricPadder,
-)
 from stallfree.errors import InputError, MissingExtraError, clara_configuration, text_of
 from stallfree.pipeline.compose import Transform
 
 TRANSFORMS: dict[str, type[FieldTransform]] = {
-    cls.__name__: cls
-    for cls in (
-        LoadNifti,
-        ConvertToChannelsFirst,
-        ScaleIntensityRange,
-        NormalizeNonzeroIntensities,
-        CenterData,
-        ScaleByResolution,
-        ScaleToShape,
-        SymmetricPadder,
-        CropFixedSizeCenter,
-        CropFixedSizeRandomCenter,
-        RandomAxisFlip,
-        AddGaussianNoise,
-    )
+    name: cls
+    for module in (nifti, transforms, augment)
+    for name, cls in vars(module).items()
+    if getattr(cls, "__module__", "") == module.__name__ and isinstance(cls, type)
 }
-"""The transforms of stallfree, by name."""
+"""The transforms of stallfree, by name: the classes of these modules."""
 
 
 def make_transforms(entries: Any, place: str) -> list[Transform]:
@@ -59,7 +37,7 @@ def make_transforms(entries: Any, place: str) -> list[Transform]:
 
 def reads_bytes(steps: Sequence[Transform]) -> bool:
     """Return whether the first step takes the bytes of files instead of their paths."""
-    return isinstance(steps[0], LoadNifti)
+    return isinstance(steps[0], nifti.LoadNifti)
 
 
 def _make(wanted: Component) -> Transform:

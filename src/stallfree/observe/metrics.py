@@ -151,21 +151,17 @@ class Metrics:
 
 def metrics_of(stats: LoaderStats | CacheStats) -> list[Metric]:
     """All values in `stats`, in the order of its fields, and values derived from them."""
-    base: tuple[Any, Any]
-    if isinstance(stats, LoaderStats):
-        base, names, derived = (
-            (LoaderStats, SharedStats),
-            ("loader", "shared_loader"),
-            ["stall_fetch_seconds", "stall_prep_seconds"],
-        )
-    else:
-        base, names, derived = (CacheStats, SmartCacheStats), ("cache", "smart_cache"), ["hit_ratio"]
-    plain, special = ({field.name for field in fields(kind)} for kind in base)
+    loader = isinstance(stats, LoaderStats)
+    plain, special = (LoaderStats, SharedStats) if loader else (CacheStats, SmartCacheStats)
+    own = {field.name for field in fields(special)} - {field.name for field in fields(plain)}
+    prefix, own_prefix = ("loader", "shared_loader") if loader else ("cache", "smart_cache")
+    derived = ["stall_fetch_seconds", "stall_prep_seconds"] if loader else ["hit_ratio"]
     found = []
     for name in [*(field.name for field in fields(stats) if field.name != "lower"), *derived]:
         grows = name in _COUNTERS
-        full = f"stallfree_{names[name in special - plain]}_{_RENAMED.get(name, name)}{'_total' if grows else ''}"
-        found.append(Metric(full, float(getattr(stats, name)), grows, _COUNTERS.get(name) or _GAUGES[name]))
+        full = f"stallfree_{own_prefix if name in own else prefix}_{_RENAMED.get(name, name)}"
+        help = _COUNTERS.get(name) or _GAUGES[name]
+        found.append(Metric(full + "_total" * grows, float(getattr(stats, name)), grows, help))
     return found
 
 
