@@ -29,7 +29,7 @@ def main() -> None:
     own_path = not getattr(sys.flags, "safe_path", False)
     if own_path:
         del sys.path[0]  # the folder of this file
-    watch = _beside("loops").Watch(target, out)
+    watch = _beside("loops").Watch(target, out, _beside("summary"))
     atexit.register(watch.finish)
     module = type(sys)("__main__")
     names = module.__dict__
