@@ -32,14 +32,7 @@ if TYPE_CHECKING:
     from stallfree.sampling.plans import BySamples, ImportanceSampler
     from stallfree.shared import SharedLoader
     from stallfree.sources import DecodeImage, FileDataset, ImageFolder, TarDataset, cut
-    from stallfree.stats import (
-        CacheStats,
-        ImportanceStats,
-        LoaderStats,
-        SharedStats,
-        SmartCacheStats,
-        TierStats,
-    )
+    from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats, TierStats
     from stallfree.stores import DiskTier, RedisStore
     from stallfree.vision import DecodeRandomResizedCrop
     from stallfree.workers.ray_workers import RayWorkers

@@ -69,7 +69,8 @@ MADE = ("--samples", "100")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((*MADE, "--capacity", "150%"), "capacity='150%': a share is more than 0% and at most 100%"),
+        ((*MADE, "--capacity", "150%"), "capacity='150%': a share is 0% to 100%"),
+        ((*MADE, "--capacity", "0%"), "capacity='0%': give a share above 0%"),
         ((*MADE, "--capacity", "0"), "--capacity='0' is no number of samples"),
         ((*MADE, "--capacity", "4GiB"), "--capacity='4GiB' is no number of samples"),
         ((*MADE, "--capacity", "101"), "--capacity='101' is more than all 100 samples"),

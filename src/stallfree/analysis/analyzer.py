@@ -146,13 +146,7 @@ class Analysis:
         progress: shows the progress.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        seconds: float,
-        rounds: int,
-        progress: Progress | None = None,
-    ) -> None:
+    def __init__(self, job: Job, seconds: float, rounds: int, progress: Progress | None = None) -> None:
         self._job, self._most = job, rounds
         self._progress = progress or bar(False)
         self._task = self._progress.add_task("reading some samples", total=rounds * len(RUNS))
@@ -164,7 +158,6 @@ class Analysis:
         self._fetch_seconds: list[float] = []
         self._spent = 0.0
         self._full: CachedDataset | None = None
-        self._ready = False
 
     def __enter__(self) -> Analysis:
         return self
@@ -180,13 +173,14 @@ class Analysis:
             return True
         if done >= self._most or self._spent * (done + 1) / done > self._budget:
             return False
-        return done < ROUNDS_FOR_INTERVAL or any(not _narrow(rate) for rate in self._rates().values())
+        measured = [rate for rate in self._rates().values() if rate.value is not None]
+        return done < ROUNDS_FOR_INTERVAL or not all(rate.within(_NARROW) for rate in measured)
 
     def round(self) -> None:
         """Perform each run once."""
         started = time.perf_counter()
         self._rounds.append({})
-        if not self._ready:
+        if len(self._rounds) == 1:
             self._prepare()
         self._compute()
         self._prep()
@@ -227,7 +221,6 @@ class Analysis:
             for _ in self._batches(self._full, range(len(some.ids))):
                 pass
             self._there = np.flatnonzero(self._full.cache.resident(np.arange(len(self._full)))).tolist()
-        self._ready = True
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._job.device)
@@ -314,12 +307,12 @@ class Analysis:
     def _real(self) -> None:
         job, some, full = self._job, self._some, self._full
         cold = self._cold(some)
-        self._time("cold", self._steps(job.uncached, cold), self._warm_up)
+        self._time("cold", self._batches(job.uncached, cold, train=True), self._warm_up)
         if full is not None:
-            self._time("warm", self._steps(full, Endless(self._there)), self._warm_up)
+            self._time("warm", self._batches(full, Endless(self._there), train=True), self._warm_up)
             return
         self._bring_in(some)
-        self._time("warm", self._steps(job.dataset, Endless(some.ids)), self._warm_up)
+        self._time("warm", self._batches(job.dataset, Endless(some.ids), train=True), self._warm_up)
         self._check_in(some, "the warm job")
 
     def _remedy(self, rates: dict[str, Rate], cache: int | str | None, record_bytes: float) -> Remedy | None:
@@ -363,24 +356,19 @@ class Analysis:
         with closing(batches):  # type: ignore[type-var]
             self._rounds[-1][name] = steady_rate(batches, warm_up, self._limits, show)
 
-    def _batches(self, dataset: Any, ids: Any, **changed: Any) -> Iterator[int]:
-        """Batch sizes from the job's loader, without a device."""
+    def _batches(self, dataset: Any, ids: Any, *, train: bool = False, **changed: Any) -> Iterator[int]:
+        """Batch sizes from the job's loader; without a device, or with the job's steps."""
         with _iterated(self._job.load(dataset, ids, **changed)) as batches:
-            for _ in batches:
-                yield self._job.batch_size
-
-    def _steps(self, dataset: Any, ids: Any) -> Iterator[int]:
-        """Batch sizes from the job, including its steps."""
-        with _iterated(self._job.load(dataset, ids)) as batches:
             for batch in batches:
-                self._job.train(batch)
+                if train:
+                    self._job.train(batch)
                 yield self._job.batch_size
 
     def _cold(self, some: Records) -> Cold:
         """Ids whose files are not in memory."""
         job = self._job
         if job.parted:
-            return Cold(range(len(job.source)), lambda id: _path(job.source.where(id)), 1)
+            return Cold(range(len(job.source)), lambda id: list(filter(os.path.isfile, [job.source.where(id)])), 1)
         return Cold(some.ids, some.paths, 1)
 
     def _check_out(self, cold: Cold) -> None:
@@ -416,11 +404,6 @@ def _iterated(loader: Any) -> Iterator[Iterator[Any]]:
             loader.close()
         elif hasattr(batches, "_shutdown_workers"):
             batches._shutdown_workers()
-
-
-def _narrow(rate: Rate) -> bool:
-    """Whether the interval is within 2% of the rate, or there is no rate."""
-    return rate.value is None or (rate.high is not None and rate.high - rate.value <= _NARROW * rate.value)
 
 
 def _count(samples: list[Any]) -> torch.Tensor:
@@ -472,10 +455,6 @@ def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
                 f"the loader of the job cannot make a batch: {type(error).__name__}: {first}. Iterate it once to see "
                 "where"
             ) from error
-
-
-def _path(where: str) -> list[str]:
-    return [where] if where and os.path.isfile(where) else []
 
 
 def _each(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:

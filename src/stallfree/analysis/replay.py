@@ -20,7 +20,7 @@ from stallfree.cache.memory.limits import free_memory
 from stallfree.cache.policies import Oracle, Policy, make_policy, next_uses
 from stallfree.errors import InputError, argument_conflict, run_too_large
 from stallfree.sampling.plans import Plan
-from stallfree.units import format_size, parse_size, parse_whole
+from stallfree.units import format_size, parse_room, parse_whole
 
 Ids = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64]
@@ -219,16 +219,15 @@ def _importance(given: Any, policy: Policy, epochs: int, num_ids: int) -> Scores
 
 def _room(capacity: int | str, num_ids: int, sizes: Ids | None) -> int:
     """The capacity in samples, or in bytes if there are sizes."""
-    if isinstance(capacity, str) and capacity.strip().endswith("%"):
-        try:
-            share = float(capacity.strip()[:-1]) / 100
-        except ValueError:
-            share = -1.0
-        if not 0 < share <= 1:
-            raise InputError(f"capacity={capacity!r}: a share is more than 0% and at most 100%")
-        return max(1, int(share * (num_ids if sizes is None else int(sizes.sum()))))
-    if sizes is not None:  # limit it to the bytes of all records with their index
-        return min(parse_size(capacity, "capacity"), 2 * int(sizes.sum()) + 512 * num_ids + (1 << 20))
+    share = isinstance(capacity, str) and capacity.strip().endswith("%")
+    if share or sizes is not None:
+        given = parse_room(capacity, "capacity")
+        if share and not given:
+            raise InputError(f"capacity={capacity!r}: give a share above 0%")
+        if isinstance(given, float):
+            return max(1, int(given * (num_ids if sizes is None else int(sizes.sum()))))
+        assert sizes is not None
+        return min(given, 2 * int(sizes.sum()) + 512 * num_ids + (1 << 20))  # the bytes of all records and their index
     if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 1:
         raise InputError(
             f"capacity={capacity!r}: without sizes give a number of samples of 1 or more, or a share such as '35%'"

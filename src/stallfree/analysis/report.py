@@ -176,14 +176,7 @@ class Report:
         overlap = job["loader"] == "stallfree" and job["form"] != "reads"
         loading = Loading(job["batch_size"], job["num_workers"], job["ahead"], overlap)
         setting = Setting(
-            found,
-            loading,
-            job["cache_share"],
-            cores,
-            None,
-            job["sample_bytes"],
-            job["record_bytes"],
-            job["samples"],
+            found, loading, job["cache_share"], cores, None, job["sample_bytes"], job["record_bytes"], job["samples"]
         )
         runs = [rate(name, "runs") for name in ("cold", "warm")]
         fastest = max((value for value in runs if math.isfinite(value)), default=math.inf)
@@ -384,7 +377,7 @@ def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[d
         offers.add(
             "Use stallfree.DataLoader with a source that separates fetch from prep (sf.ImageFolder, sf.FileDataset)",
             "a worker then fetches the next batches while it prepares one: min(F, P, G) in place of their sum",
-            now.with_overlap(),
+            replace(now, loading=replace(now.loading, overlap=True)),
         )
     whole = data["job"]["parted"] or remedy is not None  # a random data set of one's own: what it reads can be cached
     _offer_caches(offers, now, remedy, "" if whole else ", form='reads'")

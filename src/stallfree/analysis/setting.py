@@ -190,10 +190,6 @@ class Setting:
         """With another share of hits."""
         return replace(self, hits=hits)
 
-    def with_overlap(self) -> Setting:
-        """With a loader that overlaps fetch and prep."""
-        return replace(self, loading=replace(self.loading, overlap=True))
-
     def with_choice(self, choice: Choice, nothing: Choice) -> Setting:
         """With the chosen cache, scaled by its change relative to `nothing` in the same model."""
         prep = self.rates.prep

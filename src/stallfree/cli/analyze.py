@@ -45,6 +45,8 @@ def analyze(
     out = console(json)
     out.out(str(report))
     write_json(json, report.data, out)
+    if json is not None:
+        out.out(f"To compare caches and machines: stallfree predict {json} --cache 50%")
     if html is not None:
         report.html(html)
         out.out(f"wrote {html}")

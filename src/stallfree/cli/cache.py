@@ -15,8 +15,7 @@ from stallfree.units import format_size
 app = typer.Typer(help="List or remove the caches of this user.", no_args_is_help=True, rich_markup_mode=None)
 
 Store = Annotated[
-    str,
-    typer.Option(help="Where the caches are: memory, or a folder as given to CachedDataset.", metavar="STORE"),
+    str, typer.Option(help="Where the caches are: memory, or a folder as given to CachedDataset.", metavar="STORE")
 ]
 
 

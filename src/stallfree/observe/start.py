@@ -99,11 +99,7 @@ def _module(name: str, rest: list[str], module: ModuleType, own_path: bool) -> C
         _fail(f"there is no module {name!r} to run: give the name that you would give to `python -m`")
     sys.argv[0] = spec.origin or name
     module.__dict__.update(
-        __file__=spec.origin,
-        __cached__=spec.cached,
-        __loader__=spec.loader,
-        __package__=spec.parent,
-        __spec__=spec,
+        __file__=spec.origin, __cached__=spec.cached, __loader__=spec.loader, __package__=spec.parent, __spec__=spec
     )
     return code
 
