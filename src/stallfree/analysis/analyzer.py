@@ -191,7 +191,9 @@ class Analysis:
     def report(self, cache: int | str | None = None) -> Report:
         """The report of the rounds; with a `cache` size, including a trial of `cache="auto"`."""
         rates = self._rates()
-        record_bytes = _record_bytes(self._full) or self._some.sample_bytes
+        record_bytes = self._some.sample_bytes
+        if self._full is not None and (stats := self._full.cache.stats()).resident_items:
+            record_bytes = stats.resident_bytes / stats.resident_items
         sizes = Sizes(self._some.sample_bytes, record_bytes, self._prepared_bytes)
         remedy = self._remedy(rates, cache, record_bytes or 0.0)
         fetching = sum(self._fetch_seconds) / max(1, len(self._fetch_seconds))
@@ -434,13 +436,6 @@ def _cache_reads(full: CachedDataset, ids: list[int], batch_size: int, threads: 
             for _ in (map if threads == 1 else pool.map)(full.cache.get_many, batches):
                 pass
             yield threads * batch_size
-
-
-def _record_bytes(full: CachedDataset | None) -> float | None:
-    if full is None:
-        return None
-    stats = full.cache.stats()
-    return stats.resident_bytes / stats.resident_items if stats.resident_items else None
 
 
 def _first_batches(job: Job, some: Records, count: int) -> list[Any]:

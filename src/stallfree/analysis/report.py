@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -350,62 +350,50 @@ def _slower_warm(cold: Rate, warm: Rate) -> list[str]:
     ]
 
 
-class _Offers:
-    """Recommendations with gain and cost: first those without other hardware, then the rest, by gain."""
+def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[dict[str, Any]]:
+    """The recommendations that gain 2%: first those without other hardware, then the rest, each by gain."""
+    found: list[tuple[bool, float, dict[str, Any]]] = []
 
-    def __init__(self, now: Setting) -> None:
-        self._now = now
-        self._found: list[tuple[bool, float, dict[str, Any]]] = []
-
-    def add(self, do: str, why: str, then: Setting, *, memory: float = 0.0, hardware: bool = False) -> None:
-        """Add a recommendation if it gains 2%."""
-        gain = self._now.gain(then)
+    def offer(do: str, why: str, then: Setting, *, memory: float = 0.0, hardware: bool = False) -> None:
+        gain = now.gain(then)
         if gain > WORTH:
             why += f"; takes {format_size(memory)} of memory" if memory else ""
             item = {"do": do, "why": why, "throughput": then.throughput, "gain": gain, "memory_bytes": round(memory)}
-            self._found.append((hardware, -gain, item))
+            found.append((hardware, -gain, item))
 
-    def items(self) -> list[dict[str, Any]]:
-        """All recommendations, in order."""
-        return [item for *_, item in sorted(self._found, key=lambda found: found[:2])]
-
-
-def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[dict[str, Any]]:
-    """The recommendations: first those of the library, then other hardware, each by gain."""
-    offers = _Offers(now)
     if not now.loading.overlap:
-        offers.add(
+        offer(
             "Use stallfree.DataLoader with a source that separates fetch from prep (sf.ImageFolder, sf.FileDataset)",
             "a worker then fetches the next batches while it prepares one: min(F, P, G) in place of their sum",
             replace(now, loading=replace(now.loading, overlap=True)),
         )
     whole = data["job"]["parted"] or remedy is not None  # a random data set of one's own: what it reads can be cached
-    _offer_caches(offers, now, remedy, "" if whole else ", form='reads'")
+    _offer_caches(offer, now, remedy, "" if whole else ", form='reads'")
     cpus, workers, job = data["machine"]["cpus"], now.loading.workers, data["job"]
     if workers < cpus:
         ahead = now.loading.ahead / max(1, workers) * (cpus - workers)
-        offers.add(
+        offer(
             f"Raise num_workers from {workers} to {cpus}, one for each CPU",
             "each worker prepares on a core of its own",
             now.with_workers(cpus),
             memory=ahead * job["batch_size"] * (job["prepared_bytes"] or 0),
         )
     twice = 2 * max(cpus, now.cpus)
-    offers.add(f"Take twice as many CPUs ({twice})", "P doubles", now.with_cpus(twice), hardware=True)
+    offer(f"Take twice as many CPUs ({twice})", "P doubles", now.with_cpus(twice), hardware=True)
     if now.sample_bytes and math.isfinite(now.rates.storage):
         bandwidth = now.rates.storage * now.sample_bytes
-        offers.add(
+        offer(
             f"Put the data on storage twice as fast ({speed(2 * bandwidth)})",
             f"S doubles from {now.rates.storage:,.0f}",
             now.with_storage(2 * bandwidth),
             hardware=True,
         )
     why = f"G doubles from {now.rates.compute:,.0f}"
-    offers.add("Use a device twice as fast", why, now.with_devices(2), hardware=True)
-    return offers.items()
+    offer("Use a device twice as fast", why, now.with_devices(2), hardware=True)
+    return [item for *_, item in sorted(found, key=lambda one: one[:2])]
 
 
-def _offer_caches(offers: _Offers, now: Setting, remedy: Remedy | None, form: str) -> None:
+def _offer_caches(offer: Callable[..., None], now: Setting, remedy: Remedy | None, form: str) -> None:
     """Offer the choice of `cache="auto"`, and a cache of fetched samples unless it is larger and gains less."""
     auto, taken = now, math.inf
     if remedy is not None and remedy.choice.share is not None:
@@ -414,7 +402,7 @@ def _offer_caches(offers: _Offers, now: Setting, remedy: Remedy | None, form: st
         auto = now.with_choice(choice, nothing)
         room = format_size(min(remedy.room, 1.05 * taken))
         what = {0.0: "as fetched", 1.0: "prepared"}.get(choice.share or 0.0, "prepared, others as fetched")
-        offers.add(
+        offer(
             f"Use sf.DataLoader(dataset, {now.loading.batch_size}, cache='auto', capacity='{room}')",
             f"{choice.hits:.0%} of the samples are cached {what}: P rises from {now.rates.prep_at(now.hits):,.0f} to "
             f"{auto.rates.prep_at(choice.hits):,.0f}, F from {_f(now)} to {_f(auto)}, with "
@@ -428,7 +416,7 @@ def _offer_caches(offers: _Offers, now: Setting, remedy: Remedy | None, form: st
     then = now.with_hits(enough)
     if enough > now.hits and not (taken <= size and now.gain(auto) >= now.gain(then)):
         capacity = f"'{format_size(1.05 * size)}'" if size else "..."
-        offers.add(
+        offer(
             f"Cache {enough:.0%} of the samples: sf.CachedDataset(dataset, capacity={capacity}{form})",
             f"F rises from {_f(now)} to {_f(then)}, and P is {then.rates.prep_at(enough):,.0f}",
             then,

@@ -126,18 +126,13 @@ def _show(title: str, comparison: dict[str, Any], out: Console) -> None:
 
 
 def _recorded(path: Path, seconds: float | None, out: Console) -> dict[str, Any]:
+    """Print the number and duration of each process's events within the shown time. Returns the data of the page."""
     from stallfree.events import read_events
     from stallfree.report import run_data
 
     if seconds is not None and not 0 < seconds < math.inf:
         raise InputError(f"--seconds {seconds:g}: give a number above 0")
     run = run_data(path.name, read_events(path), seconds=seconds)
-    _show_log(run, out)
-    return {"title": path.name, "runs": [run], "shown": 0, "pipeline": None, "comparison": None}
-
-
-def _show_log(run: dict[str, Any], out: Console) -> None:
-    """Print the number and duration of each process's events within the shown time."""
     spent: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for start, end, actor, what, *_ in run["events"]:
         spent[actor, what].append(end - start)
@@ -149,3 +144,4 @@ def _show_log(run: dict[str, Any], out: Console) -> None:
     out.print(shown)
     if run["left_out"]:
         out.out(f"{run['left_out']:,} later events are left out: give --seconds, or a shorter log")
+    return {"title": path.name, "runs": [run], "shown": 0, "pipeline": None, "comparison": None}
