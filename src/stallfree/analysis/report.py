@@ -243,7 +243,12 @@ def make_report(
     data["shares"] = {name: _shares(float(rates[name]), rates, cold=name == "cold") for name in ("cold", "warm")}
     few = {name: rate.more for name, rate in rates.items() if rate.more and name != "copy"}
     data["advice"] = [] if few else _advice(setting, data, remedy)
-    data["bottleneck"] = _too_few(few) if few else _bottleneck(setting, data)
+    data["bottleneck"] = _bottleneck(setting, data)
+    if few:
+        data["bottleneck"] = (
+            f"Too few batches to say what limits: {max(few.values())} more needed for {', '.join(few)}. Give more "
+            "`seconds`, or a smaller `batch_size`."
+        )
     data["notes"] += _slower_warm(rates["cold"], rates["warm"])
     data["curves"] = _curves(setting)
     if setting.sharing is not None:
@@ -323,15 +328,6 @@ def _shares(rate: float, rates: dict[str, Rate], *, cold: bool) -> dict[str, flo
         "prep_stall": (warm - step - copy) / whole,
         "fetch_stall": (whole - warm) / whole,
     }
-
-
-def _too_few(few: dict[str, int]) -> str:
-    """The reason why there is no advice."""
-    most = max(few.values())
-    return (
-        f"Too few batches to say what limits: {most} more needed for {', '.join(few)}. Give more `seconds`, "
-        "or a smaller `batch_size`."
-    )
 
 
 def _slower_warm(cold: Rate, warm: Rate) -> list[str]:

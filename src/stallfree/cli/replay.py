@@ -12,13 +12,12 @@ from rich.table import Table
 
 from stallfree.cli._output import JsonFile, console, table, writable, write_json
 from stallfree.errors import InputError, argument_conflict, run_too_large
-from stallfree.units import format_size
+from stallfree.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from stallfree.analysis.replay import EpochReplay, Replay
     from stallfree.sampling.plans import Plan
 
-_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _FIGURES = ("hits", "misses", "evictions", "rejected")
 
 
@@ -94,8 +93,7 @@ def _policies(text: str) -> list[str]:
 
 
 def _count(text: str, name: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)([kmg]?)\s*", text.lower())
-    count = int(float(match[1]) * _FACTORS[match[2]]) if match else 0
+    count = parse_size(text) if re.fullmatch(r"\s*\d+(\.\d+)?[kmg]?\s*", text.lower()) else 0
     if count < 1:
         raise InputError(f"{name}={text!r} is no number of samples: give one such as 50000 or 1.3M")
     return count

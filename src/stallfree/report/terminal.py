@@ -19,7 +19,6 @@ from stallfree.report.figures import (
     SHARES,
     expect,
     gain,
-    interval,
     job_line,
     machine_line,
     no_advice,
@@ -82,8 +81,9 @@ def _shares(data: Mapping[str, Any]) -> RenderableType:
     rows: list[RenderableType] = ["  ".join(f"{_MARKS[part]} {name}" for part, name in SHARES.items())]
     for run, meaning in RUNS.items():
         measured, shares = data["runs"][run], data["shares"][run]
-        ends = "" if measured["value"] is None else f" samples/s{interval(measured)}"
-        rows.append(f"\n{run} ({meaning}): {rate(measured)}{ends}")
+        ends = f" ({spread(measured)})" if spread(measured) else ""
+        unit = "" if measured["value"] is None else " samples/s"
+        rows.append(f"\n{run} ({meaning}): {rate(measured)}{unit}{ends}")
         if measured["note"]:
             rows.append(_plain(measured["note"]))
         if shares:
