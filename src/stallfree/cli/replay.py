@@ -51,10 +51,13 @@ def replay(
     found = []
     with bar() as progress:
         task = progress.add_task("", total=len(names) * epochs)
+
+        def advance(_: EpochReplay) -> None:
+            progress.advance(task)
+
         for name in names:
             progress.update(task, description=name)
-            on_epoch = lambda _: progress.advance(task)  # noqa: E731
-            found.append(run(plans, policy=name, capacity=room, batch_size=batch_size, on_epoch=on_epoch))
+            found.append(run(plans, policy=name, capacity=room, batch_size=batch_size, on_epoch=advance))
     out = console(json)
     out.out(_result(found))
     if epochs > 1:
