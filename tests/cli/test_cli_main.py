@@ -19,7 +19,7 @@ import typer
 from typer.testing import CliRunner
 
 from stallfree.cli import app, main
-from stallfree.errors import DOCUMENTATION
+from stallfree.errors import DOCUMENTATION, MissingExtraError
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,12 @@ def test_json_is_all_that_is_printed(
     assert done.exit_code == 0
     assert json.loads(done.stdout)["format"] == format
     assert done.stderr == ""
+
+
+def test_a_page_without_plotly_is_refused_before_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(MissingExtraError, match=r"stallfree\[report\]"):
+        CliRunner().invoke(app, ["analyze", "absent.py:build", "--html", "page.html"], catch_exceptions=False)
 
 
 WAIT = """
