@@ -34,8 +34,8 @@ TOPICS = {
         server-missing server-failed server-unreachable server-refused server-address port-unavailable
         network-interface nodes-missing""",
     "Device": "device-unknown producer-ended consumer-process",
-    "Analysis and command line": "job-function job-failed trace-ids run-too-large sample-size-unknown",
-    "Configurations of Clara": "clara-configuration clara-data-list clara-transform clara-field",
+    "Analysis and command line": "job-function job-failed run-too-large",
+    "Configurations of Clara": "clara-configuration clara-field",
 }
 
 INTRODUCTION = """\

@@ -191,7 +191,7 @@ def test_everything_runs_with_a_read_only_root_and_only_a_temporary_folder(tmp_p
     new = {".".join(name.split(".")[:2]) for name in found["imported"]}
     others = ("analysis", "clara", "cli", "integrations", "observe", "report", "shared")
     assert not new & {f"stallfree.{package}" for package in others}
-    assert not {name.partition(".")[0] for name in new} & {"PIL", "fsspec", "rich", "typer", "redis", "plotly", "simpy"}
+    assert not {name.partition(".")[0] for name in new} & {"PIL", "fsspec", "rich", "typer", "redis", "plotly"}
 
 
 @pytest.mark.slow

@@ -32,14 +32,7 @@ if TYPE_CHECKING:
     from stallfree.sampling.plans import BySamples, ImportanceSampler
     from stallfree.shared import SharedLoader
     from stallfree.sources import DecodeImage, FileDataset, ImageFolder, TarDataset, cut
-    from stallfree.stats import (
-        CacheStats,
-        ImportanceStats,
-        LoaderStats,
-        SharedStats,
-        SmartCacheStats,
-        TierStats,
-    )
+    from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats, TierStats
     from stallfree.stores import DiskTier, RedisStore
     from stallfree.vision import DecodeRandomResizedCrop
     from stallfree.workers.ray_workers import RayWorkers
@@ -65,68 +58,17 @@ _PACKAGES = ("clara", "testing", "vision")
 
 __version__ = _version("stallfree")
 
-__all__ = [
-    "Batch",
-    "BySamples",
-    "CacheLoader",
-    "CacheStats",
-    "CachedDataset",
-    "CapacityError",
-    "CodecError",
-    "Compose",
-    "DataLoader",
-    "DecodeImage",
-    "DecodeRandomResizedCrop",
-    "DevicePrefetcher",
-    "DiskTier",
-    "FileDataset",
-    "FingerprintError",
-    "Hook",
-    "ImageFolder",
-    "ImportanceSampler",
-    "ImportanceStats",
-    "InputError",
-    "LoaderStats",
-    "LocalSampler",
-    "Metrics",
-    "MissingExtraError",
-    "MissingServerError",
-    "OnItem",
-    "PlatformError",
-    "Prediction",
-    "ProcessPrefetcher",
-    "ProducerError",
-    "PrometheusCollector",
-    "PrometheusServer",
-    "RayWorkers",
-    "RedisStore",
-    "Replay",
-    "Report",
-    "SampleError",
-    "SharedLoader",
-    "SharedStats",
-    "SmartCacheDataset",
-    "SmartCacheStats",
-    "Split",
-    "StallfreeError",
-    "StallfreeWarning",
-    "StorageError",
-    "TarDataset",
-    "TensorBoardHook",
-    "TierStats",
-    "WaitError",
-    "WorkerError",
-    "analyze",
-    "clara",
-    "cut",
-    "mark_deterministic",
-    "mark_random",
-    "measure_benefit",
-    "replay",
-    "split",
-    "testing",
-    "vision",
-]
+__all__ = ["Prediction", "Replay", "Report", "analyze", "clara", "replay", "testing", "vision"]
+__all__ += ["CacheLoader", "CachedDataset", "LocalSampler", "SmartCacheDataset"]
+__all__ += ["Batch", "BySamples", "DataLoader", "ImportanceSampler", "RayWorkers", "SharedLoader", "measure_benefit"]
+__all__ += ["DevicePrefetcher", "DiskTier", "ProcessPrefetcher", "RedisStore"]
+__all__ += ["Hook", "Metrics", "PrometheusCollector", "PrometheusServer", "TensorBoardHook"]
+__all__ += ["Compose", "OnItem", "Split", "StallfreeWarning", "mark_deterministic", "mark_random", "split"]
+__all__ += ["DecodeImage", "DecodeRandomResizedCrop", "FileDataset", "ImageFolder", "TarDataset", "cut"]
+__all__ += ["CacheStats", "ImportanceStats", "LoaderStats", "SharedStats", "SmartCacheStats", "TierStats"]
+__all__ += ["CapacityError", "CodecError", "FingerprintError", "InputError", "MissingExtraError", "MissingServerError"]
+__all__ += ["PlatformError", "ProducerError", "SampleError", "StallfreeError", "StorageError"]
+__all__ += ["WaitError", "WorkerError"]
 
 
 if not TYPE_CHECKING:

@@ -41,16 +41,10 @@ def need_linux(what: str, instead: str) -> None:
         raise PlatformError(f"{what} needs Linux, and this is {sys.platform}: {instead}")
 
 
-def at_fork(
-    *,
-    before: Callable[[], object] | None = None,
-    after_in_parent: Callable[[], object] | None = None,
-    after_in_child: Callable[[], object] | None = None,
-) -> None:
+def at_fork(**hooks: Callable[[], object]) -> None:
     """`os.register_at_fork`; nothing where there is no fork."""
     if hasattr(os, "register_at_fork"):
-        hooks = {"before": before, "after_in_parent": after_in_parent, "after_in_child": after_in_child}
-        os.register_at_fork(**{name: hook for name, hook in hooks.items() if hook is not None})
+        os.register_at_fork(**hooks)
 
 
 def cpu_count() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from contextlib import closing
@@ -32,10 +33,8 @@ def test_ls_shows_what_is_there() -> None:
     with closing(make_cache("pictures")) as cache:
         cache.put(7, b"seven")
         row = next(line for line in run("ls").output.splitlines() if "pictures" in line)
-    assert row.split()[:3] == ["pictures", "1", "100"]
+    assert row.split()[:6] == ["pictures", "minio", "in", "use", "1", "100"]
     assert "4.0 MiB" in row
-    assert "minio" in row
-    assert "in use" in row
 
 
 def test_rm(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_gc_removes_what_killed_processes_left(store_root: Path) -> None:
     assert "left behind" in run("ls").output
     (store_root / "orphan" / "meta.json").write_text("no json")
     row = next(line for line in run("ls").output.splitlines() if "orphan" in line)
-    assert row.split()[1:3] == ["?", "?"]
+    assert row.split() == ["orphan", "?", "left", "behind", *"????"]
     assert run("gc").output == "removed orphan\n"
     assert not (store_root / "orphan").exists()
 
@@ -86,3 +85,13 @@ def test_a_folder_that_is_not_there(command: list[str], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="misspelt: there is no such folder"):
         run(*command, "--store", str(tmp_path / "misspelt"))
     assert not (tmp_path / "misspelt").exists()
+
+
+def test_json(tmp_path: Path) -> None:
+    assert json.loads(run("ls", "--json").output) == []
+    make_cache("kept", store=tmp_path, persist=True).close()
+    store = ("--store", str(tmp_path), "--json")
+    (found,) = json.loads(run("ls", *store).output)
+    assert (found["name"], found["samples"], found["persist"]) == ("kept", 100, True)
+    assert json.loads(run("gc", *store).output) == {"removed": []}
+    assert json.loads(run("rm", "kept", *store).output) == {"removed": ["kept"]}

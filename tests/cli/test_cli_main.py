@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import pty
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from stallfree.cli import main
-from stallfree.errors import DOCUMENTATION
+from stallfree.cli import app, main
+from stallfree.errors import DOCUMENTATION, MissingExtraError
 
 
 @pytest.mark.parametrize(
@@ -67,3 +76,107 @@ def test_an_error_is_one_clear_line_and_a_link(
 @pytest.mark.parametrize("arguments", [("nonsense",), ("simulate", "--seeds", "none")])
 def test_wrong_options(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_here(monkeypatch, *arguments) == 2
+
+
+def commands(command: Any, *names: str) -> Iterator[tuple[str, ...]]:
+    """The words of each command that does something."""
+    below = getattr(command, "commands", {})
+    if not below:
+        yield names
+    for name, one in below.items():
+        yield from commands(one, *names, name)
+
+
+COMMANDS = list(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_is_short_and_has_an_example(command: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(app, [*command, "--help"]).output
+    assert f"Example: stallfree {' '.join(command)}" in shown
+    assert "--json" in shown
+    assert len(shown.splitlines()) <= 36
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_wrong_option_is_one_line() -> None:
+    shown = CliRunner().invoke(app, ["replay", "--nonsense"])
+    assert shown.exit_code == 2
+    assert shown.stderr.splitlines()[-1].startswith("Error: No such option")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "format"),
+    [
+        ("replay --samples 100 --capacity 35% --epochs 2 --json -", "stallfree-replay"),
+        (
+            "simulate --loaders 3 --load 80ms --transfer 15ms --compute 30ms --seeds 1 --json -",
+            "stallfree-simulation",
+        ),
+        ("analyze job.py:build --seconds 0.1 --json -", "stallfree-report"),
+        ("top --json", "stallfree-top"),
+    ],
+)
+def test_json_is_all_that_is_printed(
+    arguments: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text(
+        "def build():\n    return list(range(40)), {'batch_size': 4}, lambda batch: None\n"
+    )
+    done = CliRunner().invoke(app, arguments.split(), catch_exceptions=False)
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["format"] == format
+    assert done.stderr == ""
+
+
+def test_a_page_without_plotly_is_refused_before_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(MissingExtraError, match=r"stallfree\[report\]"):
+        CliRunner().invoke(app, ["analyze", "absent.py:build", "--html", "page.html"], catch_exceptions=False)
+
+
+WAIT = """
+import time
+def build():
+    return list(range(400)), {"batch_size": 4, "num_workers": 1}, lambda batch: time.sleep(0.01)
+"""
+
+
+def rest(terminal: int) -> str:
+    """What is still written to a terminal until every process has closed it."""
+    shown = b""
+    with contextlib.suppress(OSError):  # raised when the last process closes it
+        while more := os.read(terminal, 4096):
+            shown += more
+    return shown.decode(errors="replace")
+
+
+def test_an_interrupt_ends_a_command_at_once(tmp_path: Path) -> None:
+    """In a terminal: progress on standard error, then Ctrl-C: exit code 130, no traceback, no process left."""
+    (tmp_path / "job.py").write_text(WAIT)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "stallfree", "analyze", "job.py:build", "--seconds", "60"]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "TERM": "xterm"},
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    try:
+        shown = ""
+        while "the job, cold" not in shown:  # with its worker
+            shown += os.read(ours, 4096).decode(errors="replace")
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        shown += rest(ours)
+        assert process.wait(60) == 130
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert "Traceback" not in shown

@@ -343,7 +343,7 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
 def test_a_summary_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('it ran')")
     with pytest.raises(InputError, match=r"x\.json cannot be written"):
-        run(str(tmp_path / "train.py"), json_file=tmp_path / "none" / "x.json")
+        run(str(tmp_path / "train.py"), json=tmp_path / "none" / "x.json")
 
 
 @pytest.mark.parametrize(
@@ -476,9 +476,12 @@ def test_the_line_to_change_is_named_with_what_it_gains(tmp_path: Path) -> None:
     forecast = found["forecast"]
     assert (forecast["where"], forecast["cached"]) == ("train.py:15", "samples cached as fetched")
     assert forecast["rate"] > 2 * forecast["now"]
-    last = watched.stderr.splitlines()[-1]
-    assert last.startswith("Next: give stallfree.DataLoader the arguments of the DataLoader at train.py:15, and cache=")
-    assert "samples/s from the second epoch on in place of" in last
+    head, advice = watched.stderr.splitlines()[1:3]
+    assert HEAD in head
+    assert advice.startswith(
+        "Next: give stallfree.DataLoader the arguments of the DataLoader at train.py:15, and cache="
+    )
+    assert "samples/s from the second epoch on in place of" in advice
     augmenting = WAITING.replace("augments = False", "augments = True")  # and reads no files
     _, found = both(augmenting, tmp_path, watching("--json", "out.json", "train.py"))
     assert found["forecast"] is None

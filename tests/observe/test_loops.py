@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.observe.loops import Pass, Row, Thread, _figures, _text
+from stallfree.observe.loops import Pass, Row, Thread, _figures
+from stallfree.observe.summary import text
 
 
 class Loader:
@@ -40,6 +41,7 @@ def test_time_between_waits_counts_once_if_any_loop_is_under_way(history: list[t
         waits.append((which, begun, now))
         if ends:
             one.last = None
+    thread.close()
     # The model: second by second, whether somebody waits, and whether a pass goes on.
     ended = [ends for _, _, _, ends in history]
     between = 0
@@ -71,7 +73,7 @@ def summary(
 def test_the_headline_counts_the_first_batch_of_each_pass() -> None:
     found = summary(first=3.0, waited=0.8, between=7.4)
     assert found["total"]["stall_share"] == pytest.approx(3.8 / 11.2)
-    assert "waited for data 33.9% of the time of its loops" in _text(found)
+    assert "waited for data 33.9% of the time of its loops" in text(found)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_the_headline_counts_the_first_batch_of_each_pass() -> None:
 def test_persistent_workers_are_named_where_their_start_is_the_reason(
     found: dict[str, Any], named: bool, further: bool
 ) -> None:
-    text = _text(found)
-    assert ("train.py:9 are started again" in text) == named
-    assert ("persistent_workers=True" in text) == named
-    assert ("what would end these waits" in text) == further
+    shown = text(found)
+    assert ("train.py:9 are started again" in shown) == named
+    assert ("persistent_workers=True" in shown) == named
+    assert ("what would end these waits" in shown) == further

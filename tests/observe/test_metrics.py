@@ -6,6 +6,7 @@ import socket
 import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,17 @@ def test_names_of_a_smart_cache() -> None:
         values = Metrics(window=dataset).values()
         assert list(values) == [f"window/{name}" for name in CACHE_NAMES[:-1] + WINDOW_NAMES + CACHE_NAMES[-1:]]
         assert values["window/stallfree_smart_cache_replace_num"] == 1
+
+
+def test_names_of_a_shared_loader() -> None:
+    class Shared:
+        def stats(self) -> sf.SharedStats:
+            return sf.SharedStats(*range(len(fields(sf.SharedStats))))
+
+    values = Metrics(group=Shared()).values()
+    own = [f"stallfree_shared_loader_{name}" for name in ("alone_total", "takeovers_total", "jobs")]
+    assert list(values) == [f"group/{name}" for name in (*LOADER_NAMES[:-2], *own, *LOADER_NAMES[-2:])]
+    assert values["group/stallfree_shared_loader_jobs"] == len(fields(sf.SharedStats)) - 1
 
 
 @pytest.mark.parametrize("source", [None, 7, [1], torch.utils.data.DataLoader([1]), type("S", (), {"stats": dict})()])

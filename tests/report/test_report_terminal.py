@@ -37,6 +37,13 @@ def test_everything_is_said_in_80_columns() -> None:
     assert flat.index("2.69 times") < flat.index("2.67 times")
 
 
+def test_the_first_lines_are_the_bottleneck_and_the_best_advice() -> None:
+    data = report()
+    first = " ".join(" ".join(render_report(data).splitlines()[:5]).split())
+    assert first.startswith(data["bottleneck"])
+    assert "1. Cache 62% of the samples (140 MB) (811 samples/s, 2.69 times)" in first
+
+
 def test_bars_are_as_long_as_the_shares() -> None:
     data = report()
     for bar, run in zip(bars(render_report(data)), ("cold", "warm"), strict=True):

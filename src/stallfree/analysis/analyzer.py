@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import Progress
 from torch.utils.data import Subset
 
 from stallfree.analysis.job import Bare, Cold, Endless, Held, Job, Records, make_job, read_some
-from stallfree.analysis.progress import RUNS, Bar
+from stallfree.analysis.progress import bar
 from stallfree.analysis.report import Remedy, Report, Sizes, make_report
 from stallfree.analysis.residency import read_file, resident_share
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, ChildTime, Limits, Rate, combined, steady_rate
@@ -40,6 +40,18 @@ from stallfree.pipeline.compose import Compose
 from stallfree.platform import cpu_count
 from stallfree.sources.mapped import as_source
 from stallfree.units import parse_room
+
+RUNS = {
+    "G": "G: batches on the device",
+    "copy": "copies to the device",
+    "P": "P: records in memory, no device",
+    "P_hit": "P of hits: out of the cache",
+    "S": "S: cold files, no prep",
+    "C": "C: out of the cache, no prep",
+    "cold": "the job, cold",
+    "warm": "the job, all in memory",
+}
+"""The runs of a round, in their order."""
 
 _MOST_CACHE = 4 << 30
 """Maximum bytes of the cache for the samples; only the necessary bytes are used."""
@@ -110,7 +122,7 @@ def analyze(
     if not number or not seconds > 0:
         raise InputError(f"seconds={seconds!r}: give the longest time for one run, above 0")
     rounds = rounds_in(seconds)
-    with Bar(progress, rounds) as show, Analysis(job, seconds, rounds, show) as analysis:
+    with bar(progress) as shown, Analysis(job, seconds, rounds, shown) as analysis:
         while analysis.wants_round():
             analysis.round()
         return analysis.report(cache)
@@ -131,17 +143,13 @@ class Analysis:
         job: the analysed job.
         seconds: maximum time for one kind of run, over all rounds.
         rounds: maximum number of rounds.
-        show: called with the number of the round, the name of a run and its progress.
+        progress: shows the progress.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        seconds: float,
-        rounds: int,
-        show: Callable[[int, str, float], None] = lambda round_, name, share: None,
-    ) -> None:
-        self._job, self._show, self._most = job, show, rounds
+    def __init__(self, job: Job, seconds: float, rounds: int, progress: Progress | None = None) -> None:
+        self._job, self._most = job, rounds
+        self._progress = progress or bar(False)
+        self._task = self._progress.add_task("reading some samples", total=rounds * len(RUNS))
         self._limits = Limits(min(1.0, seconds / 2) / rounds, seconds / rounds, seconds / 2)
         self._budget = len(RUNS) * seconds
         self._rounds: list[dict[str, Rate]] = []
@@ -150,7 +158,6 @@ class Analysis:
         self._fetch_seconds: list[float] = []
         self._spent = 0.0
         self._full: CachedDataset | None = None
-        self._ready = False
 
     def __enter__(self) -> Analysis:
         return self
@@ -166,13 +173,14 @@ class Analysis:
             return True
         if done >= self._most or self._spent * (done + 1) / done > self._budget:
             return False
-        return done < ROUNDS_FOR_INTERVAL or any(not _narrow(rate) for rate in self._rates().values())
+        measured = [rate for rate in self._rates().values() if rate.value is not None]
+        return done < ROUNDS_FOR_INTERVAL or not all(rate.within(_NARROW) for rate in measured)
 
     def round(self) -> None:
         """Perform each run once."""
         started = time.perf_counter()
         self._rounds.append({})
-        if not self._ready:
+        if len(self._rounds) == 1:
             self._prepare()
         self._compute()
         self._prep()
@@ -183,7 +191,9 @@ class Analysis:
     def report(self, cache: int | str | None = None) -> Report:
         """The report of the rounds; with a `cache` size, including a trial of `cache="auto"`."""
         rates = self._rates()
-        record_bytes = _record_bytes(self._full) or self._some.sample_bytes
+        record_bytes = self._some.sample_bytes
+        if self._full is not None and (stats := self._full.cache.stats()).resident_items:
+            record_bytes = stats.resident_bytes / stats.resident_items
         sizes = Sizes(self._some.sample_bytes, record_bytes, self._prepared_bytes)
         remedy = self._remedy(rates, cache, record_bytes or 0.0)
         fetching = sum(self._fetch_seconds) / max(1, len(self._fetch_seconds))
@@ -213,7 +223,6 @@ class Analysis:
             for _ in self._batches(self._full, range(len(some.ids))):
                 pass
             self._there = np.flatnonzero(self._full.cache.resident(np.arange(len(self._full)))).tolist()
-        self._ready = True
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._job.device)
@@ -300,12 +309,12 @@ class Analysis:
     def _real(self) -> None:
         job, some, full = self._job, self._some, self._full
         cold = self._cold(some)
-        self._time("cold", self._steps(job.uncached, cold), self._warm_up)
+        self._time("cold", self._batches(job.uncached, cold, train=True), self._warm_up)
         if full is not None:
-            self._time("warm", self._steps(full, Endless(self._there)), self._warm_up)
+            self._time("warm", self._batches(full, Endless(self._there), train=True), self._warm_up)
             return
         self._bring_in(some)
-        self._time("warm", self._steps(job.dataset, Endless(some.ids)), self._warm_up)
+        self._time("warm", self._batches(job.dataset, Endless(some.ids), train=True), self._warm_up)
         self._check_in(some, "the warm job")
 
     def _remedy(self, rates: dict[str, Rate], cache: int | str | None, record_bytes: float) -> Remedy | None:
@@ -341,29 +350,27 @@ class Analysis:
         return 2 * self._job.ahead + max(1, self._job.num_workers)
 
     def _time(self, name: str, batches: Iterator[int], warm_up: int) -> None:
+        before = (len(self._rounds) - 1) * len(RUNS) + list(RUNS).index(name)
+
+        def show(share: float) -> None:
+            self._progress.update(self._task, description=RUNS[name], completed=before + share)
+
         with closing(batches):  # type: ignore[type-var]
-            round_ = len(self._rounds) - 1
-            show = partial(self._show, round_, name)
             self._rounds[-1][name] = steady_rate(batches, warm_up, self._limits, show)
 
-    def _batches(self, dataset: Any, ids: Any, **changed: Any) -> Iterator[int]:
-        """Batch sizes from the job's loader, without a device."""
+    def _batches(self, dataset: Any, ids: Any, *, train: bool = False, **changed: Any) -> Iterator[int]:
+        """Batch sizes from the job's loader; without a device, or with the job's steps."""
         with _iterated(self._job.load(dataset, ids, **changed)) as batches:
-            for _ in batches:
-                yield self._job.batch_size
-
-    def _steps(self, dataset: Any, ids: Any) -> Iterator[int]:
-        """Batch sizes from the job, including its steps."""
-        with _iterated(self._job.load(dataset, ids)) as batches:
             for batch in batches:
-                self._job.train(batch)
+                if train:
+                    self._job.train(batch)
                 yield self._job.batch_size
 
     def _cold(self, some: Records) -> Cold:
         """Ids whose files are not in memory."""
         job = self._job
         if job.parted:
-            return Cold(range(len(job.source)), lambda id: _path(job.source.where(id)), 1)
+            return Cold(range(len(job.source)), lambda id: list(filter(os.path.isfile, [job.source.where(id)])), 1)
         return Cold(some.ids, some.paths, 1)
 
     def _check_out(self, cold: Cold) -> None:
@@ -401,11 +408,6 @@ def _iterated(loader: Any) -> Iterator[Iterator[Any]]:
             batches._shutdown_workers()
 
 
-def _narrow(rate: Rate) -> bool:
-    """Whether the interval is within 2% of the rate, or there is no rate."""
-    return rate.value is None or (rate.high is not None and rate.high - rate.value <= _NARROW * rate.value)
-
-
 def _count(samples: list[Any]) -> torch.Tensor:
     """A collate function that does nothing."""
     return torch.tensor(len(samples))
@@ -436,13 +438,6 @@ def _cache_reads(full: CachedDataset, ids: list[int], batch_size: int, threads: 
             yield threads * batch_size
 
 
-def _record_bytes(full: CachedDataset | None) -> float | None:
-    if full is None:
-        return None
-    stats = full.cache.stats()
-    return stats.resident_bytes / stats.resident_items if stats.resident_items else None
-
-
 def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
     """The first `count` batches of the loader."""
     ids = (some.ids * count)[: count * job.batch_size]
@@ -455,10 +450,6 @@ def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
                 f"the loader of the job cannot make a batch: {type(error).__name__}: {first}. Iterate it once to see "
                 "where"
             ) from error
-
-
-def _path(where: str) -> list[str]:
-    return [where] if where and os.path.isfile(where) else []
 
 
 def _each(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:

@@ -103,22 +103,19 @@ class Job:
         """The job's loader over `ids` of `dataset`."""
         arguments = {**self.arguments, "sampler": ids, **changed}
         arguments |= {"batch_size": self.batch_size, "num_workers": self.num_workers}
+        known = {
+            key: value for key, value in arguments.items() if key not in ("seed", "with_ids", "on_error", "staging")
+        }
         try:
-            return self._make(dataset, arguments)
+            if self.loader == "stallfree":
+                return DataLoader(dataset, **arguments)
+            return torch.utils.data.DataLoader(dataset, **known)
         except StallfreeError:
             raise
         except (TypeError, ValueError) as error:
             raise job_failed(
                 f"the loader cannot be made with the arguments that were given: {error}. Give those of its class"
             ) from error
-
-    def _make(self, dataset: Any, arguments: dict[str, Any]) -> Any:
-        if self.loader == "stallfree":
-            return DataLoader(dataset, **arguments)
-        known = {
-            key: value for key, value in arguments.items() if key not in ("seed", "with_ids", "on_error", "staging")
-        }
-        return torch.utils.data.DataLoader(dataset, **known)
 
     def train(self, batch: Any) -> None:
         """Run one step and synchronize the device. Raises `InputError` if the step raises."""
@@ -352,16 +349,17 @@ class Cold:
 
 
 class Opened:
-    """Records the files opened for reading while samples are read. Only one instance may be active."""
+    """Records the files opened for reading in the block. Only one instance may be active."""
 
     _recorded: list[str] | None = None
     _hooked = False
 
-    def __init__(self) -> None:
+    def __enter__(self) -> Opened:
         Opened._recorded = []
         if not Opened._hooked:  # an audit hook cannot be removed, so all instances share one
             Opened._hooked = True
             sys.addaudithook(_record_open)
+        return self
 
     def take(self) -> list[str]:
         """Regular files opened since the last call, without those of Python itself."""
@@ -369,8 +367,7 @@ class Opened:
         paths, Opened._recorded = Opened._recorded or [], []
         return [path for path in dict.fromkeys(paths) if not path.startswith(inside) and os.path.isfile(path)]
 
-    def stop(self) -> None:
-        """Stop recording."""
+    def __exit__(self, *_: object) -> None:
         Opened._recorded = None
 
 
@@ -416,34 +413,27 @@ def read_some(job: Job) -> Records:
 
     Raises `InputError` for a sample that cannot be read.
     """
-    with untouched(job.source):
-        return _read_some(job)
-
-
-def _read_some(job: Job) -> Records:
     order = np.random.default_rng(0).permutation(len(job.source)).tolist()
-    opened, started, size = Opened(), time.monotonic(), 0
-    found = Records([], [], {}, None)
+    started, size, found = time.monotonic(), 0, Records([], [], {}, None)
     try:
-        for id in order[:MOST_SAMPLES]:
-            if job.reads:
-                found.parts[id] = _recorded_parts(job.source, id)
-                size += sum(stop - start for _, start, stop in found.parts[id])
-            else:
-                record = job.source.fetch(id)
-                size += payload_bytes(record)
-                if job.parted:
-                    found.values.append(record)
+        with untouched(job.source), Opened() as opened:
+            for id in order[:MOST_SAMPLES]:
+                if job.reads:
+                    found.parts[id] = _recorded_parts(job.source, id)
+                    size += sum(stop - start for _, start, stop in found.parts[id])
                 else:
-                    found.parts[id] = [(path, 0, os.path.getsize(path)) for path in opened.take()]
-            found.ids.append(id)
-            enough = size > MOST_BYTES or time.monotonic() - started > MOST_SECONDS
-            if enough and len(found.ids) >= 2 * job.batch_size:
-                break
+                    record = job.source.fetch(id)
+                    size += payload_bytes(record)
+                    if job.parted:
+                        found.values.append(record)
+                    else:
+                        found.parts[id] = [(path, 0, os.path.getsize(path)) for path in opened.take()]
+                found.ids.append(id)
+                enough = size > MOST_BYTES or time.monotonic() - started > MOST_SECONDS
+                if enough and len(found.ids) >= 2 * job.batch_size:
+                    break
     except SampleError as error:
         raise job_failed(f"the job cannot be analysed: {text_of(error)}. Leave this sample out, or mend it") from error
-    finally:
-        opened.stop()
     if not job.parted and not job.reads:
         size = sum(os.path.getsize(path) for path in found.files)
     found.sample_bytes = size / len(found.ids) or None

@@ -49,6 +49,10 @@ class Rates:
     storage: float
     cache: float
 
+    def times(self, factor: float, *names: str) -> Rates:
+        """With some of the rates multiplied."""
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
+
     def fetch_at(self, hits: float) -> float:
         """F for this share of hits."""
         return _mix(self.cache, self.storage, hits)

@@ -30,7 +30,7 @@ class Prediction:
         F, P, G: fetch rate, prep rate, compute rate of that job, samples/s.
         hits: share of samples that the cache serves.
         now: samples/s of the measured job, by the same model.
-        reasoning: derivation of the figures, one line each.
+        reasoning: the result, and its derivation, one line each.
         answers: changes that would help, and that would not, one line each.
         low, high: the 95% interval for the throughput of such a run, from the spread of the prediction over the rounds
             of the analysis; None if there were too few.
@@ -59,7 +59,8 @@ class Prediction:
     cpus_elsewhere: int = 0
 
     def __str__(self) -> str:
-        return "\n".join((*self.reasoning, "", *self.answers))
+        result, *derivation = self.reasoning
+        return "\n".join((result, *self.answers, "", *derivation))
 
 
 def explain(
@@ -87,35 +88,27 @@ def explain(
     wide = half is None or half > throughput / 2
     low, high = (None, None) if half is None or wide else (throughput - half, throughput + half)
     ends = "" if low is None or high is None else f" ({low:,.0f} to {high:,.0f})"
-    reasoning.append(
-        f"{_bound(after)}: {_rate(throughput)}{ends}{each}, {throughput / now:.2f} times as many as now ({_rate(now)})"
+    one = len(after.binding) == 1
+    bound = _BINDS[after.binding[0]] if one else f"{limits(after)} bind alike"
+    reasoning.insert(
+        0,
+        f"{bound}: {_rate(throughput)}{ends}{each}, {throughput / now:.2f} times as many as now ({_rate(now)})",
     )
     if throughput < 0.99 * after.limit:
         reasoning.append(
-            f"that is {1 - throughput / after.limit:.1%} less than the limit of {_rate(after.limit)}: the parts are "
-            "nearly equal, and how many samples of a batch miss varies"
+            f"the result is {1 - throughput / after.limit:.1%} less than the limit of {_rate(after.limit)}: the parts "
+            "are nearly equal, and the number of misses in a batch varies"
         )
-    texts = (tuple(reasoning), _answers(after))
+    topics = (_on_cache, _on_cpus, _on_storage, _on_device, _on_jobs)
+    texts = tuple(reasoning), tuple(filter(None, (answer(after) for answer in topics)))
     return Prediction(
         throughput, binds, fetch, prep, rates.compute, hits, now, *texts, low, high, after.cpus_elsewhere()
     )
 
 
-def _bound(setting: Setting) -> str:
-    if len(setting.binding) == 1:
-        return _BINDS[setting.binding[0]]
-    return f"{limits(setting)} bind alike"
-
-
 def limits(setting: Setting) -> str:
     """The bottleneck in words: "prep", "fetching and the device"."""
     return " and ".join(_LIMITS[part] for part in setting.binding)
-
-
-def _answers(setting: Setting) -> tuple[str, ...]:
-    """Answers to the questions of the paper, one line each."""
-    lines = (_on_cache(setting), _on_cpus(setting), _on_storage(setting), _on_device(setting), _on_jobs(setting))
-    return tuple(line for line in lines if line)
 
 
 def _on_cache(setting: Setting) -> str:

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from stallfree.cache.memory.bookkeeper import Bookkeeper
 from stallfree.cache.memory.limits import free_memory
 from stallfree.cache.policies import Oracle, Policy, make_policy, next_uses
-from stallfree.errors import InputError, argument_conflict, run_too_large, trace_ids
+from stallfree.errors import InputError, argument_conflict, run_too_large
 from stallfree.sampling.plans import Plan
-from stallfree.units import format_size, parse_size, parse_whole
+from stallfree.units import format_size, parse_room, parse_whole
 
 Ids = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64]
@@ -161,7 +161,7 @@ def _epochs(given: Any) -> list[Ids]:
     if isinstance(given, np.ndarray) and given.ndim == 1:
         return [_ids(given)]
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
-        raise trace_ids(f"trace_or_plans={given!r:.80}: give ids, or a sequence of plans or of sequences of ids")
+        raise InputError(f"trace_or_plans={given!r:.80}: give ids, or a sequence of plans or of sequences of ids")
     items = list(given)
     if items and all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
         return [_ids(items)]
@@ -174,14 +174,14 @@ def _ids(given: Any) -> Ids:
     except ValueError:
         ids = np.empty((0, 0))
     if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
-        raise trace_ids(f"a trace holds {given!r:.80}: ids are integers of 0 or more")
+        raise InputError(f"a trace holds {given!r:.80}: ids are integers of 0 or more")
     return ids.astype(np.int64)
 
 
 def _sizes(given: Any, most: int) -> Ids:
     sizes = np.asarray(given)
     if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) <= most or (len(sizes) and sizes.min() < 1):
-        raise trace_ids(
+        raise InputError(
             f"sizes must be one int of 1 or more for each of the ids 0 to {most}; given were {sizes.size} of type "
             f"{sizes.dtype}"
         )
@@ -210,7 +210,7 @@ def _importance(given: Any, policy: Policy, epochs: int, num_ids: int) -> Scores
     except (TypeError, ValueError):
         scores = np.empty(0)
     if scores.shape not in ((num_ids,), (epochs, num_ids)) or np.isnan(scores).any():
-        raise trace_ids(
+        raise InputError(
             f"scores must be a number for each of the ids 0 to {num_ids - 1}, or a row of them for each of {epochs} "
             f"epochs, none of them NaN; given was {given!r:.80}"
         )
@@ -219,16 +219,15 @@ def _importance(given: Any, policy: Policy, epochs: int, num_ids: int) -> Scores
 
 def _room(capacity: int | str, num_ids: int, sizes: Ids | None) -> int:
     """The capacity in samples, or in bytes if there are sizes."""
-    if isinstance(capacity, str) and capacity.strip().endswith("%"):
-        try:
-            share = float(capacity.strip()[:-1]) / 100
-        except ValueError:
-            share = -1.0
-        if not 0 < share <= 1:
-            raise InputError(f"capacity={capacity!r}: a share is more than 0% and at most 100%")
-        return max(1, int(share * (num_ids if sizes is None else int(sizes.sum()))))
-    if sizes is not None:  # limit it to the bytes of all records with their index
-        return min(parse_size(capacity, "capacity"), 2 * int(sizes.sum()) + 512 * num_ids + (1 << 20))
+    share = isinstance(capacity, str) and capacity.strip().endswith("%")
+    if share or sizes is not None:
+        given = parse_room(capacity, "capacity")
+        if share and not given:
+            raise InputError(f"capacity={capacity!r}: give a share above 0%")
+        if isinstance(given, float):
+            return max(1, int(given * (num_ids if sizes is None else int(sizes.sum()))))
+        assert sizes is not None
+        return min(given, 2 * int(sizes.sum()) + 512 * num_ids + (1 << 20))  # the bytes of all records and their index
     if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 1:
         raise InputError(
             f"capacity={capacity!r}: without sizes give a number of samples of 1 or more, or a share such as '35%'"

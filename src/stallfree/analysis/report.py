@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -22,7 +22,7 @@ from stallfree.analysis.setting import WORTH, Setting, Sharing
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, Rate, next_half_width
 from stallfree.autotune.choice import Choice, Measured, expect
 from stallfree.cache.memory.limits import free_memory
-from stallfree.errors import InputError, file_unreadable, sample_size_unknown
+from stallfree.errors import InputError, file_unreadable
 from stallfree.ipc.folders import is_path
 from stallfree.platform import cpu_count
 from stallfree.report.figures import REPORT_KEYS, plural, speed
@@ -123,7 +123,7 @@ class Report:
         hits = None if cache is None else self.hits_of(cache)
         before = self.setting()
         if bandwidth is not None and not before.sample_bytes:
-            raise sample_size_unknown(
+            raise InputError(
                 f"storage={storage!r}: the report does not know how many bytes a sample has, so it cannot say what "
                 "another bandwidth gives; analyse a data set that separates fetch from prep, such as sf.FileDataset"
             )
@@ -155,7 +155,7 @@ class Report:
             return given
         job = self.data["job"]
         if not job["record_bytes"]:
-            raise sample_size_unknown(f"cache={cache!r}: the size of a sample is not known; give a share such as '50%'")
+            raise InputError(f"cache={cache!r}: the size of a sample is not known; give a share such as '50%'")
         return min(1.0, given / (float(job["record_bytes"]) * int(job["samples"])))
 
     def setting(self, number: int | None = None) -> Setting:
@@ -176,14 +176,7 @@ class Report:
         overlap = job["loader"] == "stallfree" and job["form"] != "reads"
         loading = Loading(job["batch_size"], job["num_workers"], job["ahead"], overlap)
         setting = Setting(
-            found,
-            loading,
-            job["cache_share"],
-            cores,
-            None,
-            job["sample_bytes"],
-            job["record_bytes"],
-            job["samples"],
+            found, loading, job["cache_share"], cores, None, job["sample_bytes"], job["record_bytes"], job["samples"]
         )
         runs = [rate(name, "runs") for name in ("cold", "warm")]
         fastest = max((value for value in runs if math.isfinite(value)), default=math.inf)
@@ -250,7 +243,12 @@ def make_report(
     data["shares"] = {name: _shares(float(rates[name]), rates, cold=name == "cold") for name in ("cold", "warm")}
     few = {name: rate.more for name, rate in rates.items() if rate.more and name != "copy"}
     data["advice"] = [] if few else _advice(setting, data, remedy)
-    data["bottleneck"] = _too_few(few) if few else _bottleneck(setting, data)
+    data["bottleneck"] = _bottleneck(setting, data)
+    if few:
+        data["bottleneck"] = (
+            f"Too few batches to say what limits: {max(few.values())} more needed for {', '.join(few)}. Give more "
+            "`seconds`, or a smaller `batch_size`."
+        )
     data["notes"] += _slower_warm(rates["cold"], rates["warm"])
     data["curves"] = _curves(setting)
     if setting.sharing is not None:
@@ -332,15 +330,6 @@ def _shares(rate: float, rates: dict[str, Rate], *, cold: bool) -> dict[str, flo
     }
 
 
-def _too_few(few: dict[str, int]) -> str:
-    """The reason why there is no advice."""
-    most = max(few.values())
-    return (
-        f"Too few batches to say what limits: {most} more needed for {', '.join(few)}. Give more `seconds`, "
-        "or a smaller `batch_size`."
-    )
-
-
 def _slower_warm(cold: Rate, warm: Rate) -> list[str]:
     """A note, if the job was slower with its data in memory."""
     if cold.value is None or warm.value is None or warm.value >= cold.value:
@@ -357,62 +346,50 @@ def _slower_warm(cold: Rate, warm: Rate) -> list[str]:
     ]
 
 
-class _Offers:
-    """Recommendations with gain and cost: first those without other hardware, then the rest, by gain."""
+def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[dict[str, Any]]:
+    """The recommendations that gain 2%: first those without other hardware, then the rest, each by gain."""
+    found: list[tuple[bool, float, dict[str, Any]]] = []
 
-    def __init__(self, now: Setting) -> None:
-        self._now = now
-        self._found: list[tuple[bool, float, dict[str, Any]]] = []
-
-    def add(self, do: str, why: str, then: Setting, *, memory: float = 0.0, hardware: bool = False) -> None:
-        """Add a recommendation if it gains 2%."""
-        gain = self._now.gain(then)
+    def offer(do: str, why: str, then: Setting, *, memory: float = 0.0, hardware: bool = False) -> None:
+        gain = now.gain(then)
         if gain > WORTH:
             why += f"; takes {format_size(memory)} of memory" if memory else ""
             item = {"do": do, "why": why, "throughput": then.throughput, "gain": gain, "memory_bytes": round(memory)}
-            self._found.append((hardware, -gain, item))
+            found.append((hardware, -gain, item))
 
-    def items(self) -> list[dict[str, Any]]:
-        """All recommendations, in order."""
-        return [item for *_, item in sorted(self._found, key=lambda found: found[:2])]
-
-
-def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[dict[str, Any]]:
-    """The recommendations: first those of the library, then other hardware, each by gain."""
-    offers = _Offers(now)
     if not now.loading.overlap:
-        offers.add(
+        offer(
             "Use stallfree.DataLoader with a source that separates fetch from prep (sf.ImageFolder, sf.FileDataset)",
             "a worker then fetches the next batches while it prepares one: min(F, P, G) in place of their sum",
-            now.with_overlap(),
+            replace(now, loading=replace(now.loading, overlap=True)),
         )
     whole = data["job"]["parted"] or remedy is not None  # a random data set of one's own: what it reads can be cached
-    _offer_caches(offers, now, remedy, "" if whole else ", form='reads'")
+    _offer_caches(offer, now, remedy, "" if whole else ", form='reads'")
     cpus, workers, job = data["machine"]["cpus"], now.loading.workers, data["job"]
     if workers < cpus:
         ahead = now.loading.ahead / max(1, workers) * (cpus - workers)
-        offers.add(
+        offer(
             f"Raise num_workers from {workers} to {cpus}, one for each CPU",
             "each worker prepares on a core of its own",
             now.with_workers(cpus),
             memory=ahead * job["batch_size"] * (job["prepared_bytes"] or 0),
         )
     twice = 2 * max(cpus, now.cpus)
-    offers.add(f"Take twice as many CPUs ({twice})", "P doubles", now.with_cpus(twice), hardware=True)
+    offer(f"Take twice as many CPUs ({twice})", "P doubles", now.with_cpus(twice), hardware=True)
     if now.sample_bytes and math.isfinite(now.rates.storage):
         bandwidth = now.rates.storage * now.sample_bytes
-        offers.add(
+        offer(
             f"Put the data on storage twice as fast ({speed(2 * bandwidth)})",
             f"S doubles from {now.rates.storage:,.0f}",
             now.with_storage(2 * bandwidth),
             hardware=True,
         )
     why = f"G doubles from {now.rates.compute:,.0f}"
-    offers.add("Use a device twice as fast", why, now.with_devices(2), hardware=True)
-    return offers.items()
+    offer("Use a device twice as fast", why, now.with_devices(2), hardware=True)
+    return [item for *_, item in sorted(found, key=lambda one: one[:2])]
 
 
-def _offer_caches(offers: _Offers, now: Setting, remedy: Remedy | None, form: str) -> None:
+def _offer_caches(offer: Callable[..., None], now: Setting, remedy: Remedy | None, form: str) -> None:
     """Offer the choice of `cache="auto"`, and a cache of fetched samples unless it is larger and gains less."""
     auto, taken = now, math.inf
     if remedy is not None and remedy.choice.share is not None:
@@ -421,7 +398,7 @@ def _offer_caches(offers: _Offers, now: Setting, remedy: Remedy | None, form: st
         auto = now.with_choice(choice, nothing)
         room = format_size(min(remedy.room, 1.05 * taken))
         what = {0.0: "as fetched", 1.0: "prepared"}.get(choice.share or 0.0, "prepared, others as fetched")
-        offers.add(
+        offer(
             f"Use sf.DataLoader(dataset, {now.loading.batch_size}, cache='auto', capacity='{room}')",
             f"{choice.hits:.0%} of the samples are cached {what}: P rises from {now.rates.prep_at(now.hits):,.0f} to "
             f"{auto.rates.prep_at(choice.hits):,.0f}, F from {_f(now)} to {_f(auto)}, with "
@@ -435,7 +412,7 @@ def _offer_caches(offers: _Offers, now: Setting, remedy: Remedy | None, form: st
     then = now.with_hits(enough)
     if enough > now.hits and not (taken <= size and now.gain(auto) >= now.gain(then)):
         capacity = f"'{format_size(1.05 * size)}'" if size else "..."
-        offers.add(
+        offer(
             f"Cache {enough:.0%} of the samples: sf.CachedDataset(dataset, capacity={capacity}{form})",
             f"F rises from {_f(now)} to {_f(then)}, and P is {then.rates.prep_at(enough):,.0f}",
             then,

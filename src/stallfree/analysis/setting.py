@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 from stallfree.analysis.model import Loading, Rates, knee, law, least_share, sustained
 from stallfree.autotune.choice import Choice
@@ -88,16 +89,13 @@ class Setting:
     @property
     def limited(self) -> Rates:
         """The rates, with P limited by the shared CPUs."""
-        rates = self.rates
-        return replace(rates, prep=self._shared(rates.prep), prep_hit=self._shared(rates.prep_hit))
+        prep, prep_hit = self.rates.prep, self.rates.prep_hit
+        return replace(self.rates, prep=min(prep, self._work(prep)), prep_hit=min(prep_hit, self._work(prep_hit)))
 
     @property
     def together(self) -> float:
         """Samples/s of prep, compute and the loader together on shared CPUs; infinite if they do not share."""
         return math.inf if self.sharing is None else self._work(self.rates.prep_at(self.hits))
-
-    def _shared(self, prep: float) -> float:
-        return min(prep, self._work(prep))
 
     def _work(self, prep: float) -> float:
         if self.sharing is None:
@@ -142,7 +140,7 @@ class Setting:
         if cpus == self.cpus:
             return self
         factor = cpus / self.cpus
-        rates = replace(self.rates, prep=self.rates.prep * factor, prep_hit=self.rates.prep_hit * factor)
+        rates = self.rates.times(factor, "prep", "prep_hit")
         sharing = self.sharing and _scaled(self.sharing, 1 / factor)
         measured = base, loading = self.measured or (self.cpus, self.loading)  # rounded once, not in each variant
         workers = max(1, math.ceil(loading.workers * cpus / base)) if loading.workers else cpus
@@ -160,8 +158,7 @@ class Setting:
 
     def with_double_fetch(self) -> Setting:
         """With F twice as high: storage and cache."""
-        rates = self.rates
-        return replace(self, rates=replace(rates, storage=2 * rates.storage, cache=2 * rates.cache))
+        return replace(self, rates=self.rates.times(2, "storage", "cache"))
 
     def with_storage(self, bandwidth: float) -> Setting:
         """With storage of `bandwidth` bytes/s. `sample_bytes` must be known."""
@@ -171,28 +168,17 @@ class Setting:
     def with_devices(self, devices: float) -> Setting:
         """With `devices` devices that share each batch: G in proportion."""
         sharing = self.sharing and replace(self.sharing, step=self.sharing.step / devices)
-        return replace(self, rates=replace(self.rates, compute=self.rates.compute * devices), sharing=sharing)
+        return replace(self, rates=self.rates.times(devices, "compute"), sharing=sharing)
 
     def with_jobs(self, jobs: int) -> Setting:
         """One of `jobs` equal jobs on the host, each with its own device: 1/jobs of S, C and P."""
-        rates = self.rates
-        shared = replace(
-            rates,
-            prep=rates.prep / jobs,
-            prep_hit=rates.prep_hit / jobs,
-            storage=rates.storage / jobs,
-            cache=rates.cache / jobs,
-        )
+        shared = self.rates.times(1 / jobs, "prep", "prep_hit", "storage", "cache")
         sharing = self.sharing and _scaled(self.sharing, jobs)
         return replace(self, rates=shared, sharing=sharing, jobs=self.jobs * jobs)
 
     def with_hits(self, hits: float) -> Setting:
         """With another share of hits."""
         return replace(self, hits=hits)
-
-    def with_overlap(self) -> Setting:
-        """With a loader that overlaps fetch and prep."""
-        return replace(self, loading=replace(self.loading, overlap=True))
 
     def with_choice(self, choice: Choice, nothing: Choice) -> Setting:
         """With the chosen cache, scaled by its change relative to `nothing` in the same model."""
@@ -210,18 +196,21 @@ class Setting:
 
     def enough_cpus(self) -> int | None:
         """The minimum cores for prep beyond which more gain less than 2%; None if these suffice, or no number does."""
-        goal = self.with_cpus(_MOST * self.cpus).limit
-        need = bisect_left(
-            range(_MOST * self.cpus), True, lo=self.cpus, key=lambda cpus: self.with_cpus(cpus).limit * WORTH >= goal
-        )
-        if need == self.cpus:
+        need = self._enough(range(self.cpus, _MOST * self.cpus + 1), self.with_cpus)
+        return None if need is None or need > _FAR * self.cpus else int(need)
+
+    def _enough(self, amounts: Sequence[float], change: Callable[[Any], Setting]) -> float | None:
+        """The first of `amounts`, and more for the loss from short queues, beyond which more gain less than 2%."""
+        goal = change(amounts[-1]).limit
+        place = bisect_left(amounts, True, key=lambda amount: change(amount).limit * WORTH >= goal)
+        if place == 0:
             return None
-        for _ in range(_TRIES):  # the loss from short queues needs some more
-            there = self.with_cpus(need)
-            if there.gain(there.with_cpus(4 * need)) <= _NEAR:
+        need = amounts[place]
+        for _ in range(_TRIES):
+            if change(need).gain(change(4 * need)) <= _NEAR:
                 break
-            need = math.ceil(1.1 * need)
-        return need if need <= _FAR * self.cpus else None
+            need = math.ceil(1.1 * need) if isinstance(need, int) else 1.1 * need
+        return need
 
     def cpus_elsewhere(self) -> int:
         """The minimum CPUs on other machines whose prep, added to that here, is as fast as fetch and compute.
@@ -242,18 +231,7 @@ class Setting:
         """The minimum bandwidth beyond which more gains less than 2%, bytes/s; None if the current one suffices."""
         assert self.sample_bytes
         now = self.rates.storage * self.sample_bytes * self.jobs
-        goal = self.with_storage(_MOST * now).limit
-        factors = [math.pow(_MOST, step / _STEPS) for step in range(_STEPS + 1)]
-        place = bisect_left(factors, True, key=lambda factor: self.with_storage(factor * now).limit * WORTH >= goal)
-        if place == 0:
-            return None
-        need = factors[place] * now
-        for _ in range(_TRIES):
-            there = self.with_storage(need)
-            if there.gain(there.with_storage(4 * need)) <= _NEAR:
-                break
-            need *= 1.1
-        return need
+        return self._enough([now * _MOST ** (step / _STEPS) for step in range(_STEPS + 1)], self.with_storage)
 
     def enough_cache(self) -> float | None:
         """The minimum share of hits without a fetch stall; None if even 1 is not enough.

@@ -8,15 +8,16 @@ prefetcher, for W loaders that take l seconds per batch, a copy of t and a step 
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from stallfree.errors import InputError, missing_extra, run_too_large
+from stallfree.errors import InputError, run_too_large
 from stallfree.events import Event
 from stallfree.units import parse_whole
 
@@ -25,8 +26,6 @@ _STEADY_BATCHES = 600
 _ROUNDS = 10  # minimum loads per loader in the warm-up and in the measurement
 _MOST_BATCHES = 2_000_000
 _Z95 = 1.96
-
-Steps = Generator[Any, Any, None]
 
 
 @dataclass(frozen=True)
@@ -102,22 +101,39 @@ class Run:
 def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
     """Run the pipeline for `seconds`. The same seed gives the same run.
 
-    Raises `InputError` for an invalid time, `MissingExtraError` if `simpy` is not installed.
+    Batches pass the queue in the order in which their loads end, so one pass over them computes all times.
+
+    Raises `InputError` for an invalid time.
     """
     _check_seconds(seconds)
-    try:
-        import simpy
-    except ImportError as error:
-        raise missing_extra("simpy", "simulate", "The simulation") from error
-    clock = simpy.Environment()
-    world = _World(clock, pipeline, seed, simpy.Store)
-    for number in range(pipeline.loaders):
-        clock.process(world.loader(number))
-    if pipeline.prefetch:
-        clock.process(world.prefetcher())
-    clock.process(world.trainer())
-    clock.run(until=seconds)
-    events = sorted(world.events, key=lambda event: event.end)
+    random, variation, events = np.random.default_rng(seed), pipeline.variation, list[Event]()
+
+    def work(actor: str, what: str, batch: int, start: float, mean: float) -> float:
+        """The end of a step."""
+        drawn = float(random.gamma(variation**-2, mean * variation**2)) if variation and mean else mean
+        if start < seconds:
+            events.append(Event(start, start + drawn, actor, what, batch))
+        return start + drawn
+
+    loading = [(work(f"loader {n}", "load", n, 0.0, pipeline.load), n, n) for n in range(pipeline.loaders)]
+    heapq.heapify(loading)
+    taken = deque([0.0] * pipeline.queue_size, pipeline.queue_size)  # when the last batches left the queue
+    used = deque([0.0] * pipeline.depth, pipeline.depth)  # when the last batches left their places on the device
+    copier = device = 0.0  # when each is free
+    begun = pipeline.loaders
+    while loading[0][0] < seconds:
+        loaded, batch, loader = heapq.heappop(loading)
+        queued = max(loaded, taken[0])
+        heapq.heappush(loading, (work(f"loader {loader}", "load", begun, queued, pipeline.load), begun, loader))
+        begun += 1
+        taken.append(max(queued, copier))
+        copied = work("copy", "copy", batch, taken[-1], pipeline.transfer)
+        copier = max(copied, used[0]) if pipeline.prefetch else copied
+        used.append(max(copier, device))
+        device = work("device", "compute", batch, used[-1], pipeline.compute)
+        if not pipeline.prefetch:
+            copier = device
+    events.sort(key=lambda event: (event.end, event.start, event.actor))
     ended = [event for event in events if event.end < seconds]
     return Run(pipeline, seconds, tuple(ended), tuple(events[len(ended) :]))
 
@@ -125,48 +141,6 @@ def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
 def _check_seconds(seconds: float) -> None:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
         raise InputError(f"seconds={seconds!r}: give a number above 0")
-
-
-class _World:
-    """The processes of one run."""
-
-    def __init__(self, clock: Any, pipeline: Pipeline, seed: int, store: Callable[..., Any]) -> None:
-        self._clock, self._pipeline = clock, pipeline
-        self._random = np.random.default_rng(seed)
-        self._queue = store(clock, capacity=pipeline.queue_size)
-        self._device = store(clock, capacity=pipeline.depth)
-        self._begun = 0
-        self.events: list[Event] = []
-
-    def _take(self, actor: str, what: str, batch: int, mean: float) -> Steps:
-        variation, start = self._pipeline.variation, self._clock.now
-        seconds = mean
-        if variation and mean:
-            seconds = float(self._random.gamma(variation**-2, mean * variation**2))
-        self.events.append(Event(start, start + seconds, actor, what, batch))
-        yield self._clock.timeout(seconds)
-
-    def loader(self, number: int) -> Steps:
-        while True:
-            batch = self._begun
-            self._begun += 1
-            yield from self._take(f"loader {number}", "load", batch, self._pipeline.load)
-            yield self._queue.put(batch)
-
-    def prefetcher(self) -> Steps:
-        while True:
-            batch = yield self._queue.get()
-            yield from self._take("copy", "copy", batch, self._pipeline.transfer)
-            yield self._device.put(batch)
-
-    def trainer(self) -> Steps:
-        while True:
-            if self._pipeline.prefetch:
-                batch = yield self._device.get()
-            else:
-                batch = yield self._queue.get()
-                yield from self._take("copy", "copy", batch, self._pipeline.transfer)
-            yield from self._take("device", "compute", batch, self._pipeline.compute)
 
 
 @dataclass(frozen=True)

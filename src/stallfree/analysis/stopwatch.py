@@ -57,6 +57,10 @@ class Rate:
         """The rate as stored in a report."""
         return asdict(self) | {"rounds": list(self.rounds)}
 
+    def within(self, share: float) -> bool:
+        """Whether the interval is at most this share of the rate to each side."""
+        return self.value is not None and self.high is not None and self.high - self.value <= share * self.value
+
     def __float__(self) -> float:
         return math.inf if self.value is None else self.value
 
@@ -77,10 +81,7 @@ class Limits:
 
 
 def steady_rate(
-    batches: Iterable[int],
-    warm_up: int,
-    limits: Limits,
-    on_progress: Callable[[float], None] = lambda share: None,
+    batches: Iterable[int], warm_up: int, limits: Limits, on_progress: Callable[[float], None] = lambda share: None
 ) -> Rate:
     """The rate at which `batches`, an iterator over batch sizes, delivers samples.
 
@@ -116,8 +117,7 @@ def _over(ends: Sequence[float], sizes: Sequence[int], warmed: float, limits: Li
         return True
     if ends[-1] < limits.least:
         return False
-    rate = rate_of(ends, sizes)
-    return rate.value is not None and rate.high is not None and rate.high - rate.value <= _ENOUGH * rate.value
+    return rate_of(ends, sizes).within(_ENOUGH)
 
 
 def rate_of(ends: Sequence[float], sizes: Sequence[int]) -> Rate:

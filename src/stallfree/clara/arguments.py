@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from stallfree.clara.configuration import Component
+from stallfree.clara.fields import is_share, is_text
 from stallfree.errors import clara_configuration
 
 PIPELINES = {
@@ -49,13 +50,13 @@ class Arguments:
     data_file_base_dir: str
     data_list_key: str
     output_crop_size: tuple[int, ...]
-    output_image_channels: int | None
-    output_batch_size: int
-    num_workers: int
-    prefetch_size: int
     shuffle: bool
-    num_cache_objects: int
-    replace_percent: float
+    replace_percent: float = 0.0
+    output_image_channels: int | None = None
+    output_batch_size: int = 10
+    num_workers: int = 4
+    prefetch_size: int = 0
+    num_cache_objects: int = 0
 
     def advice(self) -> list[str]:
         """Return recommendations of Clara's manual for settings that work but are not optimal."""
@@ -81,29 +82,16 @@ def _whole(least: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _share(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-
-
 def _size(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) not in (2, 3):
-        return False
-    return all(_whole(-1)(voxels) and voxels != 0 for voxels in value)
-
-
-def _plain_labels(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(_whole(1)(number) and number == 1 for number in value))
+    whole = isinstance(value, list) and all(_whole(-1)(voxels) and voxels != 0 for voxels in value)
+    return whole and len(value) in (2, 3)
 
 
 _Check = tuple[Callable[[Any], bool], str]
 _CHECKS: dict[str, _Check] = {
-    "data_list_file_path": (_text, "the path of the data list, a JSON file"),
-    "data_file_base_dir": (_text, "the folder that the paths in the data list are relative to"),
-    "data_list_key": (_text, 'a key of the data list, such as "training"'),
+    "data_list_file_path": (is_text, "the path of the data list, a JSON file"),
+    "data_file_base_dir": (is_text, "the folder that the paths in the data list are relative to"),
+    "data_list_key": (is_text, 'a key of the data list, such as "training"'),
     "output_crop_size": (_size, "a list of 2 or 3 whole numbers of voxels, such as [96, 96, 96]; -1 is any number"),
     "output_batch_size": (_whole(1), "samples per batch, an int of 1 or more"),
     "num_workers": (_whole(0), "worker processes, an int of 0 or more"),
@@ -115,7 +103,7 @@ _CHECKS: dict[str, _Check] = {
 }
 _CACHE_CHECKS: dict[str, _Check] = {
     "num_cache_objects": (_whole(1), "samples kept in memory, an int of 1 or more"),
-    "replace_percent": (_share, "the share of the cache that is replaced after each epoch, 0 to 1: 0.1 is a tenth"),
+    "replace_percent": (is_share, "the share of the cache that is replaced after each epoch, 0 to 1: 0.1 is a tenth"),
 }
 _FIXED: dict[str, tuple[Any, ...]] = {
     "output_data_format": ("channels_first",),
@@ -155,23 +143,9 @@ def parse(pipeline: Component, training: bool) -> Arguments:
             f"{place}: output_data_dims={args['output_data_dims']} and output_crop_size={list(size)}: give one number "
             "for each axis"
         )
-    return Arguments(
-        name=pipeline.name,
-        place=pipeline.place,
-        volumes=volumes,
-        cached=cached,
-        data_list_file_path=args["data_list_file_path"],
-        data_file_base_dir=args["data_file_base_dir"],
-        data_list_key=args["data_list_key"],
-        output_crop_size=size,
-        output_image_channels=args.get("output_image_channels"),
-        output_batch_size=args.get("output_batch_size", 10),
-        num_workers=args.get("num_workers", 4),
-        prefetch_size=args.get("prefetch_size", 0),
-        shuffle=args.get("shuffle", training),
-        num_cache_objects=args.get("num_cache_objects", 0),
-        replace_percent=float(args.get("replace_percent", 0.1 if training else 0.0)),
-    )
+    given = {field.name: args[field.name] for field in fields(Arguments) if field.name in args}
+    given = {"shuffle": training, "replace_percent": 0.1 if training else 0.0, **given, "output_crop_size": size}
+    return Arguments(pipeline.name, pipeline.place, volumes, cached, **given)
 
 
 def _check_names(args: dict[str, Any], place: str, checks: dict[str, _Check], cached: bool) -> None:
@@ -181,7 +155,7 @@ def _check_names(args: dict[str, Any], place: str, checks: dict[str, _Check], ca
             raise clara_configuration(f"{place}: the argument {name!r} is missing: give {checks[name][1]}")
     for name, value in args.items():
         if name == "output_label_format":
-            if not _plain_labels(value):
+            if value is not None and not (isinstance(value, list) and all(type(n) is int and n == 1 for n in value)):
                 raise clara_configuration(
                     f"{place}: {name}={value!r} is not supported, only 1 for each label: put labels into the data "
                     "list as the model is to get them"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,8 @@ import numpy as np
 
 from stallfree.clara.arguments import Arguments
 from stallfree.clara.configuration import read_json
-from stallfree.errors import clara_data_list
+from stallfree.clara.fields import is_number, is_text
+from stallfree.errors import clara_configuration
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.sources.base import BaseSource
@@ -72,37 +72,33 @@ def read_data_list(arguments: Arguments) -> tuple[list[str], list[str] | Labels]
     key = arguments.data_list_key
     if key not in found:
         lists = [repr(name) for name, value in found.items() if isinstance(value, list)]
-        raise clara_data_list(
+        raise clara_configuration(
             f"{arguments.place}: the data list {path!r} has no {key!r}: set data_list_key to one of its lists "
             f"({', '.join(lists) or 'it has none'})"
         )
     entries = found[key]
     if not isinstance(entries, list) or not entries:
-        raise clara_data_list(
+        raise clara_configuration(
             f"{key!r} of the data list {path!r} is {'empty' if entries == [] else type(entries).__name__}: expected a "
             'list of at least one {"image": ..., "label": ...}'
         )
     places = [f"{key}[{number}] of the data list {path!r}" for number in range(len(entries))]
     for entry, place in zip(entries, places, strict=True):
-        _check_entry(entry, place)
+        if not isinstance(entry, dict) or "image" not in entry or "label" not in entry:
+            raise clara_configuration(f'{place} is {entry!r}, expected {{"image": path, "label": path or numbers}}')
+        if not is_text(entry["image"]):
+            raise clara_configuration(f"{place}: image={entry['image']!r}, expected the path of one file")
     base = canonical(arguments.data_file_base_dir)
     images = [_join(base, entry["image"]) for entry in entries]
     if not arguments.volumes:
         return images, _numbers([entry["label"] for entry in entries], places)
     for entry, place in zip(entries, places, strict=True):
-        if not isinstance(entry["label"], str) or not entry["label"]:
-            raise clara_data_list(
+        if not is_text(entry["label"]):
+            raise clara_configuration(
                 f"{place}: label={entry['label']!r}, and {arguments.name} wants the path of a volume; for numbers use "
                 "a ClassificationImagePipeline"
             )
     return images, [_join(base, entry["label"]) for entry in entries]
-
-
-def _check_entry(entry: Any, place: str) -> None:
-    if not isinstance(entry, dict) or "image" not in entry or "label" not in entry:
-        raise clara_data_list(f'{place} is {entry!r}, expected {{"image": path, "label": path or numbers}}')
-    if not isinstance(entry["image"], str) or not entry["image"]:
-        raise clara_data_list(f"{place}: image={entry['image']!r}, expected the path of one file")
 
 
 def _numbers(labels: list[Any], places: list[str]) -> Labels:
@@ -110,12 +106,12 @@ def _numbers(labels: list[Any], places: list[str]) -> Labels:
     first = np.shape(labels[0]) if _is_label(labels[0]) else None
     for label, place in zip(labels, places, strict=True):
         if not _is_label(label):
-            raise clara_data_list(
+            raise clara_configuration(
                 f"{place}: label={label!r}, expected a number or a list of numbers; for volumes use a "
                 "SegmentationImagePipeline"
             )
         if np.shape(label) != first:
-            raise clara_data_list(
+            raise clara_configuration(
                 f"{place}: label={label!r} and the first label is {labels[0]!r}: give all the same form"
             )
     found = np.array(labels)
@@ -123,15 +119,9 @@ def _numbers(labels: list[Any], places: list[str]) -> Labels:
 
 
 def _is_label(label: Any) -> bool:
-    if isinstance(label, list):
-        return bool(label) and all(_is_number(part) for part in label)
-    return _is_number(label)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    parts = label if isinstance(label, list) else [label]
+    known = [is_number(part) and (isinstance(part, float) or -(2**63) <= part < 2**63) for part in parts]
+    return bool(parts) and all(known)
 
 
 def _join(base: str, path: str) -> str:

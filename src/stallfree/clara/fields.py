@@ -115,7 +115,7 @@ def crop(array: Array, starts: Array, size: Sequence[int]) -> Array:
 
 def is_number(value: Any) -> bool:
     """Return whether `value` is a finite number and not a bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def voxels_per_axis(size: Any, name: str) -> tuple[int, ...]:
@@ -128,8 +128,18 @@ def voxels_per_axis(size: Any, name: str) -> tuple[int, ...]:
     return tuple(size)
 
 
+def is_share(value: Any) -> bool:
+    """Return whether `value` is a number within 0 to 1."""
+    return is_number(value) and 0 <= value <= 1
+
+
+def is_text(value: Any) -> bool:
+    """Return whether `value` is a string and not empty."""
+    return isinstance(value, str) and value != ""
+
+
 def chance(probability: Any) -> float:
     """Return `probability` as a float. Raises `InputError` unless it is within 0 to 1."""
-    if not is_number(probability) or not 0 <= probability <= 1:
+    if not is_share(probability):
         raise InputError(f"probability={probability!r}: give a number of 0 to 1")
     return float(probability)

@@ -40,7 +40,13 @@ class LoadNifti(FieldTransform):
         if str(as_closest_canonical).lower() not in ("true", "false"):
             raise InputError(f"as_closest_canonical={as_closest_canonical!r}: give true or false")
         self.as_closest_canonical = str(as_closest_canonical).lower() == "true"
-        self.dtype = _number_dtype(dtype)
+        try:
+            found = np.dtype(dtype)
+        except TypeError:
+            found = np.dtype(object)
+        if found.kind not in "iuf":
+            raise InputError(f'dtype={dtype!r}: give the name of a type of numbers, such as "float32"')
+        self.dtype = str(found.name)
         _nibabel()
 
     def __call__(self, sample: Sample) -> Sample:
@@ -78,13 +84,3 @@ def _nibabel() -> Any:
         return import_module("nibabel")
     except ImportError as error:
         raise missing_extra("nibabel", "medical", "LoadNifti") from error
-
-
-def _number_dtype(dtype: Any) -> str:
-    try:
-        found = np.dtype(dtype)
-    except TypeError:
-        found = np.dtype(object)
-    if found.kind not in "iuf":
-        raise InputError(f'dtype={dtype!r}: give the name of a type of numbers, such as "float32"')
-    return str(found.name)

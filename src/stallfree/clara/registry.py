@@ -7,41 +7,19 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from stallfree.clara.augment import AddGaussianNoise, CropFixedSizeRandomCenter, RandomAxisFlip
+from stallfree.clara import augment, nifti, transforms
 from stallfree.clara.configuration import Component, component
 from stallfree.clara.fields import FieldTransform
-from stallfree.clara.nifti import LoadNifti
-from stallfree.clara.transforms import (
-    CenterData,
-    ConvertToChannelsFirst,
-    CropFixedSizeCenter,
-    NormalizeNonzeroIntensities,
-    ScaleByResolution,
-    ScaleIntensityRange,
-    ScaleToShape,
-    SymmetricPadder,
-)
-from stallfree.errors import InputError, MissingExtraError, clara_configuration, clara_transform, text_of
+from stallfree.errors import InputError, MissingExtraError, clara_configuration, text_of
 from stallfree.pipeline.compose import Transform
 
 TRANSFORMS: dict[str, type[FieldTransform]] = {
-    cls.__name__: cls
-    for cls in (
-        LoadNifti,
-        ConvertToChannelsFirst,
-        ScaleIntensityRange,
-        NormalizeNonzeroIntensities,
-        CenterData,
-        ScaleByResolution,
-        ScaleToShape,
-        SymmetricPadder,
-        CropFixedSizeCenter,
-        CropFixedSizeRandomCenter,
-        RandomAxisFlip,
-        AddGaussianNoise,
-    )
+    name: cls
+    for module in (nifti, transforms, augment)
+    for name, cls in vars(module).items()
+    if getattr(cls, "__module__", "") == module.__name__ and isinstance(cls, type)
 }
-"""The transforms of stallfree, by name."""
+"""The transforms of stallfree, by name: the classes of these modules."""
 
 
 def make_transforms(entries: Any, place: str) -> list[Transform]:
@@ -59,7 +37,7 @@ def make_transforms(entries: Any, place: str) -> list[Transform]:
 
 def reads_bytes(steps: Sequence[Transform]) -> bool:
     """Return whether the first step takes the bytes of files instead of their paths."""
-    return isinstance(steps[0], LoadNifti)
+    return isinstance(steps[0], nifti.LoadNifti)
 
 
 def _make(wanted: Component) -> Transform:
@@ -72,9 +50,9 @@ def _make(wanted: Component) -> Transform:
         raise
     except Exception as error:
         kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
-        raise clara_transform(f"{place} cannot be made: {kind}{text_of(error)}") from error
+        raise clara_configuration(f"{place} cannot be made: {kind}{text_of(error)}") from error
     if not callable(made):
-        raise clara_transform(f"{place} is no transform: its instances cannot be called with a sample")
+        raise clara_configuration(f"{place} is no transform: its instances cannot be called with a sample")
     transform: Transform = made
     return transform
 
@@ -85,12 +63,12 @@ def _own(wanted: Component) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise clara_transform(
+        raise clara_configuration(
             f'{wanted.place}: {wanted.path!r} cannot be imported ({error}): give "module.Class", with the module on '
             "Python's path"
         ) from error
     if not callable(found):
-        raise clara_transform(f"{wanted.place}: {wanted.path!r} is a {type(found).__name__}, expected a class")
+        raise clara_configuration(f"{wanted.place}: {wanted.path!r} is a {type(found).__name__}, expected a class")
     return found
 
 
@@ -100,14 +78,14 @@ def _of_monai(wanted: Component) -> Callable[..., Any]:
     try:
         library = import_module("monai.transforms")
     except ImportError as error:
-        raise clara_transform(
+        raise clara_configuration(
             f"{wanted.place}: {wanted.name!r} is no transform of stallfree, and MONAI, whose names work too, is not "
             f"installed (pip install monai): {ours}"
         ) from error
     found = getattr(library, wanted.name, None)
     if not isinstance(found, type) or not issubclass(found, library.Transform):
         version = getattr(import_module("monai"), "__version__", "")
-        raise clara_transform(
+        raise clara_configuration(
             f"{wanted.place}: {wanted.name!r} is a transform neither of stallfree nor of MONAI {version}: {ours}; "
             'for one of your own give {"path": "module.Class"}'
         )
@@ -123,6 +101,6 @@ def _check_arguments(cls: Callable[..., Any], args: dict[str, Any], place: str) 
     try:
         signature.bind(**args)
     except TypeError as error:
-        raise clara_transform(
+        raise clara_configuration(
             f"{place}: {error}: its arguments are {', '.join(map(str, signature.parameters.values())) or 'none'}"
         ) from error

@@ -60,13 +60,7 @@ class ScaleIntensityRange(FieldTransform):
     """
 
     def __init__(
-        self,
-        fields: str | Sequence[str],
-        a_min: float,
-        a_max: float,
-        b_min: float,
-        b_max: float,
-        clip: bool = False,
+        self, fields: str | Sequence[str], a_min: float, a_max: float, b_min: float, b_max: float, clip: bool = False
     ) -> None:
         super().__init__(fields)
         if not all(map(is_number, (a_min, a_max, b_min, b_max))) or a_min == a_max:

@@ -10,14 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from stallfree.cli.analyze import analyze as analyze_command
-from stallfree.cli.cache import app as cache_app
-from stallfree.cli.predict import predict as predict_command
-from stallfree.cli.replay import replay as replay_command
-from stallfree.cli.run import SETTINGS as run_settings
-from stallfree.cli.run import run as run_command
-from stallfree.cli.simulate import simulate as simulate_command
-from stallfree.cli.top import top as top_command
+from stallfree.cli import analyze, cache, predict, replay, run, simulate, top
 from stallfree.errors import StallfreeError
 
 __all__ = ["app", "main"]
@@ -31,15 +24,16 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run", context_settings=run_settings)(run_command)
-app.command("analyze")(analyze_command)
-app.command("predict")(predict_command)
-app.command("simulate")(simulate_command)
-app.command("replay")(replay_command)
-app.command("top")(top_command)
-app.add_typer(cache_app, name="cache")
+app.command("run", context_settings=run.SETTINGS)(run.run)
+app.command("analyze")(analyze.analyze)
+app.command("predict")(predict.predict)
+app.command("simulate")(simulate.simulate)
+app.command("replay")(replay.replay)
+app.command("top")(top.top)
+app.add_typer(cache.app, name="cache")
 
 
 def _show_version(wanted: bool) -> None:

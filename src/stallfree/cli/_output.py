@@ -1,16 +1,67 @@
-"""Files that commands write."""
+"""What commands print and write: tables, JSON, and a check of files before a measurement."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 from stallfree.errors import file_unwritable
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the result as JSON; with -, print it in place of the text.", metavar="FILE"),
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON in place of the text.")]
+
+_STDOUT = Path("-")
+
+_FILE_WIDTH = 140
+"""Minimum columns of a table written to a file or a pipe."""
+
+
+def console(json_file: Path | None = None) -> Console:
+    """The standard output; silent if JSON goes there."""
+    found = Console(highlight=False, quiet=json_file == _STDOUT)
+    if not found.is_terminal:
+        found.width = max(found.width, _FILE_WIDTH)
+    return found
+
+
+def table(title: str | None, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """A table with columns of words, which are cut if there is no room, and of numbers, which are not."""
+    found = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for heading in words:
+        found.add_column(heading, overflow="ellipsis", no_wrap=True)
+    for heading in numbers:
+        found.add_column(heading, justify="right", no_wrap=True)
+    return found
+
+
+def print_json(data: Any) -> None:
+    """Print `data` as one JSON document."""
+    typer.echo(json.dumps(data, indent=1, allow_nan=False))
+
+
+def write_json(path: Path | None, data: Any, out: Console) -> None:
+    """Write `data` to the file given as `--json`, if any, and report it on `out`."""
+    if path == _STDOUT:
+        print_json(data)
+    elif path is not None:
+        path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        out.out(f"wrote {path}")
 
 
 def writable(path: Path | None) -> None:
     """Raise `InputError` if `path` cannot be written. Called before a measurement."""
-    if path is None:
+    if path is None or path == _STDOUT:
         return
     if path.is_dir():
         raise file_unwritable(f"{path} is a folder: give the name of a file")

@@ -7,39 +7,49 @@ from typing import Annotated, Any
 
 import typer
 
+from stallfree.cli._output import JsonFile, console, writable, write_json
+
 
 def analyze(
     job: Annotated[
         str,
         typer.Argument(
             help="A function that returns (dataset, loader_arguments, step): FILE.py:NAME or MODULE:NAME.",
-            metavar="my_job.py:build",
+            metavar="JOB",
         ),
     ],
     cache: Annotated[
-        str | None, typer.Option(help="What the job may cache, such as 4GiB or 50%.", show_default="no cache")
+        str | None, typer.Option(help="What the job may cache, such as 4GiB or 50%. Default: nothing.", metavar="SIZE")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where the step works.", show_default="cpu")] = None,
+    device: Annotated[str | None, typer.Option(help="Where the step works. Default: cpu.", metavar="DEVICE")] = None,
     seconds: Annotated[
-        float, typer.Option(help="The longest time for each of the eight runs, all rounds together.")
+        float, typer.Option(help="The longest time for each of the eight runs.", metavar="SECONDS")
     ] = 10.0,
-    json: Annotated[Path | None, typer.Option(help="Write the report as JSON, for `stallfree predict`.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write it as a page that works offline.")] = None,
+    json: JsonFile = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page that works offline.", metavar="FILE")] = None,
 ) -> None:
-    """Measure where a training job waits: compute, copies, prep, storage. Needs no root and changes nothing."""
+    """Measure where a training job waits, and what would help.
+
+    It needs no root and changes nothing. `stallfree predict` reads the JSON.
+
+    Example: stallfree analyze my_job.py:build --json report.json
+    """
     from stallfree.analysis import analyze as run
     from stallfree.analysis.job import load_job
-    from stallfree.cli._output import writable
+    from stallfree.report.document import plotly
 
     for path in (json, html):
         writable(path)
+    if html is not None:
+        plotly()  # raises before the measurement
     dataset, arguments, step = load_job(job)
     given: dict[str, Any] = {"cache": cache, "device": device, "seconds": seconds}
     report = run(dataset, step, **{**arguments, **{key: value for key, value in given.items() if value is not None}})
-    typer.echo(str(report))
+    out = console(json)
+    out.out(str(report))
+    write_json(json, report.data, out)
     if json is not None:
-        report.save(json)
-        typer.echo(f"Report: {json}. What would be if: stallfree predict {json} --cache 50%")
+        out.out(f"To compare caches and machines: stallfree predict {json} --cache 50%")
     if html is not None:
         report.html(html)
-        typer.echo(f"Page: {html}")
+        out.out(f"wrote {html}")

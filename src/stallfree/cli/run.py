@@ -18,17 +18,21 @@ SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
 
 def run(
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the name of a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="Its own arguments.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Arguments of the script.", show_default=False)
+    ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for `python -m`.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the summary to this file too.", metavar="FILE")
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write the summary as JSON; with -, after the script's own output.", metavar="FILE"),
     ] = None,
 ) -> None:
-    """Run a training script unchanged, and show how long it waited for its data loaders.
+    """Run a training script unchanged, and show how long it waited for data.
 
-    Every torch.utils.data.DataLoader and stallfree.DataLoader that the script iterates in its own process is timed
-    from outside: the time in `next`, and the time between two calls. The summary goes to the standard error. Options
-    of this command stand before SCRIPT.
+    Times every DataLoader of torch or stallfree that the script iterates in its own process. Prints a summary to
+    standard error. Options of this command stand before SCRIPT.
+
+    Example: stallfree run train.py --lr 0.1
     """
     from stallfree.cli._output import writable
     from stallfree.observe import start
@@ -36,12 +40,11 @@ def run(
     if not module and not Path(target).is_file():
         what = "is a folder" if Path(target).is_dir() else "is not there"
         raise file_unreadable(f"the script {target} {what}: give a Python file, or `-m` and the name of a module")
-    if json_file is not None:
-        json_file = json_file.absolute()  # the script may change the working folder
-        writable(json_file)
+    writable(json)
+    out = "" if json is None else "-" if str(json) == "-" else str(json.absolute())  # the script may change the folder
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     kind = "module" if module else "script"
-    given = [str(start.__file__), str(json_file or ""), kind, target, *(arguments or [])]
+    given = [str(start.__file__), out, kind, target, *(arguments or [])]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *flags, *given])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from stallfree.cache.counters import Count, Counters
 from stallfree.cache.memory.admin import CacheInfo, caches_root, list_caches
@@ -117,25 +118,22 @@ class Jobs:
     def _cache(
         self, info: CacheInfo, before: list[int] | None, owners: dict[tuple[int, int], set[int]] | None
     ) -> CacheRow:
-        row = CacheRow(
-            info.name,
-            info.policy,
-            info.samples,
-            info.resident_items,
-            info.used_bytes,
-            info.capacity_bytes,
-            _processes(info.path, owners),
-        )
+        known: dict[str, Any] = {}
         counts = _counts(info.path)
-        if counts is None:
-            return row
-        self._counts[info.path] = counts
-        hits, misses, evictions = counts[Count.HITS], counts[Count.MISSES], counts[Count.EVICTIONS]
-        row = replace(row, hits=hits, misses=misses, evictions=evictions, hit_ratio=_ratio(counts))
-        recent = None if before is None else [now - then for now, then in zip(counts, before, strict=True)]
-        if recent is None or min(recent) < 0:  # the first snapshot of this cache, or of a new one of that name
-            return row
-        return replace(row, recent_hit_ratio=_ratio(recent), recent_evictions=recent[Count.EVICTIONS])
+        if counts is not None:
+            self._counts[info.path] = counts
+            hits, misses, evictions = counts[Count.HITS], counts[Count.MISSES], counts[Count.EVICTIONS]
+            known = {"hits": hits, "misses": misses, "evictions": evictions, "hit_ratio": _ratio(counts)}
+            recent = [now - then for now, then in zip(counts, before or [], strict=before is not None)]
+            if recent and min(recent) >= 0:  # not the first snapshot of this cache, or of a new one of that name
+                known |= {"recent_hit_ratio": _ratio(recent), "recent_evictions": recent[Count.EVICTIONS]}
+        processes = None
+        if owners is not None:
+            with contextlib.suppress(OSError):
+                lock = os.stat(info.path / "lock")
+                processes = len(owners.get((lock.st_dev, lock.st_ino), ()))  # each claims a row of counters
+        names = ("name", "policy", "samples", "resident_items", "used_bytes", "capacity_bytes")
+        return CacheRow(**{name: getattr(info, name) for name in names}, processes=processes, **known)
 
     def _loader(self, now: LoaderStatus) -> LoaderRow:
         before, last = self._seen.get(now.key, (None, None))
@@ -188,12 +186,3 @@ def _lock_owners() -> dict[tuple[int, int], set[int]] | None:
             major, minor, number = parts[5].split(":")
             owners.setdefault((os.makedev(int(major, 16), int(minor, 16)), int(number)), set()).add(int(parts[4]))
     return owners
-
-
-def _processes(path: Path, owners: dict[tuple[int, int], set[int]] | None) -> int | None:
-    """The number of processes attached to the cache in `path`: each claims a row of counters."""
-    if owners is not None:
-        with contextlib.suppress(OSError):
-            lock = os.stat(path / "lock")
-            return len(owners.get((lock.st_dev, lock.st_ino), ()))
-    return None

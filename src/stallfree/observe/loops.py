@@ -16,15 +16,12 @@ from _weakref import ref
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from typing import Any
 
 clock, cpu_clock = time.perf_counter, time.process_time
 
 FORMAT, VERSION = "stallfree-run", 1
-SMALL_SHARE = 0.05
-"""Share of the time below which stalls count as small."""
-
 WORTH = 1.05
 """Minimum gain of a loader that is recommended."""
 
@@ -64,8 +61,8 @@ class Row:
         self.loaders = 1
         self.passes = self.batches = 0
         self.first = self.waited = self.between = self.between_cpu = self.delayed = 0.0
-        self._counted: int | None = 0
-        self._exact: list[dict[str, int]] = []  # of stallfree's loaders, which have exact counts
+        self.counted: int | None = 0
+        self.exact: list[dict[str, int]] = []  # of stallfree's loaders, which have exact counts
 
     def takes(self, loader: Any, key: tuple[Any, ...]) -> bool:
         """Whether `loader` belongs to this row: it is the same, or replaces a freed one."""
@@ -83,17 +80,16 @@ class Row:
         self.passes += 1
         counts = getattr(loader, "counts", None)
         if isinstance(counts, dict):
-            if not any(counts is known for known in self._exact):
-                self._exact.append(counts)
+            if not any(counts is known for known in self.exact):
+                self.exact.append(counts)
             return None
-        return _samples_at_most(loader)
-
-    def add_samples(self, batches: int, at_most: int | None) -> None:
-        """Count the samples of a finished pass."""
-        if batches and not self._exact:
-            known = self._counted is not None and at_most is not None
-            size = self.batch_size or 1
-            self._counted = self._counted + min(batches * size, at_most) if known else None  # type: ignore[operator, type-var]
+        sampler = getattr(loader, "sampler", None)  # if it is torch's own, it calls the data set's `len` anyway
+        own = type(sampler).__module__.startswith("torch.utils.data.") and hasattr(type(sampler), "__len__")
+        by_batches = loader.batch_size is None and loader.batch_sampler is not None
+        try:
+            return len(sampler) if own and not by_batches else None  # type: ignore[arg-type]
+        except Exception:
+            return None
 
     @property
     def stalls(self) -> float:
@@ -103,18 +99,7 @@ class Row:
     @property
     def samples(self) -> int | None:
         """The number of delivered samples; None if unknown."""
-        return sum(counts["samples"] for counts in self._exact) if self._exact else self._counted
-
-
-def _samples_at_most(loader: Any) -> int | None:
-    """Samples of a whole pass, if the sampler is torch's own: it calls the data set's `len` at every pass anyway."""
-    sampler = getattr(loader, "sampler", None)
-    own = type(sampler).__module__.startswith("torch.utils.data.") and hasattr(type(sampler), "__len__")
-    by_batches = loader.batch_size is None and loader.batch_sampler is not None
-    try:
-        return len(sampler) if own and not by_batches else None  # type: ignore[arg-type]
-    except Exception:
-        return None
+        return sum(counts["samples"] for counts in self.exact) if self.exact else self.counted
 
 
 class Pass:
@@ -131,6 +116,15 @@ class Pass:
         self.thread: Thread | None = None  # thread of that call, if not within the `next` of another loader
         self.mark = 0  # number of the wait in that thread
 
+    def close(self) -> None:
+        """Count the samples. Idempotent."""
+        row = self.row
+        if self.batches and not row.exact:
+            known = row.counted is not None and self.at_most is not None
+            size = row.batch_size or 1
+            row.counted = row.counted + min(self.batches * size, self.at_most) if known else None  # type: ignore[operator, type-var]
+        self.batches = 0
+
 
 class Thread:
     """The waits of one thread in sequence, without nested ones.
@@ -145,21 +139,21 @@ class Thread:
         self.last: float | None = None
         self.gaps: list[tuple[int, float]] = []  # number of the previous wait, seconds; not counted yet
         self.first = self.waited = self.between = 0.0
-        self._schedule: int | None = None  # descriptor; -1 if there is none
+        try:
+            self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, AttributeError):
+            self._schedule = -1
 
     def delay(self) -> float:
-        """Seconds for which this thread waited for a core so far; 0 if the system does not say."""
+        """Seconds for which this thread waited for a core so far; 0 if unknown."""
         try:
-            if self._schedule is None:
-                self._schedule = -1
-                self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-            return int(os.pread(self._schedule, 64, 0).split()[1]) * 1e-9 if self._schedule >= 0 else 0.0
+            return int(os.pread(self._schedule, 64, 0).split()[1]) * 1e-9
         except (OSError, AttributeError, IndexError, ValueError):
             return 0.0
 
     def close(self) -> None:
         """Close the descriptor."""
-        if self._schedule is not None and self._schedule >= 0:
+        if self._schedule >= 0:
             os.close(self._schedule)
         self._schedule = -1
 
@@ -190,18 +184,18 @@ class Watch:
 
     Args:
         target: name of the script.
-        out: where to write the summary as JSON; "" for nowhere.
+        out: where to write the summary as JSON; "-" for standard output, "" for nowhere.
+        words: the module `summary`.
 
     Attributes:
         rows: the loaders, in the order in which they were first iterated.
         failed: whether the script ended with an error.
     """
 
-    def __init__(self, target: str, out: str) -> None:
+    def __init__(self, target: str, out: str, words: Any) -> None:
         self.rows: list[Row] = []
         self.failed = False
-        self._target = target
-        self._out = out
+        self._target, self._out, self._words = target, out, words
         self._pid = os.getpid()
         self._started = clock()
         self._passes: dict[int, Pass] = {}
@@ -296,17 +290,19 @@ class Watch:
                 one.row.between_cpu += cpu_clock() - one.last_cpu
                 one.row.delayed += here.delay() - one.last_delay
             here.depth += 1
+            over = False
             try:
                 batch = original(iterator)
-            except BaseException as error:
-                end(one, here, started, outermost)
-                if isinstance(error, StopIteration):
-                    one.last = None
+                one.batches += 1
+                one.row.batches += 1
+                return batch
+            except StopIteration:
+                over = True
                 raise
-            one.batches += 1
-            one.row.batches += 1
-            end(one, here, started, outermost)
-            return batch
+            finally:
+                end(one, here, started, outermost)
+                if over:
+                    one.last = None
 
         return __next__
 
@@ -351,10 +347,10 @@ class Watch:
 
         def gone(dead: Any) -> None:
             if key in passes and passes[key].iterator is dead:
-                _close(passes.pop(key))
+                passes.pop(key).close()
 
         if key in passes:
-            _close(passes[key])
+            passes[key].close()
         passes[key] = Pass(iterator, row, at_most, gone)
 
     # -- the summary ---------------------------------------------------------------------------------------------
@@ -368,30 +364,36 @@ class Watch:
             thread.close()
         found = self.summary()
         if self.rows:
-            _say(_text(found))
+            _say(self._words.text(found))
         elif not self.failed:
-            _say(_nothing(self._target))
+            _say(
+                f"stallfree: {self._target} iterated no torch.utils.data.DataLoader (nor a stallfree.DataLoader) in "
+                "its own process, so there is nothing to time: give the script that trains\n"
+            )
         if self._out:
             import json
 
             try:
-                with open(self._out, "w") as file:
+                sys.stdout.flush()
+                with open(1 if self._out == "-" else self._out, "w", closefd=self._out != "-") as file:
                     file.write(json.dumps(found, indent=1) + "\n")
-            except OSError as error:
+            except (OSError, ValueError, AttributeError) as error:  # also of a standard output that is gone
                 _say(f"error: the summary cannot be written to {self._out}: {error}\n")
 
     def measure(self) -> None:
         """Forecast the gain of stallfree's loader in the place of the one that waits most. Called after the script."""
         row, dataset = self._slowest or (None, None)
         self._close_all()
-        if row is None or not row.samples or self.summary()["total"]["stall_share"] < SMALL_SHARE:
+        if row is None or not row.samples or self.summary()["total"]["stall_share"] < self._words.SMALL_SHARE:
             return
+        if getattr(sys.__stderr__, "isatty", bool)():
+            _say("stallfree: measuring what a cache would gain; Ctrl-C ends this\n")
         try:
             from stallfree.observe.forecast import forecast
 
             step, step_cpu = (row.between - row.delayed) / row.samples, row.between_cpu / row.samples
             found = forecast(dataset, row.workers, step, step_cpu)
-        except Exception:  # the script has ended; what its data set raises now is of no interest
+        except (Exception, KeyboardInterrupt):  # the script has ended; what its data set raises now is of no interest
             return
         now = row.samples / (row.stalls + row.between)
         if found is not None and found["rate"] > WORTH * now:
@@ -400,7 +402,7 @@ class Watch:
     def _close_all(self) -> None:
         self._slowest = None  # the script's objects are freed as they are without this
         for one in list(self._passes.values()):
-            _close(one)
+            one.close()
         self._passes.clear()
 
     def summary(self) -> dict[str, Any]:
@@ -436,11 +438,6 @@ class Watch:
         }
 
 
-def _close(one: Pass) -> None:
-    one.row.add_samples(one.batches, one.at_most)
-    one.batches = 0
-
-
 def _figures(
     passes: int, batches: int, samples: int | None, first: float, waited: float, between: float
 ) -> dict[str, Any]:
@@ -464,83 +461,3 @@ def _say(text: str) -> None:
         sys.__stderr__.flush()  # type: ignore[union-attr]
     except (OSError, ValueError, AttributeError):
         pass
-
-
-def _nothing(target: str) -> str:
-    return (
-        f"stallfree: {target} iterated no torch.utils.data.DataLoader (nor a stallfree.DataLoader) in its own process, "
-        "so there is nothing to time: give the script that trains\n"
-    )
-
-
-def _text(found: dict[str, Any]) -> str:
-    """The summary as text."""
-    total, loaders = found["total"], found["loaders"]
-    lines = [["loader", "iterated at", "passes", "batches", "samples", "first", "waited", "between", "stalled"]]
-    for row in loaders:
-        batch = "" if row["batch_size"] is None else f", batch {row['batch_size']}"
-        workers = f"{row['num_workers']} worker{'' if row['num_workers'] == 1 else 's'}"
-        alike = "" if row["loaders"] == 1 else f" ({row['loaders']} alike)"
-        lines.append([f"{row['dataset']}{batch}, {workers}{alike}", row["where"], *_cells(row)])
-    if len(loaders) > 1:
-        lines.append(["total", "", *_cells(total)])
-    head = f"stallfree: {found['target']} waited for data {total['stall_share']:.1%} of the time of its loops"
-    return f"\n{head}\n\n{_table(lines)}\n{_advice(found)}\n"
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    samples = "?" if row["samples"] is None else f"{row['samples']:,}"
-    seconds = [f"{row[f'{name}_seconds']:.2f} s" for name in ("first", "waited", "between")]
-    return [f"{row['passes']:,}", f"{row['batches']:,}", samples, *seconds, f"{row['stall_share']:.1%}"]
-
-
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ""
-    for line in lines:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        cells[:2] = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
-        text += "  " + "  ".join(cells) + "\n"
-    return text
-
-
-def _advice(found: dict[str, Any]) -> str:
-    """One or two sentences of advice."""
-    total = found["total"]
-    if total["stall_share"] < SMALL_SHARE:
-        return "Next: nothing, data arrive in time; `stallfree analyze` shows how much faster the device may get."
-    whole = total["first_seconds"] + total["waited_seconds"] + total["between_seconds"]
-    starting = [row for row in found["loaders"] if _starting(row) > SMALL_SHARE * whole]
-    seconds = sum(map(_starting, starting))
-    advice = "`stallfree analyze` shows whether fetching or preparing is too slow, and what would end these waits."
-    if found.get("forecast"):
-        return _recommendation(**found["forecast"])
-    if not starting:
-        return f"Next: {advice}"
-    places = ", ".join(row["where"] for row in starting)
-    cure = (
-        f"the workers of {places} are started again in each pass, which took {seconds:.1f} s in all: give the loader "
-        "persistent_workers=True."
-    )
-    return f"Next: {cure}" + (f" Then {advice}" if total["waited_seconds"] >= SMALL_SHARE * whole else "")
-
-
-def _recommendation(cached: str, workers: int, rate: float, where: str, now: float) -> str:
-    return (
-        f'Next: give stallfree.DataLoader the arguments of the DataLoader at {where}, and cache="auto": {cached}, '
-        f"{workers} workers, about {rate:,.0f} samples/s from the second epoch on in place of {now:,.0f} "
-        f"({rate / now:.1f}x)."
-    )
-
-
-def _starting(row: dict[str, Any]) -> float:
-    """Seconds of the waits for first batches caused by the start of workers, which persistent workers avoid.
-
-    A running worker would build its first batch in the time of a batch times the number of workers.
-    """
-    passes, later = row["passes"], row["batches"] - row["passes"]
-    if passes < 2 or not row["num_workers"] or row["persistent_workers"]:
-        return 0.0
-    each = (row["waited_seconds"] + row["between_seconds"]) / later if later > 0 else 0.0
-    again = (row["first_seconds"] / passes - each * row["num_workers"]) * (passes - 1)
-    return max(0.0, float(again))

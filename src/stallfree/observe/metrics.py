@@ -21,29 +21,9 @@ from typing import Any, NamedTuple, Protocol
 
 from stallfree.errors import InputError, file_unwritable, missing_extra, port_unavailable
 from stallfree.ipc.folders import is_path
-from stallfree.stats import CacheStats, LoaderStats, SmartCacheStats
+from stallfree.stats import CacheStats, LoaderStats, SharedStats, SmartCacheStats
 
-_STATES = {
-    "queue_depth",
-    "staging_bytes",
-    "num_workers",
-    "stall_fetch_seconds",  # stalls are estimated, and may decrease slightly when corrected
-    "stall_prep_seconds",
-    "hit_ratio",
-    "resident_items",
-    "resident_bytes",
-    "capacity_bytes",
-    "used_bytes",
-    "epoch",
-    "window_start",
-    "replace_num",
-    "lag",
-}
-"""Gauges. All other values are counters, whose names end in `_total`."""
-
-_RENAMED = {"num_workers": "workers"}
-
-_HELP = {
+_COUNTERS = {
     "batches": "Batches handed out.",
     "samples": "Samples in the batches handed out.",
     "hits": "Samples served by the cache.",
@@ -53,19 +33,26 @@ _HELP = {
     "fetch_seconds": "Seconds that workers waited for fetches.",
     "prep_seconds": "Seconds that workers prepared and collated.",
     "wait_seconds": "Seconds that training waited.",
-    "stall_fetch_seconds": "Part of the wait that would go if every fetch were instant.",
-    "stall_prep_seconds": "Part of the wait that remains when every fetch is instant.",
-    "queue_depth": "Ready batches.",
     "retries": "Batches done again because a worker died or a cached sample vanished.",
     "workers_replaced": "Workers that died and were replaced.",
     "skips": "Samples left out because of an error.",
     "private_copies": "Batches handed over as copies.",
-    "staging_bytes": "Bytes of the staging ring.",
-    "num_workers": "Worker processes.",
     "lower_hits": "Samples served by the tiers below the first.",
     "evictions": "Records dropped to make room.",
     "rejected": "Samples that were not stored.",
     "damaged": "Records whose checksum or form was wrong.",
+    "late_epochs": "Epochs that began without all of their new samples, or waited for them.",
+    "alone": "Chunks that this job prepared for itself.",
+    "takeovers": "Times that the process which prepares the batches of the group had died.",
+}
+"""Values that only grow, with their descriptions; their names end in `_total`."""
+
+_GAUGES = {
+    "stall_fetch_seconds": "Part of the wait that would go if every fetch were instant.",
+    "stall_prep_seconds": "Part of the wait that remains when every fetch is instant.",
+    "queue_depth": "Ready batches.",
+    "staging_bytes": "Bytes of the staging ring.",
+    "num_workers": "Worker processes.",
     "resident_items": "Records in the cache.",
     "resident_bytes": "Bytes of the records in the cache.",
     "capacity_bytes": "Bytes that the cache may take, index included.",
@@ -75,8 +62,11 @@ _HELP = {
     "window_start": "Samples that have left the window.",
     "replace_num": "Samples that should be replaced per epoch.",
     "lag": "Samples that should have been replaced and have not been.",
-    "late_epochs": "Epochs that began without all of their new samples, or waited for them.",
+    "jobs": "Processes in the group.",
 }
+"""The other values. Stalls are estimates, which may decrease slightly when corrected."""
+
+_RENAMED = {"num_workers": "workers"}
 
 
 class HasStats(Protocol):
@@ -161,16 +151,17 @@ class Metrics:
 
 def metrics_of(stats: LoaderStats | CacheStats) -> list[Metric]:
     """All values in `stats`, in the order of its fields, and values derived from them."""
-    kind = "loader" if isinstance(stats, LoaderStats) else "cache"
-    names = [field.name for field in fields(stats) if field.name != "lower"]
-    names += ["stall_fetch_seconds", "stall_prep_seconds"] if isinstance(stats, LoaderStats) else ["hit_ratio"]
-    own = {field.name for field in fields(SmartCacheStats)} - {field.name for field in fields(CacheStats)}
+    loader = isinstance(stats, LoaderStats)
+    plain, special = (LoaderStats, SharedStats) if loader else (CacheStats, SmartCacheStats)
+    own = {field.name for field in fields(special)} - {field.name for field in fields(plain)}
+    prefix, own_prefix = ("loader", "shared_loader") if loader else ("cache", "smart_cache")
+    derived = ["stall_fetch_seconds", "stall_prep_seconds"] if loader else ["hit_ratio"]
     found = []
-    for name in names:
-        grows = name not in _STATES
-        prefix = "stallfree_smart_cache" if kind == "cache" and name in own else f"stallfree_{kind}"
-        full = f"{prefix}_{_RENAMED.get(name, name)}{'_total' if grows else ''}"
-        found.append(Metric(full, float(getattr(stats, name)), grows, _HELP[name]))
+    for name in [*(field.name for field in fields(stats) if field.name != "lower"), *derived]:
+        grows = name in _COUNTERS
+        full = f"stallfree_{own_prefix if name in own else prefix}_{_RENAMED.get(name, name)}"
+        help = _COUNTERS.get(name) or _GAUGES[name]
+        found.append(Metric(full + "_total" * grows, float(getattr(stats, name)), grows, help))
     return found
 
 

@@ -17,7 +17,7 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import CodeType, ModuleType
-    from typing import Any, NoReturn
+    from typing import Any
 
 USER_ERROR = 2
 
@@ -29,7 +29,7 @@ def main() -> None:
     own_path = not getattr(sys.flags, "safe_path", False)
     if own_path:
         del sys.path[0]  # the folder of this file
-    watch = _beside("loops").Watch(target, out)
+    watch = _beside("loops").Watch(target, out, _beside("summary"))
     atexit.register(watch.finish)
     module = type(sys)("__main__")
     names = module.__dict__
@@ -96,22 +96,17 @@ def _module(name: str, rest: list[str], module: ModuleType, own_path: bool) -> C
     if spec is not None and spec.loader is not None:
         code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
     if spec is None or code is None:
-        _fail(f"there is no module {name!r} to run: give the name that you would give to `python -m`")
+        print(
+            f"error: there is no module {name!r} to run: give the name that you would give to `python -m`",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(USER_ERROR)
     sys.argv[0] = spec.origin or name
     module.__dict__.update(
-        __file__=spec.origin,
-        __cached__=spec.cached,
-        __loader__=spec.loader,
-        __package__=spec.parent,
-        __spec__=spec,
+        __file__=spec.origin, __cached__=spec.cached, __loader__=spec.loader, __package__=spec.parent, __spec__=spec
     )
     return code
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    sys.stderr.flush()
-    raise SystemExit(USER_ERROR)
 
 
 def _hide_these_frames(error: BaseException) -> None:

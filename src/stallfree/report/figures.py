@@ -90,12 +90,6 @@ def _width(interval: Measured) -> float:
     return float(interval["high"] - interval["low"]) if known else 0.0
 
 
-def interval(measured: Measured) -> str:
-    """The interval of a rate with space and parentheses, `" (800 to 825)"`; empty if there is none."""
-    ends = spread(measured)
-    return f" ({ends})" if ends else ""
-
-
 def no_advice(data: Mapping[str, Any]) -> str:
     """The reason why a report has no advice."""
     if any(measured.get("more") for group in ("rates", "runs") for measured in data[group].values()):

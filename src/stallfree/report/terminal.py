@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -19,7 +19,6 @@ from stallfree.report.figures import (
     SHARES,
     expect,
     gain,
-    interval,
     job_line,
     machine_line,
     no_advice,
@@ -53,17 +52,19 @@ def render_report(data: Mapping[str, Any]) -> str:
         legacy_windows=False,
         _environ={},
     )
-    parts: list[RenderableType] = [
-        _plain(job_line(data)),
-        _plain(machine_line(data)),
+    parts: list[RenderableType] = [_plain(data["bottleneck"])]
+    if data["advice"]:
+        parts += ["What to do: first without other hardware, each in order of gain", *_advice(data["advice"])]
+    elif no_advice(data) != data["bottleneck"]:
+        parts.append(_plain(no_advice(data)))
+    parts += [
         "\nWhere the time goes",
         _shares(data),
         "\nRates, in samples/s, with the interval of 95%",
         _rates(data["rates"]),
-        "\nBottleneck",
-        _plain(data["bottleneck"]),
-        "\nWhat to do: first without other hardware, each in order of gain",
-        _advice(data),
+        "Job",
+        _plain(job_line(data)),
+        _plain(machine_line(data)),
     ]
     if data["notes"]:
         parts += ["\nNotes", *(_item("-", _plain(note)) for note in data["notes"])]
@@ -80,8 +81,9 @@ def _shares(data: Mapping[str, Any]) -> RenderableType:
     rows: list[RenderableType] = ["  ".join(f"{_MARKS[part]} {name}" for part, name in SHARES.items())]
     for run, meaning in RUNS.items():
         measured, shares = data["runs"][run], data["shares"][run]
-        ends = "" if measured["value"] is None else f" samples/s{interval(measured)}"
-        rows.append(f"\n{run} ({meaning}): {rate(measured)}{ends}")
+        ends = f" ({spread(measured)})" if spread(measured) else ""
+        unit = "" if measured["value"] is None else " samples/s"
+        rows.append(f"\n{run} ({meaning}): {rate(measured)}{unit}{ends}")
         if measured["note"]:
             rows.append(_plain(measured["note"]))
         if shares:
@@ -116,15 +118,11 @@ def _rates(rates: Mapping[str, Any]) -> RenderableType:
     return table
 
 
-def _advice(data: Mapping[str, Any]) -> RenderableType:
-    if not data["advice"]:
-        return _plain(no_advice(data))
-    items = []
-    for count, item in enumerate(data["advice"], 1):
+def _advice(advice: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
+    for count, item in enumerate(advice, 1):
         reached = MISSING if item["throughput"] is None else f"{number(item['throughput'])} samples/s"
         text = Text.assemble(_plain(item["do"]), f"  ({reached}, {gain(item['gain'])})\n", _plain(item["why"]))
-        items.append(_item(f"{count}.", text))
-    return Group(*items)
+        yield _item(f"{count}.", text)
 
 
 def _item(mark: str, text: Text) -> RenderableType:
