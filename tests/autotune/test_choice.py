@@ -107,6 +107,8 @@ def test_the_line_for_people() -> None:
     warm = replace(SLOW_STORAGE, sizes=(100_000.0, math.inf))
     assert line(warm, 100_000_000).startswith("files cached, 100% of them fit; 2 workers; up to 198/s (1.98 times as")
     assert line(warm, 100_000_000).endswith("; prep limits the loader")
+    limited = replace(warm, compute=150.0)
+    assert "up to 150/s (1.50 times as many as without a cache); the training step" in line(limited, 100_000_000)
     slower = replace(SLOW_STORAGE, storage={8: 5.0})
     assert line(slower, 50_000_000).endswith("fetching limits the loader")
     trained = replace(SLOW_STORAGE, compute=50.0)

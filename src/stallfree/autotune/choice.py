@@ -174,9 +174,8 @@ def describe(measured: Measured, choice: Choice, room: int, forms: tuple[str, st
     rate = min(choice.rate, measured.compute)
     part = "fetching" if choice.fetch < choice.prep else "prep"
     limit = "the training step is the limit" if rate < choice.rate else f"{part} limits the loader"
-    gain = (
-        f" ({_gain(measured, choice, room):.2f} times as many as without a cache)" if choice.share is not None else ""
-    )
+    without = min(_rate_without(measured, choice, room), measured.compute)
+    gain = f" ({rate / without:.2f} times as many as without a cache)" if choice.share is not None else ""
     nothing = "" if choice.share is not None else ", and a cache would gain less than 2%"
     return f"{what(choice, forms)}{_held(choice)}; {_workers(choice)}; up to {_rate(rate)}{gain}; {limit}{nothing}"
 
@@ -184,7 +183,8 @@ def describe(measured: Measured, choice: Choice, room: int, forms: tuple[str, st
 def explain(measured: Measured, choice: Choice, room: int, forms: tuple[str, str]) -> str:
     """One line with the choice, and the figures behind it. Arguments as of `describe`."""
     fetched, prepared = (("-" if math.isinf(size) else format_size(int(size))) for size in measured.sizes)
-    gain = f", {_gain(measured, choice, room):.2f} times as many as without a cache" if choice.share is not None else ""
+    times = choice.rate / _rate_without(measured, choice, room)
+    gain = f", {times:.2f} times as many as without a cache" if choice.share is not None else ""
     return (
         f"{what(choice, forms)}{_held(choice)}; {_workers(choice)}, {choice.threads} fetches at "
         f"once: S={_rate(measured.storage[choice.threads])}, F={_rate(choice.fetch)}, P={_rate(choice.prep)}, "
@@ -203,8 +203,9 @@ def _held(choice: Choice) -> str:
     return "" if choice.share is None else f", {choice.hits:.0%} of them fit"
 
 
-def _gain(measured: Measured, choice: Choice, room: int) -> float:
-    return choice.rate / expect(measured, None, room, max(1, choice.workers)).rate
+def _rate_without(measured: Measured, choice: Choice, room: int) -> float:
+    """The rate of the loader without a cache, with as many workers as `choice`."""
+    return expect(measured, None, room, max(1, choice.workers)).rate
 
 
 def _workers(choice: Choice) -> str:
