@@ -31,13 +31,7 @@ from stallfree.errors import (
 from stallfree.frames import short_traceback
 from stallfree.ipc.fork_guard import finalize
 from stallfree.ipc.process import context_of
-from stallfree.loader.arguments import (
-    WAIT_SECONDS,
-    check_functions,
-    check_numbers,
-    check_remote,
-    seed_of,
-)
+from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, check_remote, seed_of
 from stallfree.loader.output import Batch
 from stallfree.loader.shown import shown_by
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
@@ -65,17 +59,10 @@ _STATE_VERSION = 1
 
 _made = count()
 _SUMMED = (
-    "hits",
-    "misses",
-    "storage_bytes",
-    "fetch_seconds",
-    "prep_seconds",
-    "wait_seconds",
-    "retries",
-    "workers_replaced",
-    "skips",
-    "private_copies",
+    *("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"),
+    *("wait_seconds", "retries", "workers_replaced", "skips", "private_copies"),
 )
+"""Counts that include the chunks prepared locally."""
 
 
 class SharedLoader(Generic[BatchT_co]):
