@@ -212,16 +212,16 @@ GUARDS: dict[str, tuple[Scene, Callable[[pytest.MonkeyPatch, World], None], str]
         Scene(PLAIN, **RING), without("wait", "send"), COPIED_TWICE,
     ),
     "and in the stream where it was asked for, if that is another": (
-        Scene(PLAIN, habits=("leave",), **RING), without("using", "_take_back"), COPIED_TWICE,
+        Scene(PLAIN, habits=("leave",), **RING), without("using", "_release_batch"), COPIED_TWICE,
     ),
     "memory is poisoned behind that": (
-        Scene(PLAIN, habits=("leave",), debug=True, **RING), without("wait", "_take_back"), POISONED_TOO_SOON,
+        Scene(PLAIN, habits=("leave",), debug=True, **RING), without("wait", "_release_batch"), POISONED_TOO_SOON,
     ),
     "the training waits for the copies": (
-        Scene(PLAIN), without("wait", "_give"), READ_TOO_SOON,
+        Scene(PLAIN), without("wait", "_deliver"), READ_TOO_SOON,
     ),
     "a batch is kept for the training": (
-        Scene(PLAIN), without("keep", "_give"), DEVICE_FREED,
+        Scene(PLAIN), without("keep", "_deliver"), DEVICE_FREED,
     ),
     "what the loader gave stays until it is copied": (
         Scene(LENT), hold_nothing, LENT_FREED,

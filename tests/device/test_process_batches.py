@@ -147,7 +147,7 @@ def test_it_waits_no_longer_than_it_may(tmp_path: Path) -> None:
         assert [read_stamp(next(iteration))[1] for _ in range(2)] == [0, 1]
         prefetcher._own.timeout = 0.05
         for _ in range(2):
-            with pytest.raises(sf.WaitError, match=r"0.05 s for a batch: the loader works at batch 2 of epoch 0"):
+            with pytest.raises(sf.WaitError, match=r"0.05 s for a batch: the loader is at batch 2 of epoch 0"):
                 next(iteration)
         prefetcher._own.timeout = PATIENCE
         script.release()
@@ -403,9 +403,9 @@ def test_a_forked_child_cannot_go_on_with_it(served: Served) -> None:
     read_stamp(next(iteration))
 
     def use() -> None:
-        with pytest.raises(sf.InputError, match=r"is iterated by process \d+, and not by this one"):
+        with pytest.raises(sf.InputError, match=r"belongs to process \d+, and this process is a child of it"):
             next(iteration)
-        with pytest.raises(sf.InputError, match=r"is iterated by process \d+, and not by this one"):
+        with pytest.raises(sf.InputError, match=r"belongs to process \d+, and this process is a child of it"):
             iter(served.prefetcher)
         served.prefetcher.close()
 

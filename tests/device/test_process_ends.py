@@ -100,7 +100,7 @@ def test_who_made_it_is_killed_and_a_consumer_goes_on(tmp_path: Path) -> None:
         threading.Event().wait()
 
     def report(consumer: Any) -> None:
-        with pytest.raises(sf.ProducerError, match=r"the process that loads \(process \d+\) has ended, or was closed"):
+        with pytest.raises(sf.ProducerError, match=r"the loading process \(process \d+\) has ended, or was closed"):
             consume(consumer, book, 1)
         os.write(theirs, b" heard")
         os._exit(0)

@@ -173,7 +173,7 @@ def opened(memory: SharedHost, alive: Callable[[], bool]) -> tuple[OpenSlots, to
     there = memory.empty(10_000)
     there[:3] = torch.tensor([5, 6, 7])
     slots = OpenSlots(memory, alive)
-    slots.learn(0, pickle.dumps((memory.share(there), (None, None))))
+    slots.open(0, pickle.dumps((memory.share(there), (None, None))))
     return slots, there, pack_layout([there[:3]])
 
 
@@ -202,8 +202,8 @@ def test_a_slot_that_lies_elsewhere_by_now_is_told_once_more(folder: Path) -> No
     larger, handles = memory.empty(20_000), pickle.dumps((memory.share(there), (None, None)))
     larger[:3] = 9
     memory.discard(there)
-    slots.learn(0, handles)  # of an epoch that was broken off
-    slots.learn(0, pickle.dumps((memory.share(larger), (None, None))))
+    slots.open(0, handles)  # of an epoch that was broken off
+    slots.open(0, pickle.dumps((memory.share(larger), (None, None))))
     assert slots.take(0, layout)[0].tolist() == [9, 9, 9]
 
 

@@ -28,8 +28,8 @@ from stallfree.ipc.consumers import (
     Message,
     Peer,
     Server,
-    ask,
     pack,
+    request,
     unpack,
 )
 from stallfree.ipc.folders import SharedFolder
@@ -190,7 +190,7 @@ def test_a_consumer_of_another_release(kind: int, version: int, serving: Serving
     connection.send(DATA)
     wrong = threading.Thread(target=lambda: serving.until(1))
     wrong.start()
-    words = rf"process {os.getpid()} speaks version {version} of the test's protocol, this one 4: install the same"
+    words = rf"process {os.getpid()} uses version {version} of the test's protocol, this one uses 4: install the same"
     with pytest.raises(sf.StallfreeError, match=words):
         received(connection)
     connection.close()
@@ -216,7 +216,7 @@ def test_an_error_is_raised_by_the_consumer(serving: Serving, folder: Path) -> N
 def test_a_question_needs_no_consumer(serving: Serving, folder: Path) -> None:
     thread = threading.Thread(target=lambda: serving.until(2))
     answers: list[Message | None] = []
-    asking = threading.Thread(target=lambda: answers.append(ask(folder, VERSION, QUESTION, 3, PATIENCE)))
+    asking = threading.Thread(target=lambda: answers.append(request(folder, VERSION, QUESTION, 3, PATIENCE)))
     thread.start()
     asking.start()
     thread.join()
@@ -227,10 +227,10 @@ def test_a_question_needs_no_consumer(serving: Serving, folder: Path) -> None:
     asking.join()
     assert answers == [Message(ANSWER, number=6)]
     assert serving.until(3)[2] == (peer, None)
-    assert ask(folder, VERSION, QUESTION, 3, 0.0) is None
+    assert request(folder, VERSION, QUESTION, 3, 0.0) is None
     serving.server.close()
     with pytest.raises(Gone):
-        ask(folder, VERSION, QUESTION, 3, PATIENCE)
+        request(folder, VERSION, QUESTION, 3, PATIENCE)
 
 
 def test_messages_of_a_dead_consumer_come_before_its_end(serving: Serving, folder: Path) -> None:

@@ -188,7 +188,7 @@ def test_a_wait_has_a_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     folder.close()
     fd = os.open(folder.path / "attached", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(WaitError, match=r"another process holds .*one for itself for more than"):
+    with pytest.raises(WaitError, match=r"another process has locked .*one for more than"):
         open_folder(root)
     os.close(fd)
 

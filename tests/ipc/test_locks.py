@@ -218,7 +218,7 @@ def test_there_are_so_many_claims(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     lock, other = FileLock(path), FileLock(path)
     assert [lock.claim_any() for _ in range(CLAIMS)] == list(range(1, CLAIMS + 1))
-    with pytest.raises(WaitError, match=rf"^all {CLAIMS} places in .*lock are taken by processes that live: use fewer"):
+    with pytest.raises(WaitError, match=rf"^all {CLAIMS} places in .*lock are taken by running processes: use fewer"):
         other.claim_any()
     assert counted_elsewhere(path) == CLAIMS
     lock.release(CLAIMS)

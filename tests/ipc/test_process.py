@@ -177,7 +177,7 @@ def test_a_parent_that_is_not_the_direct_one(described: bool, monkeypatch: pytes
     """As that of a process that a fork server has started."""
     if not described:
         monkeypatch.delattr(os, "pidfd_open")
-        monkeypatch.setattr(process, "_LOOK_MILLISECONDS", 1)
+        monkeypatch.setattr(process, "_CHECK_MILLISECONDS", 1)
     forked = Forked(signal.pause)
     ours, theirs = socket.socketpair()  # which stays open
     parent = Parent(ours, forked.pid, False)

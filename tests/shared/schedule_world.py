@@ -296,7 +296,7 @@ class World:
 
     def _answer(self, number: int, wanted: int, serial: int) -> None:
         seat = self.seats[number]
-        told = self.schedule.ask(number, serial, wanted)
+        told = self.schedule.request(number, serial, wanted)
         end = (wanted // self.batches + 1) * self.batches
         first = self._served(wanted)
         if wanted % self.batches == 0:
@@ -382,7 +382,7 @@ class World:
             assert seat.asked is None
             assert seat.need == min(other.need for other in self.seats.values() if not other.away)
             seat.away = seat.excused = True
-            self._free(self.schedule.leave_behind(number))
+            self._free(self.schedule.detach(number))
         coming = self.schedule.next_to_start()
         if not laggards and coming is not None:
             self._start(coming)
@@ -393,7 +393,7 @@ class World:
     def blocked(self) -> bool:
         """Whether someone waits, nothing is under way and no slot is free."""
         hungry = any(seat.asked is not None for seat in self.seats.values())
-        assert self.schedule.hungry == hungry
+        assert self.schedule.has_waiting == hungry
         return hungry and not self.tasks and len(self.ready) >= self.slots
 
     def _wanted(self) -> set[int]:
@@ -431,7 +431,7 @@ class World:
         if not self.going:
             return
         hungry = any(seat.asked is not None for seat in self.seats.values())
-        assert self.schedule.hungry == hungry
+        assert self.schedule.has_waiting == hungry
         assert self.schedule.epoch == self.last_asked // self.batches
         if hungry and not self.tasks:
             assert self.schedule.next_to_start() is not None, "all wait for something that nobody prepares"

@@ -209,7 +209,7 @@ def test_mappings_that_cannot_be_made_of_items() -> None:
 @pytest.mark.parametrize("thing", [3, None, object(), np.arange(4)])
 def test_what_cannot_be_divided(thing: Any) -> None:
     name = type(thing).__name__
-    with pytest.raises(sf.InputError, match=f"a {name} cannot be divided: give the group's chunk size as batch_size"):
+    with pytest.raises(sf.InputError, match=f"a {name} cannot be split: give the group's chunk size as batch_size"):
         cut([torch.arange(4), thing], 1, 2, 4)
     with pytest.raises(sf.InputError, match=f"a {name} cannot be joined: give the group's chunk size as batch_size"):
         join([[torch.arange(4), thing], [torch.arange(4), thing]])

@@ -213,7 +213,7 @@ def test_the_coordinator_is_killed(on_lag: str, team: Team) -> None:
 def test_the_coordinator_is_stopped(timeout: float, after: float, team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than it may be, or than a batch is waited for: another one takes its place. It does nothing more."""
     monkeypatch.setattr(member, "_STOPPED_SECONDS", after)
-    monkeypatch.setattr(member, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(member, "_CHECK_SECONDS", 0.1)
     monkeypatch.setattr(member, "_ANSWER_SECONDS", 0.5)
     first, second = team.jobs(2, timeout=timeout)
     begun = [first.take(2), second.take(5)]
@@ -231,7 +231,7 @@ def test_the_coordinator_is_stopped(timeout: float, after: float, team: Team, mo
 @pytest.mark.slow
 def test_a_coordinator_that_is_stopped_while_a_job_joins(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "_STOPPED_SECONDS", 0.1)
-    monkeypatch.setattr(member, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(member, "_CHECK_SECONDS", 0.1)
     (first,) = team.jobs(1)
     begun = first.take(2)
     coordinator_of(first).suspend()

@@ -259,18 +259,18 @@ class HostThread(LoaderThread):
                         break
                     overlaps = overlaps or (watched and _generators() == before)
                     batches += 1
-                    self._give(item)
+                    self._deliver(item)
                     del item  # or the thread keeps the batch alive while it waits
         except _Stopped:
             pass
         except BaseException as error:
-            self._give(Item(error=error))
+            self._deliver(Item(error=error))
         del source
         with contextlib.suppress(_Stopped):
             self._wait_until(lambda: self._item is None)
-        self._give(Item(end=True))
+        self._deliver(Item(end=True))
 
-    def _give(self, item: Item) -> None:
+    def _deliver(self, item: Item) -> None:
         self._item = item
         self._there.set()
 

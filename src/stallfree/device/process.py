@@ -109,7 +109,7 @@ class ProcessPrefetcher(Generic[BatchT_co]):
 
     def __iter__(self) -> Iterator[BatchT_co]:
         started = iter(self._own)
-        started.keeps = self
+        started.keepalive = self
         return started
 
     def __len__(self) -> int:
@@ -137,7 +137,7 @@ class ProcessPrefetcher(Generic[BatchT_co]):
             ```
         """
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.consumers:
-            raise InputError(f"consumer({number!r}): give a number from 0 to {self.consumers - 1}, as consumers= says")
+            raise InputError(f"consumer({number!r}): give a number from 0 to {self.consumers - 1}, below consumers=")
         return Consumer(self._folder, number, self.consumers, self.device, self.timeout)
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class ProcessPrefetcher(Generic[BatchT_co]):
 
     def __reduce__(self) -> Any:
         raise consumer_process(
-            "a ProcessPrefetcher belongs to the process that made it: give others its consumer(1), ..."
+            "a ProcessPrefetcher belongs to the process that made it: give other processes its consumer(1), ..."
         )
 
 
@@ -161,8 +161,8 @@ def _check(make_loader: Any, device: Any, depth: Any, consumers: Any, timeout: A
     """Validate the arguments and return the device."""
     if not callable(make_loader):
         raise InputError(
-            f"make_loader={make_loader!r:.80}: give a function without arguments that makes the loader, which the new "
-            "process calls"
+            f"make_loader={make_loader!r:.80}: give a function without arguments that returns the loader; the new "
+            "process calls it"
         )
     for name, value in (("depth", depth), ("consumers", consumers)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -172,7 +172,7 @@ def _check(make_loader: Any, device: Any, depth: Any, consumers: Any, timeout: A
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise device_unknown(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error
+        raise device_unknown(f"device={device!r} is no device: give one such as 'cuda', 'cuda:1' or 'cpu'") from error
     if where.type == "cuda":
         return SharedCuda(where).device
     if where.type != "cpu":
@@ -197,7 +197,7 @@ def _start(
         except Exception as error:
             raise not_picklable(
                 f"make_loader cannot be sent to a new process: {text_of(error)}. Define it at the top level of a "
-                "module (no lambda, no function within a function), and give what it needs by functools.partial"
+                "module (no lambda, no function within a function), and pass its arguments by functools.partial"
             ) from error
 
 

@@ -26,7 +26,7 @@ from stallfree.device.batch_codec import lay_out
 from stallfree.errors import storage_full
 
 _POISON = 0xFF
-_LOOK_SECONDS = 0.00005
+_CHECK_SECONDS = 0.00005
 
 
 class Memory(Backend):
@@ -61,7 +61,7 @@ class Memory(Backend):
     def finish_while(self, event: Event, alive: Callable[[], bool]) -> bool:
         """Wait for an event of a process that may be killed before reaching it; returns whether it is reached."""
         while not (there := self.reached(event)) and alive():
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
         return there
 
 
@@ -224,7 +224,7 @@ class OpenSlots:
 
     Args:
         memory: the device as seen by this process.
-        alive: returns whether the loading process lives. Its events must not be used after its end.
+        alive: returns whether the loading process is running. Its events must not be used after its end.
     """
 
     def __init__(self, memory: Memory, alive: Callable[[], bool]) -> None:
@@ -232,7 +232,7 @@ class OpenSlots:
         self._alive = alive
         self._slots: dict[int, _Slot] = {}
 
-    def learn(self, number: int, handles: bytes | memoryview) -> None:
+    def open(self, number: int, handles: bytes | memoryview) -> None:
         """Open the new memory of a slot. Shared memory that is never opened would never be freed."""
         handle, events = pickle.loads(handles)
         before = self._slots.get(number)

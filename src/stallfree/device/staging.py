@@ -16,8 +16,8 @@ from stallfree.device.backend import Backend, Event
 from stallfree.ipc.fork_guard import Owner
 
 SMALL = 256 << 10
-"""Bytes below which tensors share one allocation and one copy. A larger tensor has its own: a reference to the labels
-of a batch does not keep its images alive."""
+"""Bytes below which tensors share one allocation and one copy. Larger tensors have separate allocations, so that a
+reference to the labels of a batch does not keep its images alive."""
 
 _ALIGN = 256
 _PACKED = (torch.channels_last, torch.channels_last_3d)
@@ -197,8 +197,8 @@ class Stager:
         if type(leaf) not in self._warned:
             self._warned.add(type(leaf))
             warnings.warn(
-                f"a {type(leaf).__name__} is sent to {device} by its own .to(), without pinned memory: that is slower, "
-                "and may wait for the device. Plain tensors of the host in the batch are not",
+                f"a {type(leaf).__name__} is sent to {device} by its own .to(), without pinned memory: this is slower, "
+                "and may wait for the device. Plain host tensors in the batch are not affected",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -185,7 +185,7 @@ class Server:
         peer.greeted = message.kind == HELLO and message.serial == self._version
         if not peer.greeted:
             error = StallfreeError(
-                f"process {peer.pid} speaks version {message.serial} of the {self._protocol}'s protocol, this one "
+                f"process {peer.pid} uses version {message.serial} of the {self._protocol}'s protocol, this one uses "
                 f"{self._version}: install the same release for all",
                 page="release-mismatch",
             )
@@ -206,15 +206,15 @@ class Server:
         peer.channel.send(pack(ERROR, body=pack_plain_error(error, trace)))
         self.drop(peer)
 
-    def drop(self, peer: Peer, *, hang_up: bool = True) -> None:
-        """Forget a peer; with `hang_up=False` the caller closes the connection."""
+    def drop(self, peer: Peer, *, disconnect: bool = True) -> None:
+        """Forget a peer; with `disconnect=False` the caller closes the connection."""
         if not peer.dropped:
             peer.dropped = True
             self.peers.discard(peer)
             for fd in peer.descriptors:
                 del self._owners[fd]
                 self._poller.unregister(fd)
-        if hang_up:
+        if disconnect:
             peer.close()
 
     def stop_listening(self) -> None:
@@ -342,7 +342,7 @@ class Connection(_End):
         return self.closed or any(fd == self.process or events & select.POLLHUP for fd, events in self._poller.poll(0))
 
 
-def ask(folder: Path, version: int, kind: int, number: int, seconds: float) -> Message | None:
+def request(folder: Path, version: int, kind: int, number: int, seconds: float) -> Message | None:
     """Send one request to the server in `folder`; returns its answer, or None after `seconds`. Raises `Gone`."""
     connection = Connection.open(folder, version, VISITOR)
     if connection is None:

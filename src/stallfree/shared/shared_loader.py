@@ -303,13 +303,13 @@ class SharedLoader(Generic[BatchT_co]):
         problem = ""
         if chunk_size is not None and chunk_size != self.chunk_size:
             problem = (
-                f"chunk_size={chunk_size}, and the group {self.group!r} prepares {self.chunk_size} samples at once: "
+                f"chunk_size={chunk_size}, and the group {self.group!r} has chunk_size={self.chunk_size}: "
                 "leave it out, or give the name of another group"
             )
         elif own_collate and self.batch_size != self.chunk_size:
             problem = (
-                f"batch_size={self.batch_size} on {self._ranks.count} ranks and chunks of {self.chunk_size}: what a "
-                "collate_fn made cannot be divided or joined; give batch_size and chunk_size alike, and one rank"
+                f"batch_size={self.batch_size} on {self._ranks.count} ranks and chunks of {self.chunk_size}: the "
+                "batches of a collate_fn cannot be split or joined; use one rank, and equal batch_size and chunk_size"
             )
         problem = problem or difference_of_sizes(self.group, self.chunk_size, self.batch_size, self._ranks.count)
         if problem:
@@ -324,7 +324,7 @@ class SharedLoader(Generic[BatchT_co]):
         It may rise by more than one, if the group was further on.
         """
         iteration = None if self._pass is None else self._pass()
-        return self._context.next_epoch if iteration is None or iteration.through else iteration.epoch
+        return self._context.next_epoch if iteration is None or iteration.ended else iteration.epoch
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
@@ -382,7 +382,7 @@ class SharedLoader(Generic[BatchT_co]):
         It is serializable as JSON.
         """
         iteration = None if self._pass is None else self._pass()
-        under_way = iteration is not None and not iteration.through
+        under_way = iteration is not None and not iteration.ended
         done = iteration.done if iteration is not None and under_way else self._done
         return {"version": _STATE_VERSION, "epoch": self.epoch, "done": _ranges(done), "terms": self._terms()}
 
@@ -422,9 +422,9 @@ class SharedLoader(Generic[BatchT_co]):
         context = self._context
         counts = dict(context.counts)
         for name in _SUMMED:
-            counts[name] += context.alone_counts[name]
+            counts[name] += context.local_counts[name]
         counts |= {"num_workers": self._group.terms.workers, "staging_bytes": context.member.staging_bytes}
-        return SharedStats(**counts, alone=context.alone, takeovers=context.member.deaths, jobs=context.member.jobs)
+        return SharedStats(**counts, alone=context.local, takeovers=context.member.deaths, jobs=context.member.jobs)
 
     def close(self) -> None:
         """Leave the group; batches that are still held stay valid. Idempotent.
@@ -462,8 +462,8 @@ def _check(
         raise InputError(f"job_transform={job_transform!r} cannot be called: give a function, or None")
     if isinstance(dataset, SmartCacheDataset):
         raise argument_conflict(
-            "a SmartCacheDataset is one job's own window over the data: give the data set beneath it, or a "
-            "CachedDataset of it"
+            "a SmartCacheDataset is a window of one job over the data: give the data set that it wraps, or a "
+            "CachedDataset of that"
         )
 
 
