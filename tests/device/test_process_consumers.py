@@ -175,7 +175,7 @@ def test_a_process_that_is_stopped_is_waited_for_no_longer_than_it_may(tmp_path:
         take(iteration, 1)
         prefetcher._own.timeout = 0.1
         os.kill(prefetcher._child.pid, signal.SIGSTOP)
-        with pytest.raises(sf.WaitError, match=rf"process {prefetcher._child.pid}, which loads, does not answer"):
+        with pytest.raises(sf.WaitError, match=rf"the loading process {prefetcher._child.pid} does not answer"):
             deque(iteration, 0)
         os.kill(prefetcher._child.pid, signal.SIGCONT)
         prefetcher._own.timeout = PATIENCE

@@ -1,4 +1,4 @@
-"""Who gets which batch of a group, what is prepared next, and when a slot is free: by example."""
+"""The schedule by example: which member gets which batch, what is prepared next, and when a slot is free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ granted, skipped, advanced = (partial(Answer, kind) for kind in (Kind.BATCH, Kin
 
 
 class Group:
-    """A schedule of 10 batches an epoch, three of them ahead, that prepares what it wants at once."""
+    """A schedule of 10 batches per epoch, three of them ahead, that finishes each needed batch at once."""
 
     def __init__(self, *members: int, batches: int = 10, ahead: int = 3) -> None:
         self.schedule = Schedule(batches, ahead)
@@ -24,7 +24,7 @@ class Group:
             assert self.schedule.join(member, position=None, catchup=False) == 0
 
     def prepare(self) -> list[int]:
-        """All that is wanted now."""
+        """Prepare all batches that are needed now."""
         started = []
         while (number := self.schedule.next_to_start()) is not None:
             started.append(number)
@@ -33,7 +33,7 @@ class Group:
         return started
 
     def take(self, member: int, *numbers: int, keep: bool = False) -> None:
-        """Let a member ask for batches and let go of them."""
+        """Request batches for a member, and release them."""
         for number in numbers:
             told = self.schedule.request(member, number, number)
             assert told in (None, granted(member, number, number))

@@ -1,4 +1,4 @@
-"""Arguments of a `SharedLoader`: what cannot be used, and what does not fit into the group, is one clear message."""
+"""Arguments of a `SharedLoader`: an invalid value, or one that differs from the group's, raises a clear error."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_coordinator() -> psutil.Process:
-    """The only one that this process has started."""
+    """Return the only coordinator that this process has started."""
     (process,) = [child for child in multiprocessing.active_children() if child.name == "stallfree-coordinator"]
     return psutil.Process(process.pid)
 
@@ -225,7 +225,7 @@ def test_batches_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             loader(batch_size=3)
         loader(batch_size=8).close()
-    with pytest.raises(sf.InputError, match=r"^batch_size=4 on 2 ranks .* use one rank, and equal batch_size and chunk_size"):
+    with pytest.raises(sf.InputError, match=r"^batch_size=4 on 2 ranks .* use one rank, and equal batch_size and"):
         loader(collate_fn=as_list)
     monkeypatch.setenv("RANK", "two")
     with pytest.raises(sf.InputError, match=r"^RANK='two'"):

@@ -110,6 +110,12 @@ class Result:
     worker: int = 0
     ended: int = 0
 
+    def add_to(self, counts: dict[str, Any]) -> None:
+        """Add the hits, misses, bytes, seconds and skips of the batch to `counts`."""
+        for name in ("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"):
+            counts[name] += getattr(self, name)
+        counts["skips"] += self.skipped
+
     def pack(self) -> list[bytes | memoryview]:
         """Return the message as pieces of bytes, to be sent one after the other."""
         memory = b"" if self.memory is None else memoryview(self.memory[: self.size])  # type: ignore[arg-type]

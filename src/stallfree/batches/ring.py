@@ -275,11 +275,7 @@ class Ring:
         """Memory of all slots in bytes."""
         if not shares_memory():
             return self.slots.bytes
-        if self._folder is None:
-            return 0
-        with contextlib.suppress(OSError):
-            return slot_bytes(self._folder.path)
-        return 0
+        return 0 if self._folder is None else slot_bytes(self._folder.path)
 
     def clear(self) -> None:
         """Remove the files. Batches that are still held stay valid."""
@@ -296,8 +292,10 @@ class Ring:
 
 
 def slot_bytes(folder: Path) -> int:
-    """Return the memory of the slots in `folder` in bytes."""
-    return sum(512 * entry.stat().st_blocks for entry in os.scandir(folder) if entry.name.startswith("slot-"))
+    """Return the memory of the slots in `folder` in bytes; 0 if the folder cannot be read."""
+    with contextlib.suppress(OSError):
+        return sum(512 * entry.stat().st_blocks for entry in os.scandir(folder) if entry.name.startswith("slot-"))
+    return 0
 
 
 def _pages(size: int) -> int:

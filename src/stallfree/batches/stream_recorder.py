@@ -50,12 +50,10 @@ class Recorder:
     def __exit__(self, kind: Any, error: object, _: object) -> None:
         if kind is not None:
             self._give_up(FAILED)
-        elif self._watches and self._has_drawn():
+        elif self._watches and (
+            self._draws.moved() or not all(same(handle.get(), state) for handle, state in self._own or ())
+        ):
             self._give_up(DREW)
-
-    def _has_drawn(self) -> bool:
-        own = self._own or ()
-        return self._draws.moved() or not all(same(handle.get(), state) for handle, state in own)
 
     def store(self, samples: Samples, streams: int, end: int | None) -> None:
         """Store samples; `end` is the id after the last sample if the stream has ended, otherwise None."""

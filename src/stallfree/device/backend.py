@@ -103,6 +103,14 @@ class Backend(ABC):
         """Set all bytes of `target` in the current stream."""
 
 
+def parse_device(device: torch.device | str | int) -> torch.device:
+    """Return `torch.device(device)`. Raises `InputError` if there is no such device type."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise device_unknown(f"device={device!r} is no device: give one such as 'cuda', 'cuda:1' or 'cpu'") from error
+
+
 class Cuda(Backend):
     """A GPU, through CUDA or ROCm.
 

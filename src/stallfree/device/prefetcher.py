@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.device.backend import Backend, Cuda, Stream
+from stallfree.device.backend import Backend, Cuda, Stream, parse_device
 from stallfree.device.copy_thread import CopyThread, HostThread, Item, LoaderThread, Snapshot, Transform
 from stallfree.device.pytree import take_apart
 from stallfree.device.staging import Place, Stager, pin, send_itself
@@ -355,14 +355,10 @@ def _snapshots(loader: Any) -> Callable[[], Snapshot] | None:
     if isinstance(loader, DevicePrefetcher):
         return None if _snapshots(loader.loader) is None else loader._snapshot
     if hasattr(loader, "state_at"):
-        return lambda: _at(loader, loader.position)
+        return lambda: partial(loader.state_at, loader.position)
     if hasattr(loader, "state_dict"):
         return lambda: _made(loader.state_dict())
     return None
-
-
-def _at(loader: Any, position: Any) -> Snapshot:
-    return lambda: loader.state_at(position)
 
 
 def _made(state: Any) -> Snapshot:
@@ -387,10 +383,7 @@ def _check(loader: Any, depth: Any, keep: Any, transform: Any, debug: bool) -> N
 
 
 def _device(device: torch.device | str | int) -> torch.device:
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise device_unknown(f"device={device!r} is no device: give one such as 'cuda', 'cuda:1' or 'cpu'") from error
+    where = parse_device(device)
     if where.type not in ("cpu", "cuda"):  # CUDA devices are checked by the backend
         try:
             torch.empty(1, device=where)

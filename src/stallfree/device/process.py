@@ -14,6 +14,7 @@ from typing import Any, Generic
 import torch
 from typing_extensions import Self
 
+from stallfree.device.backend import parse_device
 from stallfree.device.consumer import Consumer
 from stallfree.device.consumer_server import END_SECONDS
 from stallfree.device.producer import LazyFactory, Setup, produce
@@ -169,10 +170,7 @@ def _check(make_loader: Any, device: Any, depth: Any, consumers: Any, timeout: A
             raise InputError(f"{name}={value!r}: give a whole number, 1 or more")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise InputError(f"timeout={timeout!r}: give the seconds to wait for a batch, more than 0")
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise device_unknown(f"device={device!r} is no device: give one such as 'cuda', 'cuda:1' or 'cpu'") from error
+    where = parse_device(device)
     if where.type == "cuda":
         return SharedCuda(where).device
     if where.type != "cpu":

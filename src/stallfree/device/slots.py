@@ -106,29 +106,13 @@ class SharedHost(Memory):
         self._names: dict[int, str] = {}  # by address
         self._made = 0
 
-    def bind(self) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    def new_stream(self) -> Stream:
-        return None
-
-    def current_stream(self) -> Stream:
-        return None
+    bind = new_stream = current_stream = new_event = record = wait = finish = keep = _nothing
 
     def using(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
-
-    def new_event(self) -> Event:
-        return None
-
-    def record(self, event: Event) -> None:
-        pass
-
-    def wait(self, event: Event) -> None:
-        pass
-
-    def finish(self, event: Event) -> None:
-        pass
 
     def reached(self, event: Event) -> bool:
         return True
@@ -151,9 +135,6 @@ class SharedHost(Memory):
             os.close(fd)
         self._names[memory.data_ptr()] = name
         return memory
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        pass
 
     def empty_pinned(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)

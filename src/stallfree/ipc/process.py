@@ -110,7 +110,7 @@ class Child:
         self._channel = Channel(ours)
         if leads:
             if not _leaders:  # otherwise `multiprocessing` would wait at exit for non-daemon processes
-                Finalize(None, _end_leaders, exitpriority=100)
+                Finalize(None, end_all, (_leaders, _LEADER_SECONDS), exitpriority=100)
             _leaders.add(self)
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -232,10 +232,6 @@ def end_all(children: Iterable[Child], seconds: float) -> None:
         child.ask_to_end()
     for child in children:
         child.end(deadline)
-
-
-def _end_leaders() -> None:
-    end_all(_leaders, _LEADER_SECONDS)
 
 
 at_fork(after_in_child=_leaders.clear)

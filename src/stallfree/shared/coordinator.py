@@ -121,17 +121,14 @@ class Coordinator:
         descriptors = self._pool.descriptors
         for fd, events in descriptors:
             self._poller.register(fd, events)
-        ready = self._poller.poll(1000 * self._next_check_seconds() if nothing else 0)
+        seconds = min(_CHECK_SECONDS if self._started_serving else 0.01, self._preparation.lag_seconds_left)
+        ready = self._poller.poll(1000 * seconds if nothing else 0)
         for fd, _ in descriptors:
             self._poller.unregister(fd)
         if not ready:
             self._pool.check()
         self._receive(ready)
         self._ended = any(fd in self._parent_descriptors for fd, _ in ready)
-
-    def _next_check_seconds(self) -> float:
-        """Seconds until the next periodic check is due."""
-        return min(_CHECK_SECONDS if self._started_serving else 0.01, self._preparation.lag_seconds_left)
 
     # -- members ------------------------------------------------------------------------------------------------------
 

@@ -151,12 +151,8 @@ class EpochIterator:
         self._next_local()
 
     def _add_chunk(self, chunk: Chunk) -> None:
-        counts, result = self._context.counts, chunk.result
-        for name in ("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"):
-            counts[name] += getattr(result, name)
-        counts["skips"] += result.skipped
-        there = chunk.data is not None
-        ids = result.ids if there else NOTHING
+        chunk.result.add_to(self._context.counts)
+        ids = NOTHING if chunk.data is None else chunk.result.ids
         self._feed(chunk.number - self._first, chunk.data, ids)
         if chunk.error is not None:
             raise chunk.error

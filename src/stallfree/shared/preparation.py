@@ -166,9 +166,7 @@ class Preparation:
         counts = self._counts
         counts["batches"] += 1
         counts["samples"] += len(result.ids)
-        for name in ("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"):
-            counts[name] += getattr(result, name)
-        counts["skips"] += result.skipped
+        result.add_to(counts)
         if result.status == FAILED:
             error, trace = (result.value, "") if result.value is not None else unpack_error(result.note)
             result = replace(result, note=pack_plain_error(error, trace), value=None)

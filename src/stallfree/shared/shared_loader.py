@@ -319,12 +319,17 @@ class SharedLoader(Generic[BatchT_co]):
 
     @property
     def epoch(self) -> int:
-        """The group's epoch of the active pass, or of the next one.
+        """The group's epoch in the active pass, or in the next one.
 
         It may rise by more than one, if the group was further on.
         """
+        active = self._active_pass
+        return self._context.next_epoch if active is None else active.epoch
+
+    @property
+    def _active_pass(self) -> EpochIterator | None:
         iteration = None if self._pass is None else self._pass()
-        return self._context.next_epoch if iteration is None or iteration.ended else iteration.epoch
+        return None if iteration is None or iteration.ended else iteration
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
@@ -334,9 +339,7 @@ class SharedLoader(Generic[BatchT_co]):
     def __iter__(self) -> Iterator[BatchT_co]:
         if not self._end.alive:
             raise object_closed(f"the loader of the group {self.group!r} is closed: make a new one")
-        before = None if self._pass is None else self._pass()
-        if before is not None:
-            before.close()
+        self._end_pass()
         drawn = draw_seed()
         if self._shuffle:
             draw_seed()  # torch's RandomSampler draws a second seed
@@ -381,9 +384,8 @@ class SharedLoader(Generic[BatchT_co]):
 
         It is serializable as JSON.
         """
-        iteration = None if self._pass is None else self._pass()
-        under_way = iteration is not None and not iteration.ended
-        done = iteration.done if iteration is not None and under_way else self._done
+        active = self._active_pass
+        done = self._done if active is None else active.done
         return {"version": _STATE_VERSION, "epoch": self.epoch, "done": _ranges(done), "terms": self._terms()}
 
     @short_traceback
@@ -431,10 +433,13 @@ class SharedLoader(Generic[BatchT_co]):
 
         The last job ends its processes.
         """
-        iteration = None if self._pass is None else self._pass()
-        if iteration is not None:
-            iteration.close()
+        self._end_pass()
         self._end()
+
+    def _end_pass(self) -> None:
+        active = self._active_pass
+        if active is not None:
+            active.close()
 
     def __enter__(self) -> Self:
         return self

@@ -59,9 +59,7 @@ class Views:
     @property
     def ring_bytes(self) -> int:
         """Total size of the ring's slots in bytes."""
-        with contextlib.suppress(OSError):
-            return slot_bytes(self._folder)
-        return 0
+        return slot_bytes(self._folder)
 
     def clean(self, slot: int, size: int) -> None:
         """Drop this process's changes to `slot`, so that its next batch is visible. No view of it may exist."""
