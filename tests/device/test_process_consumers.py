@@ -23,29 +23,29 @@ from stallfree.device.process import ProcessPrefetcher
 
 @pytest.fixture(autouse=True)
 def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As "spawn" starts it, but for the imports, which are there already."""
+    """Starts processes like "spawn", with the imports already done."""
     monkeypatch.setattr(process, "_START_METHOD", "forkserver")
 
 
 @contextmanager
 def shared(script: Script, consumers: int, timeout: float = PATIENCE) -> Iterator[ProcessPrefetcher]:
-    """A prefetcher for several."""
+    """Return a prefetcher for several consumers."""
     with ProcessPrefetcher(script.make(), "cpu", consumers=consumers, timeout=timeout) as prefetcher:
         yield prefetcher
 
 
 def whole(epochs: range, batches: int) -> list[tuple[int, int]]:
-    """All batches of some epochs."""
+    """Return all batches of some epochs."""
     return [(epoch, number) for epoch in epochs for number in range(batches)]
 
 
 def take(iteration: Iterator[dict], count: int) -> list[int]:  # type: ignore[type-arg]
-    """The numbers of the next batches."""
+    """Return the numbers of the next batches."""
     return [read_stamp(next(iteration))[1] for _ in range(count)]
 
 
 def test_each_gets_all(tmp_path: Path) -> None:
-    """One in this process, one in a forked one, one in one that was given it by pickle."""
+    """One consumer in this process, one in a forked one, one in a process that received it by pickle."""
     script = Script(tmp_path)
     script.write(batches=25, depth=2, consumers=3)
     with shared(script, 3) as prefetcher:
@@ -66,7 +66,7 @@ def test_each_gets_all(tmp_path: Path) -> None:
 
 
 def test_the_slowest_sets_the_pace_by_the_ring(tmp_path: Path) -> None:
-    """Who holds a batch stops the others after `depth` more, and is named; who breaks off stops nobody."""
+    """A consumer that holds a batch stops the others after `depth` more and is named; one that breaks stops none."""
     script = Script(tmp_path)
     script.write(batches=8)
     with shared(script, 2) as prefetcher:
@@ -121,7 +121,7 @@ def test_who_breaks_off_takes_part_in_the_next(tmp_path: Path) -> None:
 
 
 def test_who_dies_holds_nobody_up(tmp_path: Path) -> None:
-    """Killed with a batch in use, before the first one, and before it has begun."""
+    """Killed with a batch in use, before the first batch, and before its first epoch."""
     script = Script(tmp_path)
     script.write(batches=30)
     with shared(script, 4) as prefetcher:

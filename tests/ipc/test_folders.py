@@ -120,7 +120,7 @@ def test_nobody_sees_half_of_one(root: Path) -> None:
 
 
 def test_a_folder_that_is_removed_while_it_is_listed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are removed one by one under another name: the rest is never mistaken for a foreign folder."""
+    """A folder is removed under another name, file by file: a partial listing is not a foreign folder."""
     first = open_folder(root)
     listdir = os.listdir
 

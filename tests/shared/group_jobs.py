@@ -1,8 +1,7 @@
 """Jobs of one group, each in a separate process, for the tests of `SharedLoader`.
 
-A `Job` does what it is told, batch by batch, so a test decides who is where when something happens. What comes of a job
-carries a mark by which it is found even when its parents are dead: a mapping that forks inherit, and an environment
-variable for what is started anew.
+A `Job` executes commands, batch by batch, so a test controls the position of each job. All processes of a job carry a
+mark by which orphans are found: a memory mapping, which forks inherit, and an environment variable for other processes.
 """
 
 from __future__ import annotations

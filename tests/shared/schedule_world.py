@@ -1,6 +1,6 @@
 """A simulation around a `Schedule`: jobs that behave like `SharedLoader`, delayed messages and few slots.
 
-It books for itself who needs and holds what, by the rules that a user is told, and compares after every message.
+It tracks the batches that each job needs and holds by the documented rules, and compares them after every message.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class World:
         return True
 
     def _unread(self, seat: Seat) -> set[int]:
-        """Revoke a batch that was granted to a job and that the job will not take."""
+        """Return the batches that were granted to a job and not taken by it."""
         return seat.holds - seat.job.held - {n for kind, n, _ in seat.job.outbox if kind == "release"}
 
     def _let_in(self, job: Job, position: int | None) -> None:

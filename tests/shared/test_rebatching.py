@@ -218,7 +218,7 @@ def test_what_cannot_be_divided(thing: Any) -> None:
 @given(division=divisions(), samples=st.integers(1, 60), drop_last=st.booleans(), data=st.data())
 @settings(max_examples=40)
 def test_where_to_go_on(division: tuple[int, int, int], samples: int, drop_last: bool, data: st.DataObject) -> None:
-    """The first needed chunk and all later ones complete the missing batches; a later start does not."""
+    """The chunks from the first needed one on complete the missing batches; those from a later one on do not."""
     chunk, size, ranks = division
     epoch = Epoch(list(range(samples)), chunk, number, set())
 

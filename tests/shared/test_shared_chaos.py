@@ -1,8 +1,7 @@
 """Jobs join and leave a group while jobs, workers and the coordinator are killed or stopped at random.
 
-Each job keeps a ledger: a line (turn, the group's epoch, place, id, checksum, seconds) for each sample that reached its
-loop, written batch by batch, so that the lines of a killed job stand. What the lines must be is computed without a
-loader.
+Each job writes a ledger, batch by batch, so that the lines of a killed job remain. It has one line (turn, the group's
+epoch, place, id, checksum, seconds) for each sample yielded. The expected lines are computed without a loader.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Several jobs of one group: shared preparation, separate parts, and settings that must be equal.
 
-The jobs do what the tests tell them, so nothing here depends on who is faster.
+The tests control each job by commands, so no result depends on the speed of a job.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Jobs that join, leave, die and lag: the batches of the others, and the batches prepared locally.
 
-The jobs do what the tests tell them, so nothing here depends on who is faster.
+The tests control each job by commands, so no result depends on the speed of a job.
 """
 
 from __future__ import annotations
