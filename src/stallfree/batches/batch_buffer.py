@@ -1,4 +1,4 @@
-"""The memory of a batch under construction: each sample is written to its row when it is prepared."""
+"""The memory of a batch under construction, to whose rows the samples are written as they are prepared."""
 
 from __future__ import annotations
 

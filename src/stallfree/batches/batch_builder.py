@@ -240,7 +240,9 @@ class _GatherTarget:
 
 
 class _Destination:
-    """The memory that a batch is written to: its slot, or private memory if it has no slot or the slot is too small.
+    """The memory that a batch is written to.
+
+    It is the batch's slot, or private memory if the batch has no slot or the slot is too small.
 
     Args:
         slots: slots of the ring; None for a batch without a slot.

@@ -223,7 +223,7 @@ class BatchState:
             self.samples.fetch_seconds += time.perf_counter() - started
 
     def _repeat(self, at: int, first: int) -> None:
-        """Copy the sample at position `first` to `at`, for an id that occurs twice in the batch."""
+        """Copy the sample at `first` to `at`, since its id occurs twice in the batch."""
         if self._found[first] is MISS:
             self.samples.skipped.append(self._failed[self.ids[at]])
         else:
@@ -266,7 +266,7 @@ class BatchState:
                 samples.add_failure(error, reader.source, id, "preparing", skip=self.skip)
 
     def _prepare_in_place(self, buffer: BatchBuffer) -> None:
-        """Prepare the samples in the buffer, directly from the memory of the cache: no copies, no fresh memory."""
+        """Prepare the samples in the buffer, directly from the memory of the cache and without copies."""
         for at, rest in enumerate(self.reader.split.rests(self.ids)):
             if not self._prepare_row(at, rest, buffer):  # overwritten by another process meanwhile
                 self._fetch_again(at)

@@ -80,9 +80,13 @@ class Result:
     """The result of a task.
 
     Attributes:
-        status: READY (the slot holds `size` bytes), PRIVATE (the batch is in `memory`, because the slot has no room for
-            it), WHOLE (`value` is the batch; within one process only), FAILED (the error is `value`, or packed in
-            `note`), EMPTY (all samples were skipped), UNDONE (the task was cancelled, or a cached sample was evicted).
+        status: one of
+            READY: the slot holds `size` bytes.
+            PRIVATE: the batch is in `memory`, because the slot is too small.
+            WHOLE: `value` is the batch; within one process only.
+            FAILED: the error is `value`, or packed in `note`.
+            EMPTY: all samples were skipped.
+            UNDONE: the task was cancelled, or a cached sample was evicted.
         token, number, slot: those of the task.
         ids: ids of the samples in the batch.
         skipped: number of skipped samples; `note` then has one line per error.

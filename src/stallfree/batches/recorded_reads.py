@@ -1,6 +1,6 @@
-"""Makes samples of a data set whose file reads are cached: `dataset[id]` runs each time on cached file contents.
+"""Makes samples of a data set whose file reads are cached.
 
-The values that the data set returns are not cached, so no transform is classified, and each epoch draws fresh numbers.
+`dataset[id]` runs each time, on cached file contents. The values that the data set returns are not cached, so no transform is classified, and each epoch draws fresh numbers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RecordedReads:
         return samples
 
     def _read(self) -> list[Any]:
-        """Return the records that the cache has: as views of its memory if it does not evict, otherwise as copies."""
+        """Return the cached records: views of the cache's memory if it does not evict, otherwise copies."""
         reader, cache = self.reader, self.reader.cache
         assert cache is not None
         if isinstance(cache, Lends) and not cache.policy.evicts:

@@ -1,4 +1,4 @@
-"""Access to the samples of a data set: its source, cache, transforms, random draws and active fetches."""
+"""Access to the samples of a data set: source, cache, transforms, seeds and active fetches."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def plain_beneath(source: Source, id: int) -> tuple[MapSource, int] | None:
 
 @contextlib.contextmanager
 def untouched(source: Source) -> Iterator[None]:
-    """Remove the attributes that a plain data set sets on itself in this context, such as open files.
+    """Remove the attributes that a plain data set sets on itself in this context.
 
     A data set may open a file for its first sample and keep it. Forked workers would share the descriptor's position
     and read the data of other samples.

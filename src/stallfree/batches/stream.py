@@ -1,4 +1,4 @@
-"""Makes samples of an iterable data set: as with torch's loader, each worker iterates over its own copy.
+"""Makes samples of an iterable data set, over a copy of which each worker iterates, as in torch.
 
 The sample at `position` of stream `number` has the id `position * streams + number`. A stream begins with the task that
 contains its position 0. It cannot be rewound, so each of its tasks goes to the same process, in order, and only once.
@@ -35,7 +35,7 @@ def stream_ids(number: int, streams: int, first: int, count: int) -> Ids:
 
 
 def loader_reader(dataset: Any, workers: int, *, drop_last: bool) -> Reader:
-    """Return the reader for a loader: a `StreamReader` for an iterable data set, otherwise that of `reader_of`."""
+    """Return a `StreamReader` for an iterable data set, otherwise the result of `reader_of`."""
     if not isinstance(dataset, IterableDataset):
         return reader_of(dataset)
     if isinstance(dataset, IterDataPipe):

@@ -27,7 +27,7 @@ class Recorder:
             samples = ...  # taken from the iterator
         recorder.store(samples, streams, end)
 
-    The last ids of the cache, one for each stream, hold the lengths of the streams that were read to their end.
+    The last ids of the cache, one per stream, hold the lengths of the streams that have ended.
 
     Args:
         cache: a cache for these samples only.

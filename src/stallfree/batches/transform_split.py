@@ -32,7 +32,7 @@ _FORMS = 0x666F726D
 
 
 class Reclassified(Exception):
-    """Raised when a step before the cache turns out to be random: the batch must be built again."""
+    """Raised when a cached step turns out to be random, so that the batch is built again."""
 
 
 class TransformSplit:
@@ -212,6 +212,6 @@ class TransformSplit:
 
 
 def is_prepared(ids: Sequence[int] | npt.NDArray[np.int64], share: float) -> npt.NDArray[Any]:
-    """Return which of `ids` are cached prepared if a `share` of all samples is: a function of the id alone."""
+    """Return which of `ids` are cached prepared, if a `share` of all samples is. Depends only on the ids."""
     below: npt.NDArray[Any] = mixed(np.asarray(ids, np.uint64), _FORMS) < np.uint64(min(share * 2.0**64, 2**64 - 1))
     return below

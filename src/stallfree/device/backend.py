@@ -73,9 +73,9 @@ class Backend(ABC):
 
     @abstractmethod
     def keep(self, tensor: torch.Tensor) -> None:
-        """Mark the memory of `tensor` as used by the current stream, so that it is not reused before that work is done.
+        """Mark the memory of `tensor` as used by the current stream.
 
-        Memory of another device is ignored.
+        It is then not reused before the work submitted so far is done. Memory of another device is ignored.
         """
 
     @abstractmethod

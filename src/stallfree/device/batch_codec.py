@@ -1,4 +1,4 @@
-"""The batch codec: splits a batch into tensors and the rest in the loading process, and joins them in the consumer.
+"""The batch codec: splits a batch into tensors and the rest, and joins them in the consumer.
 
 The tensors are stored in a slot; their layout is sent as bytes, which are equal for equal layouts. The rest is pickled.
 """

@@ -3,8 +3,8 @@
 On a CPU, `HostThread` fetches the next batch while the model works with the current one. Code that draws random numbers
 must not run concurrently with the model, which draws from the same process-wide generators:
 
-- Where stallfree seeds the generators for a sample, or watches them while a cache is filled, and restores them
-  afterwards, the thread waits until the next batch is requested.
+- stallfree seeds the generators for a sample, or watches them while a cache is filled, and restores them afterwards.
+  Before it does so, the thread waits until the next batch is requested.
 - A loader that draws random numbers itself is detected by its first two batches, during which the model waits. The
   first one may draw the seed of a sampler. If both changed a generator, the whole pass runs without overlap.
 """

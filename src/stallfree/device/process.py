@@ -34,8 +34,8 @@ _ANSWER_SECONDS = 1.0
 class ProcessPrefetcher(Generic[BatchT_co]):
     """Loads batches and copies them to the device in a separate process.
 
-    The loading process starts at once, by "spawn": scripts need the guard below. It calls `make_loader`, iterates the
-    result once per epoch, and copies each batch to one of `depth` + 1 slots in device memory, which are allocated once.
+    The loading process starts at once, by "spawn": scripts need the guard below. It calls `make_loader` and
+    iterates the result once per epoch. It copies each batch to one of `depth` + 1 persistent slots in device memory.
     The training process maps the same memory (CUDA IPC) and receives only the number of the ready slot. Unlike in
     `DevicePrefetcher`, loading and staging do not compete with the training loop for one interpreter.
 
@@ -48,8 +48,8 @@ class ProcessPrefetcher(Generic[BatchT_co]):
 
     **Several consumers.** Processes that use the same GPU can share the batches: each gets every batch of every epoch
     once, in order. Pass `prefetcher.consumer(k)` to the process that is consumer k, which iterates it. An epoch starts
-    when all consumers have requested it, and a slot is free when all have returned it, so the slowest consumer limits
-    the others to `depth` batches ahead. A consumer that leaves an epoch takes part again in the next one; one that is
+    when all consumers have requested it. A slot is free when all have returned it: the slowest consumer limits the
+    others to `depth` batches ahead. A consumer that leaves an epoch takes part again in the next one; one that is
     closed, no longer referenced or dead is not waited for. All consumers share the memory of a batch: do not change it
     in place. The GPU must have the same index in all processes.
 

@@ -37,7 +37,7 @@ _SWITCH_SECONDS = 0.001
 
 
 class LazyFactory:
-    """A function that is unpickled only when called, so that unpickling errors are handled like errors of the call.
+    """A function that is unpickled when it is called, so that errors of both are handled alike.
 
     It seeds torch's generator in the new process with a number drawn in this one.
     """

@@ -253,7 +253,7 @@ class OpenSlots:
             self.memory.record(self._slots[number].used)
 
     def close(self) -> None:
-        """Wait for all work on the slots, since the loader does not wait for a closed consumer, then unmap them."""
+        """Wait for all work on the slots, then unmap them: the loader does not wait for a closed consumer."""
         if self._alive():
             for slot in self._slots.values():
                 self.memory.finish(slot.used)

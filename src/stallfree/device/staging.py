@@ -1,4 +1,4 @@
-"""Staging: copies the tensors of a batch to the device in few copies, from pinned memory to few device allocations."""
+"""Staging: sends the tensors of a batch to the device in few copies, through pinned memory."""
 
 from __future__ import annotations
 

@@ -228,8 +228,8 @@ class SharedFolder:
         created: whether this call created it.
 
     A forked child shares its parent's attachment: `close` in the child drops only the child's part. Raises `WaitError`
-    if another process has been creating or removing the folder for 10 s, `StorageError` if the name is taken by
-    something else or the folder cannot be created.
+    if another process has been creating or removing the folder for 10 s. Raises `StorageError` if the name is taken by
+    something else, or the folder cannot be created.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Makes forks wait until the lock of torch's generator is free: a child could never take a lock copied while held.
+"""Makes forks wait until the lock of torch's generator is free.
+
+A child could never take a lock that was copied while a thread of the parent held it.
 
 Threads take the lock after they have released the GIL to draw random numbers. The fork holds the GIL, so it waits until
 those threads are done; no thread can start meanwhile. This costs 2 ms where other threads draw nothing.

@@ -1,9 +1,8 @@
 """A lock between processes that is released when its holder dies.
 
 POSIX record locks belong to a process: the kernel releases them at its death, and a forked child does not inherit them.
-A process loses *all* its locks on a file when it closes *any* descriptor of that file. There is therefore one
-descriptor per file and process, shared by all `FileLock` objects of that file, with a thread lock for the threads of
-the process.
+A process loses *all* its locks on a file when it closes *any* descriptor of that file. All `FileLock` objects of a file
+in a process therefore share one descriptor, and one thread lock.
 """
 
 from __future__ import annotations

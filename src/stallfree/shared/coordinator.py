@@ -1,4 +1,4 @@
-"""The coordinator process: owns a group's ring and workers, prepares its batches and grants each to every member.
+"""The coordinator process: prepares a group's batches and grants each to every member.
 
 It is a child process of one of the jobs, started by the first job that finds none. It ends with that job, or when no
 member is left. It holds no state that could be lost: every batch can be recomputed from its number.

@@ -1,4 +1,4 @@
-"""One epoch of one job: yields the batches that the group serves, then those that the job prepares locally.
+"""One epoch of one job: the batches served by the group, then those prepared locally.
 
 Chunks come from `Member.take`, or from a local worker pool for gaps; `Rebatching` converts them into the job's own
 batches.

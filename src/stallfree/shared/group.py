@@ -1,4 +1,4 @@
-"""A group of jobs on this host: its shared folder, the terms its jobs agree on, and the coordinators started here."""
+"""A group of jobs on this host: its folder, its terms, and the coordinators started by this process."""
 
 from __future__ import annotations
 

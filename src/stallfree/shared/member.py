@@ -328,7 +328,7 @@ class Member:
         link.request(self._serial, number)
 
     def _open(self, link: Link, message: Message) -> Chunk:
-        """Open the batch of a message: as a view of the ring, or as a copy if too many views are held."""
+        """Open the batch of a message as a view of the ring; as a copy if too many views are held."""
         number, result = message.number, unpack_result(message.body)
         chunk = Chunk(number, result)
         assert link.views is not None

@@ -1,4 +1,4 @@
-"""The batches of a group: built ahead of the members' requests, kept in the ring while a member needs or holds them.
+"""Builds a group's batches ahead of requests, and keeps them while a member needs or holds them.
 
 The `Schedule` selects the next batch, the worker pool builds it, and `collect` returns the answers to waiting members.
 """

@@ -1,4 +1,4 @@
-"""The schedule of a group: which member gets which batch, which batch is next, which slots are free. Pure bookkeeping.
+"""The schedule of a group: assigns batches to members, selects the next batch and the slots to free. Does no I/O.
 
 The batches of all epochs form one sequence: batch n of epoch e has the number `e * batches + n`. Members request rising
 numbers, so one number per member, its *cursor*, describes what it still needs: that batch and all later ones. A batch

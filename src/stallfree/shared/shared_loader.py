@@ -114,9 +114,9 @@ class SharedLoader(Generic[BatchT_co]):
             "detach" it: it prepares the rest of its epoch locally, and rejoins the others in the next one.
         job_transform: applied in this process to each batch of this job, after the shared prep. Its random draws are a
             function of (seed, epoch, number of the batch).
-        workers: `RayWorkers`: the batches are prepared on a Ray cluster, once for the jobs of all hosts that give the
-            same `group` and cluster, and fetched once per host. `num_workers` local workers continue if no Ray worker
-            is left. Requires a seed, the same on all hosts.
+        workers: `RayWorkers` prepare the batches on a Ray cluster, once for all hosts with the same `group` and
+            cluster. Each host fetches them once. `num_workers` local workers continue if no Ray worker is left.
+            Requires a seed, the same on all hosts.
 
     Attributes:
         group: the group's name.

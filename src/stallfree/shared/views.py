@@ -68,7 +68,7 @@ class Views:
             self.drop(slot)
 
     def keep(self, slot: int, size: int) -> None:
-        """Copy the pages of `slot` to this process, so that a new batch in it does not change what is held."""
+        """Copy the pages of `slot` to this process, so that a new batch does not change the held one."""
         pages = np.frombuffer(self._maps[slot], np.uint8, size)[:: mmap.PAGESIZE]
         pages[:] = pages.copy()
 
