@@ -1,6 +1,7 @@
 """Makes samples of a data set whose file reads are cached.
 
-`dataset[id]` runs each time, on cached file contents. The values that the data set returns are not cached, so no transform is classified, and each epoch draws fresh numbers.
+`dataset[id]` runs each time, on cached file contents. The values that the data set returns are not cached, so no
+transform is classified, and each epoch draws fresh numbers.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
+
+from typing_extensions import Self
 
 from stallfree.errors import StallfreeError
 from stallfree.ipc import sockets
@@ -30,7 +32,6 @@ VISITOR = -2
 """Sent in place of a consumer's number: the connection is for a single request."""
 
 _HEAD = struct.Struct("<4q")
-_Connection = TypeVar("_Connection", bound="Connection")
 
 
 class Message(NamedTuple):
@@ -274,7 +275,7 @@ class Connection(_End):
 
     @classmethod
     def open(
-        cls: type[_Connection],
+        cls,
         folder: Path,
         version: int,
         number: int = 0,
@@ -282,7 +283,7 @@ class Connection(_End):
         body: bytes = b"",
         *,
         watch: bool = True,
-    ) -> _Connection | None:
+    ) -> Self | None:
         """Connect to the server in `folder` and send the first message; returns None if there is no server.
 
         Args:

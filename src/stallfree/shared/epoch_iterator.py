@@ -171,23 +171,19 @@ class EpochIterator:
                     raise StopIteration
                 self._local = self._start_local(*self._gaps.popleft())
             epoch, progress, at = self._local
+            batch: tuple[Any, Ids] | None = None
             try:
-                data, ids = next(epoch)
-            except StopIteration:
-                self._feed_empty(at, progress.handed_out)
-                self._local = None
-                if self._ready:
-                    return
-                continue
-            except Exception:
-                self._feed_empty(at, progress.handed_out)
+                batch = next(epoch, None)
+            finally:  # the chunks passed over are empty, or one has raised
+                self._feed_empty(at, progress.handed_out - (batch is not None))
                 self._local = epoch, progress, progress.handed_out
-                raise
-            self._feed_empty(at, progress.handed_out - 1)
-            self._local = epoch, progress, progress.handed_out
-            self._context.local += 1
-            self._feed(progress.handed_out - 1, data, ids)
-            return
+            if batch is not None:
+                self._context.local += 1
+                self._feed(progress.handed_out - 1, *batch)
+                return
+            self._local = None
+            if self._ready:
+                return
 
     def _feed_empty(self, start: int, stop: int) -> None:
         for number in range(start, stop):
