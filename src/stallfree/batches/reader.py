@@ -62,7 +62,7 @@ class Reader(SampleAccess):
                     self.follow()
                     buffer = buffer if self.in_place else None
             finally:
-                self._give_up(pending)
+                self._cancel(pending)
             pending = Pending(ids)
 
     def fill(self, ids: npt.NDArray[np.int64]) -> int:
@@ -76,7 +76,7 @@ class Reader(SampleAccess):
             except Reclassified:
                 continue
             finally:
-                self._give_up(pending)
+                self._cancel(pending)
 
 
 def reader_of(dataset: Any) -> Reader:

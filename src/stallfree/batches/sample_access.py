@@ -109,11 +109,11 @@ class SampleAccess:
         self._pool: ThreadPoolExecutor | None = None
         self._pid = -1
         self._ended = ""
-        self._see_randomness()
+        self._update_seeding()
 
-    def _see_randomness(self) -> None:
+    def _update_seeding(self) -> None:
         """Determine which generators are seeded, and whether threads may fetch."""
-        self._seen = self.split.uncached
+        self._seeded_split = self.split.uncached
         # Without a cache, a plain data set may augment its samples itself, so it is indexed in the thread that is
         # seeded. The same holds for a source that one thread reads, or whose `fetch` was observed to draw.
         threads = bool(getattr(self.source, "threads", True))
@@ -216,7 +216,7 @@ class SampleAccess:
         if self.cache is not None and self.caches and ids:
             self.cache.put_many(ids, values, uncached=self.split.uncached)
 
-    def _give_up(self, pending: Pending) -> None:
+    def _cancel(self, pending: Pending) -> None:
         """Cancel reads and fetches; fetches that have begun are still counted as reads."""
         if pending.reading is not None:
             pending.reading.cancel()
@@ -230,8 +230,8 @@ class SampleAccess:
     def follow(self) -> None:
         """Adopt a split that changed here or in another process that shares the cache."""
         self.split.follow()
-        if self._seen != self.split.uncached:
-            self._see_randomness()
+        if self._seeded_split != self.split.uncached:
+            self._update_seeding()
 
     def check_settings(self) -> None:
         """Warn of attributes of the data set and its steps that changed after samples were cached."""
