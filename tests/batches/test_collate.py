@@ -1,4 +1,4 @@
-"""Batches that are composed in place are the batches that torch makes."""
+"""Batches composed in place equal those of torch's `default_collate`."""
 
 from __future__ import annotations
 

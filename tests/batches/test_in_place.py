@@ -1,4 +1,4 @@
-"""Samples that are prepared in the rows of their batch, out of the cache itself."""
+"""Samples prepared in the rows of their batch, directly from the cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIDE = 24
 
 
 def picture(id: int) -> np.ndarray[Any, Any]:
-    """Of a size and content that its id decides."""
+    """Return bytes whose size and content are a function of the id."""
     rng = np.random.default_rng(id)
     return rng.integers(0, 256, (30 + 3 * id, 60 - 2 * id, 3), np.uint8)
 
@@ -41,7 +41,7 @@ def encoded(id: int) -> bytes:
 
 
 class Pictures(BaseSource):
-    """Pairs of a picture, encoded or not, and a label; counts what is read."""
+    """Source of pairs (picture, encoded or not; label) that counts its fetches."""
 
     def __init__(self, make: Callable[[int], Any], *steps: Any) -> None:
         self.make, self.pipeline, self.reads = make, Compose(steps), 0
@@ -66,7 +66,7 @@ def on_picture(*steps: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def reading(source: Pictures, **options: Any) -> Iterator[Reader]:
-    """A reader with all records of `source` in its cache as they are fetched."""
+    """Return a reader whose cache holds all records of `source` as fetched."""
     with SampleCache(COUNT, capacity="4MiB", fingerprint="tested", **options) as cache:
         reader = Reader(source, cache, Compose([]), source.pipeline)
         reader.finish(reader.start(np.arange(COUNT)), 0, 0, skip=False)
@@ -75,7 +75,7 @@ def reading(source: Pictures, **options: Any) -> Iterator[Reader]:
 
 
 def make_buffer(reader: Reader, count: int) -> tuple[BatchBuffer, np.ndarray[Any, Any]]:
-    """A buffer for samples such as the reader gives, and the memory that they are in."""
+    """Return a buffer for samples like those of the reader, and its memory."""
     memory = np.zeros(4 << 20, np.uint8)
     first = reader.finish(reader.start(np.arange(1)), 0, 0, skip=False).values[0]
     buffer = BatchBuffer(encode(first)[0], count, lambda size: memory[:size])
@@ -157,7 +157,7 @@ def test_what_is_changed_while_it_is_read_comes_from_the_source() -> None:
 
     @in_place
     class Disturbed:
-        """Has another process drop what it is looking at, at the third call, and put something else there."""
+        """At the third call, another process replaces the record that is being read."""
 
         calls = 0
 
@@ -191,7 +191,7 @@ def test_what_is_changed_while_it_is_read_comes_from_the_source() -> None:
 
 @in_place
 class Named:
-    """Fails, or gives another form, for some labels."""
+    """Raises, or returns another structure, for some labels."""
 
     def __init__(self, odd: dict[int, str]) -> None:
         self.odd = odd

@@ -1,4 +1,4 @@
-"""Messages arrive as they were sent, whole or not at all, and the iterating process never waits for one."""
+"""Messages arrive complete and unchanged, and the iterating process never waits for one."""
 
 from __future__ import annotations
 

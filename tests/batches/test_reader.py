@@ -1,4 +1,4 @@
-"""`Reader`: how the samples of a batch come to be."""
+"""`Reader`: the samples of a batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ids(*given: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 def reading(
     source: Any, *, cached: bool = True, rest: Any = (), fresh: bool = False, **options: Any
 ) -> Iterator[Reader]:
-    """A reader that caches what the steps of the source give."""
+    """Return a reader that caches the outputs of the source's steps."""
     cache = SampleCache(len(source), capacity="1MiB", fingerprint="tested", **options) if cached else None
     reader = Reader(source, cache, source.pipeline, Compose(rest))
     try:

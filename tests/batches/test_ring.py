@@ -1,4 +1,4 @@
-"""The ring: a kept batch is never overwritten, and every slot comes back."""
+"""The ring: a held batch is never overwritten, and every slot becomes free again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fill(ring: Ring, slot: int, value: int, size: int = 100) -> None:
 
 
 def lend(ring: Ring, slot: int, size: int = 100) -> torch.Tensor:
-    """A tensor on the memory of the slot, which it holds on lease."""
+    """Return a tensor over the memory of a slot, which it leases."""
     memory = ring.slots.view(slot, size)
     ring.lease(slot, memory)
     return torch.from_numpy(memory[:size])
@@ -104,7 +104,7 @@ def test_a_slot_grows(ring: Ring) -> None:
 
 
 def test_another_process_sees_what_was_written(ring: Ring) -> None:
-    """As a worker does, with slots that came by pickle and map what is there."""
+    """Like a worker, whose slots were pickled and map existing files."""
     import pickle
 
     slots = pickle.loads(pickle.dumps(ring.slots))
@@ -117,7 +117,7 @@ def test_another_process_sees_what_was_written(ring: Ring) -> None:
 
 
 def test_a_ring_that_grows_and_shrinks_holds_no_more_than_its_slots(ring: Ring) -> None:
-    """Whatever processes have mapped: here a worker and a consumer, which never unmap a slot."""
+    """The memory of the slots is bounded although a worker and a consumer map them and never unmap them."""
     worker, consumer, size = pickle.loads(pickle.dumps(ring.slots)), Views(ring.slots.folder), 1 << 18
     for value in range(8):
         ring.resize(12)
@@ -195,7 +195,7 @@ def test_memory_outlives_the_ring() -> None:
 
 
 class RingModel(RuleBasedStateMachine):
-    """A ring against a list of what was written into each batch that is kept."""
+    """Compares a ring with a list of the values written to each held batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ TestRingModel.settings = settings(max_examples=8, stateful_step_count=30)
 
 
 class ResizedRing(RuleBasedStateMachine):
-    """A ring whose number of slots changes while some are in use, against a set of those in use.
+    """Compares a ring whose size changes during use with the set of slots in use.
 
     They are filled by a worker, which never unmaps a slot.
     """
@@ -348,7 +348,7 @@ def test_batches_that_grow() -> None:
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_staging_is_a_limit(cached: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Batches of 768 to 16 x 768 bytes and a ring that has no room for the larger ones."""
+    """A ring with batches of 768 to 16 x 768 bytes, the larger of which do not fit."""
     sizes = [1, 4, 16, 1, 16, 4, 16, 1]
     ids = iter(range(1000))
     batches = [[next(ids) for _ in range(size)] for size in sizes * 4]
@@ -379,7 +379,7 @@ def test_staging_without_room_for_anything() -> None:
 
 
 def test_large_batches_by_way_of_the_connection() -> None:
-    """Megabytes that no buffer of the kernel holds, while tasks go the other way."""
+    """Results larger than the kernel's buffers arrive while tasks are sent the other way."""
     big = Made(12, lambda id: torch.full((1 << 18,), id, dtype=torch.float64))
     with sf.DataLoader(big, num_workers=2, staging="64KiB", prefetch_factor=3) as loader:
         assert [batch.unique().tolist() for batch in loader] == [[id] for id in range(12)]
@@ -419,7 +419,7 @@ def test_a_forked_child_cannot_go_on_with_an_iteration(persistent: bool) -> None
 
 
 def test_a_ring_that_is_closed_while_a_thread_gathers_makes_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The garbage collector may close it in that very thread, between any two lines."""
+    """The garbage collector may close the ring in the same thread, between any two lines."""
     ring = Ring(2, None)
     ring.close()
     assert ring.take() is None

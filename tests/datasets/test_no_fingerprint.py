@@ -187,7 +187,7 @@ def test_a_group() -> None:
         assert len(list(first)) == 8
         with sf.SharedLoader(Holder(threading.Lock()), group="locked"):
             pass
-        with pytest.raises(sf.InputError, match="the data set is another one"):
+        with pytest.raises(sf.InputError, match="the data set differs"):
             sf.SharedLoader(Holder(threading.Lock(), 7), group="locked")
 
 

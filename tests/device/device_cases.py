@@ -1,4 +1,4 @@
-"""Batches with stamps, loaders with troubles, and a training loop that looks at all that it is given."""
+"""Stamped batches, loaders with faults, and a training loop that checks each batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Stamped = tuple[Any, list[torch.Tensor]]
 
 
 class Trouble(Exception):
-    """Of batch `number`."""
+    """Return the stamp of batch `number`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -23,7 +23,7 @@ class Trouble(Exception):
 
 
 class Parcel:
-    """No tensor: sends itself, by `.to()`, in the stream that is current then."""
+    """Not a tensor: its `.to()` copies it in the current stream."""
 
     def __init__(self, world: World, content: torch.Tensor) -> None:
         self.world, self.content = world, content
@@ -33,7 +33,7 @@ class Parcel:
 
 
 class Crate(Parcel):
-    """As a parcel, but its memory can be kept, as that of tensors: it is sent in the copy stream."""
+    """Like a parcel, but its memory can be kept like that of tensors: it is sent in the copy stream."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Crate:
         return Crate(self.world, send(self.world, self.content))
@@ -44,7 +44,7 @@ class Crate(Parcel):
 
 
 def send(world: World, content: torch.Tensor) -> torch.Tensor:
-    """A copy on the device, made in the current stream."""
+    """Return a copy on the device, made in the current stream."""
     pinned = world.backend.empty_pinned(content.nbytes).view(content.dtype)
     world.backend.stage([pinned], [content])
     sent = world.backend.empty(content.nbytes).view(content.dtype)
@@ -54,7 +54,7 @@ def send(world: World, content: torch.Tensor) -> torch.Tensor:
 
 
 def make_leaf(world: World, kind: str, length: int, stamp: int) -> tuple[Any, torch.Tensor]:
-    """What a loader gives, and what it should be."""
+    """A batch of a loader, and its expected values."""
     value = torch.arange(length, dtype=torch.int32) * 1009 + stamp
     if kind == "scalar":
         value = torch.tensor(float(stamp))
@@ -72,7 +72,7 @@ def make_leaf(world: World, kind: str, length: int, stamp: int) -> tuple[Any, to
 
 
 def make(world: World, structure: Any, scale: int, stamp: int) -> Stamped:
-    """A batch of a structure: nests of dict, list and tuple with pairs of a leaf's kind and its length."""
+    """Return a batch of a structure: nested dicts, lists and tuples of (kind of leaf, length)."""
     expected: list[torch.Tensor] = []
 
     def walk(part: Any) -> Any:
@@ -91,7 +91,7 @@ def make(world: World, structure: Any, scale: int, stamp: int) -> Stamped:
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    """What `walk` put into a batch, in order."""
+    """Return the leaves that `walk` put into a batch, in order."""
     if isinstance(batch, dict):
         batch = list(batch.values())
     if isinstance(batch, list | tuple):
@@ -101,7 +101,7 @@ def leaves_of(batch: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Order:
-    """A batch that a loader has to give.
+    """A batch that a loader must deliver.
 
     Attributes:
         structure, scale: as `make` takes them.
@@ -114,7 +114,7 @@ class Order:
 
 
 class Loader:
-    """Gives the batches of its orders, and goes on after its errors.
+    """Delivers the batches of its orders, and continues after its errors.
 
     Attributes:
         made: what each batch should be, by its stamp.
@@ -142,14 +142,14 @@ class Loader:
         return {"number": number, "stamp": stamp, "data": batch}
 
     def empty(self, size: int) -> torch.Tensor:
-        """In the place of the backend's own."""
+        """Replaces the method of the backend."""
         number, self._refused.number = getattr(self._refused, "number", None), None
         if number is not None:
             raise Trouble(number)
         return self._plain(size)
 
     def transform(self, batch: Any) -> Any:
-        """To be called on the device: twice each number, in new memory; `doubled` says what that gives."""
+        """A transform on the device: doubles each number, in new memory; `doubled` gives the expected values."""
         if self.orders[batch["number"]].trouble == "transform":
             raise Trouble(batch["number"])
         data = [
@@ -205,7 +205,7 @@ class Loop:
         self._held: list[Any] = []
 
     def run(self, prefetcher: Any, end: int | None = None) -> None:
-        """One epoch; breaks off after `end` batches and errors."""
+        """Run one epoch; break after `end` batches and errors."""
         self.seen = []
         iterator = iter(prefetcher)
         while end is None or len(self.seen) < end:
@@ -255,7 +255,7 @@ class Loop:
             self.world.use(leaf, value, self.seconds)
 
     def end(self) -> None:
-        """Use what was held, and let go of it."""
+        """Use the held batches once more, and drop them."""
         event = self.world.backend.new_event()
         with self.world.using(self._streams[0]):
             self.world.backend.record(event)

@@ -1,4 +1,4 @@
-"""Who does what after what: vector clocks of threads, streams, events and the queues between threads."""
+"""The order of actions: vector clocks of threads, streams, events and the queues between threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Agent:
         return dict(self.clock), self.time
 
     def meet(self, stamp: Stamp) -> None:
-        """Go on after what the stamp says."""
+        """Continue after the actions of the stamp."""
         clock, time = stamp
         for number, tick in clock.items():
             if tick > self.clock.get(number, 0):
@@ -50,7 +50,7 @@ class Agent:
 
 
 class Stream(Agent):
-    """Does what it is given in order, some time.
+    """Executes its work in order, at some later time.
 
     Attributes:
         work: given and not done.
@@ -64,7 +64,7 @@ class Stream(Agent):
 
 
 class Event:
-    """A mark in a stream; without a stamp it was never recorded."""
+    """A mark in a stream; without a stamp, it was never recorded."""
 
     def __init__(self) -> None:
         self.stamp: Stamp | None = None
@@ -73,7 +73,7 @@ class Event:
 
 @dataclass
 class Access:
-    """Of the bytes from `begin` to `end`, as number `tick` of what the agent did."""
+    """An access to the bytes from `begin` to `end`, as action `tick` of the agent."""
 
     agent: Agent
     tick: int
@@ -88,7 +88,7 @@ class Access:
 
 @dataclass
 class Piece:
-    """Memory that was handed out.
+    """A piece of allocated memory.
 
     Attributes:
         name: in messages.
@@ -108,7 +108,7 @@ class Piece:
 
 
 class ClockedQueue:
-    """A queue between threads: who gets comes after who put."""
+    """A queue between threads: a `get` comes after the corresponding `put`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -130,7 +130,7 @@ class ClockedQueue:
 
 
 class ClockedThread(threading.Thread):
-    """A thread that comes after who started it, and before who joined it."""
+    """A thread ordered after its start and before its join."""
 
     def __init__(self, world: World, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -154,7 +154,7 @@ class ClockedThread(threading.Thread):
 
 
 class ClockedThreading:
-    """The module `threading` with other threads."""
+    """The module `threading` whose `Thread` is a `ClockedThread`."""
 
     def __init__(self, world: World) -> None:
         self.Thread = partial(ClockedThread, world)

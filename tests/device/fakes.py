@@ -1,15 +1,15 @@
-"""A device that is none: it works late, keeps time by itself, and sees who touches which bytes without an order.
+"""A simulated device with virtual time that detects unordered accesses to the same bytes.
 
-Threads and streams are agents. Each has a vector clock and a time; what orders two agents on a real device joins both:
+Threads and streams are agents. Each has a vector clock and a time, which are joined by the same operations as on a
+device:
 
-    a thread gives work to a stream     the stream begins it no sooner
-    `record`, then `wait` or `finish`   the stream, or the thread, goes on no sooner
+    submission of work to a stream      the stream begins the work after the submission
+    `record`, then `wait` or `finish`   the stream or the thread continues after the event
     a queue, a thread's start and end   as between any threads
-    a piece of memory that is freed     by whoever held it; who lets it go last comes after all others
+    a piece of memory that is freed     the last agent that drops it continues after all others that held it
 
-Two accesses to the same bytes, one of them a write, that nothing orders are a fault, in whichever order they happen to
-be made here. The bytes are real, and streams do their work as late as they may, drawn at random: so faulty code gives
-wrong data, too.
+Two accesses to the same bytes, of which one is a write, are a fault if they are not ordered. The bytes are real, and
+streams execute their work as late as allowed, at random, so that faulty code also yields wrong data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FRESH, FREED = 0xA5, 0x5A
 
 
 class World:
-    """The device, the threads, and what was seen.
+    """The device, its threads, and the observed faults.
 
     Args:
         seed: decides how late streams are.
@@ -79,14 +79,14 @@ class World:
 
     @property
     def here(self) -> Agent:
-        """The thread that asks."""
+        """The agent of the calling thread."""
         if not hasattr(self._local, "agent"):
             self.enter(threading.current_thread().name, ({}, 0.0))
         agent: Agent = self._local.agent
         return agent
 
     def enter(self, name: str, stamp: Stamp) -> None:
-        """This thread begins, after what the stamp says."""
+        """Begin this thread after the actions of the stamp."""
         with self.lock:
             self._agents += 1
             agent = self._local.agent = Agent(name, self._agents)
@@ -94,7 +94,7 @@ class World:
             agent.meet(stamp)
 
     def meet(self, stamp: Stamp) -> None:
-        """This thread goes on after what the stamp says."""
+        """Continue this thread after the actions of the stamp."""
         with self.lock:
             self.here.meet(stamp)
 
@@ -103,12 +103,12 @@ class World:
             return self.here.stamp()
 
     def sleep_until(self, time: float) -> None:
-        """This thread goes on no sooner."""
+        """Advance the time of this thread to at least the given one."""
         self.meet(({}, time))
 
     @property
     def current(self) -> Stream:
-        """The stream to which this thread gives its work."""
+        """The stream that receives this thread's work."""
         stream: Stream = getattr(self._local, "stream", self.main)
         return stream
 
@@ -126,7 +126,7 @@ class World:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def hand_out(self, kind: str, size: int) -> torch.Tensor:
-        """Memory for this thread's current stream, or for the host, until nobody refers to it."""
+        """Allocate memory for this thread's current stream, or for the host, until it is unreferenced."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         with self.lock:
@@ -139,7 +139,7 @@ class World:
             return torch.from_numpy(held)
 
     def lend(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` in pinned memory of a loader, which writes there again as soon as nobody refers to it."""
+        """Return `value` in pinned memory of a loader, which overwrites it once it is unreferenced."""
         memory = self.hand_out("lent", value.nbytes)
         lent: Any = torch.empty(0, dtype=value.dtype)
         lent.set_(memory.untyped_storage(), 0, value.shape, value.stride())
@@ -168,7 +168,7 @@ class World:
             self._blocks.append((piece.kind, piece.owner, piece.block, time, behind))
 
     def _expect_unused(self, piece: Piece, done: str, by: str) -> None:
-        """All that was done with a piece must be over for whatever comes after all threads and those that keep it."""
+        """Add a fault for each access to a piece that neither a thread, its owner nor a keeper is ordered after."""
         after = Agent(by, 0)
         for agent in [*self._hosts, *piece.keepers, *([piece.owner] if piece.owner else [])]:
             after.meet((agent.clock, 0.0))
@@ -178,7 +178,7 @@ class World:
         piece.accesses = []
 
     def find(self, tensor: torch.Tensor) -> Piece | None:
-        """What a tensor lies in, if that was handed out here."""
+        """Return the piece that a tensor lies in, if it was allocated here."""
         if tensor.layout is not torch.strided:
             return None
         piece = self._pieces.get(tensor.untyped_storage().data_ptr())
@@ -189,7 +189,7 @@ class World:
         return piece
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
-        """Pin memory that is there; what undoes that."""
+        """Pin existing memory; returns the function that unpins it."""
         address = memory.ctypes.data
 
         def undo() -> None:
@@ -205,17 +205,17 @@ class World:
         return undo
 
     def refill(self, address: int) -> None:
-        """Whoever fills the registered memory at an address, in whatever process, does so from now on."""
+        """Record that a process fills the registered memory at an address, from now on."""
         with self.lock:
             if address in self._registered:
                 self._expect_unused(self._registered[address], "filled", "that")
 
     def in_use(self, kind: str) -> int:
-        """How many pieces of a kind somebody refers to."""
+        """Return how many pieces of a kind are referenced."""
         return sum(piece.kind == kind for piece in self._pieces.values())
 
     def _raw(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same bytes, without being a reference to the piece: as work of a device is none."""
+        """Return the same bytes without a reference to the piece, since work of a device holds none."""
         piece = self.find(tensor)
         if piece is None or not tensor.numel():
             return tensor.clone()
@@ -226,7 +226,7 @@ class World:
     # -- work ---------------------------------------------------------------------------------------------------------
 
     def touch(self, tensor: torch.Tensor, agent: Agent, write: bool, what: str) -> None:
-        """`agent` reads or writes the bytes of `tensor` as the next thing that it does."""
+        """Record that `agent` reads or writes the bytes of `tensor` as its next action."""
         with self.lock:
             piece = self.find(tensor)
             if piece is None or not tensor.numel():
@@ -255,7 +255,7 @@ class World:
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Give the current stream something to do, some time."""
+        """Submit work to the current stream, which executes it later."""
         with self.lock:
             if not getattr(self._local, "bound", False):
                 self.faults.append(f"{what}: {self.here.name} is not bound to the device")
@@ -276,7 +276,7 @@ class World:
             self._run(late, min(late.given, late.done + 1))
 
     def _run(self, stream: Stream, number: int) -> None:
-        """Have the stream do its work as far as `number`, and others what it waits for."""
+        """Execute the work of the stream up to `number`, and the work of others that it waits for."""
         with self.lock:
             while stream.done < number:
                 stream.done += 1
@@ -288,7 +288,7 @@ class World:
     # -- what a training loop does ------------------------------------------------------------------------------------
 
     def use(self, tensor: torch.Tensor, expected: torch.Tensor | None = None, seconds: float = 0.0) -> None:
-        """A training step: reads a tensor in the current stream; that it is not what was expected is a fault."""
+        """Run a training step: reads a tensor in the current stream; unexpected values are a fault."""
         raw, stream = self._raw(tensor), self.current
 
         def look() -> None:
@@ -298,7 +298,7 @@ class World:
         self.give("a step", seconds, look, reads=[tensor])
 
     def compute(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """`function` of a tensor, in the current stream, in new memory of the device."""
+        """Apply `function` to a tensor in the current stream, in new memory of the device."""
         example = function(torch.zeros(tensor.shape, dtype=tensor.dtype))
         memory = self.backend.empty(max(256, example.nbytes))
         result: Any = torch.empty(0, dtype=example.dtype)
@@ -308,13 +308,13 @@ class World:
         return result  # type: ignore[no-any-return]
 
     def synchronize(self) -> None:
-        """This thread waits until the current stream has done all."""
+        """Wait in this thread until the current stream has done all its work."""
         event = Event()
         self.backend.record(event)
         self.backend.finish(event)
 
     def check(self) -> None:
-        """Have all streams do all; fails if anything was wrong."""
+        """Execute the work of all streams; fails if there were faults."""
         for stream in self.streams:
             self._run(stream, stream.given)
         if self.faults:
@@ -322,7 +322,7 @@ class World:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[pytest.MonkeyPatch]:
-        """Within it, every prefetcher that is made works with this device."""
+        """In this context, every new prefetcher uses this device."""
         plain = staging.is_plain
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefetcher, "find_backend", lambda device: self.backend)
@@ -338,7 +338,7 @@ class World:
 
 
 class FakeBackend(Backend):
-    """The device of a world. torch takes its memory for that of a CPU."""
+    """The simulated device. torch treats its memory as that of a CPU."""
 
     def __init__(self, world: World) -> None:
         self.device = torch.device("cpu")
@@ -427,5 +427,5 @@ class FakeBackend(Backend):
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds, in the order of its positions."""
+    """Return the values of a tensor in the order of its positions."""
     return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)

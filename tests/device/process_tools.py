@@ -1,7 +1,7 @@
-"""Loaders that stamp what they give, for the tests of `ProcessPrefetcher`, and processes that consume it.
+"""Loaders with stamped batches for the tests of `ProcessPrefetcher`, and processes that consume them.
 
-What a loader does in its next epoch is written to a file, the `Script`, so that one process serves many tests. The file
-also counts what the loader was asked for and what consumers gave back.
+The behaviour of a loader in its next epoch is written to a file, the `Script`, so that one process serves many tests.
+The file also counts the batches that were requested and returned.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ batches each consumer has given back."""
 
 
 def stamp(epoch: int, number: int) -> int:
-    """What all values of a batch are."""
+    """Return the value of all elements of a batch."""
     return epoch * 1000 + number + 1
 
 
 def stamped(epoch: int, number: int, rows: int = 4) -> dict[str, torch.Tensor]:
-    """A batch, with a small tensor and one that goes by a copy of its own."""
+    """Return a batch with a small tensor and one that is copied separately."""
     value = stamp(epoch, number)
     return {"where": torch.tensor([epoch, number]), "pixels": torch.full((rows, 20_000), value, dtype=torch.int32)}
 
 
 def read_stamp(batch: dict[str, torch.Tensor], rows: int = 4) -> tuple[int, int]:
-    """(epoch, number) of a batch, which must be whole."""
+    """Return (epoch, number) of a batch, which must be complete."""
     epoch, number = batch["where"].tolist()
     assert batch["pixels"].shape == (rows, 20_000)
     pixels = batch["pixels"].numpy()  # threads of torch would not be there in a forked process
@@ -51,7 +51,7 @@ def read_stamp(batch: dict[str, torch.Tensor], rows: int = 4) -> tuple[int, int]
 
 
 class Script:
-    """What the loader does from its next epoch on, and the counts. Picklable."""
+    """Controls the loader from its next epoch on, and holds the counts. Picklable."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.counts = folder / "script", folder / "counts"
@@ -67,26 +67,26 @@ class Script:
         new.replace(self.file)
 
     def read(self) -> dict[str, Any]:
-        """What was written."""
+        """Return the script that was written."""
         values: dict[str, Any] = json.loads(self.file.read_text())
         return values
 
     def release(self) -> None:
-        """Let the loader go on."""
+        """Let the loader continue."""
         self.file.with_suffix(".go").touch()
 
     def map(self) -> memoryview:
-        """The counts."""
+        """Return the counts."""
         with self.counts.open("r+b") as file:
             return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
 
     def make(self) -> Callable[[], Scripted]:
-        """What a `ProcessPrefetcher` is given."""
+        """Return the `make_loader` of a `ProcessPrefetcher`."""
         return partial(Scripted, self)
 
 
 class Scripted:
-    """A loader that does what its script says."""
+    """A loader that follows its script."""
 
     def __init__(self, script: Script) -> None:
         self.script, self.epoch, self.counts = script, -1, script.map()
@@ -101,7 +101,7 @@ class Scripted:
 
 
 class Epoch:
-    """An iterator that may go on after an error."""
+    """An iterator that may continue after an error."""
 
     def __init__(self, script: Script, epoch: int, counts: memoryview) -> None:
         self.script, self.epoch, self.counts, self.number = script, epoch, counts, -1
@@ -131,7 +131,7 @@ class Epoch:
 
 
 def wait_for(what: Callable[[], bool], name: str) -> None:
-    """Wait until something is true; fails the test if that takes too long."""
+    """Wait until a condition is true; fails the test after a limit."""
     deadline = time.monotonic() + PATIENCE
     while not what():
         if time.monotonic() > deadline:
@@ -140,7 +140,7 @@ def wait_for(what: Callable[[], bool], name: str) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended."""
+    """Return whether a process has ended."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -148,7 +148,7 @@ def gone(pid: int) -> bool:
 
 
 def started() -> set[int]:
-    """The processes that were started for the tests as programs of their own, and their forks: orphans, too."""
+    """Return the processes started as separate programs, and their forks, including orphans."""
     mark = f"STALLFREE_ROOT={os.environ['STALLFREE_ROOT']}".encode()
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -159,7 +159,7 @@ def started() -> set[int]:
 
 
 def consume(consumer: Any, book: Path, epochs: int, script: Script | None = None, stop: int = -1) -> None:
-    """Iterate, and write (epoch, number) of each batch to `book`; break off the first epoch after batch `stop`."""
+    """Iterate, and write (epoch, number) of each batch to `book`; break the first epoch after batch `stop`."""
     counts = None if script is None else script.map()
     with book.open("w") as file:
         for epoch in range(epochs):
@@ -174,12 +174,12 @@ def consume(consumer: Any, book: Path, epochs: int, script: Script | None = None
 
 
 def entries(book: Path) -> list[tuple[int, int]]:
-    """What `consume` wrote."""
+    """Return the lines that `consume` wrote."""
     return [(int(epoch), int(number)) for epoch, number in map(str.split, book.read_text().splitlines())]
 
 
 def die(consumer: Any, batches: int) -> None:
-    """Take some batches, and be killed."""
+    """Take some batches, and wait to be killed."""
     taken = iter(consumer)
     for _ in range(batches):
         read_stamp(next(taken))

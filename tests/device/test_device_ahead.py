@@ -1,4 +1,4 @@
-"""On a CPU a thread takes one batch ahead, and draws no random numbers beside the model."""
+"""On a CPU, a thread takes one batch ahead, and draws no random numbers concurrently with the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prefetching() -> list[threading.Thread]:
 
 
 class Noted:
-    """A data set, or a loader, that notes what was asked of it; `until` waits for that."""
+    """A data set or loader that records its requests; `until` waits for one."""
 
     def __init__(self) -> None:
         self.asked = [threading.Event() for _ in range(COUNT)]
@@ -82,7 +82,7 @@ def test_the_next_batch_is_asked_for_before_the_step_has_ended(way: str) -> None
 
 @pytest.mark.parametrize("own", [True, False])
 def test_batches_out_of_a_cache_are_taken_ahead(own: bool) -> None:
-    """Without workers. While the cache is filled, its generators are watched, so that waits for the step to end."""
+    """Without workers: generators are watched while the cache is filled, so the thread waits for the step to end."""
     ended = time.monotonic() + PATIENCE
     with (
         sf.CachedDataset(Noted(), capacity="1MiB", form="prepared") as data,
@@ -139,7 +139,7 @@ def test_batches_pass_as_they_are_and_the_transform_runs_in_the_training_loop() 
 
 
 def test_batches_are_memory_of_their_own() -> None:
-    """They come out of slots, which are used again when nothing refers to a batch."""
+    """The batches lie in slots, which are reused once a batch is unreferenced."""
     with sf.DataLoader(Noted(), num_workers=1, device="cpu", shuffle=True, seed=1) as loader:
         kept = list(loader)
         list(loader)
@@ -164,7 +164,7 @@ def by_itself() -> Iterator[torch.Tensor]:
 
 
 class Slow(Noted):
-    """Takes longer than until the model draws."""
+    """Takes longer than the model needs to draw."""
 
     def __getitem__(self, id: int) -> torch.Tensor:
         threading.Event().wait(0.005)
@@ -189,7 +189,7 @@ DRAWN: dict[str, Callable[[], Any]] = {
 
 
 def train(batches: Any) -> list[float]:
-    """What a model that draws, too, computes."""
+    """Return the results of a model that also draws."""
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     found = []
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_all_random_numbers_are_those_without_a_prefetcher(way: str) -> None:
 
 
 def test_what_draws_does_not_run_during_a_step() -> None:
-    """Also when it is stopped there; and the state can be asked for meanwhile."""
+    """Also when it is stopped while waiting; the state can be read meanwhile."""
     stepping = [False]
     during: list[bool] = []
 
@@ -238,7 +238,7 @@ def test_what_draws_does_not_run_during_a_step() -> None:
 
 
 class Failing:
-    """Raises in the place of a batch, and goes on."""
+    """Raises in place of a batch, and continues."""
 
     def __init__(self) -> None:
         self.at = -1
@@ -298,7 +298,7 @@ def test_closing_early_leaves_no_thread_and_closes_the_generator() -> None:
 
 
 def test_ctrl_c_at_any_point_of_the_wait() -> None:
-    """The loop may go on, and ends."""
+    """The loop may continue, and ends."""
     main, interrupts = threading.get_ident(), [0]
 
     def interrupt(_: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What a batch may be made of, and what becomes of it on the way to the device."""
+"""Supported types of batches, and their form on the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 class Encoding(UserDict[str, Any]):
-    """As some tokenizers give: a mapping with attributes, and with a `.to()` of its own."""
+    """Like the output of some tokenizers: a mapping with attributes and its own `.to()`."""
 
     def __init__(self, data: dict[str, Any], tokens: list[str]) -> None:
         super().__init__(data)
@@ -41,7 +41,7 @@ class Encoding(UserDict[str, Any]):
 
 
 class Output(OrderedDict[str, Any]):
-    """As some models give: a mapping whose entries are attributes as well."""
+    """Like the output of some models: a mapping whose entries are also attributes."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -49,7 +49,7 @@ class Output(OrderedDict[str, Any]):
 
 
 class Wrapped(MutableMapping[str, Any]):
-    """A mapping around a dict, which a shallow copy of it would share."""
+    """A mapping around a dict, which a shallow copy would share."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
@@ -120,7 +120,7 @@ class Solid:
 
 
 class Box:
-    """No container that is known: it goes by its own `.to()`, and cannot wait for it."""
+    """An unknown container: sent by its own `.to()`, which has no `non_blocking`."""
 
     def __init__(self, content: torch.Tensor, device: str = "here") -> None:
         self.content, self.device = content, device
@@ -130,7 +130,7 @@ class Box:
 
 
 class Dictionary:
-    """As `TensorDict`: it has a `.to()` that need not wait, and its memory can be kept."""
+    """Like `TensorDict`: its `.to()` has `non_blocking`, and its memory can be kept."""
 
     def __init__(
         self, content: dict[str, torch.Tensor], device: str = "here", streams: list[Any] | None = None
@@ -184,7 +184,7 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
 
 
 def parts(value: Any) -> dict[Any, Any] | None:
-    """What a container holds, attributes included; None if it is none."""
+    """Return the contents of a container, attributes included; None for other objects."""
     if isinstance(value, torch.Tensor | type | str):
         return None
     found: dict[Any, Any] = {}
@@ -199,7 +199,7 @@ def parts(value: Any) -> dict[Any, Any] | None:
 
 
 def same(found: Any, given: Any) -> None:
-    """Fails unless both are of the same types throughout, and of the same values."""
+    """Fail unless both have the same types at all levels, and the same values."""
     assert type(found) is type(given)
     if isinstance(given, torch.Tensor):
         assert (found.dtype, found.shape) == (given.dtype, given.shape)
@@ -223,7 +223,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def send(batch: Any, world: World | None = None, **options: Any) -> Any:
-    """A batch, as it comes out of a prefetcher."""
+    """Return a batch as yielded by a prefetcher."""
     world = world or World()
     with world.installed():
         prefetcher = DevicePrefetcher([batch], "cuda", **options)
@@ -308,7 +308,7 @@ def test_small_tensors_go_in_one_copy() -> None:
 
 
 def test_tensors_of_a_batch_share_nothing_that_autograd_knows() -> None:
-    """Labels may be changed in place when the pictures are saved for a backward pass."""
+    """Labels may be changed in place while the pictures are saved for a backward pass."""
     labels, weights = send([numbers(3), numbers(5)])
     version = weights._version
     labels.add_(1)
@@ -331,7 +331,7 @@ def test_pinned_tensors_go_without_being_staged() -> None:
 
 
 class Marked(torch.Tensor):
-    """A kind of tensor."""
+    """A subclass of tensors."""
 
 
 SELF_SENT: dict[str, Callable[[], Any]] = {

@@ -1,4 +1,4 @@
-"""A prefetcher orders all that touches the same memory: a model with vector clocks sees it, and so do the batches."""
+"""All accesses of a prefetcher to the same memory are ordered, as checked with vector clocks and by the data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:a (Parcel|Crate) is sent:Runtime
 
 @dataclass(frozen=True)
 class Scene:
-    """A world, and what happens in it.
+    """A scenario: a simulated device, a loader and a training loop.
 
     Attributes:
         epochs: the orders of the loader, and after how many batches the loop breaks off, for each epoch.
@@ -48,7 +48,7 @@ class Scene:
     seed: int = 0
 
     def play(self, change: Callable[[pytest.MonkeyPatch, World], object] | None = None) -> World:
-        """Run it, with something changed. What it did wrong is in the world's `faults`."""
+        """Run it with a change of the code; its faults are in the world's `faults`."""
         world = World(self.seed, self.copy)
         with world.installed() as patch:
             if change is not None:
@@ -77,7 +77,7 @@ class Scene:
         return world
 
     def compare(self, seen: list[int | tuple[str, int]], orders: list[Order], end: int | None) -> None:
-        """Every batch or its error, in order."""
+        """The expected batches and errors, in order."""
         assert len(seen) == min(len(orders), len(orders) if end is None else end)
         for number, (found, order) in enumerate(zip(seen, orders, strict=False)):
             if order.trouble in ("loader", "transform"):
@@ -153,7 +153,7 @@ FAILING = [([Order([("plain", 900)], trouble="transform" if number == 3 else "")
 
 
 def without(name: str, caller: str) -> Callable[[pytest.MonkeyPatch, World], None]:
-    """Leaves out what the function `caller` asks of the backend by `name`."""
+    """Omit the calls of the backend's method `name` by the function `caller`."""
 
     def change(patch: pytest.MonkeyPatch, world: World) -> None:
         plain = getattr(world.backend, name)
@@ -169,18 +169,18 @@ def without(name: str, caller: str) -> Callable[[pytest.MonkeyPatch, World], Non
 
 
 def hold_nothing(patch: pytest.MonkeyPatch, world: World) -> None:
-    """The leaves of the loader are let go of when their copies were asked for."""
+    """Release the leaves of the loader as soon as their copies are submitted."""
     patch.setattr(Place, "held", property(lambda place: None, lambda place, leaves: None))
 
 
 def forget_copies_of_failures(patch: pytest.MonkeyPatch, world: World) -> None:
-    """`copied` is not recorded when something has failed meanwhile."""
+    """Do not record `copied` if an error occurred."""
     plain = world.backend.record
     patch.setattr(world.backend, "record", lambda event: None if sys.exc_info()[0] else plain(event))
 
 
 def transform_after_the_record(patch: pytest.MonkeyPatch, world: World) -> None:
-    """`copied` is recorded when the copies were asked for, and not behind what is made of them."""
+    """Record `copied` when the copies are submitted, not after the transform."""
     plain, record = Stager.send, world.backend.record
 
     def send(stager: Stager, place: Place, leaves: Sequence[Any]) -> Sent:
@@ -193,7 +193,7 @@ def transform_after_the_record(patch: pytest.MonkeyPatch, world: World) -> None:
 
 
 def forget_what_was_transformed(patch: pytest.MonkeyPatch, world: World) -> None:
-    """Only what was copied is kept for whoever uses the batch, not what was made of it."""
+    """Keep only the copies for the consumer's stream, not the outputs of the transform."""
     patch.setattr(copy_thread, "memory_of", lambda leaf: [])
 
 
@@ -212,16 +212,16 @@ GUARDS: dict[str, tuple[Scene, Callable[[pytest.MonkeyPatch, World], None], str]
         Scene(PLAIN, **RING), without("wait", "send"), COPIED_TWICE,
     ),
     "and in the stream where it was asked for, if that is another": (
-        Scene(PLAIN, habits=("leave",), **RING), without("using", "_take_back"), COPIED_TWICE,
+        Scene(PLAIN, habits=("leave",), **RING), without("using", "_release_batch"), COPIED_TWICE,
     ),
     "memory is poisoned behind that": (
-        Scene(PLAIN, habits=("leave",), debug=True, **RING), without("wait", "_take_back"), POISONED_TOO_SOON,
+        Scene(PLAIN, habits=("leave",), debug=True, **RING), without("wait", "_release_batch"), POISONED_TOO_SOON,
     ),
     "the training waits for the copies": (
-        Scene(PLAIN), without("wait", "_give"), READ_TOO_SOON,
+        Scene(PLAIN), without("wait", "_deliver"), READ_TOO_SOON,
     ),
     "a batch is kept for the training": (
-        Scene(PLAIN), without("keep", "_give"), DEVICE_FREED,
+        Scene(PLAIN), without("keep", "_deliver"), DEVICE_FREED,
     ),
     "what the loader gave stays until it is copied": (
         Scene(LENT), hold_nothing, LENT_FREED,

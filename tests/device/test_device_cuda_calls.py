@@ -1,5 +1,7 @@
-"""What the prefetchers ask of CUDA, without a GPU: a stand-in for torch's functions that keeps CUDA's rules of threads,
-of forked children and of errors. What only a GPU can show is in `test_device_gpu.py`."""
+"""The calls of CUDA by the prefetchers, without a GPU.
+
+A fake of torch's functions implements CUDA's rules for threads, forked children and errors. Tests that need a GPU are
+in `test_device_gpu.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ NOT_REGISTERED = 713
 
 
 class Result:
-    """As torch gives it: no number, but has one."""
+    """Like torch's result: not a number, but convertible to one."""
 
     def __init__(self, code: int) -> None:
         self._code = code
@@ -37,7 +39,7 @@ class Result:
 
 
 class Driver:
-    """CUDA as torch hands it out.
+    """A fake of torch's CUDA functions.
 
     Attributes:
         registered: addresses, with the size, the flags and the device that was current.
@@ -49,7 +51,7 @@ class Driver:
         self._thread = threading.local()  # the device and the last error of each thread
 
     def cudart(self) -> Driver:
-        """Also what is behind any other call of CUDA: there is none in a forked child."""
+        """Raises like any other call of CUDA in a forked child."""
         if os.getpid() != self._owner:
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
         return self
@@ -79,14 +81,14 @@ class Driver:
         return self._result(0 if self.registered.pop(address, None) else NOT_REGISTERED)
 
     def launch(self, *_: Any, **__: Any) -> None:
-        """A kernel: torch asks afterwards for the last error of the thread, which CUDA forgets then."""
+        """A kernel launch: torch then checks the last error of the thread, which clears it."""
         error, self._thread.error = getattr(self._thread, "error", 0), 0
         if error:
             raise RuntimeError(f"CUDA error: {error}")
 
 
 class Event:
-    """One that was recorded."""
+    """A recorded event."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -109,7 +111,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
-    """What it gives in a thread that has chosen no device."""
+    """Return the result in a thread that has chosen no device."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()
@@ -118,7 +120,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 
 def in_child(function: Callable[[], Any]) -> bool:
-    """Whether it raises nothing in a forked child."""
+    """Return whether it raises nothing in a forked child."""
     child = os.fork()
     if not child:
         try:
@@ -167,7 +169,7 @@ def test_a_forked_child_leaves_the_device_alone(driver: Driver) -> None:
 
 
 class Numbers:
-    """Samples that are their number."""
+    """A data set whose samples are their numbers."""
 
     def __len__(self) -> int:
         return 12
@@ -177,7 +179,7 @@ class Numbers:
 
 
 def test_forked_workers_fill_slots_that_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have the slots from the process that pins them, and no device."""
+    """Forked workers inherit the slots of the process that pins them, and have no device."""
     driver = Driver()
     world = World()
     pin = world.backend.pin
@@ -207,7 +209,7 @@ def test_what_a_transform_leaves_on_the_host_is_not_kept_for_a_stream(
 
 
 def test_who_waits_for_an_event_sleeps(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread of a prefetcher waits for most of a step: by spinning it would take a core from the workers."""
+    """The prefetcher's thread waits for most of a step: spinning would occupy a core that the workers need."""
     made = inspect.signature(torch.cuda.Event.__new__)
     monkeypatch.setattr(torch.cuda, "Event", lambda *given, **named: made.bind(None, *given, **named).arguments)
     assert Cuda(torch.device("cuda:0")).new_event()["blocking"]

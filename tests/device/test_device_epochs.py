@@ -1,4 +1,4 @@
-"""Epochs of a prefetcher: their ends, their errors, what is left behind, and where a state says that they are."""
+"""Epochs of a prefetcher: their ends, errors, remaining resources, and states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEEPS = pytest.mark.parametrize("keep", ["fresh", "ring"])
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """A device, which every prefetcher in the test gets."""
+    """A device used by every prefetcher of the test."""
     made = World()
     with made.installed():
         yield made
@@ -32,7 +32,7 @@ def batches(count: int) -> list[torch.Tensor]:
 
 
 def numbers(world: World, prefetcher: Any, end: int | None = None) -> list[int]:
-    """What an epoch gives, to its end or broken off after `end` batches."""
+    """Return the batches of an epoch, or the first `end` of them."""
     found: list[int] = []
     for batch in prefetcher:
         world.synchronize()
@@ -137,7 +137,7 @@ def test_a_batch_may_be_kept_or_is_poisoned_when_the_next_one_is_asked_for(world
 
 
 class Faulty:
-    """A loader that raises in the place of some batches, and goes on."""
+    """A loader that raises in place of some batches, and continues."""
 
     def __init__(self, count: int, wrong: dict[int, BaseException]) -> None:
         self.count, self.wrong = count, wrong
@@ -156,7 +156,7 @@ class Faulty:
 
 
 def outcomes(world: World, prefetcher: Any, most: int = 50) -> list[Any]:
-    """The numbers of the batches, and the errors, of one epoch."""
+    """Return the numbers of the batches of one epoch, and its errors."""
     found: list[Any] = []
     iterator = iter(prefetcher)
     while len(found) < most:

@@ -34,7 +34,7 @@ MILLISECOND = 1_000_000
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """In the place of that of all tests: which descriptors the driver opens and keeps is its own business."""
+    """Replaces the fixture of all tests: the driver opens descriptors and keeps them."""
     yield
     gc.collect()
     for thread in threading.enumerate():
@@ -70,7 +70,7 @@ class Stamps:
 
 
 def wrong(batch: Any, number: int) -> torch.Tensor:
-    """How many values of a batch on the device are not what they should be; stays there."""
+    """Count the wrong values of a batch on the device; the count stays there."""
     return (
         (batch["number"] != number).sum()
         + (batch["pair"][0] != float(number)).sum()
@@ -227,12 +227,12 @@ def test_copies_and_steps_overlap_in_a_trace() -> None:
 
 
 def make_stamps() -> Stamps:
-    """The loader of a process of its own."""
+    """The loader of a separate process."""
     return Stamps(300, growing=True)
 
 
 def count_wrong(batches: Iterable[Any]) -> int:
-    """How many values are wrong in two epochs of its batches."""
+    """Return the number of wrong values in two epochs of its batches."""
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(2):
         numbers = []
@@ -245,7 +245,7 @@ def count_wrong(batches: Iterable[Any]) -> int:
 
 
 def tell_wrong(consumer: Any, answer: Connection) -> None:
-    """The life of a second process."""
+    """The main function of a second process."""
     answer.send(count_wrong(consumer))
     consumer.close()
 

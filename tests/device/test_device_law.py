@@ -1,4 +1,4 @@
-"""The law of overlap, in virtual time: what a step costs with a prefetcher, and without."""
+"""The duration of a step with and without a prefetcher, in virtual time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARTICLE = {"workers": 3, "load": 0.080, "copy": 0.015, "step": 0.030}
 
 
 class Loaders:
-    """So many loaders, each `load` seconds for a batch, that are `ahead` batches ahead of who takes them, each."""
+    """Several loaders, each `load` seconds per batch, and `ahead` batches ahead of the consumer."""
 
     def __init__(self, world: World, workers: int, load: float, batches: int, ahead: int = 2) -> None:
         self.world, self.workers, self.load, self.batches, self.ahead = world, workers, load, batches, ahead
@@ -37,7 +37,7 @@ class Loaders:
 
 
 def train(world: World, batches: Iterator[torch.Tensor], step: float) -> list[float]:
-    """Steps that are waited for, as by `loss.item()`: when each was over."""
+    """Run steps that are waited for, as by `loss.item()`; returns their end times."""
     times = []
     for number, batch in enumerate(batches):
         world.use(batch, torch.tensor(float(number)), step)
@@ -47,7 +47,7 @@ def train(world: World, batches: Iterator[torch.Tensor], step: float) -> list[fl
 
 
 def without_prefetch(world: World, loader: Loaders) -> Iterator[torch.Tensor]:
-    """The usual loop: copy to the device, in the stream of the training, and wait."""
+    """The usual loop: copy to the device in the training stream, and wait."""
     for batch in loader:
         pinned, sent = world.backend.empty_pinned(4).view(torch.float32), world.backend.empty(4).view(torch.float32)
         world.backend.stage([pinned[0]], [batch])
@@ -57,7 +57,7 @@ def without_prefetch(world: World, loader: Loaders) -> Iterator[torch.Tensor]:
 
 
 def rate(times: list[float], workers: int) -> float:
-    """Batches per second in the second half, over whole rounds of the loaders."""
+    """Return batches per second in the second half, over whole rounds of the loaders."""
     count = len(times) // (2 * workers) * workers
     return count / (times[-1] - times[-1 - count])
 
@@ -65,7 +65,7 @@ def rate(times: list[float], workers: int) -> float:
 def rates(
     workers: int, load: float, copy: float, step: float, depth: int = 2, keep: str = "fresh", rounds: int = 12
 ) -> tuple[float, float]:
-    """With a prefetcher, and without."""
+    """Return the rates with and without a prefetcher."""
     found = []
     for prefetch in (True, False):
         world = World(copy_seconds=copy)
@@ -95,14 +95,14 @@ def test_the_slowest_of_loading_copying_and_training_sets_the_pace(
 
 @pytest.mark.parametrize("keep", ["fresh", "ring"])
 def test_the_case_of_the_article(keep: str) -> None:
-    """Three loaders of 80 ms, copies of 15 ms, steps of 30 ms: the steps set the pace, and not the sum."""
+    """Three loaders of 80 ms, copies of 15 ms, steps of 30 ms: the steps limit the rate, not the sum."""
     ours, without = rates(**ARTICLE, keep=keep)
     assert ours == pytest.approx(1 / 0.030, rel=0.02)
     assert without == pytest.approx(1 / 0.045, rel=0.02)
 
 
 def test_copies_in_the_stream_of_the_training_would_overlap_nothing() -> None:
-    """What the stream of the thread is for."""
+    """Copies in a separate stream overlap with the steps."""
     world = World(copy_seconds=0.015)
     with world.installed() as patch:
         patch.setattr(world.backend, "using", lambda stream: nullcontext())
@@ -118,7 +118,7 @@ def test_copies_in_the_stream_of_the_training_would_overlap_nothing() -> None:
 def test_the_memory_of_the_device_is_that_of_few_batches_whether_or_not_the_loop_waits_for_it(
     keep: str, waits: bool
 ) -> None:
-    """Steps of thrice the time of copies: a host that is not held up would be ahead by more and more batches."""
+    """Steps take three times as long as copies: without a limit, the host would run ever further ahead."""
     world, depth = World(copy_seconds=0.01), 2
     reserved = []
     with world.installed():

@@ -1,4 +1,4 @@
-"""`sf.DataLoader(..., device=...)`: from a worker to the device with one copy, out of slots that are pinned."""
+"""`sf.DataLoader(..., device=...)`: one copy from a worker to the device, from pinned slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIDE = 40
 
 
 class Pictures:
-    """Pictures that are full of their number, and their labels."""
+    """Pictures filled with their number, and their labels."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -36,7 +36,7 @@ class Pictures:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """A device that is slow, and sees when a slot may be filled again."""
+    """A slow device that detects when a slot is refilled."""
     made = World(copy_seconds=0.01)
     lease = Ring.lease
 
@@ -63,7 +63,7 @@ def loader_of(dataset: Any = None, **options: Any) -> Any:
 
 
 def labels(world: World, batches: Iterator[Any], end: int | None = None, step: float = 0.02) -> list[list[int]]:
-    """What is trained with: pictures that are what their labels say."""
+    """A training loop that compares each picture with its label."""
     found: list[list[int]] = []
     for pictures, label in batches:
         world.use(pictures, seconds=step)
@@ -77,7 +77,7 @@ def labels(world: World, batches: Iterator[Any], end: int | None = None, step: f
 
 
 def staged(world: World, patch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of what is staged from now on."""
+    """Return the list to which sizes of staged memory are added from now on."""
     sizes: list[int] = []
     plain = world.backend.stage
 
@@ -189,7 +189,7 @@ def test_an_error_of_a_sample_arrives_with_its_number_and_the_epoch_goes_on(worl
 def test_the_wait_that_counts_is_that_of_the_training_loop(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the prefetcher's thread waits for workers is none; and its calls of `next` are no steps."""
+    """The waits of the prefetcher's thread for workers are not counted, nor are its calls of `next` as steps."""
     waits: list[float] = []
     monkeypatch.setattr(EpochRunner, "count_wait", lambda _, seconds: waits.append(seconds))
     with loader_of(event_log=tmp_path / "log") as loader:

@@ -1,4 +1,4 @@
-"""The state of a loader behind a prefetcher counts what the training was given, and not what was loaded ahead."""
+"""The state of a loader behind a prefetcher counts the batches yielded, not those loaded ahead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNT = 8
 
 
 class Stateful:
-    """A loader with a state: where it is in its epoch, and in which epoch."""
+    """A loader whose state is its epoch and its position in it."""
 
     def __init__(self) -> None:
         self.epoch, self.at = 0, 0
@@ -35,7 +35,7 @@ class Stateful:
 
 
 class Positioned(Stateful):
-    """One that can say later what its state was at a position, and is asked for no state before."""
+    """A loader that can return its state at an earlier position, and is not asked for its state before."""
 
     made = 0
 

@@ -1,4 +1,4 @@
-"""`ProcessPrefetcher` with one consumer: what it gives is what the loader gave."""
+"""`ProcessPrefetcher` with one consumer yields the loader's batches."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Pair = namedtuple("Pair", "left right")
 
 @pytest.fixture(autouse=True)
 def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As "spawn" starts it, but for the imports, which are there already."""
+    """Starts processes like "spawn", with the imports already done."""
     monkeypatch.setattr(process, "_START_METHOD", "forkserver")
 
 
 @dataclass
 class Served:
-    """A prefetcher over a scripted loader."""
+    """Return a prefetcher over a scripted loader."""
 
     script: Script
     prefetcher: ProcessPrefetcher
@@ -43,7 +43,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """For all tests of this module that need no other."""
+    """The prefetcher of all tests of this module that need no other."""
     script = Script(tmp_path_factory.mktemp("served"))
     with ProcessPrefetcher(script.make(), "cpu", depth=2, timeout=PATIENCE) as prefetcher:  # by "spawn"
         script.write(batches=9, rows=40)
@@ -94,7 +94,7 @@ def test_a_broken_off_epoch_leaves_nothing_behind(served: Served) -> None:
 
 
 def test_no_slot_is_filled_before_it_is_given_back(served: Served) -> None:
-    """The loader itself looks, when it is asked for a batch, how many were given back."""
+    """The loader itself checks how many batches were returned when a batch is requested."""
     counts = served.script.map()
     counts[BACK] = counts[ASKED] = 0
     served.script.write(batches=120, depth=2, consumers=1)
@@ -147,7 +147,7 @@ def test_it_waits_no_longer_than_it_may(tmp_path: Path) -> None:
         assert [read_stamp(next(iteration))[1] for _ in range(2)] == [0, 1]
         prefetcher._own.timeout = 0.05
         for _ in range(2):
-            with pytest.raises(sf.WaitError, match=r"0.05 s for a batch: the loader works at batch 2 of epoch 0"):
+            with pytest.raises(sf.WaitError, match=r"0.05 s for a batch: the loader is at batch 2 of epoch 0"):
                 next(iteration)
         prefetcher._own.timeout = PATIENCE
         script.release()
@@ -159,7 +159,7 @@ def test_it_waits_no_longer_than_it_may(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Record:
-    """A container that is no dict, list or tuple."""
+    """A container other than dict, list or tuple."""
 
     image: torch.Tensor
     name: str
@@ -170,7 +170,7 @@ class Labelled(torch.Tensor):
 
 
 def many_kinds() -> list[Any]:
-    """A loader with a batch of everything."""
+    """A loader with one batch of all types."""
     base = torch.arange(24.0).reshape(2, 3, 4)
     return [
         torch.arange(5),
@@ -193,7 +193,7 @@ def many_kinds() -> list[Any]:
 
 
 def same(got: Any, wanted: Any) -> bool:
-    """Whether two values are alike, types and all."""
+    """Return whether two values are equal in types and contents."""
     if isinstance(wanted, torch.Tensor):
         if type(got) is not type(wanted) or got.dtype != wanted.dtype or got.layout != wanted.layout:
             return False
@@ -232,13 +232,13 @@ def test_batches_of_all_kinds() -> None:
 
 
 def seeded_kinds() -> list[Any]:
-    """The same in each process."""
+    """The layout is the same in each process."""
     torch.manual_seed(1)
     return many_kinds()
 
 
 def test_layouts_are_equal_where_tensors_lie_alike() -> None:
-    """Whatever values are in them; and all that is no plain tensor stays in the batch."""
+    """The layout does not depend on values; everything but plain tensors stays in the batch."""
     memory = torch.arange(64, dtype=torch.uint8)
 
     def layout(*sizes: int, start: int = 0) -> bytes:
@@ -256,12 +256,12 @@ def test_layouts_are_equal_where_tensors_lie_alike() -> None:
 
 
 def length(number: int) -> int:
-    """Of a batch: a new length each other time, and between them those of 400 new ones ago."""
+    """Return the length of a batch: every other one is new, the others repeat one of 400 lengths before."""
     return (number // 2 if number % 2 == 0 else max(0, number // 2 - 400)) + 1
 
 
 def of_many_lengths() -> Iterator[torch.Tensor]:
-    """More layouts than are remembered."""
+    """More layouts than are cached."""
     return (torch.full((length(number),), number) for number in range(1500))
 
 
@@ -287,7 +287,7 @@ class Anew:
 
 
 class Unsendable(Exception):
-    """An error that cannot be brought over."""
+    """An error that cannot be sent."""
 
     def __init__(self, lock: Any) -> None:
         super().__init__("with a lock")
@@ -295,7 +295,7 @@ class Unsendable(Exception):
 
 
 def raising(kind: str) -> Any:
-    """A function that makes no loader."""
+    """A function that returns no loader."""
     if kind == "unsendable":
         raise Unsendable(threading.Lock())
     return 5
@@ -308,7 +308,7 @@ def with_a_lock() -> Iterator[Any]:
 
 
 class FailsToLoad:
-    """Can be pickled, and not unpickled."""
+    """Can be pickled, but not unpickled."""
 
     def __reduce__(self) -> Any:
         return raising, ("unsendable",)
@@ -403,9 +403,9 @@ def test_a_forked_child_cannot_go_on_with_it(served: Served) -> None:
     read_stamp(next(iteration))
 
     def use() -> None:
-        with pytest.raises(sf.InputError, match=r"is iterated by process \d+, and not by this one"):
+        with pytest.raises(sf.InputError, match=r"belongs to process \d+, and this process is a child of it"):
             next(iteration)
-        with pytest.raises(sf.InputError, match=r"is iterated by process \d+, and not by this one"):
+        with pytest.raises(sf.InputError, match=r"belongs to process \d+, and this process is a child of it"):
             iter(served.prefetcher)
         served.prefetcher.close()
 

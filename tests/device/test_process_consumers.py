@@ -23,29 +23,29 @@ from stallfree.device.process import ProcessPrefetcher
 
 @pytest.fixture(autouse=True)
 def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As "spawn" starts it, but for the imports, which are there already."""
+    """Starts processes like "spawn", with the imports already done."""
     monkeypatch.setattr(process, "_START_METHOD", "forkserver")
 
 
 @contextmanager
 def shared(script: Script, consumers: int, timeout: float = PATIENCE) -> Iterator[ProcessPrefetcher]:
-    """A prefetcher for several."""
+    """Return a prefetcher for several consumers."""
     with ProcessPrefetcher(script.make(), "cpu", consumers=consumers, timeout=timeout) as prefetcher:
         yield prefetcher
 
 
 def whole(epochs: range, batches: int) -> list[tuple[int, int]]:
-    """All batches of some epochs."""
+    """Return all batches of some epochs."""
     return [(epoch, number) for epoch in epochs for number in range(batches)]
 
 
 def take(iteration: Iterator[dict], count: int) -> list[int]:  # type: ignore[type-arg]
-    """The numbers of the next batches."""
+    """Return the numbers of the next batches."""
     return [read_stamp(next(iteration))[1] for _ in range(count)]
 
 
 def test_each_gets_all(tmp_path: Path) -> None:
-    """One in this process, one in a forked one, one in one that was given it by pickle."""
+    """One consumer in this process, one in a forked one, one in a process that received it by pickle."""
     script = Script(tmp_path)
     script.write(batches=25, depth=2, consumers=3)
     with shared(script, 3) as prefetcher:
@@ -66,21 +66,21 @@ def test_each_gets_all(tmp_path: Path) -> None:
 
 
 def test_the_slowest_sets_the_pace_by_the_ring(tmp_path: Path) -> None:
-    """Who holds a batch stops the others after `depth` more, and is named; who breaks off stops nobody."""
+    """A consumer that holds a batch stops the others after `depth` more and is named; one that breaks stops none."""
     script = Script(tmp_path)
     script.write(batches=8)
     with shared(script, 2) as prefetcher:
         fast, slow = prefetcher.consumer(0), prefetcher.consumer(1)
         going = iter(fast)
         fast.timeout = 0.1
-        with pytest.raises(sf.WaitError, match=r"which consumer 1 \(which has not come\) did not"):
+        with pytest.raises(sf.WaitError, match=r"and consumer 1 \(not connected\) did not"):
             next(going)
         fast.timeout = PATIENCE
         going, held = iter(fast), iter(slow)
         assert take(held, 1) == [0]
         assert take(going, 3) == [0, 1, 2]
         fast.timeout = 0.1
-        with pytest.raises(sf.WaitError, match=rf"consumer 1 \(process {os.getpid()}\) did not give back batch 0"):
+        with pytest.raises(sf.WaitError, match=rf"consumer 1 \(process {os.getpid()}\) did not return batch 0"):
             next(going)
         fast.timeout = PATIENCE
         assert take(held, 1) == [1]
@@ -90,12 +90,12 @@ def test_the_slowest_sets_the_pace_by_the_ring(tmp_path: Path) -> None:
         assert list(going) == []
         fast.timeout = 0.1
         going = iter(fast)
-        with pytest.raises(sf.WaitError, match="an epoch begins when all have asked for it, which consumer 1"):
+        with pytest.raises(sf.WaitError, match="an epoch starts when all consumers have requested it, and consumer 1"):
             next(going)
         fast.timeout = PATIENCE
         slow.close()  # now there is nobody to wait for
         assert take(going, 8) == list(range(8))
-        with pytest.raises(sf.InputError, match="consumer 1 has left, and none can come twice"):
+        with pytest.raises(sf.InputError, match="consumer 1 has left, and cannot connect again"):
             iter(slow)
         with pytest.raises(sf.InputError, match=f"consumer 0 belongs to process {os.getpid()} already"):
             iter(prefetcher)
@@ -121,7 +121,7 @@ def test_who_breaks_off_takes_part_in_the_next(tmp_path: Path) -> None:
 
 
 def test_who_dies_holds_nobody_up(tmp_path: Path) -> None:
-    """Killed with a batch in use, before the first one, and before it has begun."""
+    """Killed with a batch in use, before the first batch, and before its first epoch."""
     script = Script(tmp_path)
     script.write(batches=30)
     with shared(script, 4) as prefetcher:
@@ -175,7 +175,7 @@ def test_a_process_that_is_stopped_is_waited_for_no_longer_than_it_may(tmp_path:
         take(iteration, 1)
         prefetcher._own.timeout = 0.1
         os.kill(prefetcher._child.pid, signal.SIGSTOP)
-        with pytest.raises(sf.WaitError, match=rf"process {prefetcher._child.pid}, which loads, does not answer"):
+        with pytest.raises(sf.WaitError, match=rf"the loading process {prefetcher._child.pid} does not answer"):
             deque(iteration, 0)
         os.kill(prefetcher._child.pid, signal.SIGCONT)
         prefetcher._own.timeout = PATIENCE

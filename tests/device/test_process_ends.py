@@ -1,4 +1,4 @@
-"""Whatever process of a `ProcessPrefetcher` dies, the others hear of it, and nothing is left."""
+"""If any process of a `ProcessPrefetcher` dies, the others are notified and nothing is left."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from stallfree.ipc.folders import default_root, sweep
 
 @pytest.fixture(autouse=True)
 def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As "spawn" starts it, but for the imports, which are there already."""
+    """Starts processes like "spawn", with the imports already done."""
     monkeypatch.setattr(process, "_START_METHOD", "forkserver")
 
 
 def folders() -> list[Path]:
-    """Those of prefetchers that are there."""
+    """Return the existing folders of prefetchers."""
     return list(default_root().glob("prefetch-*"))
 
 
 def swept() -> bool:
-    """Whether nothing is left when the next one sweeps."""
+    """Return whether nothing is left after the next sweep."""
     sweep(default_root())
     return folders() == []
 
 
 def hold(script: Script, book: Path, batches: int) -> None:
-    """Make a prefetcher, take some batches of it, tell of the process, and wait to be killed. For a forked process."""
+    """Make a prefetcher, take some batches, report the process, and wait to be killed. For a forked process."""
     process._START_METHOD = "spawn"  # the server is not its child
     prefetcher = ProcessPrefetcher(script.make(), "cpu", timeout=PATIENCE)
     iteration = iter(prefetcher)
@@ -87,7 +87,7 @@ def ending() -> Any:
 
 @pytest.mark.slow
 def test_who_made_it_is_killed_and_a_consumer_goes_on(tmp_path: Path) -> None:
-    """The consumer hears that the process has ended, and nothing is left when it has ended, too."""
+    """The consumer gets an error when the process has ended; nothing is left when the consumer ends, too."""
     script, book = Script(tmp_path), tmp_path / "book"
     script.write(batches=100_000)
     ours, theirs = os.pipe()
@@ -100,7 +100,7 @@ def test_who_made_it_is_killed_and_a_consumer_goes_on(tmp_path: Path) -> None:
         threading.Event().wait()
 
     def report(consumer: Any) -> None:
-        with pytest.raises(sf.ProducerError, match=r"the process that loads \(process \d+\) has ended, or was closed"):
+        with pytest.raises(sf.ProducerError, match=r"the loading process \(process \d+\) has ended, or was closed"):
             consume(consumer, book, 1)
         os.write(theirs, b" heard")
         os._exit(0)
@@ -137,7 +137,7 @@ def test_a_loader_that_hangs_is_ended_by_the_kernel(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_workers_of_the_loader_do_not_keep_it_alive(tmp_path: Path) -> None:
-    """Forked workers have what their parent has, but not its connections."""
+    """Forked workers inherit their parent's memory, but not its connections."""
     before = started()
     with ProcessPrefetcher(with_workers, "cpu", timeout=PATIENCE) as prefetcher:
         iteration = iter(prefetcher)
@@ -149,7 +149,7 @@ def test_workers_of_the_loader_do_not_keep_it_alive(tmp_path: Path) -> None:
 
 
 def with_workers() -> Any:
-    """A loader of torch with forked workers."""
+    """A torch loader with forked workers."""
     return torch.utils.data.DataLoader(
         range(10_000),  # type: ignore[arg-type]
         batch_size=2,
@@ -164,7 +164,7 @@ def with_workers() -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_consumers_die_at_random_moments(tmp_path: Path, seed: int) -> None:
-    """Five consumers, of which four are killed; this one gets all."""
+    """Four of five consumers are killed; this one gets all batches."""
     chance = random.Random(seed)
     script = Script(tmp_path)
     script.write(batches=40)
@@ -188,7 +188,7 @@ def test_consumers_die_at_random_moments(tmp_path: Path, seed: int) -> None:
 
 
 def kill_all(others: list[Child], chance: random.Random) -> None:
-    """One after the other, at some moment."""
+    """One process after the other is killed, at some moment."""
     for other in others:
         time.sleep(chance.random() * 0.03)
         other.kill()
@@ -197,7 +197,7 @@ def kill_all(others: list[Child], chance: random.Random) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_the_process_dies_at_random_moments(tmp_path: Path, seed: int) -> None:
-    """What is given is whole and in order, and the end is heard of, by all three consumers."""
+    """The batches are complete and in order, and all three consumers are notified of the end."""
     chance = random.Random(seed)
     script = Script(tmp_path)
     script.write(batches=1000)
@@ -223,7 +223,7 @@ def test_the_process_dies_at_random_moments(tmp_path: Path, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_who_made_it_dies_at_random_moments(tmp_path: Path, seed: int) -> None:
-    """Before, while and after the process starts: it ends, and leaves nothing but what is swept."""
+    """Killed before, during and after the start of the process: it ends, and leaves only what `sweep` removes."""
     chance = random.Random(seed)
     script, before = Script(tmp_path), started()
     script.write(batches=100_000)

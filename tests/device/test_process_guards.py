@@ -1,4 +1,4 @@
-"""The events of `ProcessPrefetcher`, on a device that does its work late, in two processes. Each guard is needed."""
+"""Each event of `ProcessPrefetcher` is needed, on a simulated device with delays, in two processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COPY_SECONDS, STEP_SECONDS = 0.0005, 0.002
 
 
 class LateMemory(SharedHost):
-    """Memory of the host as if it were a device's: copies, fills and events happen in a stream, some time later.
+    """Host memory that behaves like a device's: copies, fills and events are executed later, in a stream.
 
     An event is two numbers that all processes see: how often it was recorded, and how often that was reached.
     """
@@ -106,7 +106,7 @@ def batches() -> Iterator[Any]:
 
 @contextmanager
 def served(consumers: int) -> Iterator[Path]:
-    """The process, with the folder in which it is reached."""
+    """The process, and the folder of its socket."""
     shared = SharedFolder(f"prefetch-guards-{os.getpid()}", initialize=lambda _: None)
     (shared.path / "events").write_bytes(bytes(4096))
     ours, theirs = socket.socketpair()
@@ -129,7 +129,7 @@ def served(consumers: int) -> Iterator[Path]:
 
 
 def train(consumers: int) -> list[str]:
-    """A training loop that gives its steps to the device and goes on; what the steps found wrong."""
+    """A training loop that submits its steps to the device and continues; returns the wrong values found."""
     wrong: list[str] = []
     with served(consumers) as folder:
         all_of_them = [
@@ -148,7 +148,7 @@ def train(consumers: int) -> list[str]:
 
 
 def memory_of(consumer: Consumer) -> LateMemory:
-    """The device, as a consumer sees it."""
+    """The device as seen by a consumer."""
     assert consumer._link is not None
     memory = consumer._link.slots.memory
     assert isinstance(memory, LateMemory)
@@ -156,7 +156,7 @@ def memory_of(consumer: Consumer) -> LateMemory:
 
 
 def step(batch: Any, number: int, wrong: list[str]) -> None:
-    """Work of the device with a batch: it must be there all the time."""
+    """Work of the device on a batch, which must not change meanwhile."""
     try:
         assert read_stamp(batch) == (0, number)
         time.sleep(STEP_SECONDS)
@@ -166,7 +166,7 @@ def step(batch: Any, number: int, wrong: list[str]) -> None:
 
 
 class Hasty(LateMemory):
-    """Does not wait until a batch is there."""
+    """Does not wait until a batch is complete."""
 
     def wait(self, event: int) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The slots of `ProcessPrefetcher`, seen from either side, and what pins the ring of a loader of ours."""
+"""The slots of `ProcessPrefetcher` at both ends, and the pinning of a stallfree loader's ring."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEPTH = 2
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Where slots lie."""
+    """The folder of the slots."""
     shared = SharedFolder("prefetch-slots", initialize=lambda _: None)
     yield shared.path
     shared.close()
@@ -38,7 +38,7 @@ def folder() -> Iterator[Path]:
 
 
 class Pictures:
-    """Pictures that are full of their number, and their labels."""
+    """Pictures filled with their number, and their labels."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -48,7 +48,7 @@ class Pictures:
 
 
 class Pinning(SharedHost):
-    """Copies only out of memory that was pinned, or was made for that."""
+    """Copies only from pinned memory."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -81,7 +81,7 @@ class Pinning(SharedHost):
 
 
 class OneConsumer:
-    """A server of consumers: the one that takes part looks at each batch at once, and asks for so many epochs."""
+    """A server of consumers; the active one checks each batch at once, and requests several epochs."""
 
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
@@ -138,7 +138,7 @@ def test_pictures_go_straight_out_of_pinned_slots(folder: Path, monkeypatch: pyt
 def test_memory_on_a_gpu_can_be_shared_whatever_the_allocator_was_told(
     monkeypatch: pytest.MonkeyPatch, newer: bool
 ) -> None:
-    """Memory of expandable segments can not, or not with all processes."""
+    """Memory of expandable segments cannot be shared, or not with all processes."""
     told: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(str(device)))
     monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
@@ -156,7 +156,7 @@ def test_memory_on_a_gpu_can_be_shared_whatever_the_allocator_was_told(
 
 
 class Mortal(SharedHost):
-    """Memory that is gone with its owner, whose events must not be used any more then."""
+    """Memory that is freed with its owner, whose events must not be used afterwards."""
 
     ends_with_owner = True
     alive = True
@@ -169,11 +169,11 @@ class Mortal(SharedHost):
 
 
 def opened(memory: SharedHost, alive: Callable[[], bool]) -> tuple[OpenSlots, torch.Tensor, bytes]:
-    """A slot, opened; what is in it, and how that lies."""
+    """Open a slot; returns its tensors and their layout."""
     there = memory.empty(10_000)
     there[:3] = torch.tensor([5, 6, 7])
     slots = OpenSlots(memory, alive)
-    slots.learn(0, pickle.dumps((memory.share(there), (None, None))))
+    slots.open(0, pickle.dumps((memory.share(there), (None, None))))
     return slots, there, pack_layout([there[:3]])
 
 
@@ -202,8 +202,8 @@ def test_a_slot_that_lies_elsewhere_by_now_is_told_once_more(folder: Path) -> No
     larger, handles = memory.empty(20_000), pickle.dumps((memory.share(there), (None, None)))
     larger[:3] = 9
     memory.discard(there)
-    slots.learn(0, handles)  # of an epoch that was broken off
-    slots.learn(0, pickle.dumps((memory.share(larger), (None, None))))
+    slots.open(0, handles)  # of an epoch that was broken off
+    slots.open(0, pickle.dumps((memory.share(larger), (None, None))))
     assert slots.take(0, layout)[0].tolist() == [9, 9, 9]
 
 

@@ -1,4 +1,4 @@
-"""What processes do that the tests of `stallfree.ipc.process` start."""
+"""Functions that run in the processes of the tests of `stallfree.ipc.process`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stallfree.ipc.process import Child, Parent
 
 
 def echo(parent: Parent, count: int) -> None:
-    """Report in, and send back so many messages, or all until it shall end."""
+    """Report in, and return the given number of messages; without a number, all until the end."""
     parent.report()
     while count and (message := parent.receive()) is not None:
         parent.send(b"<", message, memoryview(b">"))
@@ -21,21 +21,21 @@ def echo(parent: Parent, count: int) -> None:
 
 
 def identify(parent: Parent) -> None:
-    """Send what this process is."""
+    """Send properties of this process."""
     interrupted = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ended = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     parent.send(repr((os.getpid(), os.getsid(0), interrupted, ended)).encode())
 
 
 def flood(parent: Parent, size: int) -> None:
-    """Send without end what is not read."""
+    """Send messages forever that the parent does not read."""
     parent.report()
     while True:
         parent.send(bytes(size))
 
 
 def ignore(parent: Parent, file: Path | None = None) -> None:
-    """Report in, and do nothing that it is asked for."""
+    """Report in, and ignore all messages."""
     parent.report()
     if file is not None:
         file.write_text(str(os.getpid()))
@@ -44,7 +44,7 @@ def ignore(parent: Parent, file: Path | None = None) -> None:
 
 
 def lead(parent: Parent, file: Path) -> None:
-    """Start a process that does not end by itself, and ignore everything."""
+    """Start a process that does not end by itself, and ignore all messages."""
     if os.fork() == 0:
         file.write_text(str(os.getpid()))
         while True:
@@ -59,7 +59,7 @@ def hang(parent: Parent) -> None:
 
 
 def fail(parent: Parent) -> None:
-    """Send a message in the place of a report, or end."""
+    """Send a message instead of a report, or end."""
     parent.send(b"cannot begin")
 
 
@@ -69,7 +69,7 @@ def die(parent: Parent) -> None:
 
 
 def listen(parent: Parent, out: Path) -> None:
-    """Listen, and write down what was received; then end if asked to, and not sooner."""
+    """Write the received messages to a file, and end only on request."""
     ended = threading.Event()
 
     def take(message: bytearray | None) -> None:
@@ -86,7 +86,7 @@ def listen(parent: Parent, out: Path) -> None:
 
 
 def busy(parent: Parent, file: Path) -> None:
-    """Listen, and be busy for ever."""
+    """Listen, and compute forever."""
     parent.listen(lambda _: None)
     file.write_text(str(os.getpid()))
     while True:
@@ -94,7 +94,7 @@ def busy(parent: Parent, file: Path) -> None:
 
 
 def step(parent: Parent, file: Path) -> None:
-    """Do small steps until the parent has something to say, or is gone."""
+    """Work in small steps until the parent sends a message or ends."""
     file.write_text(str(os.getpid()))
     while not parent.wait(0.0):
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Messages between a server and its consumers: whole and in order, whoever is slow, dead or of another release."""
+"""Messages between a server and its consumers: complete and in order, also with slow or dead consumers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from stallfree.ipc.consumers import (
     Message,
     Peer,
     Server,
-    ask,
     pack,
+    request,
     unpack,
 )
 from stallfree.ipc.folders import SharedFolder
@@ -42,7 +42,7 @@ int64 = st.integers(-(2**63), 2**63 - 1)
 
 
 class Serving:
-    """A server that one thread drives, step by step."""
+    """A server that is driven step by step by one thread."""
 
     def __init__(self, folder: Path) -> None:
         self.poller = select.epoll()
@@ -50,7 +50,7 @@ class Serving:
         self.received: list[tuple[Peer, Message | None]] = []
 
     def until(self, count: int) -> list[tuple[Peer, Message | None]]:
-        """Serve until so many messages have come; then all of them."""
+        """Serve until the given number of messages has arrived; returns all messages."""
         deadline = time.monotonic() + PATIENCE
         while len(self.received) < count:
             assert time.monotonic() < deadline
@@ -118,7 +118,7 @@ def test_messages_cut_anywhere(seed: int) -> None:
 
 
 def test_an_end_that_does_not_read_holds_nobody_up(serving: Serving, folder: Path) -> None:
-    """What cannot be sent waits; what is sent to an end that is gone is lost."""
+    """Data that cannot be sent yet is queued; data for an ended process is lost."""
     slow = connected(folder)
     ((peer, _),) = serving.until(1)
     bodies = [bytes([number]) * 100_000 for number in range(20)]
@@ -146,7 +146,7 @@ def test_an_end_that_does_not_read_holds_nobody_up(serving: Serving, folder: Pat
 
 
 def test_nothing_is_received_on_a_connection_that_is_closed() -> None:
-    """Not even by a thread that was about to: the descriptor may be another file's by then."""
+    """Also in a thread that was about to receive: the descriptor may belong to another file by then."""
     one, other = (Connection(end, False) for end in socket.socketpair())
     descriptor = other.channel.fileno()
     other.close()
@@ -164,7 +164,7 @@ def test_nothing_is_received_on_a_connection_that_is_closed() -> None:
 
 
 def test_a_folder_with_a_long_name() -> None:
-    """The address of a socket has room for 107 bytes, the path of a folder has more."""
+    """A socket address has room for 107 bytes; the path of a folder may be longer."""
     shared = SharedFolder("f" * 110, initialize=lambda _: None)
     serving = Serving(shared.path)
     connection = connected(shared.path, 5)
@@ -190,7 +190,7 @@ def test_a_consumer_of_another_release(kind: int, version: int, serving: Serving
     connection.send(DATA)
     wrong = threading.Thread(target=lambda: serving.until(1))
     wrong.start()
-    words = rf"process {os.getpid()} speaks version {version} of the test's protocol, this one 4: install the same"
+    words = rf"process {os.getpid()} uses version {version} of the test's protocol, this one uses 4: install the same"
     with pytest.raises(sf.StallfreeError, match=words):
         received(connection)
     connection.close()
@@ -216,7 +216,7 @@ def test_an_error_is_raised_by_the_consumer(serving: Serving, folder: Path) -> N
 def test_a_question_needs_no_consumer(serving: Serving, folder: Path) -> None:
     thread = threading.Thread(target=lambda: serving.until(2))
     answers: list[Message | None] = []
-    asking = threading.Thread(target=lambda: answers.append(ask(folder, VERSION, QUESTION, 3, PATIENCE)))
+    asking = threading.Thread(target=lambda: answers.append(request(folder, VERSION, QUESTION, 3, PATIENCE)))
     thread.start()
     asking.start()
     thread.join()
@@ -227,10 +227,10 @@ def test_a_question_needs_no_consumer(serving: Serving, folder: Path) -> None:
     asking.join()
     assert answers == [Message(ANSWER, number=6)]
     assert serving.until(3)[2] == (peer, None)
-    assert ask(folder, VERSION, QUESTION, 3, 0.0) is None
+    assert request(folder, VERSION, QUESTION, 3, 0.0) is None
     serving.server.close()
     with pytest.raises(Gone):
-        ask(folder, VERSION, QUESTION, 3, PATIENCE)
+        request(folder, VERSION, QUESTION, 3, PATIENCE)
 
 
 def test_messages_of_a_dead_consumer_come_before_its_end(serving: Serving, folder: Path) -> None:
@@ -247,7 +247,7 @@ def test_messages_of_a_dead_consumer_come_before_its_end(serving: Serving, folde
 
 
 def test_a_dead_end_is_found_though_its_connection_is_kept_open(folder: Path) -> None:
-    """By a copy of the descriptor, which a process has that was started without the hooks of Python."""
+    """A process that was started without Python's fork hooks has a copy of the descriptor."""
     kept: list[int] = []
 
     def serve() -> None:
@@ -315,7 +315,7 @@ def test_a_wait_ends_when_no_more_consumers_are_accepted(serving: Serving, folde
 
 @given(st.lists(st.tuples(st.sampled_from("grl"), st.integers(0, 3), st.integers(0, 3))))
 def test_leases(steps: list[tuple[str, int, int]]) -> None:
-    """Against the set of all pairs."""
+    """Compares the leases with a set of all pairs."""
     leases, pairs = Leases(), set[tuple[int, int]]()
     for what, batch, consumer in steps:
         held = {each for each, _ in pairs}

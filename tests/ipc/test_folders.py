@@ -1,4 +1,4 @@
-"""Shared folders: whole or not there, gone with the last process, never anybody else's."""
+"""Shared folders: complete or missing, removed with the last process, and safe from other users."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_folder(root: Path, name: str = "one", *, persist: bool = False) -> Shar
 
 
 def other_process(root: Path) -> Holder:
-    """Another process that is attached until it is told to leave or killed."""
+    """Another process that stays attached until it is asked to leave, or killed."""
     return Holder(lambda: open_folder(root).close)
 
 
@@ -98,7 +98,7 @@ def test_a_forked_child_does_not_remove_its_parents_folder(root: Path) -> None:
 
 
 def test_nobody_sees_half_of_one(root: Path) -> None:
-    """Many threads attach and leave: whoever is in finds it whole, and in the end it is gone."""
+    """Threads attach and leave: an attached thread finds the folder complete, and in the end it is removed."""
     errors: list[BaseException] = []
 
     def come_and_go() -> None:
@@ -120,7 +120,7 @@ def test_nobody_sees_half_of_one(root: Path) -> None:
 
 
 def test_a_folder_that_is_removed_while_it_is_listed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files go one after the other, under another name: what is left of them is nobody else's folder."""
+    """A folder is removed under another name, file by file: a partial listing is not a foreign folder."""
     first = open_folder(root)
     listdir = os.listdir
 
@@ -188,7 +188,7 @@ def test_a_wait_has_a_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     folder.close()
     fd = os.open(folder.path / "attached", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(WaitError, match=r"another process holds .*one for itself for more than"):
+    with pytest.raises(WaitError, match=r"another process has locked .*one for more than"):
         open_folder(root)
     os.close(fd)
 

@@ -1,4 +1,4 @@
-"""A forked child does not keep the ends of its parent's connections open, nor end what is its parent's."""
+"""A forked child does not keep its parent's connections open, and does not end its parent's objects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_other_end_receives_the_end_though_a_child_lives(pair: tuple[socket.
 
 
 def test_a_child_has_nothing_in_its_place(pair: tuple[socket.socket, socket.socket]) -> None:
-    """Objects that it inherited may close the number; that is not another file's by then."""
+    """Inherited objects may close the number, which must not belong to another file by then."""
     ours, theirs = pair
     keep_from_children(ours)
     before = set(os.listdir("/proc/self/fd"))
@@ -54,7 +54,7 @@ def test_a_child_has_nothing_in_its_place(pair: tuple[socket.socket, socket.sock
 
 
 def test_what_is_closed_or_freed_is_forgotten(pair: tuple[socket.socket, socket.socket]) -> None:
-    """The number may be another file's by then."""
+    """The number may belong to another file by then."""
     closed, freed = socket.socketpair()
     keep_from_children(closed, freed)
     numbers = closed.fileno(), freed.fileno()
@@ -72,7 +72,7 @@ def test_what_is_closed_or_freed_is_forgotten(pair: tuple[socket.socket, socket.
 
 
 def test_a_child_keeps_from_its_own_children(pair: tuple[socket.socket, socket.socket]) -> None:
-    """What the parent listed is not on the child's list."""
+    """The parent's list does not apply to the child's children."""
     ours, theirs = pair
     keep_from_children(ours)
 
@@ -88,7 +88,7 @@ def test_a_child_keeps_from_its_own_children(pair: tuple[socket.socket, socket.s
 
 
 class Thing:
-    """May be referred to weakly."""
+    """Supports weak references."""
 
 
 def test_what_a_finalizer_ends_is_the_parents() -> None:

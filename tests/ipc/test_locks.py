@@ -1,4 +1,4 @@
-"""The lock between processes: exclusive, freed by death, and not lost by closing another object."""
+"""The lock between processes: exclusive, released by death, and kept when another object is closed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def holder(path: Path) -> Holder:
 
 
 def claimer(path: Path, count: int) -> Holder:
-    """Another process that has claimed so many bytes."""
+    """Another process that has claimed the given number of bytes."""
 
     def begin() -> Callable[[], None]:
         lock = FileLock(path)
@@ -42,7 +42,7 @@ def claimer(path: Path, count: int) -> Holder:
 
 
 def counted_elsewhere(path: Path) -> int:
-    """The claims that a forked child sees: all of ours among them."""
+    """Return the claims that a forked child sees, which include those of this process."""
 
     def count() -> None:
         os._exit(FileLock(path).count_claims())
@@ -51,7 +51,7 @@ def counted_elsewhere(path: Path) -> int:
 
 
 def is_free_elsewhere(path: Path, byte: int) -> bool:
-    """Whether a forked child can claim `byte`: it has none of our locks."""
+    """Return whether a forked child, which inherits no lock, can claim `byte`."""
 
     def claim() -> None:
         os._exit(0 if FileLock(path).claim(byte) else 3)
@@ -218,7 +218,7 @@ def test_there_are_so_many_claims(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     lock, other = FileLock(path), FileLock(path)
     assert [lock.claim_any() for _ in range(CLAIMS)] == list(range(1, CLAIMS + 1))
-    with pytest.raises(WaitError, match=rf"^all {CLAIMS} places in .*lock are taken by processes that live: use fewer"):
+    with pytest.raises(WaitError, match=rf"^all {CLAIMS} places in .*lock are taken by running processes: use fewer"):
         other.claim_any()
     assert counted_elsewhere(path) == CLAIMS
     lock.release(CLAIMS)
@@ -228,7 +228,7 @@ def test_there_are_so_many_claims(tmp_path: Path) -> None:
 
 
 def test_threads_get_claims_of_their_own(tmp_path: Path) -> None:
-    """And none is lost when one is given back while another is taken."""
+    """No claim is lost when another byte is released at the same time."""
     path = tmp_path / "lock"
     locks = [FileLock(path) for _ in range(4)]
     kept: list[int] = []
@@ -250,7 +250,7 @@ def test_threads_get_claims_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_claim_while_another_thread_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits until that is done: a byte unlocked later would be lost."""
+    """A claim waits until the byte is unlocked: unlocking it later would lose the claim."""
     path = tmp_path / "lock"
     first, second = FileLock(path), FileLock(path)
     assert first.claim_any() == 1
@@ -286,7 +286,7 @@ def test_an_exception_frees_the_lock(tmp_path: Path) -> None:
 
 
 def test_a_finalizer_may_close_one_while_another_is_opened(tmp_path: Path) -> None:
-    """Garbage is collected at any allocation, so also within the opening of a lock of the same file."""
+    """Garbage collection may run at any allocation, also while a lock of the same file is opened."""
 
     class Owner:
         def __init__(self) -> None:

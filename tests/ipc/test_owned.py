@@ -1,4 +1,4 @@
-"""A base folder in which another user could replace a cache is refused; in any other, nothing can be swapped."""
+"""A base folder in which another user could replace a cache is refused; in all others none can."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_folder_far_above_that_others_may_write_to(base: Path) -> None:
 
 
 def test_a_group(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of this user alone may write, as systems with a group per user make folders; any other one may not."""
+    """A group that contains only this user may write, as on systems with private groups; no other group may."""
     base.chmod(0o775)
     monkeypatch.setattr(owned, "_is_own_group", lambda group: group == base.stat().st_gid)
     assert prepare_root(base / "mine").is_dir()
@@ -153,7 +153,7 @@ def test_a_link_is_followed_once(base: Path, tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder that another user can reach."""
+    """A folder that another user can access."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o755)
     yield folder
@@ -166,7 +166,7 @@ def make(store: Path, value: str, name: str = "one") -> None:
 
 
 def swap(public: Path) -> None:
-    """What another user does to have a forged cache in the place of the victim's."""
+    """The actions with which another user could put a forged cache in place of the victim's."""
     victims = user_root(public)
     os.setuid(STRANGER)
     try:
@@ -179,7 +179,7 @@ def swap(public: Path) -> None:
 @as_root
 @pytest.mark.parametrize("mode", [0o1777, 0o777])
 def test_a_swap_between_any_two_system_calls(public: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run swaps before another one of the calls that look at a path."""
+    """Each run swaps the folder before another one of the calls that inspect a path."""
     calls = ("open", "mkdir", "stat", "lstat", "listdir", "rename")
     for value in ("true", "forged"):
         make(public / value, value)

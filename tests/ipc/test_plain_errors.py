@@ -1,4 +1,4 @@
-"""Errors that processes of other jobs receive: of their own type, where that is known, and never unpickled."""
+"""Errors received from other jobs have their original type if it is loaded, and are never unpickled."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_page_of_an_error_goes_along() -> None:
 
 @pytest.mark.parametrize("id", [np.int64(3), (1, 2), Path("x"), None, "three", object()])
 def test_an_error_may_hold_anything(id: Any) -> None:
-    """Data sets raise errors of their own with ids of their own."""
+    """Data sets may raise their own errors with their own ids."""
     error, _ = unpack_plain_error(pack_plain_error(sf.SampleError("mine", id=id, where=Path("/data")), ""))  # type: ignore[arg-type]
     assert type(error) is sf.SampleError
     assert (text_of(error), error.where) == ("mine", "/data")
@@ -72,6 +72,6 @@ class Attack:
 
 
 def test_nothing_is_unpickled() -> None:
-    """What comes over a socket is data. (That in a slot is the coordinator's own.)"""
+    """Bytes from a socket are data, never pickles; slots are written by the coordinator of the same user."""
     with pytest.raises(ValueError, match=r"."):
         unpack_plain_error(pickle.dumps(Attack()))

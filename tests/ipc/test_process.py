@@ -1,4 +1,4 @@
-"""Processes that end with their parent, and say and do what they are asked until then."""
+"""Processes that end with their parent, and process its messages until then."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def soon() -> float:
 
 
 def received(child: Child) -> bytes:
-    """The next message."""
+    """Return the next message."""
     while (message := child.receive()) is None:
         assert select.select([child], [], [], PATIENCE)[0]
     return bytes(message)
@@ -174,10 +174,10 @@ def test_it_ends_with_its_parent(main: Callable[..., None], method: str, tmp_pat
 
 @pytest.mark.parametrize("described", [True, False], ids=["with a descriptor", "without"])
 def test_a_parent_that_is_not_the_direct_one(described: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a process that a fork server has started."""
+    """The parent of a process that a fork server has started."""
     if not described:
         monkeypatch.delattr(os, "pidfd_open")
-        monkeypatch.setattr(process, "_LOOK_MILLISECONDS", 1)
+        monkeypatch.setattr(process, "_CHECK_MILLISECONDS", 1)
     forked = Forked(signal.pause)
     ours, theirs = socket.socketpair()  # which stays open
     parent = Parent(ours, forked.pid, False)
@@ -194,7 +194,7 @@ def test_a_parent_that_is_not_the_direct_one(described: bool, monkeypatch: pytes
 
 
 def test_a_sibling_does_not_hold_it_back(tmp_path: Path) -> None:
-    """One that was forked later has a copy of nothing by which a process finds that its parent has ended."""
+    """A process that was forked later holds no copy of the descriptors that show the parent's end."""
     files = [tmp_path / "one", tmp_path / "two"]
 
     def run() -> None:
@@ -212,7 +212,7 @@ def test_a_sibling_does_not_hold_it_back(tmp_path: Path) -> None:
 
 
 def test_processes_that_lead_others_end_when_the_program_does(tmp_path: Path) -> None:
-    """`multiprocessing` would wait for them."""
+    """`multiprocessing` would wait for these processes at exit."""
     file = tmp_path / "pid"
 
     def run() -> None:

@@ -1,8 +1,7 @@
-"""Jobs of one group, in processes of their own, for the tests of `SharedLoader`.
+"""Jobs of one group, each in a separate process, for the tests of `SharedLoader`.
 
-A `Job` does what it is told, batch by batch, so a test decides who is where when something happens. What comes of a job
-carries a mark by which it is found even when its parents are dead: a mapping that forks inherit, and an environment
-variable for what is started anew.
+A `Job` executes commands, batch by batch, so a test controls the position of each job. All processes of a job carry a
+mark by which orphans are found: a memory mapping, which forks inherit, and an environment variable for other processes.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ _DECODE = struct.Struct("<II")
 
 
 def noisy_pixels(id: int) -> torch.Tensor:
-    """A picture with noise from torch's and Python's generator."""
+    """Return a picture with noise from torch's and Python's generator."""
     return pixels(id).float() + torch.rand(()) + random.random()
 
 
 class Pictures:
-    """A data set that books each of its decodes (process, id) in a file, and has no sample `bad`."""
+    """A data set that logs each decode (process, id) to a file; sample `bad` cannot be read."""
 
     def __init__(self, book: Path, count: int = SAMPLES, bad: int = -1, seconds: float = 0.0) -> None:
         self.book = book
@@ -72,20 +71,20 @@ class Pictures:
         return noisy_pixels(id), id
 
     def decodes(self) -> list[tuple[int, int]]:
-        """(process, id) of each decode so far."""
+        """Return (process, id) of each decode so far."""
         return list(_DECODE.iter_unpack(self.book.read_bytes())) if self.book.exists() else []
 
 
 @lru_cache(maxsize=100_000)
 def expected(epoch: int, id: int, seed: int = SEED) -> int:
-    """The checksum that picture `id` must have in `epoch`, found without any loader."""
+    """Return the checksum of picture `id` in `epoch`, computed without a loader."""
     with Randomness(noisy_pixels) as randomness:
         randomness.seed(seed, epoch, id)
         return checksum(noisy_pixels(id))
 
 
 class Taken(NamedTuple):
-    """A batch that a job was handed: the group's epoch, the samples and their checksums."""
+    """A batch that a job received: the group's epoch, the ids and their checksums."""
 
     epoch: int
     ids: list[int]
@@ -93,7 +92,7 @@ class Taken(NamedTuple):
 
 
 def taken(loader: sf.SharedLoader, batch: sf.Batch) -> Taken:
-    """What a job says about the batch that it has just been handed."""
+    """Describe the batch that the job has just received."""
     images, labels = batch.data
     ids = batch.ids.tolist()
     assert labels.tolist() == ids
@@ -101,7 +100,7 @@ def taken(loader: sf.SharedLoader, batch: sf.Batch) -> Taken:
 
 
 def right(batches: Iterable[Taken], ids: Iterable[int] = range(SAMPLES)) -> int:
-    """Asserts that the batches are one epoch with each of `ids` once, all of them right. Returns the group's epoch."""
+    """Assert that the batches are one epoch with each of `ids` once and correct; returns the group's epoch."""
     batches = list(batches)
     (epoch,) = {batch.epoch for batch in batches}
     assert sorted(id for batch in batches for id in batch.ids) == sorted(ids)
@@ -114,7 +113,7 @@ def right(batches: Iterable[Taken], ids: Iterable[int] = range(SAMPLES)) -> int:
 
 
 class Served:
-    """What a job does when it is told: each method answers with what it returns."""
+    """The commands of a job: each method sends its return value as the answer."""
 
     def __init__(self, arguments: dict[str, Any], progress: mmap.mmap) -> None:
         self.loader = sf.SharedLoader(**arguments)
@@ -125,12 +124,12 @@ class Served:
         self._progress = progress
 
     def begin(self) -> None:
-        """A new iteration, without taking a batch."""
+        """Start a new iteration without taking a batch."""
         self.iterator = None
         self.iterator = iter(self.loader)
 
     def take(self, count: int) -> list[Taken]:
-        """The next batches; fewer at the end of the iteration."""
+        """Return the next batches; fewer at the end of the iteration."""
         if self.iterator is None:
             self.begin()
         batches = []
@@ -147,16 +146,16 @@ class Served:
         return batches
 
     def rest(self) -> list[Taken]:
-        """The rest of the iteration."""
+        """Return the rest of the iteration."""
         return self.take(sys.maxsize)
 
     def epoch(self) -> list[Taken]:
-        """A whole iteration, begun now."""
+        """Return the batches of a new iteration."""
         self.begin()
         return self.rest()
 
     def stats(self) -> sf.SharedStats:
-        """The loader's statistics."""
+        """Return the loader's statistics."""
         return self.loader.stats()
 
     def close(self) -> None:
@@ -165,16 +164,16 @@ class Served:
         self.loader.close()
 
     def again(self) -> None:
-        """Come again, with a new loader."""
+        """Rejoin with a new loader."""
         self.loader = sf.SharedLoader(**self._arguments)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function of a test module does with this."""
+        """Return the result of a function of a test module, called with this object."""
         return function(self, *arguments)
 
 
 class Job:
-    """A forked job. `ask` tells it what to do, `answer` waits for what comes of it."""
+    """A forked job. `ask` sends it a command, `answer` waits for the result."""
 
     def __init__(self, team: Team, environment: dict[str, str], arguments: dict[str, Any]) -> None:
         self._team = team
@@ -210,21 +209,21 @@ class Job:
 
     @property
     def progress(self) -> int:
-        """Batches taken so far, as of this instant."""
+        """Number of batches taken so far."""
         return int(struct.unpack_from("<Q", self._progress)[0])
 
     @property
     def busy(self) -> bool:
-        """Whether it has not answered yet."""
+        """Whether an answer is still outstanding."""
         return self._asked > 0 and not self._connection.poll(0)
 
     def ask(self, name: str, *arguments: Any) -> None:
-        """Tell it to do something, without waiting."""
+        """Send a command without waiting."""
         self._connection.send((name, arguments))
         self._asked += 1
 
     def answer(self) -> Any:
-        """What it said to the first `ask` that is still open; an exception in it is raised here."""
+        """Return the answer to the oldest outstanding `ask`; raises the exception of the job."""
         deadline = time.monotonic() + PATIENCE
         while not self._connection.poll(0.02):
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) and not self._connection.poll(0):
@@ -238,7 +237,7 @@ class Job:
         return answer
 
     def do(self, name: str, *arguments: Any) -> Any:
-        """`ask` and `answer` in one."""
+        """Send a command and return its answer."""
         self.ask(name, *arguments)
         return self.answer()
 
@@ -266,14 +265,14 @@ class Job:
         self._child.signal(number)
 
     def end(self) -> None:
-        """Let it close its loader and end."""
+        """Make the job close its loader and end."""
         self._connection.send(("end", ()))
         code = self._child.wait()
         self._over()
         assert code == 0
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Kill the job with SIGKILL, and wait until it has ended."""
         self._child.kill()
         self._over()
 
@@ -283,7 +282,7 @@ class Job:
 
 
 class Team:
-    """The jobs of a group and all that comes of them. A context manager, at whose end none of that may be left."""
+    """The jobs of a group and their processes. A context manager that fails if a process is left at its end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -302,26 +301,26 @@ class Team:
         return self
 
     def arguments(self, **changes: Any) -> dict[str, Any]:
-        """The arguments of a loader of this group."""
+        """Return the arguments of a loader of this group."""
         return {
             "dataset": self.dataset, "group": GROUP, "batch_size": BATCH, "shuffle": True, "num_workers": 1,
             "seed": SEED, "with_ids": True, "multiprocessing_context": "fork", **changes,
         }  # fmt: skip
 
     def job(self, *, environment: dict[str, str] | None = None, **changes: Any) -> Job:
-        """One more job, which has not begun yet."""
+        """Add a job, which has not started yet."""
         job = Job(self, environment or {}, self.arguments(**changes))
         self.members.append(job)
         return job
 
     def jobs(self, count: int, **changes: Any) -> list[Job]:
-        """Jobs that have all joined and have not taken a batch. The first one has started the coordinator."""
+        """Return jobs that have all joined and taken no batch; the first one has started the coordinator."""
         jobs = [self.job(**changes) for _ in range(count)]
         begun(jobs[:1])
         return [*jobs[:1], *begun(jobs[1:])]
 
     def processes(self) -> list[psutil.Process]:
-        """All living processes that come of this team, whoever their parents are by now."""
+        """Return all living processes that descend from this team, including orphans."""
         mark = self._mark.encode()
         found = []
         for pid in psutil.pids():
@@ -334,7 +333,7 @@ class Team:
         return found
 
     def stacks(self) -> str:
-        """Where all threads of all processes are, for the message of a test that hangs."""
+        """Return the stacks of all threads of all processes, for the message of a test that hangs."""
         texts = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -364,7 +363,7 @@ class Team:
             del os.environ[_MARK]
 
     def end(self) -> None:
-        """Ends the jobs in order, and asserts that nothing is left of them. Jobs that hang are killed."""
+        """End the jobs in order and assert that nothing is left; jobs that hang are killed."""
         for job in self.members:
             if job.alive and job.busy:
                 job.kill()
@@ -373,12 +372,12 @@ class Team:
         self.all_gone()
 
     def bury(self) -> None:
-        """`end`, and remove what killed processes had no time to remove."""
+        """Call `end`, and remove the files left by killed processes."""
         self.end()
         sweep(default_root())
 
     def all_gone(self, but: Iterable[Job] = ()) -> None:
-        """Asserts that no process is left but these jobs, once each has had time to end."""
+        """Assert that only these jobs are left, after each process has had time to end."""
         stay = {job.pid for job in but}
         deadline = time.monotonic() + PATIENCE / 2
         while left := [process for process in self.processes() if process.pid not in stay]:
@@ -388,25 +387,25 @@ class Team:
 
 
 def children_of(process: psutil.Process) -> list[psutil.Process]:
-    """Its living children."""
+    """Return its living children."""
     return [child for child in process.children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
 def coordinator_of(*jobs: Job) -> psutil.Process:
-    """The process that runs the workers, a child of one of the jobs."""
+    """Return the process that runs the workers, a child of one of the jobs."""
     (coordinator,) = [child for job in jobs for child in children_of(job.process)]
     return coordinator
 
 
 def together(jobs: list[Job], name: str) -> list[list[Taken]]:
-    """All jobs do it at once: what each answers."""
+    """Run a command in all jobs at once; returns their answers."""
     for job in jobs:
         job.ask(name)
     return [job.answer() for job in jobs]
 
 
 def let_in(newcomer: Job, member: Job) -> tuple[list[Taken], sf.SharedStats]:
-    """An epoch of the newcomer, which then leaves, while the member goes through as many epochs as that takes."""
+    """Run an epoch of a newcomer, which then leaves, while the member runs as many epochs as that takes."""
     for name in ("epoch", "stats", "close"):
         newcomer.ask(name)
     while newcomer.busy:
@@ -420,7 +419,7 @@ def ids_of(batches: list[Taken]) -> list[list[int]]:
 
 
 def begun(jobs: list[Job]) -> list[Job]:
-    """The jobs, once all have begun an epoch and none has taken a batch of it."""
+    """Return the jobs after all have begun an epoch, before any takes a batch of it."""
     for job in jobs:
         job.ask("begin")  # ranks wait for one another
     for job in jobs:
@@ -429,12 +428,12 @@ def begun(jobs: list[Job]) -> list[Job]:
 
 
 def afresh(jobs: list[Job]) -> list[list[Taken]]:
-    """An epoch that all jobs have begun before any of them goes on."""
+    """Run an epoch that all jobs begin before any of them continues."""
     return together(begun(jobs), "rest")
 
 
 def in_turn(jobs: list[Job], batches: int) -> list[list[Taken]]:
-    """An epoch of so many batches, which the jobs take in turn: none of them lags, however busy the machine is."""
+    """Run an epoch in which the jobs take batches in turn, so that none lags on a busy machine."""
     taken: list[list[Taken]] = [[] for _ in begun(jobs)]
     for count in (*[1] * batches, None):
         for job, mine in zip(jobs, taken, strict=True):

@@ -1,6 +1,6 @@
-"""A world around a `Schedule`: jobs that behave as `SharedLoader` does, a wire with delays, a ring with few slots.
+"""A simulation around a `Schedule`: jobs that behave like `SharedLoader`, delayed messages and few slots.
 
-It books for itself who needs and holds what, by the rules that a user is told, and compares after every message.
+It tracks the batches that each job needs and holds by the documented rules, and compares them after every message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from stallfree.shared.schedule import Answer, Schedule
 
 @dataclass
 class Job:
-    """A consumer, on its side of the wire. It asks in order, one ahead of what it has taken.
+    """A consumer at its end of the connection. It requests batches in order, one ahead of the last one taken.
 
     Attributes:
         name: a number.
@@ -52,7 +52,7 @@ class Job:
 
 @dataclass
 class Seat:
-    """What the coordinator's side must know of a job: a model of its own, beside that of the schedule.
+    """The expected state of a job at the coordinator: a model separate from that of the schedule.
 
     Attributes:
         need: it needs this batch, and those after it.
@@ -71,7 +71,7 @@ class Seat:
 
 
 class World:
-    """Everything that can happen, as methods; each does nothing when it cannot happen now.
+    """All possible events as methods; each does nothing if the event cannot happen now.
 
     Args:
         batches: of an epoch.
@@ -99,7 +99,7 @@ class World:
     # -- what jobs do -------------------------------------------------------------------------------------------------
 
     def come(self, catchup: bool, missing: int = 0) -> Job:
-        """A new job. It leaves out the last `missing` batches of each epoch."""
+        """Add a job, which drops the last `missing` batches of each epoch."""
         self._names += 1
         job = Job(self._names, catchup, max(0, self.batches - missing))
         self.jobs.append(job)
@@ -107,7 +107,7 @@ class World:
         return job
 
     def resume(self, position: int) -> Job:
-        """A job that goes on where it was once: it needs the batch at `position` next, and had those before."""
+        """Add a job that resumes: it needs the batch at `position` next, and has those before it."""
         self._names += 1
         job = Job(self._names, False, self.batches)
         self._set_out(job, position // self.batches)
@@ -124,7 +124,7 @@ class World:
         job.outbox.append(("hello", -1 if job.position is None else job.position, 0))
 
     def move(self, job: Job) -> bool:
-        """Let a job do what it does next: whether there was anything."""
+        """Perform the next action of a job; returns whether there was one."""
         if job.seat is None and (not job.inside or job.at < self._end(job)):
             self._greet(job)
             return True
@@ -207,7 +207,7 @@ class World:
         return True
 
     def break_off(self, job: Job) -> None:
-        """It leaves the epoch, and will begin another one."""
+        """The job leaves the epoch, and will begin another one."""
         if not job.inside:
             return
         assert len(set(job.got + job.gaps)) == len(job.got + job.gaps)
@@ -216,14 +216,14 @@ class World:
         job.epoch, job.inside = job.epoch + 1, False
 
     def let_go(self, job: Job, which: int) -> None:
-        """It frees one of the batches that it holds."""
+        """The job frees one of the batches that it holds."""
         if job.held:
             number = sorted(job.held)[which % len(job.held)]
             job.held.remove(number)
             job.outbox.append(("release", number, 0))
 
     def leave(self, job: Job) -> None:
-        """It goes, or dies: what it said before may be heard or not."""
+        """The job leaves or dies; its earlier messages may or may not arrive."""
         self.jobs.remove(job)
         if job.seat is not None and self.seats.pop(job.seat, None) is not None:
             self._free(self.schedule.leave(job.seat))
@@ -232,7 +232,7 @@ class World:
     # -- what the coordinator does ------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The coordinator begins, when somebody is there; others may still be on their way back."""
+        """The coordinator begins once a job is present; other jobs may still reconnect."""
         if not self.going and any(job.seat in self.seats or job.outbox for job in self.jobs if job.seat):
             self.going = True
             low = min((seat.need for seat in self.seats.values()), default=(self.noted + 1) * self.batches)
@@ -240,7 +240,7 @@ class World:
             self.next, self.last_asked = low, max(self.last_asked, low - 1)
 
     def hear(self, job: Job) -> bool:
-        """The coordinator hears one thing that a job said: whether there was one that it can answer."""
+        """The coordinator handles one message of a job; returns whether there was one that it can answer."""
         if not job.outbox or (job.outbox[0][:2] == ("hello", -1) and not self.going):
             return False
         kind, number, other = job.outbox.popleft()
@@ -261,7 +261,7 @@ class World:
         return True
 
     def _unread(self, seat: Seat) -> set[int]:
-        """What a job will not take: it was given, and has not been taken."""
+        """Return the batches that were granted to a job and not taken by it."""
         return seat.holds - seat.job.held - {n for kind, n, _ in seat.job.outbox if kind == "release"}
 
     def _let_in(self, job: Job, position: int | None) -> None:
@@ -285,18 +285,18 @@ class World:
         self.seats[job.seat] = Seat(job, need, excused=need > position)
 
     def _under_way(self) -> int:
-        """The epoch in which the last of those are that are with the group."""
+        """Return the epoch of the slowest attached jobs."""
         needs = [seat.need for seat in self.seats.values() if not seat.away]
         return min([*needs, self.last_asked]) // self.batches
 
     def _served(self, number: int) -> int:
-        """The first number, not below `number`, from which on there is no gap in what is there or still to come."""
+        """Return the first number, at least `number`, from which on all batches are ready or still to be prepared."""
         gone = [n for n in range(number, max(self.next, number)) if n not in self.ready and n not in self.tasks]
         return max(gone, default=number - 1) + 1
 
     def _answer(self, number: int, wanted: int, serial: int) -> None:
         seat = self.seats[number]
-        told = self.schedule.ask(number, serial, wanted)
+        told = self.schedule.request(number, serial, wanted)
         end = (wanted // self.batches + 1) * self.batches
         first = self._served(wanted)
         if wanted % self.batches == 0:
@@ -334,7 +334,7 @@ class World:
         seat.job.inbox.append(told)
 
     def start(self) -> bool:
-        """It starts the next batch, if there is room: whether it did."""
+        """Start the next batch if there is room; returns whether one was started."""
         number = self.schedule.next_to_start() if self.going else None
         if number is None or len(self.tasks) >= self.ahead or len(self.tasks) + len(self.ready) >= self.slots:
             return False
@@ -356,7 +356,7 @@ class World:
         self.check()
 
     def finish(self, which: int) -> bool:
-        """One of the batches under way is ready: whether there was one."""
+        """Finish one of the batches in preparation; returns whether there was one."""
         if not self.tasks:
             return False
         number = self.tasks.pop(which % len(self.tasks))
@@ -372,7 +372,7 @@ class World:
         return True
 
     def make_room(self) -> bool:
-        """Laggards are left behind, if they are in the way: whether anything was done."""
+        """Detach laggards that block the others; returns whether anything was done."""
         if not self.blocked or not self.going:
             return False
         laggards = self.schedule.laggards()
@@ -382,7 +382,7 @@ class World:
             assert seat.asked is None
             assert seat.need == min(other.need for other in self.seats.values() if not other.away)
             seat.away = seat.excused = True
-            self._free(self.schedule.leave_behind(number))
+            self._free(self.schedule.detach(number))
         coming = self.schedule.next_to_start()
         if not laggards and coming is not None:
             self._start(coming)
@@ -391,13 +391,13 @@ class World:
 
     @property
     def blocked(self) -> bool:
-        """Whether someone waits, nothing is under way and no slot is free."""
+        """Return whether a job waits, nothing is in preparation and no slot is free."""
         hungry = any(seat.asked is not None for seat in self.seats.values())
-        assert self.schedule.hungry == hungry
+        assert self.schedule.has_waiting == hungry
         return hungry and not self.tasks and len(self.ready) >= self.slots
 
     def _wanted(self) -> set[int]:
-        """The batches that are ready and that somebody holds, or needs."""
+        """Return the ready batches that a job holds or needs."""
         low = min((seat.need for seat in self.seats.values() if not seat.away), default=None)
         held = {number for seat in self.seats.values() for number in seat.holds}
         return {number for number in self.ready if number in held or (low is not None and number >= low)}
@@ -415,7 +415,7 @@ class World:
                     )
 
     def die(self) -> None:
-        """The coordinator is dead, and another one will take over. What was under way between them is lost."""
+        """The coordinator dies and is replaced; messages in flight are lost."""
         self._new_coordinator()
         for job in self.jobs:
             job.seat = None
@@ -426,12 +426,12 @@ class World:
     # -- what must hold at any time -----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """After each event."""
+        """Check the invariants after each event."""
         assert self._wanted() == self.ready, "slots are kept that nobody holds or needs"
         if not self.going:
             return
         hungry = any(seat.asked is not None for seat in self.seats.values())
-        assert self.schedule.hungry == hungry
+        assert self.schedule.has_waiting == hungry
         assert self.schedule.epoch == self.last_asked // self.batches
         if hungry and not self.tasks:
             assert self.schedule.next_to_start() is not None, "all wait for something that nobody prepares"
@@ -440,7 +440,7 @@ class World:
             assert self.schedule.laggards(), "slots are kept, and nobody is to blame"
 
     def run(self, epochs: int) -> None:
-        """Without further trouble: until each job has finished so many more epochs. Nobody may be stuck."""
+        """Run without further faults until each job has finished more epochs; no job may wait forever."""
         goals = {job.name: len(job.finished) + epochs for job in self.jobs}
         self.begin()
         for _ in range(200 * (epochs + 1) * self.batches * (len(self.jobs) + 1)):

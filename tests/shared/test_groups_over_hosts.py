@@ -58,7 +58,7 @@ def cluster(tmp_path: Path) -> Iterator[RayCluster]:
 
 @pytest.mark.slow
 def test_two_hosts_with_two_jobs_each_prepare_each_sample_once_per_epoch(cluster: RayCluster, tmp_path: Path) -> None:
-    """A host is a root of its own for shared memory. A job that joins a group late begins with the next epoch."""
+    """A host is a separate root of shared memory. A job that joins late begins with the next epoch."""
     ledger = tmp_path / "ledger"
     program = JOB.format(samples=SAMPLES, epochs=EPOCHS)
     jobs = []

@@ -1,4 +1,4 @@
-"""How a member of a group introduces itself."""
+"""The description that a member of a group sends when it connects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stallfree.shared.protocol import Hello, Kind, unpack_hello
 
 @given(job=st.text(), ranks=st.integers(1, 1000), catchup=st.booleans(), name=st.text(st.characters()))
 def test_hello(**fields: Any) -> None:
-    """File names need not be text."""
+    """File names need not be valid text."""
     sent = Hello(**fields)
     assert unpack_hello(memoryview(sent.pack())) == sent
 

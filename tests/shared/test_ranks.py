@@ -1,4 +1,4 @@
-"""Which rank of which job a process is: by `torch.distributed`, else by the environment, else alone."""
+"""The rank and the job of a process: from `torch.distributed`, from the environment, or a single process."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_rank_that_torch_distributed_gives(environment: pytest.MonkeyPatch) 
 
 
 def test_the_name_of_a_job(environment: pytest.MonkeyPatch) -> None:
-    """The same in all of its ranks, another in every other job."""
+    """The name is the same in all ranks of a job and differs between jobs."""
     assert job_name() is None
     names = set()
     for variable in VARIABLES[3:]:

@@ -1,4 +1,4 @@
-"""From chunks to the batches of a job: the same as torch's `DataLoader` makes of the same samples."""
+"""Rebatching yields the batches that torch's `DataLoader` makes of the same samples."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SAMPLES: list[Callable[[int], Any]] = [number, picture, record, pair, words, sev
 
 
 class Epoch:
-    """An epoch whose chunks are prepared as a group does it, and in which some samples cannot be had."""
+    """An epoch whose chunks are prepared as in a group, and in which some samples cannot be read."""
 
     def __init__(self, order: list[int], chunk: int, make: Callable[[int], Any], lost: set[int]) -> None:
         self.order, self.chunk, self.make, self.lost = order, chunk, make, lost
@@ -65,13 +65,13 @@ class Epoch:
         return np.array(self.order[number * self.chunk : (number + 1) * self.chunk], np.int64)
 
     def prepared(self, number: int) -> tuple[Any, Any]:
-        """Data and ids of a chunk."""
+        """Return data and ids of a chunk."""
         planned = self.order[number * self.chunk : (number + 1) * self.chunk]
         ids = [id for id in planned if id not in self.lost]
         return (default_collate([self.make(id) for id in ids]) if ids else None), np.array(ids, np.int64)
 
     def batches(self, rebatching: Rebatching, arrival: list[int]) -> dict[int, tuple[Any, list[int]]]:
-        """What a rank gets when the chunks come in this order."""
+        """Return the batches of a rank if the chunks arrive in this order."""
         got: dict[int, tuple[Any, list[int]]] = {}
         for at in arrival:
             for unit, data, ids in rebatching.feed(at, *self.prepared(at)):
@@ -81,7 +81,7 @@ class Epoch:
 
 
 def expected_ids(order: list[int], size: int, ranks: int, drop_last: bool) -> list[list[list[int]]]:
-    """For each unit the samples of each rank: whole ones in rows, the last one dealt out, or repeated if too small."""
+    """Return the expected samples of each rank for each unit; a small last unit is split or repeated."""
     units = [order[at : at + size * ranks] for at in range(0, len(order), size * ranks)]
     if drop_last and units and len(units[-1]) < size * ranks:
         units.pop()
@@ -108,7 +108,7 @@ class Samples(Dataset[Any]):
 
 @st.composite
 def divisions(draw: st.DrawFn) -> tuple[int, int, int]:
-    """Chunk, batch size and ranks that go together."""
+    """Chunk sizes, batch sizes and ranks that match."""
     size, ranks, times = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 1, 2, 3, 4])), draw(st.integers(1, 4))
     unit = size * ranks
     divisors = [k for k in range(1, unit + 1) if unit % k == 0]
@@ -153,7 +153,7 @@ def test_batches_are_those_of_torch(
 
 
 def arrivals(chance: random.Random, chunks: int) -> list[int]:
-    """In order, as in a catch-up (from somewhere to the end, then the beginning), or anyhow."""
+    """Chunks arrive in order, as in a catch-up (a suffix, then the beginning), or in any order."""
     start = chance.choice([0, chance.randrange(chunks)])
     order = [*range(start, chunks), *range(start)]
     if chance.random() < 0.2:
@@ -163,7 +163,7 @@ def arrivals(chance: random.Random, chunks: int) -> list[int]:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_only_the_chunks_that_are_needed(drop_last: bool) -> None:
-    """A job that leaves out the last batch does not need all chunks, and gets all of its batches without the others."""
+    """A job that drops the last batch does not need all chunks, and gets all of its batches without the others."""
     order = list(range(21))
     epoch = Epoch(order, 2, number, set())
     rebatching = Rebatching(21, 2, 8, 0, 1, drop_last, epoch.planned)
@@ -173,7 +173,7 @@ def test_only_the_chunks_that_are_needed(drop_last: bool) -> None:
 
 
 def test_a_chunk_of_the_batch_size_is_passed_on_as_it_is() -> None:
-    """Also what no one could divide."""
+    """Also batches that cannot be split."""
     thing = object()
     rebatching = Rebatching(8, 4, 4, 0, 1, False, lambda _: pytest.fail("not needed"))
     assert [got[1] for got in rebatching.feed(0, thing, np.arange(4))] == [thing]
@@ -209,7 +209,7 @@ def test_mappings_that_cannot_be_made_of_items() -> None:
 @pytest.mark.parametrize("thing", [3, None, object(), np.arange(4)])
 def test_what_cannot_be_divided(thing: Any) -> None:
     name = type(thing).__name__
-    with pytest.raises(sf.InputError, match=f"a {name} cannot be divided: give the group's chunk size as batch_size"):
+    with pytest.raises(sf.InputError, match=f"a {name} cannot be split: give the group's chunk size as batch_size"):
         cut([torch.arange(4), thing], 1, 2, 4)
     with pytest.raises(sf.InputError, match=f"a {name} cannot be joined: give the group's chunk size as batch_size"):
         join([[torch.arange(4), thing], [torch.arange(4), thing]])
@@ -218,7 +218,7 @@ def test_what_cannot_be_divided(thing: Any) -> None:
 @given(division=divisions(), samples=st.integers(1, 60), drop_last=st.booleans(), data=st.data())
 @settings(max_examples=40)
 def test_where_to_go_on(division: tuple[int, int, int], samples: int, drop_last: bool, data: st.DataObject) -> None:
-    """From the first chunk that is needed on come all batches that were not had, and from no later one."""
+    """The chunks from the first needed one on complete the missing batches; those from a later one on do not."""
     chunk, size, ranks = division
     epoch = Epoch(list(range(samples)), chunk, number, set())
 

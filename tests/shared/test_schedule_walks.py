@@ -1,4 +1,4 @@
-"""Jobs around a schedule at random: each gets all of its epochs, nobody is stuck, no slot is lost or freed early."""
+"""Jobs act on a schedule at random: each gets all of its epochs, and no slot is lost or freed early."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schedule_world import Job, World
 
 
 def walk(seed: int, steps: int = 400) -> World:
-    """Jobs that come, go, lag, break off and resume, and coordinators that die; then all go on to the end."""
+    """Jobs join, leave, lag, break and resume, and coordinators die; then all jobs run to the end."""
     chance = random.Random(seed)
     world = World(chance.choice([1, 2, 3, 5, 12]), chance.randint(1, 5), chance.randint(2, 9))
     favourite = chance.random()
@@ -68,7 +68,7 @@ def test_jobs_that_keep_step_prepare_nothing_alone(count: int, slots: int) -> No
 
 
 class Jobs(RuleBasedStateMachine):
-    """The same world, for hypothesis to find a short way to a fault."""
+    """The same simulation for Hypothesis, which finds a short sequence that fails."""
 
     @initialize(batches=st.sampled_from([1, 2, 5]), ahead=st.integers(1, 3), slots=st.integers(2, 5))
     def build(self, batches: int, ahead: int, slots: int) -> None:
@@ -93,7 +93,7 @@ class Jobs(RuleBasedStateMachine):
     @precondition(lambda self: self.world.jobs)
     @rule(data=st.data())
     def hurry(self, data: st.DataObject) -> None:
-        """One job goes ahead as far as it can."""
+        """One job runs ahead as far as possible."""
         job = data.draw(st.sampled_from(self.world.jobs))
         for _ in range(4 * self.world.batches):
             self.world.begin()

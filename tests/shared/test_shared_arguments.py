@@ -1,4 +1,4 @@
-"""Arguments of a `SharedLoader`: what cannot be used, and what does not fit into the group, is one clear message."""
+"""Arguments of a `SharedLoader`: an invalid value, or one that differs from the group's, raises a clear error."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_coordinator() -> psutil.Process:
-    """The only one that this process has started."""
+    """Return the only coordinator that this process has started."""
     (process,) = [child for child in multiprocessing.active_children() if child.name == "stallfree-coordinator"]
     return psutil.Process(process.pid)
 
@@ -77,9 +77,12 @@ def loader(dataset: Any = None, **changes: Any) -> sf.SharedLoader:
         ({"batch_size": 0}, "batch_size=0: give an int of 1 or more"),
         ({"batch_size": "4"}, "batch_size='4': give an int of 1 or more"),
         ({"chunk_size": 0}, "chunk_size=0: give an int of 1 or more, or None"),
-        ({"chunk_size": 6}, "batch_size=4 does not go with the 6 samples that the group 'args' prepares at once: give"),
+        ({"chunk_size": 6}, "batch_size=4 does not match the chunk size of the group 'args', 6 samples: give"),
         ({"collate_fn": 3}, "collate_fn=3 cannot be called: give a function, or None"),
-        ({"collate_fn": as_list, "chunk_size": 8}, "batch_size=4 .* what a collate_fn made cannot be divided or join"),
+        (
+            {"collate_fn": as_list, "chunk_size": 8},
+            "batch_size=4 .* batches of a collate_fn cannot be split or join",
+        ),
         ({"worker_init_fn": "x"}, "worker_init_fn='x' cannot be called: give a function, or None"),
         ({"job_transform": 3}, "job_transform=3 cannot be called: give a function, or None"),
         ({"timeout": -1}, "timeout=-1: give seconds"),
@@ -135,12 +138,12 @@ def test_a_length_without_the_last_batch() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dataset": Numbers(23)}, "the data set is another one (its code, parameters or files differ)"),
-        ({"dataset": Numbers(24, 1)}, "the data set is another one (its code, parameters or files differ)"),
-        ({"dataset": list(range(24))}, "the data set is another one (its code, parameters or files differ)"),
+        ({"dataset": Numbers(23)}, "the data set differs (its code, parameters or files)"),
+        ({"dataset": Numbers(24, 1)}, "the data set differs (its code, parameters or files)"),
+        ({"dataset": list(range(24))}, "the data set differs (its code, parameters or files)"),
         ({"seed": 2}, "it has seed=1, this job gives seed=2"),
         ({"shuffle": True}, "it has shuffle=False, this job gives shuffle=True"),
-        ({"collate_fn": as_list}, "collate_fn is another one (its code, parameters or files differ)"),
+        ({"collate_fn": as_list}, "collate_fn differs (its code, parameters or files)"),
         ({"on_error": "skip"}, "it has on_error='raise', this job gives on_error='skip'"),
         ({"on_lag": "detach"}, "it has on_lag='wait', this job gives on_lag='detach'"),
     ],
@@ -170,7 +173,7 @@ def test_another_collate_fn() -> None:
     with loader(collate_fn=as_list):
         loader(collate_fn=as_list).close()
         for other in (as_tuple, None, default_collate):
-            with pytest.raises(sf.InputError, match="collate_fn is another one"):
+            with pytest.raises(sf.InputError, match="collate_fn differs"):
                 loader(collate_fn=other)
     with loader(collate_fn=None):
         loader(collate_fn=default_collate).close()  # which is what None stands for
@@ -181,7 +184,7 @@ def test_another_transform() -> None:
         return sf.CachedDataset(Numbers(), capacity="1MiB", transform=transform, seed=1)
 
     with cached(plus) as dataset, cached(minus) as other, cached(plus) as same, loader(dataset):
-        with pytest.raises(sf.InputError, match=r"group 'args': the transform is another one \(its code, param[^;]*$"):
+        with pytest.raises(sf.InputError, match=r"group 'args': the transform differs \(its code, param[^;]*$"):
             loader(other)
         loader(same).close()
 
@@ -196,9 +199,9 @@ def test_the_seed_of_a_cached_data_set_counts() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"chunk_size": 8}, "chunk_size=8, and the group 'args' prepares 4 samples at once: leave it out, or give the"),
-        ({"batch_size": 6}, "batch_size=6 does not go with the 4 samples that the group 'args' prepares at once: give"),
-        ({"batch_size": 3}, "batch_size=3 does not go with the 4 samples that the group 'args' prepares at once: give"),
+        ({"chunk_size": 8}, "chunk_size=8, and the group 'args' has chunk_size=4: leave it out, or give the"),
+        ({"batch_size": 6}, "batch_size=6 does not match the chunk size of the group 'args', 4 samples: give"),
+        ({"batch_size": 3}, "batch_size=3 does not match the chunk size of the group 'args', 4 samples: give"),
     ],
 )
 def test_batches_that_do_not_fit(given: dict[str, Any], said: str, store_root: Path) -> None:
@@ -216,10 +219,13 @@ def test_batches_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with loader() as shared:
         assert shared.chunk_size == 8
         assert len(shared) == 3
-        with pytest.raises(sf.InputError, match=r"^batch_size=3 on each of 2 ranks does not go with the 8 samples"):
+        with pytest.raises(
+            sf.InputError,
+            match=r"^batch_size=3 on each of 2 ranks does not match the chunk size of .*, 8 samples",
+        ):
             loader(batch_size=3)
         loader(batch_size=8).close()
-    with pytest.raises(sf.InputError, match=r"^batch_size=4 on 2 ranks .* give batch_size and chunk_size alike"):
+    with pytest.raises(sf.InputError, match=r"^batch_size=4 on 2 ranks .* use one rank, and equal batch_size and"):
         loader(collate_fn=as_list)
     monkeypatch.setenv("RANK", "two")
     with pytest.raises(sf.InputError, match=r"^RANK='two'"):

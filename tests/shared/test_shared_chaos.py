@@ -1,8 +1,7 @@
-"""Jobs of a group come and go while jobs, workers and the coordinator are killed or stopped at random instants.
+"""Jobs join and leave a group while jobs, workers and the coordinator are killed or stopped at random.
 
-Each job keeps a ledger: a line (turn, the group's epoch, place, id, checksum, seconds) for each sample that reached its
-loop, written batch by batch, so that the lines of a killed job stand. What the lines must be is computed without a
-loader.
+Each job writes a ledger, batch by batch, so that the lines of a killed job remain. It has one line (turn, the group's
+epoch, place, id, checksum, seconds) for each sample yielded. The expected lines are computed without a loader.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ MOST_JOBS = 4
 
 
 def run(folder: Path, number: int, arguments: dict[str, Any]) -> None:
-    """Iterates until the file `stop` is there. Breaks out of an epoch, or leaves for good, now and then."""
+    """Iterate until the file `stop` exists; sometimes break out of an epoch, or leave permanently."""
     chance = random.Random(number)
     ledger = os.open(folder / f"ledger-{number}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     turn, parent = 0, os.getppid()
@@ -64,7 +63,7 @@ def run(folder: Path, number: int, arguments: dict[str, Any]) -> None:
 
 
 def run_and_tell(folder: Path, number: int, arguments: dict[str, Any]) -> None:
-    """`run`; what it raises is put into a file."""
+    """Call `run`, and write an exception to a file."""
     try:
         run(folder, number, arguments)
     except BaseException:
@@ -77,7 +76,7 @@ def run_and_tell(folder: Path, number: int, arguments: dict[str, Any]) -> None:
 
 @dataclass
 class Turn:
-    """One iteration of a job, as its ledger has it."""
+    """One iteration of a job, as recorded in its ledger."""
 
     epochs: set[int] = field(default_factory=set)
     ids: list[int] = field(default_factory=list)
@@ -85,7 +84,7 @@ class Turn:
 
 
 def turns_of(text: str) -> dict[int, Turn]:
-    """What a ledger says, each checksum compared. The last line of a job that was killed may be half a line."""
+    """Read a ledger and check all checksums; the last line of a killed job may be incomplete."""
     turns: dict[int, Turn] = {}
     for line in text[: text.rfind("\n") + 1].splitlines():
         fields = line.split()
@@ -101,7 +100,7 @@ def turns_of(text: str) -> dict[int, Turn]:
 
 
 def check(text: str) -> Counter[str]:
-    """Asserts that a ledger is right: whole epochs have each id once, others none twice, no epoch comes again."""
+    """Assert that complete epochs have each id once, others no id twice, and that no epoch is repeated."""
     counts: Counter[str] = Counter()
     latest = -1
     for number, turn in turns_of(text).items():
@@ -142,7 +141,7 @@ def test_the_check_finds_what_is_wrong() -> None:
 
 @dataclass
 class Running:
-    """A job as the watch sees it."""
+    """The state of a job as observed by the test."""
 
     number: int
     child: Child
@@ -157,7 +156,7 @@ class Running:
 
 
 class Chaos:
-    """Starts jobs, kills and stops processes, and sees to it that no job stands still.
+    """Starts jobs, kills and stops processes, and checks that each job makes progress.
 
     Args:
         team: finds the processes.
@@ -181,7 +180,7 @@ class Chaos:
         return [job for job in self.jobs if not job.ended]
 
     def join(self) -> None:
-        """One more job."""
+        """Start another job."""
         number = len(self.jobs)
         arguments = self.team.arguments(
             dataset=self.dataset, batch_size=self.chance.choice(BATCH_SIZES), chunk_size=CHUNK,
@@ -193,7 +192,7 @@ class Chaos:
         self.done["join"] += 1
 
     def watch(self) -> None:
-        """Fails if a job has ended in an error or stands still."""
+        """Fail if a job has ended in an error or makes no progress."""
         for job in self.living:
             gone, status = os.waitpid(job.child.pid, os.WNOHANG)
             if gone:
@@ -212,14 +211,14 @@ class Chaos:
                 pytest.fail(f"{whom} after {dict(self.done)}\n{self.team.stacks()}")
 
     def wait(self, seconds: float) -> None:
-        """Let time pass."""
+        """Wait while checking the jobs."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.watch()
             time.sleep(min(left, 0.003))
 
     def kill(self, role: str) -> None:
-        """SIGKILL a process of that role, as soon as there is one."""
+        """Kill a process of the given role with SIGKILL, as soon as there is one."""
         self.signal(role, signal.SIGKILL)
         self.done[role] += 1
 
@@ -242,7 +241,7 @@ class Chaos:
             time.sleep(0.001)
 
     def one_of(self, role: str, job: Running) -> psutil.Process | None:
-        """A process of that role that `job` is, or has for a child or grandchild."""
+        """Return a process of the given role: `job`, or one of its children or grandchildren."""
         if role == "job":
             return job.process
         found = children_of(job.process)
@@ -251,12 +250,12 @@ class Chaos:
         return self.chance.choice(found) if found else None
 
     def fill(self, least: int) -> None:
-        """Start jobs until there are at least so many."""
+        """Start jobs until there are at least the given number."""
         while len(self.living) < least:
             self.join()
 
     def halt(self) -> None:
-        """Stop a process for a short while."""
+        """Stop a process for a short time."""
         process = self.signal(self.chance.choice(("job", "coordinator", "worker")), signal.SIGSTOP)
         self.wait(self.chance.random() * 0.3)
         with contextlib.suppress(psutil.Error):
@@ -264,7 +263,7 @@ class Chaos:
         self.done["halt"] += 1
 
     def rage(self, kills: int) -> None:
-        """Kill so many processes, of each role as often, at random instants. Others come."""
+        """Kill processes of each role at random instants, and start new jobs."""
         roles = ["job", "coordinator", "worker"] * -(-kills // 3)
         self.chance.shuffle(roles)
         for role in roles[:kills]:
@@ -285,7 +284,7 @@ class Chaos:
             time.sleep(0.003)
 
     def end(self) -> None:
-        """Ends jobs that a failure has left."""
+        """End the jobs that a failed test has left."""
         for job in self.living:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 job.child.signal(signal.SIGCONT)

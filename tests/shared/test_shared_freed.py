@@ -1,4 +1,4 @@
-"""A loader that nobody refers to any more leaves its group at once, and not when the garbage collector comes by."""
+"""An unreferenced loader leaves its group at once, without waiting for the garbage collector."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import stallfree as sf
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """What is freed is freed because nothing refers to it."""
+    """Objects are freed by reference counting only."""
     gc.disable()
     yield
     gc.enable()

@@ -1,6 +1,6 @@
-"""Several jobs, one group: what they share, what each has for itself, and what they must agree on.
+"""Several jobs of one group: shared preparation, separate parts, and settings that must be equal.
 
-The jobs do what the tests tell them, so nothing here depends on who is faster.
+The tests control each job by commands, so no result depends on the speed of a job.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def team(tmp_path: Path) -> Iterator[Team]:
 
 
 def test_jobs_get_the_same_batches_and_each_sample_is_decoded_once(team: Team) -> None:
-    """With augmentation that is fresh in each epoch: `right` knows what it must be."""
+    """Augmentation is fresh in each epoch; `right` computes the expected values."""
     jobs = team.jobs(3, num_workers=2)
     for epoch in range(2):
         seen = together(jobs, "rest" if epoch == 0 else "epoch")
@@ -65,7 +65,7 @@ def test_jobs_get_the_same_batches_and_each_sample_is_decoded_once(team: Team) -
 
 @pytest.mark.parametrize(("sample", "collate"), [(lambda id: {"word": "x" * id, "n": id}, None), (picture, as_list)])
 def test_batches_without_ids(sample: Callable[[int], Any], collate: Any, team: Team) -> None:
-    """Tensors, texts and objects of the user's own, as `DataLoader` yields them."""
+    """Tensors, strings and user-defined objects, as `DataLoader` yields them."""
     made = {"dataset": Made(30, sample), "batch_size": 7, "collate_fn": collate, "seed": 1, "shuffle": True}
     with sf.SharedLoader(group=GROUP, **made) as shared, sf.DataLoader(**made) as plain:
         assert same(list(shared), list(plain))
@@ -108,7 +108,7 @@ def test_what_a_job_does_to_its_batches_no_other_job_sees(team: Team) -> None:
 
 
 def keep_all(served: Served) -> list[Taken]:
-    """Keep all batches of an epoch, go through another one, and look at them only then."""
+    """Hold all batches of an epoch during another one, then compare them."""
     assert served.iterator is not None
     epoch = served.loader.epoch
     kept = list(served.iterator)
@@ -128,7 +128,7 @@ def test_batches_that_are_kept_are_not_overwritten(team: Team) -> None:
 
 
 def test_jobs_of_different_batch_sizes(team: Team) -> None:
-    """Multiples and divisors of the chunk; the samples come in the same order."""
+    """Batch sizes that are multiples and divisors of the chunk; the samples come in the same order."""
     sizes = [8, 2, 24]
     jobs = [team.job(batch_size=size, chunk_size=8) for size in sizes]
     jobs.append(team.job(batch_size=24, chunk_size=8, drop_last=True))
@@ -142,7 +142,7 @@ def test_jobs_of_different_batch_sizes(team: Team) -> None:
 
 
 def test_the_ranks_of_a_job_take_disjoint_parts(team: Team) -> None:
-    """One consumer of 2 ranks beside a job of one process; the group's samples are still prepared once."""
+    """A job of 2 ranks beside a job of one process; the group's samples are still prepared once."""
     ranks = [
         team.job(batch_size=4, chunk_size=8, environment={"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)
     ]
@@ -162,7 +162,7 @@ def darker(data: Any) -> Any:
 
 
 def test_a_transform_of_a_jobs_own(team: Team) -> None:
-    """The decoding is shared, what `job_transform` does is not."""
+    """The decoding is shared; `job_transform` is applied in each job."""
     plain, own = team.job(), team.job(job_transform=darker)
     batches, others = afresh([plain, own])
     right(batches)
@@ -245,7 +245,7 @@ with sf.SharedLoader(**team.arguments()) as loader:
 
 @pytest.mark.slow
 def test_a_job_of_another_interpreter(team: Team, interpreter: Interpreter) -> None:
-    """It comes to the same fingerprints and gets the same batches."""
+    """A job started by another method has the same fingerprints and gets the same batches."""
     (first,) = team.jobs(1)
     ended: list[Ended] = []
     stranger = threading.Thread(

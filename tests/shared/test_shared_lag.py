@@ -1,4 +1,4 @@
-"""With `on_lag="wait"` a job that takes no more batches is left behind after a while, and costs nobody an error."""
+"""With `on_lag="wait"`, a job that takes no more batches is detached after a while, without errors in others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Jobs of a group that come, go, die and lag behind: what the others get, and what they get themselves.
+"""Jobs that join, leave, die and lag: the batches of the others, and the batches prepared locally.
 
-The jobs do what the tests tell them, so nothing here depends on who is faster.
+The tests control each job by commands, so no result depends on the speed of a job.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_a_newcomer_catches_up(team: Team) -> None:
 
 
 def test_a_job_leaves_in_the_midst_of_an_epoch(team: Team) -> None:
-    """The one that started the group's processes, and one that did not; what is left of the group goes on."""
+    """With the job that started the coordinator and with one that did not; the remaining job continues."""
     first, second, third = team.jobs(3)
     begun = [job.take(3) for job in (first, second, third)]
     third.do("close")
@@ -95,7 +95,7 @@ def test_a_job_leaves_in_the_midst_of_an_epoch(team: Team) -> None:
 
 
 def leave_with_batches(served: Served) -> list[Taken]:
-    """Close the loader while batches are held. Returns what they are."""
+    """Close the loader while batches are held; returns their values."""
     kept = list(itertools.islice(served.loader, 3))
     served.batch = kept
     served.loader.close()
@@ -119,7 +119,7 @@ def test_batches_that_are_held_when_a_job_leaves_stay_as_they_are(team: Team) ->
 
 
 def break_out(served: Served, count: int) -> list[list[Taken]]:
-    """Begin epoch after epoch, and take a batch of each."""
+    """Begin several epochs, and take one batch of each."""
     begun = []
     for _ in range(count):
         served.begin()
@@ -128,7 +128,7 @@ def break_out(served: Served, count: int) -> list[list[Taken]]:
 
 
 def test_a_job_breaks_out_of_every_epoch(team: Team) -> None:
-    """The others are an epoch behind it all the time, so batches of two epochs are under way at once."""
+    """The others are always one epoch behind, so batches of two epochs are in flight at once."""
     first, second = team.jobs(2, prefetch_factor=8, dataset=Pictures(team.dataset.book, 6 * BATCH, seconds=0.001))
     first.ask("call", break_out, 8)
     first.ask("close")
@@ -173,7 +173,7 @@ def test_the_last_one_out_leaves_nothing(team: Team, store_root: Path) -> None:
 
 
 def test_a_job_is_killed_that_holds_batches(team: Team) -> None:
-    """One that lags behind, so that the others need what it holds."""
+    """The killed job lags behind, so that the others need the slots that it holds."""
     first, second, third = team.jobs(3)
     begun = [first.take(2), third.take(1)]
     second.take(1)
@@ -211,9 +211,9 @@ def test_the_coordinator_is_killed(on_lag: str, team: Team) -> None:
 
 @pytest.mark.parametrize(("timeout", "after"), [(60, 0.1), pytest.param(3, 60, marks=pytest.mark.slow)])
 def test_the_coordinator_is_stopped(timeout: float, after: float, team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than it may be, or than a batch is waited for: another one takes its place. It does nothing more."""
+    """A coordinator stopped longer than the limit is replaced, and does nothing more afterwards."""
     monkeypatch.setattr(member, "_STOPPED_SECONDS", after)
-    monkeypatch.setattr(member, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(member, "_CHECK_SECONDS", 0.1)
     monkeypatch.setattr(member, "_ANSWER_SECONDS", 0.5)
     first, second = team.jobs(2, timeout=timeout)
     begun = [first.take(2), second.take(5)]
@@ -231,7 +231,7 @@ def test_the_coordinator_is_stopped(timeout: float, after: float, team: Team, mo
 @pytest.mark.slow
 def test_a_coordinator_that_is_stopped_while_a_job_joins(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "_STOPPED_SECONDS", 0.1)
-    monkeypatch.setattr(member, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(member, "_CHECK_SECONDS", 0.1)
     (first,) = team.jobs(1)
     begun = first.take(2)
     coordinator_of(first).suspend()

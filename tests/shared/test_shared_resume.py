@@ -1,4 +1,4 @@
-"""A job of a group that goes on where its state was taken: each sample of that epoch once, wherever the group is."""
+"""A job that resumes from a state gets each remaining sample of that epoch once, wherever the group is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def loader(**changes: Any) -> sf.SharedLoader:
 
 
 def plan(epoch: int) -> list[list[int]]:
-    """The batches of an epoch, by way of another loader."""
+    """Return the batches of an epoch from another loader."""
     plain = sf.DataLoader(list(range(SAMPLES)), 4, shuffle=True, seed=1)
     for _ in range(epoch):
         next(iter(plain))
@@ -40,7 +40,7 @@ def plan(epoch: int) -> list[list[int]]:
 
 
 def saved(epoch: int, done: list[int]) -> dict[str, Any]:
-    """The state of a job that was handed these batches of an epoch."""
+    """Return the state of a job that received the given batches of an epoch."""
     with loader() as shared:
         state = shared.state_dict()
     return {**state, "epoch": epoch, "done": [[number, number + 1] for number in done]}
@@ -48,7 +48,7 @@ def saved(epoch: int, done: list[int]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def group(epoch: int | None) -> Iterator[None]:
-    """Nobody else, or another job that is in the midst of this epoch."""
+    """Alone, or with another job in the middle of this epoch."""
     if epoch is None:
         yield
         return
@@ -120,13 +120,13 @@ def test_a_state_comes_before_the_first_iteration() -> None:
 
 
 def epochs_of(*loaders: sf.SharedLoader) -> list[list[Any]]:
-    """The batches of an epoch of each, which go on side by side."""
+    """Return the batches of an epoch of each loader, iterated side by side."""
     batches = [[batch.tolist() for batch in taken] for taken in zip(*loaders, strict=True)]
     return [list(each) for each in zip(*batches, strict=True)]
 
 
 def test_jobs_without_a_seed_have_the_groups() -> None:
-    """The first job that iterates draws it; a new group has another."""
+    """The first job that iterates draws the seed; a new group draws another one."""
 
     def run(seed: int) -> Any:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A member's view of the ring: what it writes is its own, and gone when the slot comes again."""
+"""A member's view of the ring: its changes are private, and dropped before the slot is reused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ring() -> Iterator[Ring]:
 
 @pytest.fixture(params=["the kernel looks", "page table", "no page table", "page table that cannot be read"])
 def views(request: pytest.FixtureRequest, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> Iterator[Views]:
-    """With and without a way to find out which pages were written to."""
+    """With and without a page table that shows which pages were written."""
     if request.param == "no page table":
         hide_page_table(monkeypatch)
     elif request.param == "page table that cannot be read":
@@ -91,7 +91,7 @@ def test_writes_are_private_and_gone_after_clean(ring: Ring, views: Views, at: i
 
 
 def test_a_batch_smaller_than_the_slot(ring: Ring, views: Views) -> None:
-    """Only its own pages are looked at; what larger ones wrote was cleaned with them."""
+    """Only the pages of the batch are checked; pages written by larger batches were cleaned with those."""
     fill(ring, 0, 1)
     views.view(0, SIZE)[:] = 99
     views.clean(0, SIZE)
@@ -111,7 +111,7 @@ def test_slots_are_cleaned_one_by_one(ring: Ring, views: Views) -> None:
 
 
 def faults(ring: Ring, views: Views, write: bool) -> int:
-    """Pages that have to be mapped anew to read the slot after it was cleaned."""
+    """Return the page faults of reading the slot after it was cleaned."""
     fill(ring, 0, 1)
     seen = views.view(0, SIZE)
     if write:
@@ -181,7 +181,7 @@ def test_memory_stays_valid(ring: Ring, views: Views) -> None:
 
 
 def test_each_view_is_an_array_of_its_own(ring: Ring, views: Views) -> None:
-    """Leases hang on them."""
+    """Leases are tied to the arrays."""
     fill(ring, 0, 1)
     assert views.view(0, SIZE) is not views.view(0, SIZE)
 
@@ -194,7 +194,7 @@ def test_the_bytes_of_the_ring(ring: Ring, views: Views) -> None:
 
 
 def test_a_forked_child_has_pages_of_its_own(ring: Ring, views: Views) -> None:
-    """What it cleans, writes and closes is not its parent's, whose page table says nothing of it."""
+    """Cleaning, writing and closing in a child do not affect its parent, whose page table it cannot use."""
     fill(ring, 0, 1)
     fill(ring, 1, 1)
     ours = views.view(0, SIZE)

@@ -1,4 +1,4 @@
-"""The memory of a batch under construction: samples are written to their rows as soon as they are prepared."""
+"""The memory of a batch under construction, to whose rows the samples are written as they are prepared."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ _NONE = Out(())
 
 
 class BatchBuffer:
-    """Room for `count` samples of a fixed structure in the memory that `reserve(bytes)` gives.
+    """Collects `count` samples of a fixed structure in one batch.
+
+    Args:
+        structure: structure of the samples.
+        count: number of samples.
+        reserve: returns memory of at least the given size.
 
     Attributes:
-        size: bytes of the batch, 0 if such samples cannot be stacked: then there is no room.
-        whole: all are there.
+        size: size of the batch in bytes; 0 if such samples cannot be stacked, and the buffer cannot be used.
+        whole: whether all samples have been written.
     """
 
     def __init__(self, structure: Structure, count: int, reserve: Reserve) -> None:
@@ -43,11 +48,14 @@ class BatchBuffer:
         return self._open and self._filled == self._count
 
     def row(self) -> Out:
-        """The rows that the next sample may fill."""
+        """Return the rows that the next sample may write to."""
         return Out([typed[self._filled] for typed in self._typed]) if self._open else _NONE
 
     def put(self, sample: Any) -> bool:
-        """Write the next sample, as far as it is not there already; False, and then always, if it does not fit."""
+        """Write the next sample, unless it is in its row already.
+
+        Returns False for a sample of another structure; the buffer then accepts no more samples.
+        """
         if not self._open:
             return False
         try:
@@ -61,15 +69,15 @@ class BatchBuffer:
         return True
 
     def next(self) -> None:
-        """The sample that was put is right: go on to the next row."""
+        """Confirm the sample that was put, and continue with the next row."""
         self._filled += 1
 
     def restart(self) -> None:
-        """Forget what was put: the batch is made again."""
+        """Discard all samples."""
         self._filled, self._open = 0, True
 
     def copied(self) -> list[Any]:
-        """The samples that were put, with memory of their own. Nothing is put any more."""
+        """Return copies of the confirmed samples; the buffer accepts no more samples."""
         self._open = False
         count = self._filled
         return stack_build(self._structure, [column[:count].copy() for column in self._columns], count)
@@ -81,7 +89,7 @@ class BatchBuffer:
             place = _address(array)
             if place == start + self._filled * column.shape[1]:
                 continue
-            if self._low <= place < self._high:  # in a row of another leaf, which is about to be written
+            if self._low <= place < self._high:  # it lies in a row of another leaf, which is overwritten below
                 array = array.copy()
             moves.append((row, array))
         for row, array in moves:

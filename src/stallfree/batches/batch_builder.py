@@ -1,4 +1,4 @@
-"""Builds one batch: the same code in worker processes, in the threads that gather, and in the training process."""
+"""Builds one batch, in a worker process, a gathering thread or the training process."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from stallfree.platform import shares_memory
 from stallfree.sources.throttle import payload_bytes
 
 LARGE = 1 << 20
-"""Bytes of a batch from which on samples are stacked where the batch goes, as fresh pages cost more than that."""
+"""Smallest batch, in bytes, that is stacked in persistent memory: for larger ones, fresh pages cost more than that."""
 
 _buffers = Buffers()
 
 
 @dataclass
 class BatchBuilder:
-    """What it takes to build batches.
+    """Builds batches from tasks.
 
     Attributes:
-        reader: gives samples.
-        slots: where batches of worker processes and of threads go.
-        collate: the user's function, or None for torch's default. What it draws is a function of (seed, epoch, batch),
-            unless the samples are from streams.
-        single: a batch is one sample, which is not collated but converted.
-        seed: of the randomness.
-        skip: leave samples out that cannot be had.
+        reader: makes the samples.
+        slots: slots of the ring, which receive the batches of worker processes and gathering threads.
+        collate: the user's `collate_fn`, or None for torch's default. Its random draws are a function of
+            (seed, epoch, batch), unless the data set is iterable.
+        single: a batch is a single sample, converted but not collated.
+        seed: seed of all random draws.
+        skip: skip samples that cannot be read or prepared, instead of raising the error.
     """
 
     reader: Reader
@@ -61,10 +61,10 @@ class BatchBuilder:
     def __post_init__(self) -> None:
         self._drawing = Randomness(None if self.reader.streams else self.collate, lazy=True)
 
-    # -- batches that are nothing but a gather out of the cache -------------------------------------------------------
+    # -- gathers ------------------------------------------------------------------------------------------------------
 
     def can_gather(self, ids: Ids) -> bool:
-        """Whether the batch is nothing but a gather out of the cache at this moment."""
+        """Return whether the cache holds all samples of the batch in their final form, for `gather`."""
         cache = self.reader.cache
         return (
             cache is not None
@@ -80,60 +80,59 @@ class BatchBuilder:
         )
 
     def gather(self, task: Task) -> Result:
-        """Fill the slot straight from the cache. UNDONE when that cannot be done, as when a sample has vanished."""
+        """Copy the batch from the cache to its slot. Returns UNDONE if that fails, for example after an eviction."""
         started, result = time.monotonic(), Result(UNDONE, task.token, task.number, task.slot)
         cache, uncached = self.reader.cache, self.reader.split.uncached
-        place = _Place(self.slots, task.slot)
-        with contextlib.suppress(Exception):  # it will be done in another way; if that fails too, it is raised there
-            room = None if cache is None or not self.reader.plain else self._room(cache, len(task.ids), place)
-            if cache is None or room is None or not cache.gather(task.ids, room.aim).all():
+        if cache is None or not self.reader.plain:
+            return result
+        destination = _Destination(self.slots, task.slot)
+        with contextlib.suppress(Exception):  # `finish` builds the batch instead, and raises an error that persists
+            target = self._gather_target(cache, len(task.ids), destination)
+            if target is None or not cache.gather(task.ids, target.aim).all():
                 return result
             if cache.uncached_steps == uncached:
-                result.status, result.size, result.memory = place.status, room.size, place.memory
+                result.status, result.size, result.memory = destination.status, target.size, destination.memory
                 result.hits, result.ids, result.started = len(task.ids), task.ids, started
                 result.prep_seconds = time.monotonic() - started
         return result
 
-    def _room(self, cache: Cache, count: int, place: _Place) -> _Room | None:
-        """Where `count` samples go: in a slot that took as many before, what was made for it then."""
-        kept = self.slots.kept
-        room: _Room | None = kept.get(place.slot)
-        if room is not None and room.count == count:
-            room.top[:] = room.head
-            return room
-        composed = None if cache.structure is None else compose(cache.structure, count, place.reserve)
+    def _gather_target(self, cache: Cache, count: int, destination: _Destination) -> _GatherTarget | None:
+        """Return the target of a gather of `count` samples; a slot's last target is reused if its count is the same."""
+        targets = self.slots.derived
+        target: _GatherTarget | None = targets.get(destination.slot)
+        if target is not None and target.count == count:
+            target.head[:] = target.saved_head
+            return target
+        composed = None if cache.structure is None else compose(cache.structure, count, destination.reserve)
         if composed is None:
             return None
-        rows, size, top = composed
-        room = _Room(count, size, top, top.copy(), cache.aim(rows))
-        if place.status == READY:
-            kept[place.slot] = room
-        return room
+        rows, size, head = composed
+        target = _GatherTarget(count, size, head, head.copy(), cache.aim(rows))
+        if destination.status == READY:
+            targets[destination.slot] = target
+        return target
 
-    # -- all others ---------------------------------------------------------------------------------------------------
+    # -- all other batches --------------------------------------------------------------------------------------------
 
     def start(self, task: Task) -> Pending:
         """Start the reads and fetches of a task."""
         try:
             return self.reader.start(task.ids)
-        except Exception:  # it comes again, and is raised, when the task is done
+        except Exception:  # raised again by `finish`
             return Pending(task.ids)
 
     def finish(self, task: Task, pending: Pending, *, here: bool) -> Result:
-        """Build the batch of a task that was started. Errors are in the result.
+        """Build the batch of a started task. Errors are returned in the result.
 
         Args:
-            task: what to do.
+            task: the task.
             pending: its reads and fetches.
-            here: whether the batch stays in this process: then it is an object, unless the task has a slot.
+            here: whether the batch is used in this process: it is then an object, unless the task has a slot.
         """
-        place = _Place(None if here and task.slot == NO_SLOT else self.slots, task.slot)
+        destination = _Destination(None if here and task.slot == NO_SLOT else self.slots, task.slot, here)
         started = time.monotonic()
         try:
-            status, size, value, samples = self._build(task, pending, place, here)
-            if here and status == PRIVATE:
-                assert place.memory is not None
-                status, value = WHOLE, read_own_record(place.memory[:size], copy=False)
+            status, size, value, samples = self._build(task, pending, destination)
         except Exception as error:
             return failure(task, error, here=here)
         spent = time.monotonic() - started
@@ -152,110 +151,119 @@ class BatchBuilder:
             ended=samples.ended,
             ids=task.ids if len(samples.ids) == len(task.ids) else np.array(samples.ids, np.int64),
             note="\n".join([text_of(error).replace("\n", " ") for error in samples.skipped]).encode(errors="replace"),
-            memory=place.memory if status == PRIVATE else None,
+            memory=destination.memory if status == PRIVATE else None,
             value=value,
             started=started,
         )
 
     def build(self, task: Task) -> tuple[Any, Samples]:
-        """The batch of a task as an object of this process, None if all its samples were left out; and its samples."""
-        place = _Place(None, NO_SLOT)
-        status, size, value, samples = self._build(task, Pending(task.ids), place, here=True)
-        if status == PRIVATE:
-            assert place.memory is not None
-            value = read_own_record(place.memory[:size], copy=False)
+        """Build the batch of a task in this process. Returns it, None if all samples were skipped, and its samples."""
+        _, _, value, samples = self._build(task, Pending(task.ids), _Destination(None, NO_SLOT, here=True))
         return value, samples
 
-    def _build(self, task: Task, pending: Pending, place: _Place, here: bool) -> tuple[int, int, Any, Samples]:
-        """Status, size and value of the batch, and its samples."""
+    def _build(self, task: Task, pending: Pending, destination: _Destination) -> tuple[int, int, Any, Samples]:
+        """Return status, size and value of the batch, and its samples."""
         while True:
-            if not len(task.ids):  # an empty batch of a `batch_sampler` is up to `collate_fn`
-                return (*self._collate(task, Samples(), place, here), Samples())
-            buffer = self._buffer(len(task.ids), place)
+            if not len(task.ids):  # `collate_fn` handles an empty batch of a `batch_sampler`
+                return (*self._collate(task, Samples(), destination), Samples())
+            buffer = self._buffer(len(task.ids), destination)
             samples = self.reader.finish(pending, self.seed, task.epoch, skip=self.skip, buffer=buffer)
             if buffer is not None and buffer.whole:
-                return place.status, buffer.size, None, samples
+                return (*destination.written(buffer.size), samples)
             if not samples.values:
                 return EMPTY, 0, None, samples
             try:
-                return (*self._collate(task, samples, place, here), samples)
+                return (*self._collate(task, samples, destination), samples)
             except Drew:  # `collate_fn` drew for the first time, without a seed
                 pending = self.reader.start(task.ids)
 
-    def _buffer(self, count: int, place: _Place) -> BatchBuffer | None:
-        """Where the samples go as they are prepared, if they are likely to be like those before."""
+    def _buffer(self, count: int, destination: _Destination) -> BatchBuffer | None:
+        """Return a buffer for samples that are written as they are prepared; None if their structure is unknown."""
         if self._stacked is None or not self.reader.in_place:
             return None
-        buffer = BatchBuffer(self._stacked, count, place.reserve)
+        buffer = BatchBuffer(self._stacked, count, destination.reserve)
         return buffer if buffer.size else None
 
     def _large(self, samples: Samples) -> bool:
-        """Whether a batch is worth standing memory. Of a data set that is indexed, `storage_bytes` is its size."""
+        """Return whether a batch has `LARGE` bytes; for an indexed data set, `storage_bytes` is the batch's size."""
         if samples.storage_bytes >= LARGE or self.reader.direct:
             return samples.storage_bytes >= LARGE
         return payload_bytes(samples.values[0]) * len(samples.values) >= LARGE
 
-    def _collate(self, task: Task, samples: Samples, place: _Place, here: bool) -> tuple[int, int, Any]:
-        """Status, size and value of the batch: an object if it stays here, else in the slot."""
+    def _collate(self, task: Task, samples: Samples, destination: _Destination) -> tuple[int, int, Any]:
+        """Collate the samples and return status, size and value of the batch."""
+        here = destination.here
         values = samples.values
         if self.collate is not None:
             with self._drawing as drawing:
                 drawing.seed(self.seed, task.epoch, -1 - task.number)
                 value = self.collate(values[0] if self.single else values)
         elif self.single:
-            sample = private(values[0]) if here and self.reader.indexes else values[0]  # of the data set itself
+            # A data set that is indexed may keep a reference to its sample.
+            sample = private(values[0]) if here and self.reader.indexes else values[0]
             value = default_convert(sample)
         elif not values:
             raise also_of_type(
                 sampler_output(
                     "the batch sampler gave an empty batch: leave it out, or give a collate_fn that takes []"
                 ),
-                IndexError(),  # which torch's collate_fn raises
+                IndexError(),  # the type that torch's collate_fn raises
             )
         else:
             if self.reader.in_place or self._large(samples):
-                size, self._stacked = stack(values, place.reserve)
+                size, self._stacked = stack(values, destination.reserve)
                 if size:
-                    return place.status, size, None
+                    return destination.written(size)
             value = collate_default(values)
         if here:
             return WHOLE, 0, value
-        size = write_batch(value, place.reserve)
-        return place.status, size, None
+        return destination.written(write_batch(value, destination.reserve))
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
-    """Where a batch out of the cache goes.
+class _GatherTarget:
+    """The memory that a gather fills.
 
     Attributes:
-        count: of samples.
-        size: bytes of the batch.
-        top: where its head stands.
-        head: that head; others write to the slot in between.
-        aim: where the samples go.
+        count: number of samples.
+        size: size of the batch in bytes.
+        head: the head of the batch's record in that memory.
+        saved_head: a copy of the head, since other batches overwrite the slot between two gathers.
+        aim: the target in the form that the cache expects.
     """
 
     count: int
     size: int
-    top: Bytes
     head: Bytes
+    saved_head: Bytes
     aim: Aim
 
 
-class _Place:
-    """Where a batch goes: into its slot, or into memory of its own when it has none, or none that is large enough."""
+class _Destination:
+    """The memory that a batch is written to.
 
-    def __init__(self, slots: Slots | None, slot: int) -> None:
+    It is the batch's slot, or private memory if the batch has no slot or the slot is too small.
+
+    Args:
+        slots: slots of the ring; None for a batch without a slot.
+        slot: number of the slot.
+        here: whether the batch is used in this process.
+
+    Attributes:
+        memory: the private memory; None for a batch in its slot.
+    """
+
+    def __init__(self, slots: Slots | None, slot: int, here: bool = False) -> None:
         self._slots = slots
-        self.slot = slot
+        self.slot, self.here = slot, here
         self.memory: Bytes | None = None
 
     def reserve(self, size: int) -> Bytes:
-        there = None if self._slots is None else self._slots.reserve(self.slot, size)
-        if there is not None:
+        """Return memory of at least `size` bytes."""
+        memory = None if self._slots is None else self._slots.reserve(self.slot, size)
+        if memory is not None:
             self.memory = None
-            return there
+            return memory
         self.memory = _buffers.take(size) if self._slots is None else np.empty(size, np.uint8)
         return self.memory
 
@@ -263,8 +271,14 @@ class _Place:
     def status(self) -> int:
         return READY if self.memory is None else PRIVATE
 
+    def written(self, size: int) -> tuple[int, int, Any]:
+        """Return status, size and value of a batch whose `size` bytes have been written."""
+        if self.here and self.memory is not None:
+            return WHOLE, size, read_own_record(self.memory[:size], copy=False)
+        return self.status, size, None
+
 
 def failure(task: Task, error: Exception, *, here: bool) -> Result:
-    """The result of a task that ended in `error`: the error itself, or for another process its bytes."""
+    """Return the result of a task that raised `error`; for another process (not `here`), the error is packed."""
     failed = Result(FAILED, task.token, task.number, task.slot)
     return replace(failed, value=error) if here else replace(failed, note=pack_error(error))

@@ -1,4 +1,4 @@
-"""The state of one batch under construction: what was found, fetched, stored and prepared so far."""
+"""The state of one batch under construction: its samples that are read, fetched, stored and prepared."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from stallfree.cache.memory.records import Borrowed
 from stallfree.errors import CodecError, SampleError
 from stallfree.pipeline.classify.watch import Watch
 from stallfree.pipeline.compose import Compose, as_call
-from stallfree.pipeline.protocol import sample_error
+from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.values import as_cached, private
 from stallfree.sources.throttle import payload_bytes
 
 
 @dataclass
 class Samples:
-    """The samples of a batch, and what they cost.
+    """The samples of a batch, with their statistics.
 
     Attributes:
-        ids: of those really served: samples left out because of an error are in `skipped`.
-        values: the samples; none if they are in the buffer of the batch.
-        hits, misses: how many were in the cache, and how many were not.
-        storage_bytes: bytes that were fetched.
-        fetch_seconds: time spent on waiting for fetches.
-        skipped: why samples were left out.
-        ended: whether the stream that they are from has no more.
+        ids: ids of the samples, without the skipped ones.
+        values: the samples; empty if they are in the batch buffer.
+        hits, misses: number of samples that were in the cache, and that were not.
+        storage_bytes: bytes fetched from the source.
+        fetch_seconds: seconds spent waiting for fetches.
+        skipped: errors of the skipped samples.
+        ended: whether the stream of an iterable data set has ended.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -45,16 +45,28 @@ class Samples:
     skipped: list[SampleError] = field(default_factory=list)
     ended: bool = False
 
+    def add_failure(self, error: Exception, source: Source, id: int, doing: str, *, skip: bool) -> None:
+        """Add the error of sample `id` to `skipped`; without `skip`, raise it as a `SampleError`."""
+        problem = sample_error(error, source, id, doing)
+        if not skip:
+            raise_from(problem, error)
+        self.skipped.append(problem)
+
+    def estimate_bytes(self) -> None:
+        """Set `storage_bytes` to the size of the first sample times the number of samples."""
+        if self.values:
+            self.storage_bytes = payload_bytes(self.values[0]) * len(self.values)
+
 
 class BatchState:
     """Makes the samples of one batch.
 
     Args:
-        reader: of the data set.
+        reader: access to the data set.
         pending: the reads and fetches that were started.
-        seed, epochs: of the randomness; one epoch per sample.
-        skip: leave samples out that cannot be had.
-        buffer: where samples go that are prepared in place, or None.
+        seed, epochs: seed of the random draws, and the epoch of each sample.
+        skip: skip samples that fail.
+        buffer: buffer in which the samples are prepared, or None.
     """
 
     def __init__(
@@ -72,14 +84,14 @@ class BatchState:
         self.samples = Samples()
         self._found: list[Any] = []
         self._borrowed: Borrowed | None = None
-        self._own: set[int] = set()  # positions of what does not lie in the cache
+        self._own: set[int] = set()  # positions of values that are not views of the cache
         self._failed: dict[int, SampleError] = {}
         self._watch: Watch | None = None
         self._drew = False
         self._reads = self._read_bytes = 0
 
     def make(self) -> Samples:
-        """Read, fetch, store and prepare. Raises `Reclassified` and `SampleError`; see `Reader.finish`."""
+        """Make the samples of the batch. Raises `Reclassified` and `SampleError`; see `Reader.finish`."""
         missing = self._read()
         if missing:
             self._fill(missing)
@@ -90,14 +102,14 @@ class BatchState:
         return self.samples
 
     def fill(self) -> int:
-        """Fetch and store what the cache lacks; how many could not be had."""
+        """Fetch and store the samples that the cache lacks; returns how many failed."""
         self._fill(self._read())
         return len(self.samples.skipped)
 
-    # -- what the cache has -------------------------------------------------------------------------------------------
+    # -- hits ---------------------------------------------------------------------------------------------------------
 
     def _read(self) -> list[int]:
-        """Fill in what the cache has; the positions of what it lacks."""
+        """Read the samples that the cache has; returns the positions of the missing ones."""
         reader, cache, reading = self.reader, self.reader.cache, self.pending.reading
         self._found = [MISS] * len(self.ids)
         if cache is not None and reader.current:
@@ -107,26 +119,26 @@ class BatchState:
                 self._found = self._borrowed.values
             else:
                 self._found = (reading or reader.begin_read(self.pending, cache)).result()
-            if cache.uncached_steps != reader.split.uncached:  # it may have been made by other steps
+            if cache.uncached_steps != reader.split.uncached:  # the values may be outputs of another split
                 raise Reclassified
         missing = [at for at, value in enumerate(self._found) if value is MISS]
         self._own = set(missing)
         self.samples.hits, self.samples.misses = len(self.ids) - len(missing), len(missing)
         return missing
 
-    # -- what it lacks ------------------------------------------------------------------------------------------------
+    # -- misses -------------------------------------------------------------------------------------------------------
 
     def _fill(self, missing: list[int]) -> None:
         """Fetch the samples at the positions `missing`, apply the steps before the cache, and store them.
 
-        What cannot be had stays `MISS`.
+        Samples that fail stay `MISS`.
         """
         reader = self.reader
         first: dict[int, int] = {}
         for at in missing:
             first.setdefault(self.ids[at], at)
         if len(first) > 1:
-            reader.fetch(list(first), self.pending)  # those that were resident at the start and no longer are
+            reader.fetch(list(first), self.pending)  # those that were evicted since the start
         failed: Exception | None = None
         try:
             with reader.split.watch() if reader.caches else contextlib.nullcontext() as self._watch:
@@ -139,7 +151,7 @@ class BatchState:
                 self._find_draw(list(first))
                 if self._watch is not None and first and failed is None:
                     reader.split.find_made(list(first))
-        except Reclassified:  # what was made may not be stored
+        except Reclassified:  # the values must not be stored
             if reader.cache is not None and self._reads:
                 reader.cache.count_fetch(self._reads, self._read_bytes)
             raise
@@ -159,11 +171,11 @@ class BatchState:
                     raise
                 self._failed[id] = error
                 self.samples.skipped.append(error)
-            if self.reader.split.looks_at_each:
+            if self.reader.split.checks_each:
                 self._find_draw([id])
 
     def _find_draw(self, ids: list[int]) -> None:
-        """If something drew random numbers since the last call, find out what."""
+        """Reclassify the step that drew random numbers since the last call, if any."""
         if self._watch is not None and ids and (self._watch.moved() or self._drew):
             self._drew = False
             self.reader.split.find_draw(ids, in_this_thread=not self.reader.threads)
@@ -178,17 +190,17 @@ class BatchState:
         self._read_bytes += size
         self.samples.storage_bytes += size
         if reader.cache is not None:
-            record = private(record)  # the source may keep what it gave
+            record = private(record)  # the source may keep a reference
         if len(split.deterministic) and (split.share == 1 or is_prepared([id], split.share)[0]):
             try:
-                each = split.looks_at_each and any(split.marked)
+                each = split.checks_each and any(split.marked)
                 record = self._apply_each(record) if each else split.deterministic(record)
             except Exception as error:
                 raise_from(sample_error(error, reader.source, id, "preparing"), error)
         return as_cached(record) if reader.caches else record
 
     def _apply_each(self, value: Any) -> Any:
-        """Apply the deterministic steps; but do not look at what those draw that may draw."""
+        """Apply the deterministic steps, ignoring the draws of marked ones."""
         split = self.reader.split
         for step, marked in zip(split.deterministic, split.marked, strict=True):
             if marked and self._watch is not None:
@@ -202,7 +214,7 @@ class BatchState:
         source, started = self.reader.source, time.perf_counter()
         try:
             if future is not None:
-                with contextlib.suppress(CancelledError):  # by another loader of this process, which ended
+                with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
                     return future.result()
             return source.fetch(id)
         except Exception as error:
@@ -211,7 +223,7 @@ class BatchState:
             self.samples.fetch_seconds += time.perf_counter() - started
 
     def _repeat(self, at: int, first: int) -> None:
-        """An id that is twice in a batch: the second sample is its own, not the first one again."""
+        """Copy the sample at `first` to `at`, since its id occurs twice in the batch."""
         if self._found[first] is MISS:
             self.samples.skipped.append(self._failed[self.ids[at]])
         else:
@@ -236,7 +248,7 @@ class BatchState:
     # -- the steps after the cache ------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Apply what is left to do to all values that are there."""
+        """Apply the remaining steps to all values."""
         reader, samples = self.reader, self.samples
         if not len(reader.rest) and reader.split.share == 1 and not samples.skipped:
             samples.ids, samples.values = self.ids, self._found
@@ -251,19 +263,12 @@ class BatchState:
                 samples.values.append(rest(value))
                 samples.ids.append(id)
             except Exception as error:
-                self._leave_out(id, error, "preparing")
-
-    def _leave_out(self, id: int, error: Exception, doing: str) -> None:
-        """It has failed: it is left out, with `skip`, or else the error of the batch."""
-        problem = sample_error(error, self.reader.source, id, doing)
-        if not self.skip:
-            raise_from(problem, error)
-        self.samples.skipped.append(problem)
+                samples.add_failure(error, reader.source, id, "preparing", skip=self.skip)
 
     def _prepare_in_place(self, buffer: BatchBuffer) -> None:
-        """Prepare the samples in the buffer, out of the cache where they lie: no copies, no fresh memory."""
+        """Prepare the samples in the buffer, directly from the memory of the cache and without copies."""
         for at, rest in enumerate(self.reader.split.rests(self.ids)):
-            if not self._prepare_row(at, rest, buffer):  # changed by another process meanwhile: fetched
+            if not self._prepare_row(at, rest, buffer):  # overwritten by another process meanwhile
                 self._fetch_again(at)
                 self._prepare_row(at, rest, buffer)
         if not buffer.whole:
@@ -286,7 +291,7 @@ class BatchState:
         if self._borrowed is not None and at not in self._own and not self._borrowed.unchanged(at):
             return False
         if problem is not None:
-            self._leave_out(id, problem, "preparing")
+            self.samples.add_failure(problem, self.reader.source, id, "preparing", skip=self.skip)
             return True
         if written:
             buffer.next()
@@ -307,7 +312,7 @@ class BatchState:
 
 
 def raise_from(problem: SampleError, error: BaseException) -> NoReturn:
-    """Raise `problem`, caused by `error`; a `SampleError` that came up as such keeps its own cause."""
+    """Raise `problem` with `error` as its cause; if both are the same error, it keeps its own cause."""
     if problem is error:
         raise problem
     raise problem from error

@@ -1,8 +1,8 @@
-"""Samples to batches, straight into the memory of a slot where that is possible.
+"""Collates samples into batches, directly in the memory of a slot if possible.
 
-`torch.utils.data.default_collate` says what a batch is. When all samples share one fixed structure, the bytes of a
-batch are those of its samples, leaf by leaf and row by row; then the batch is composed in the slot, and no memory is
-made. Whether this holds for a structure is tried once against torch's function, with two samples of random bytes.
+The result equals that of `torch.utils.data.default_collate`. If all samples share one fixed structure, each leaf of the
+batch is the samples' leaves, row by row; such a batch is composed in the slot without allocating memory. Each structure
+is tested once against torch's function, with two samples of random bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PERIOD = 65_521
 
 @lru_cache(maxsize=256)
 def batch_structure(sample: Structure, count: int) -> Structure | None:
-    """The structure of a batch of `count` samples, if its leaves are the samples' leaves stacked; else None."""
+    """Return the structure of a batch of `count` samples; None if its leaves are not the samples' leaves stacked."""
     pair = _pair_structure(sample)
     if pair is None:
         return None
@@ -41,14 +41,14 @@ def batch_structure(sample: Structure, count: int) -> Structure | None:
 
 @lru_cache(maxsize=256)
 def _pair_structure(sample: Structure) -> Structure | None:
-    """The structure of a batch of two samples with random bytes, as torch collates them, if it stacks their leaves."""
+    """Return the structure that torch gives to a batch of two samples; None if it does not stack their leaves."""
     if not sample.fixed or not sample.leaves:
         return None
     columns = [_random_pair(leaf.kind, leaf.nbytes) for leaf in sample.leaves]
     try:
         structure, arrays = encode(collate_default(stack_build(sample, [c.copy() for c in columns], 2)))
     except Exception:
-        return None  # torch cannot collate them: let the real call say so
+        return None  # torch cannot collate them: the real call raises the error
     same = structure.fixed and len(arrays) == len(columns)
     if not same or not all(np.array_equal(a, c.reshape(-1)) for a, c in zip(arrays, columns, strict=True)):
         return None
@@ -63,7 +63,7 @@ def _random_pair(kind: str, nbytes: int) -> Bytes:
 
 
 def collate_default(samples: list[Any]) -> Any:
-    """`default_collate`, without the shared memory of torch's own that it would take in a worker."""
+    """Call `default_collate` so that it does not allocate torch's shared memory in a worker."""
     info, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         return default_collate(samples)
@@ -72,10 +72,9 @@ def collate_default(samples: list[Any]) -> Any:
 
 
 def compose(sample: Structure, count: int, reserve: Reserve) -> tuple[list[Bytes], int, Bytes] | None:
-    """Room for `count` samples in the memory that `reserve(bytes)` gives.
+    """Write the head of a batch of `count` samples into the memory that `reserve(bytes)` returns.
 
-    Returns (count, bytes) per leaf, the bytes used, and the head of the record, which is written; None when the batch
-    has to be made in another way.
+    Returns an array (count, bytes) per leaf, the size of the batch and its head; None if the samples cannot be stacked.
     """
     structure = batch_structure(sample, count)
     if structure is None:
@@ -88,9 +87,9 @@ def compose(sample: Structure, count: int, reserve: Reserve) -> tuple[list[Bytes
 
 
 def stack(samples: Sequence[Any], reserve: Reserve) -> tuple[int, Structure | None]:
-    """Collate `samples` as torch would, in place.
+    """Collate `samples` as torch does, into the memory that `reserve(bytes)` returns.
 
-    Returns the bytes used, and the structure of the samples; 0 and None when they do not share a fixed one.
+    Returns the size of the batch and the structure of the samples; 0 and None if they share no fixed structure.
     """
     try:
         first, arrays = encode(samples[0])
@@ -104,10 +103,10 @@ def stack(samples: Sequence[Any], reserve: Reserve) -> tuple[int, Structure | No
             rows_of.append(arrays)
     except CodecError:
         return 0, None
-    room = compose(first, len(samples), reserve)
-    if room is None:
+    composed = compose(first, len(samples), reserve)
+    if composed is None:
         return 0, None
-    columns, size, _ = room
+    columns, size, _ = composed
     for at, arrays in enumerate(rows_of):
         for column, array in zip(columns, arrays, strict=True):
             column[at] = array
@@ -115,9 +114,9 @@ def stack(samples: Sequence[Any], reserve: Reserve) -> tuple[int, Structure | No
 
 
 def write_batch(batch: Any, reserve: Reserve) -> int:
-    """Write a batch that is made into the memory that `reserve(bytes)` gives; the bytes used.
+    """Write a collated batch into the memory that `reserve(bytes)` returns; returns its size.
 
-    Raises `CodecError` for one that cannot even be pickled.
+    Raises `CodecError` if the batch cannot be pickled.
     """
     structure, arrays = encode_own(batch)
     return write_record(structure, arrays, reserve(record_size(structure, arrays)))

@@ -1,4 +1,4 @@
-"""Samples of a data set that is neither cached nor read by threads: it is indexed, one sample after the other."""
+"""Makes samples of a data set without a cache or threads, by indexing it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any
 
 from stallfree.batches.batch_state import Samples, raise_from
 from stallfree.batches.sample_access import SampleAccess
-from stallfree.errors import SampleError
 from stallfree.pipeline.protocol import sample_error
 from stallfree.sources.mapped import MapSource
-from stallfree.sources.throttle import payload_bytes
 
 
 def index_samples(reader: SampleAccess, ids: list[int], seed: int, epochs: Sequence[int], *, skip: bool) -> Samples:
-    """The samples of a batch; see `Reader.finish`. Its `storage_bytes` are those of the first one times their number.
+    """Return the samples of a batch; see `Reader.finish`. Their `storage_bytes` are estimated from the first sample.
 
-    A data set that has drawn no random number so far is given all ids at once (`__getitems__`), if it takes them.
+    Calls `__getitems__` with all ids if the data set has it and has drawn no random numbers so far.
     """
     source = reader.source
     if type(source) is MapSource and reader.randomness.draws is False and not skip and not len(reader.rest):
@@ -27,8 +25,7 @@ def index_samples(reader: SampleAccess, ids: list[int], seed: int, epochs: Seque
     else:
         samples = _index_each(reader, ids, seed, epochs, skip)
     samples.misses = len(ids)
-    if samples.values:
-        samples.storage_bytes = payload_bytes(samples.values[0]) * len(samples.values)
+    samples.estimate_bytes()
     return samples
 
 
@@ -36,7 +33,7 @@ def _index_all(source: MapSource, ids: list[int]) -> list[Any]:
     dataset = source.dataset
     several = getattr(dataset, "__getitems__", None)
     if several is not None:
-        with contextlib.suppress(Exception):  # which sample is to blame, the loop below finds out
+        with contextlib.suppress(Exception):  # the loop below finds the sample that fails
             found = several(ids)
             if isinstance(found, (list, tuple)) and len(found) == len(ids):
                 return list(found)
@@ -65,10 +62,7 @@ def _index_each(reader: SampleAccess, ids: list[int], seed: int, epochs: Sequenc
                     randomness.seed(seed, epoch, id)
                 value = rest(value)
         except Exception as error:
-            problem: SampleError = sample_error(error, source, id, doing)
-            if not skip:
-                raise_from(problem, error)
-            samples.skipped.append(problem)
+            samples.add_failure(error, source, id, doing, skip=skip)
         else:
             samples.ids.append(id)
             samples.values.append(value)

@@ -1,4 +1,4 @@
-"""What the iterating process and those that fill slots say to each other. Fixed layouts, no pickle."""
+"""Tasks and results: the messages between the training process and its workers. Fixed layouts, no pickle."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _NUMBERS = (
     *("status", "slot", "token", "number", "size", "hits", "misses", "storage_bytes"),
     *("fetch_seconds", "prep_seconds", "started", "skipped", "ended"),
 )
-"""Attributes of a `Result` at the head of its message."""
+"""Attributes of a `Result` in the head of its message."""
 
-_RESULT = struct.Struct("<iiqqqqqqdddqqqqq")  # these, and the lengths of ids, note and memory
+_RESULT = struct.Struct("<iiqqqqqqdddqqqqq")  # these attributes, then the lengths of ids, note and memory
 _numbers_of = attrgetter(*_NUMBERS)
 _ALIGNMENT = 64
 
 GATHERER = -1
-"""In the place of a worker's number: a gathering thread."""
+"""Worker number of a gathering thread."""
 
 NO_SLOT = -1
-"""The slot of a task that gets one only when it is its turn, or none at all."""
+"""Slot of a task that has no slot, or not yet."""
 
 WORK, FORGET, RESIZE = 1, 2, 3
 READY, PRIVATE, WHOLE, FAILED, EMPTY, UNDONE = 1, 2, 3, 4, 5, 6
@@ -38,14 +38,14 @@ NOTHING: Ids = np.empty(0, np.int64)
 
 @dataclass(slots=True)
 class Task:
-    """Fill `slot` with the batch `number` of an epoch.
+    """A request to build one batch of an epoch.
 
     Attributes:
-        token: which iteration asked; results of others are thrown away.
+        token: number of the iteration that needs the batch; results of other iterations are discarded.
         number: position of the batch in the epoch.
-        slot: where to put it, or `NO_SLOT`.
-        epoch: of the randomness.
-        ids: the samples.
+        slot: slot for the batch, or `NO_SLOT`.
+        epoch: epoch of the random draws.
+        ids: ids of the samples.
     """
 
     token: int
@@ -55,40 +55,44 @@ class Task:
     ids: Ids
 
     def pack(self, kind: int = WORK) -> bytes:
-        """As bytes."""
+        """Return the message as bytes."""
         return _TASK.pack(kind, self.slot, self.token, self.number, self.epoch) + self.ids.tobytes()
 
 
 def unpack_task(data: bytes | bytearray) -> tuple[int, Task]:
-    """Kind and task of a message."""
+    """Return the kind and the task of a message."""
     kind, slot, token, number, epoch = _TASK.unpack_from(data)
     return kind, Task(token, number, slot, epoch, np.frombuffer(data, np.int64, offset=_TASK.size))
 
 
 def forget_message(token: int) -> bytes:
-    """The message that batches of iterations before `token` are no longer wanted."""
+    """Return the message that cancels the batches of iterations before `token`."""
     return Task(token, 0, 0, 0, NOTHING).pack(FORGET)
 
 
 def resize_message(workers: int) -> bytes:
-    """The message that sets the number of workers."""
+    """Return the message that sets the number of workers."""
     return Task(workers, 0, 0, 0, NOTHING).pack(RESIZE)
 
 
 @dataclass(slots=True)
 class Result:
-    """What became of a task.
+    """The result of a task.
 
     Attributes:
-        status: READY (the slot holds `size` bytes), PRIVATE (the batch is in `memory`, because the slot has no room for
-            it), WHOLE (`value` is the batch; within one process only), FAILED (`value` is the error, or `note`
-            holds it), EMPTY (all samples were skipped), UNDONE (not wanted any more, or a cached sample vanished).
-        token, number, slot: of the task.
-        ids: those really served.
-        skipped: number of samples left out; then `note` says why, a line each.
-        started: when the work on it began, in seconds of `time.monotonic`; 0 if it failed or was not done.
-        worker: number of the worker process, or `GATHERER`. Not in the message: who reads it knows.
-        ended: whether the stream of the task has no more batches; 0 for data sets that are indexed.
+        status: one of
+            READY: the slot holds `size` bytes.
+            PRIVATE: the batch is in `memory`, because the slot is too small.
+            WHOLE: `value` is the batch; within one process only.
+            FAILED: the error is `value`, or packed in `note`.
+            EMPTY: all samples were skipped.
+            UNDONE: the task was cancelled, or a cached sample was evicted.
+        token, number, slot: those of the task.
+        ids: ids of the samples in the batch.
+        skipped: number of skipped samples; `note` then has one line per error.
+        started: start of the work (`time.monotonic`); 0 if the task failed or was not done.
+        worker: number of the worker process, or `GATHERER`. Set by the receiver; not part of the message.
+        ended: whether the stream of the task has ended; 0 for map-style data sets.
     """
 
     status: int
@@ -110,8 +114,14 @@ class Result:
     worker: int = 0
     ended: int = 0
 
+    def add_to(self, counts: dict[str, Any]) -> None:
+        """Add the hits, misses, bytes, seconds and skips of the batch to `counts`."""
+        for name in ("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"):
+            counts[name] += getattr(self, name)
+        counts["skips"] += self.skipped
+
     def pack(self) -> list[bytes | memoryview]:
-        """As pieces of bytes, one after the other."""
+        """Return the message as pieces of bytes, to be sent one after the other."""
         memory = b"" if self.memory is None else memoryview(self.memory[: self.size])  # type: ignore[arg-type]
         head = _RESULT.pack(*_numbers_of(self), len(self.ids), len(self.note), len(memory))
         start = head + self.ids.tobytes() + self.note
@@ -119,7 +129,7 @@ class Result:
 
 
 def unpack_result(data: bytes | bytearray | memoryview) -> Result:
-    """The result in a message, whose memory it keeps."""
+    """Return the result in a message; it refers to the memory of `data`."""
     *numbers, count, noted, private = _RESULT.unpack_from(data)
     ids = np.frombuffer(data, np.int64, count, _RESULT.size)
     at = _RESULT.size + 8 * count

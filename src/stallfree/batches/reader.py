@@ -1,4 +1,4 @@
-"""Makes the samples of a data set: fetched or read from the cache, prepared, with their randomness."""
+"""Makes the samples of a data set: reads or fetches, prepares and seeds them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stallfree.sources.mapped import as_source
 
 
 class Reader(SampleAccess):
-    """Makes the samples of one data set. Only one thread of a process may be in `finish` at a time."""
+    """Makes the samples of one data set. Only one thread of a process may call `finish` at a time."""
 
     def finish(
         self,
@@ -31,13 +31,18 @@ class Reader(SampleAccess):
         skip: bool,
         buffer: BatchBuffer | None = None,
     ) -> Samples:
-        """The samples of a batch that was started; `epoch` is that of all, or one for each.
+        """Return the samples of a batch that was started.
 
-        Raises `SampleError` for the first sample that cannot be had, unless `skip`: then it is left out. A sample that
-        cannot be stored is an error in any case. The values belong to the caller; those of one batch may share one
-        piece of memory, which lives as long as any of them.
+        Args:
+            pending: the started reads and fetches.
+            seed: seed of the random draws.
+            epoch: epoch of the random draws, or one per sample.
+            skip: skip samples that fail to be fetched or prepared.
+            buffer: buffer to prepare the samples in, only for a reader that is `in_place`. If all samples fit into it,
+                `values` is empty.
 
-        With `buffer`, only for a reader that is `in_place`, they go there, and there are no values, if all of them fit.
+        The caller owns the values; the values of one batch may share memory. Raises `SampleError` for the first sample
+        that fails, unless `skip`, and for a sample that cannot be stored in any case.
         """
         self.check()
         ids = pending.ids
@@ -51,17 +56,17 @@ class Reader(SampleAccess):
                     if self.tracker is not None:
                         return RecordedReads(self, self.tracker, pending, seed, epochs, skip=skip).make()
                     return BatchState(self, pending, seed, epochs, skip, buffer).make()
-            except (Reclassified, Drew):  # the batch is made again: without that step's output, or with seeds
+            except (Reclassified, Drew):  # repeat the batch without the random step's cached output, or with seeds
                 if buffer is not None:
                     buffer.restart()
                     self.follow()
                     buffer = buffer if self.in_place else None
             finally:
-                self._give_up(pending)
+                self._cancel(pending)
             pending = Pending(ids)
 
     def fill(self, ids: npt.NDArray[np.int64]) -> int:
-        """Fetch, prepare and store those of `ids` that the cache lacks; how many could not be had."""
+        """Fetch, prepare and store the samples of `ids` that the cache lacks; returns how many failed."""
         self.check()
         while True:
             self.follow()
@@ -71,11 +76,11 @@ class Reader(SampleAccess):
             except Reclassified:
                 continue
             finally:
-                self._give_up(pending)
+                self._cancel(pending)
 
 
 def reader_of(dataset: Any) -> Reader:
-    """The reader of a data set of stallfree; one without a cache for any other."""
+    """Return the reader of a stallfree data set; for any other data set, a reader without a cache."""
     reader = getattr(dataset, "reader", None)
     if isinstance(reader, Reader):
         return reader

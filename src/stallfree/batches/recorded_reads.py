@@ -1,6 +1,7 @@
-"""Samples of a data set whose reads of files are cached: `dataset[id]` runs each time, and its files come from records.
+"""Makes samples of a data set whose file reads are cached.
 
-Nothing of what the data set returns is cached, so nothing is classified, and random numbers are drawn afresh.
+`dataset[id]` runs each time, on cached file contents. The values that the data set returns are not cached, so no
+transform is classified, and each epoch draws fresh numbers.
 """
 
 from __future__ import annotations
@@ -9,29 +10,28 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from stallfree.batches.batch_state import Samples, raise_from
+from stallfree.batches.batch_state import Samples
 from stallfree.batches.sample_access import Pending, SampleAccess
 from stallfree.cache import MISS, Lends
 from stallfree.cache.memory.records import Borrowed
-from stallfree.pipeline.protocol import sample_error
 from stallfree.sources.detach import lazily_made
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.reads.recorded import Block, FileChanged, Record
 
 _ATTEMPTS = 4
-"""Runs for one sample, should files change again and again."""
+"""Attempts to make one sample while its files change."""
 
 
 class RecordedReads:
     """Makes the samples of one batch; see `Reader.finish`.
 
     Args:
-        reader: of the data set, which is a `MapSource`.
-        tracker: records and serves.
+        reader: access to the data set, whose source is a `MapSource`.
+        tracker: records the file reads, and serves them from records.
         pending: the reads from the cache that were started.
-        seed, epochs: of the randomness; one epoch per sample.
-        skip: leave samples out that cannot be had.
+        seed, epochs: seed of the random draws, and the epoch of each sample.
+        skip: skip samples that fail.
     """
 
     def __init__(
@@ -49,17 +49,14 @@ class RecordedReads:
         self._doing = ""
 
     def make(self) -> Samples:
-        """Make the samples, and store the records of those that the cache has not. Raises `SampleError`."""
+        """Make the samples, and store the records that the cache lacks. Raises `SampleError`."""
         samples, found = self.samples, self._read()
         try:
             for at, (id, epoch, record) in enumerate(zip(self.pending.ids.tolist(), self.epochs, found, strict=True)):
                 try:
                     value = self._sample(at, id, epoch, None if record is MISS else record)
                 except Exception as error:
-                    problem = sample_error(error, self.reader.source, id, self._doing)
-                    if not self.skip:
-                        raise_from(problem, error)
-                    samples.skipped.append(problem)
+                    samples.add_failure(error, self.reader.source, id, self._doing, skip=self.skip)
                 else:
                     samples.ids.append(id)
                     samples.values.append(value)
@@ -70,7 +67,7 @@ class RecordedReads:
         return samples
 
     def _read(self) -> list[Any]:
-        """The records that the cache has: in place, if it does not give their memory to others all the time."""
+        """Return the cached records: views of the cache's memory if it does not evict, otherwise copies."""
         reader, cache = self.reader, self.reader.cache
         assert cache is not None
         if isinstance(cache, Lends) and not cache.policy.evicts:
@@ -80,7 +77,7 @@ class RecordedReads:
         return (self.pending.reading or reader.begin_read(self.pending, cache)).result()
 
     def _sample(self, at: int, id: int, epoch: int, record: Record | None) -> Any:
-        """The sample of `id`, with its files out of `record`; without one, the reads of its files are recorded."""
+        """Make sample `id` with the files in `record`; if that is None, record its file reads."""
         lent = record is not None and self._lent is not None
         block = _block(self._new.get(id) if record is None else record, lent)
         for attempt in range(_ATTEMPTS):
@@ -109,7 +106,7 @@ class RecordedReads:
         return value
 
     def _discard(self, block: Block, id: int, *, overwritten: bool) -> None:
-        """What was made in `block` does not count: a file has changed, or the record was overwritten."""
+        """Discard a block whose file has changed, or whose record was overwritten."""
         if block.recording:
             return
         self._changed += 1
@@ -143,7 +140,7 @@ class RecordedReads:
 
 
 def _block(record: Record | None, lent: bool) -> Block:
-    """The block that serves `record`. One that cannot be read is a miss."""
+    """Return the block that serves `record`; an unreadable record counts as a miss."""
     if record is not None:
         with contextlib.suppress(ValueError, TypeError):
             return Block(record, lent=lent)
@@ -151,10 +148,10 @@ def _block(record: Record | None, lent: bool) -> Block:
 
 
 def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
-    """Index `dataset` once. Returns the record of what it read, and the most bytes that it read by way of `open`.
+    """Index `dataset` once. Returns the record of its file reads, and an upper bound of the bytes read through `open`.
 
-    What the data set makes for itself on that occasion is dropped, unless it keeps a file open that is recorded:
-    processes that are forked later may use that one.
+    Attributes that the data set sets on itself in this call are removed, unless it keeps a recorded file open: forked
+    processes may share that file.
     """
     tracker = Tracker()
     drop = lazily_made(dataset)
@@ -167,6 +164,6 @@ def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
                 drop()
         if not block.stale and not (block.doubtful and attempt == 0):
             break
-        drop()  # what is open has been read in part
+        drop()  # the open files have been read in part
         block.wait()
     return block.record(id, tracker.shared), block.storage_bytes + block.handed_bytes

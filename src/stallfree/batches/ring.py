@@ -1,8 +1,7 @@
-"""The staging ring: standing slots of shared memory that hold ready batches, used again and again.
+"""The staging ring: reusable slots of shared memory that hold ready batches.
 
-A slot is a file of its own, which grows to the largest batch that was put into it, so the size of a batch need not be
-known beforehand. Who fills a slot and when is decided in one place, by the process that iterates. A batch that was
-handed out holds its slot on *lease*: when the last tensor made from it is freed, the slot goes back.
+Each slot is a file that grows to the largest batch written to it, so batch sizes need not be known in advance. Only the
+process that iterates assigns slots. A batch leases its slot: the slot is free when the last tensor over it is freed.
 """
 
 from __future__ import annotations
@@ -30,22 +29,28 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Slots:
-    """The slots as one process sees them. Picklable; a worker maps them as it needs them."""
+    """The slots as seen by one process. Picklable; each process maps a slot on first use.
+
+    Args:
+        make: creates the folder of the slots.
+        limit: largest size of a slot in bytes, or None.
+
+    Attributes:
+        pin: pins memory for a device and returns the function that unpins it; set in the process that iterates.
+        derived: objects that depend on the memory of a slot; deleted when the slot is mapped again.
+    """
 
     def __init__(self, make: Callable[[], Path], limit: int | None) -> None:
         self._make = make
         self._folder: Path | None = None
         self.limit = limit
-        """Bytes that one slot may have, or None."""
         self.pin: Callable[[Bytes], Callable[[], object]] | None = None
-        """Makes memory known to a device, in the process that iterates; gives what takes that back."""
         self._pinned: dict[int, Callable[[], object]] = {}
         self._maps: dict[int, mmap.mmap] = {}
-        self.kept: dict[int, Any] = {}
-        """What others made for the memory of a slot; deleted when the slot is mapped again."""
+        self.derived: dict[int, Any] = {}
 
     def reserve(self, slot: int, size: int) -> Bytes | None:
-        """The memory of `slot`, grown to `size` bytes or more; None when there is no room for so much."""
+        """Return the memory of `slot`, grown to at least `size` bytes; None if there is no room."""
         if slot == NO_SLOT:
             return None
         there = self._maps.get(slot)
@@ -58,7 +63,10 @@ class Slots:
         return np.frombuffer(there, np.uint8)
 
     def view(self, slot: int, size: int) -> Bytes:
-        """The memory of `slot`, which holds `size` bytes or more. A new array at each call: leases hang on it."""
+        """Return the memory of `slot` as a new array, to which a lease can be tied.
+
+        Raises `StorageError` if the slot has fewer than `size` bytes.
+        """
         there = self._maps.get(slot)
         if there is None or len(there) < size:
             there = self._map(slot)
@@ -98,7 +106,7 @@ class Slots:
     def _keep(self, slot: int, there: mmap.mmap) -> mmap.mmap:
         self._unpin(slot)
         self._maps[slot] = there
-        self.kept.pop(slot, None)
+        self.derived.pop(slot, None)
         if self.pin is not None:
             self._pinned[slot] = self.pin(np.frombuffer(there, np.uint8))
         return there
@@ -110,7 +118,7 @@ class Slots:
 
     @property
     def folder(self) -> Path:
-        """The folder of the slots, which is made when it is first needed."""
+        """The folder of the slots, created on first use."""
         if self._folder is None:
             self._folder = self._make()
         return self._folder
@@ -119,16 +127,16 @@ class Slots:
         return self.folder / f"slot-{slot}"
 
     def release(self, slot: int) -> None:
-        """Give the memory of a free slot back to the system.
+        """Return the memory of a free slot to the system.
 
-        The file and the mappings of other processes remain, for `restore`: they cannot be unmapped from here.
+        The file and all mappings remain, so that `restore` can allocate the memory again.
         """
         if shares_memory():
             with contextlib.suppress(FileNotFoundError):  # never filled
                 (self._maps.get(slot) or self._map(slot)).madvise(mmap.MADV_REMOVE)
         else:
             self._maps.pop(slot, None)
-            self.kept.pop(slot, None)
+            self.derived.pop(slot, None)
 
     def restore(self, slot: int) -> bool:
         """Allocate the memory of a released slot again. Returns False if there is no room."""
@@ -148,27 +156,27 @@ class Slots:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are mapped here."""
+        """Number of bytes mapped by this process."""
         return sum(map(len, self._maps.values()))
 
     def close(self) -> None:
-        """Let go of the memory. What batches are kept in stays until they are freed."""
+        """Unmap the slots. The memory of batches that are still held stays mapped until they are freed."""
         for slot in list(self._pinned):
             self._unpin(slot)
         self._folder = None
         self._maps.clear()
-        self.kept.clear()
+        self.derived.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_folder": self.folder, "limit": self.limit, "pin": None, "_pinned": {}, "_maps": {}, "kept": {}}
+        return {"_folder": self.folder, "limit": self.limit, "pin": None, "_pinned": {}, "_maps": {}, "derived": {}}
 
 
 class Ring:
-    """`count` slots, and who has them. Belongs to the process that hands out tasks.
+    """Assigns `count` slots to batches. Used only in the process that submits the tasks.
 
     Args:
         count: number of slots.
-        capacity: bytes for all slots together; None: as large as the batches are.
+        capacity: bytes for all slots together; None means no limit.
     """
 
     def __init__(self, count: int, capacity: int | None) -> None:
@@ -176,7 +184,7 @@ class Ring:
         self._making = threading.RLock()  # the garbage collector may close the ring in any thread, at any point
         self._closed = False
         self.count = count
-        self._last = count  # number of slots ever made
+        self._last = count  # number of slots ever created
         self._released: list[int] = []  # slots without memory
         self._surplus = 0
         self.slots = Slots(self._make, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE)
@@ -186,7 +194,7 @@ class Ring:
     def _make(self) -> Path:
         with self._making:
             if self._folder is None and not self._closed:
-                sweep(default_root())  # what killed processes left
+                sweep(default_root())  # folders left by killed processes
                 self._folder = SharedFolder(f"ring-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
             if self._closed:
                 self.clear()
@@ -195,10 +203,10 @@ class Ring:
             return self._folder.path
 
     def take(self) -> int | None:
-        """A free slot, if there is one: the one used last, which caches still hold. Any thread may ask."""
+        """Return the free slot that was used last (CPU caches may still hold it), or None. Thread-safe."""
         if self._closed:
             return None
-        if self._folder is None:  # now: workers are forked with what there is
+        if self._folder is None:  # create it before workers are forked
             _ = self.slots.folder
         try:
             return self._free.pop()
@@ -206,7 +214,7 @@ class Ring:
             return None
 
     def give(self, slot: int) -> None:
-        """The slot is free again. Safe to be called by a finaliser, in any thread. `NO_SLOT` is none."""
+        """Mark a slot as free; `NO_SLOT` is ignored. Thread-safe, also in finalisers."""
         if slot == NO_SLOT:
             return
         if self._surplus:
@@ -216,7 +224,7 @@ class Ring:
             self._free.append(slot)
 
     def resize(self, count: int) -> None:
-        """Have `count` slots. Those that are too many go as they come free. Not with `lease` or `pin`."""
+        """Set the number of slots; surplus slots are released once free. Not for rings with `lease` or `pin`."""
         while self.count < count:
             self.count += 1
             if self._surplus:
@@ -236,7 +244,7 @@ class Ring:
         self._released.append(slot)
 
     def _another(self) -> int:
-        """A released slot if its memory can be allocated again, or a new one."""
+        """Return a released slot if its memory can be allocated again, otherwise a new one."""
         if self._released and self.slots.restore(self._released[-1]):
             return self._released.pop()
         self._last += 1
@@ -249,13 +257,13 @@ class Ring:
 
     @property
     def leased(self) -> int:
-        """Slots on lease to tensors that are alive."""
+        """Number of slots leased to live tensors."""
         return len(self._leases)
 
     def lease(self, slot: int, memory: Bytes) -> None:
-        """`slot` goes back when `memory` is freed, on which the tensors of a batch are views."""
+        """Free `slot` when `memory` is freed; the tensors of the batch are views of it."""
 
-        def end(_: object) -> None:  # in any thread; refers to no ring, which may have ended before
+        def end(_: object) -> None:  # runs in any thread; holds no reference to the ring, which may be freed first
             if leases.pop(slot, None) is not None:
                 free.append(slot)
 
@@ -264,17 +272,13 @@ class Ring:
 
     @property
     def bytes(self) -> int:
-        """Bytes of memory of all slots."""
+        """Memory of all slots in bytes."""
         if not shares_memory():
             return self.slots.bytes
-        if self._folder is None:
-            return 0
-        with contextlib.suppress(OSError):
-            return slot_bytes(self._folder.path)
-        return 0
+        return 0 if self._folder is None else slot_bytes(self._folder.path)
 
     def clear(self) -> None:
-        """Remove the files. Batches that are still kept stay valid: their memory lives as long as they do."""
+        """Remove the files. Batches that are still held stay valid."""
         with self._making:
             self.slots.close()
             folder, self._folder = self._folder, None
@@ -282,14 +286,16 @@ class Ring:
             folder.close()
 
     def close(self) -> None:
-        """As `clear`, for good: nothing is made any more."""
+        """Remove the files; no slot can be taken afterwards. Idempotent."""
         self._closed = True
         self.clear()
 
 
 def slot_bytes(folder: Path) -> int:
-    """Bytes of memory of the slots in `folder`."""
-    return sum(512 * entry.stat().st_blocks for entry in os.scandir(folder) if entry.name.startswith("slot-"))
+    """Return the memory of the slots in `folder` in bytes; 0 if the folder cannot be read."""
+    with contextlib.suppress(OSError):
+        return sum(512 * entry.stat().st_blocks for entry in os.scandir(folder) if entry.name.startswith("slot-"))
+    return 0
 
 
 def _pages(size: int) -> int:

@@ -1,4 +1,4 @@
-"""Access to the samples of a data set: its source, cache, steps and randomness, and the fetches that are under way."""
+"""Access to the samples of a data set: source, cache, transforms, seeds and active fetches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from stallfree.sources.throttle import ThrottledSource, payload_bytes
 _Access = TypeVar("_Access", bound="SampleAccess")
 
 IO_THREADS = 8
-"""Fetches under way at once in one process. They wait for storage, so there may be more of them than cores."""
+"""Concurrent fetches of one process. They wait for storage, so there may be more of them than cores."""
 
 _NOTHING = Compose([])
 
@@ -40,10 +40,10 @@ class Pending:
     """A batch whose reads and fetches have been started.
 
     Attributes:
-        ids: of its samples.
-        fetches: from the source, by id. More come while the tiers of a cache answer.
-        reading: from the cache; None without one.
-        pool: the threads that read and fetch, if any do.
+        ids: ids of its samples.
+        fetches: fetches from the source, by id. Some are added when a tier of the cache reports a miss.
+        reading: read from the cache; None without a cache.
+        pool: threads that read and fetch, or None.
     """
 
     ids: npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ class Pending:
     pool: ThreadPoolExecutor | None = None
 
     def cancel(self) -> None:
-        """Do not begin what has not begun."""
+        """Cancel the reads and fetches that have not begun."""
         for future in list(self.fetches.values()):
             future.cancel()
         if self.reading is not None:
@@ -60,26 +60,25 @@ class Pending:
 
 
 class SampleAccess:
-    """Access to the samples of one data set. See `Reader`, which makes them.
+    """Access to the samples of one data set. Its subclass `Reader` makes the samples.
 
     Args:
-        source: where records come from.
-        cache: holds what `deterministic` gave for a record (or the record, when `deterministic` is in `rest`); or None.
-        deterministic: applied to a record before it is cached.
-        rest: applied to what is cached, each time it is read.
-        share: of the samples that this holds for; the others are cached as they are fetched. See `is_prepared`.
-        whole: what is applied to those, each time they are read.
-        steps: all that is applied to a record, as the user gave it: the seeds of generators go by their places there.
+        source: source of the records.
+        cache: cache of the outputs of `deterministic`, or None.
+        deterministic: steps applied to a record before it is cached.
+        rest: steps applied to a cached value each time it is read.
+        share: share of the samples that are cached prepared; the others are cached as fetched. See `is_prepared`.
+        whole: steps applied to a sample that is cached as fetched, each time it is read.
+        steps: all steps in the order that the user gave, which determines the seeds of their generators;
             `deterministic` and `rest` if None.
-        reads: the cache holds what the data set of `source`, a `MapSource`, reads from files while it is indexed.
+        reads: the cache holds the file reads of the data set. `source` is then a `MapSource`.
 
     Attributes:
-        split: which steps come before the cache and which after. It changes when a step turns out to be random.
-        threads: whether records are fetched by threads.
-        seeds_fetch: whether the source may draw random numbers that are to be fresh each time.
-        tracker: records and serves what the data set reads, if that is what is cached; else None.
-        streams: number of streams that samples are taken from, one per worker: see `batches.stream`. 0: samples are had
-            by id, in any order.
+        split: the steps before and after the cache. It changes when a step turns out to be random.
+        threads: whether threads fetch the records.
+        seeds_fetch: whether generators are seeded before a fetch, since the source may draw random numbers.
+        tracker: records and serves the data set's file reads if these are cached, otherwise None.
+        streams: number of streams of an iterable data set, one per worker (see `batches.stream`); 0 for random access.
     """
 
     streams = 0
@@ -102,7 +101,7 @@ class SampleAccess:
         beneath = plain_beneath(source, 0)
         self._dataset = None if beneath is None else beneath[0].dataset
         origin = source if beneath is None else self._dataset
-        watched = None if reads else cache  # whose records hold what the steps made
+        watched = None if reads else cache  # a cache of the steps' outputs
         self.split = TransformSplit(source, watched, origin, deterministic, rest, share, whole)
         if watched is not None:
             self.split.note_settings()
@@ -110,13 +109,13 @@ class SampleAccess:
         self._pool: ThreadPoolExecutor | None = None
         self._pid = -1
         self._ended = ""
-        self._see_randomness()
+        self._update_seeding()
 
-    def _see_randomness(self) -> None:
-        """Which generators are seeded."""
-        self._seen = self.split.uncached
-        # Without a cache, a plain data set may augment its samples itself: they are drawn in the thread that is seeded.
-        # So may a source, although its `fetch` should not: if it is read by one thread, or was seen to do so.
+    def _update_seeding(self) -> None:
+        """Determine which generators are seeded, and whether threads may fetch."""
+        self._seeded_split = self.split.uncached
+        # Without a cache, a plain data set may augment its samples itself, so it is indexed in the thread that is
+        # seeded. The same holds for a source that one thread reads, or whose `fetch` was observed to draw.
         threads = bool(getattr(self.source, "threads", True))
         may_draw = drew(self.split.origin) or (self.cache is None and not threads)
         dataset = self.source if self._dataset is None and may_draw else self._dataset
@@ -131,12 +130,12 @@ class SampleAccess:
 
     @property
     def deterministic(self) -> Compose:
-        """The steps before the cache."""
+        """The steps applied before the cache."""
         return self.split.deterministic
 
     @property
     def rest(self) -> Compose:
-        """The steps after it."""
+        """The steps applied after the cache."""
         return self.split.rest
 
     @property
@@ -146,17 +145,17 @@ class SampleAccess:
 
     @property
     def plain(self) -> bool:
-        """Whether a hit is the sample, with nothing left to do."""
+        """Whether a cached value is the finished sample."""
         return self.caches and len(self.rest) == 0 and self.split.share == 1 and self.tracker is None
 
     @property
     def current(self) -> bool:
-        """Whether what the cache holds was made by the steps that are in `deterministic` here."""
+        """Whether the cached values are outputs of this reader's `deterministic` steps."""
         return self.caches and self.cache is not None and self.cache.uncached_steps == self.split.uncached
 
     @property
     def in_place(self) -> bool:
-        """Whether samples are made by steps that write into the buffer of a batch: see `Reader.finish`."""
+        """Whether all steps after the cache can write into a batch buffer. See `Reader.finish`."""
         split = self.split
         if not len(split.rest) or self.tracker is not None:
             return False
@@ -165,18 +164,18 @@ class SampleAccess:
 
     @property
     def direct(self) -> bool:
-        """Whether the data set is indexed sample by sample in the thread that prepares: there is nothing to start."""
+        """Whether the preparing thread indexes the data set: no reads or fetches are started ahead."""
         return not self.caches and not self.threads
 
     @property
     def indexes(self) -> bool:
-        """Whether samples are what a data set gives that is indexed, which may keep them."""
+        """Whether samples are the return values of `dataset[id]`, to which the data set may keep references."""
         return self.direct or self.tracker is not None
 
     # -- a batch ------------------------------------------------------------------------------------------------------
 
     def start(self, ids: npt.NDArray[np.int64]) -> Pending:
-        """Start reading and fetching `ids`. Returns at once. Raises `InputError` after `end`."""
+        """Start to read and fetch `ids` without waiting. Raises `InputError` after `end`."""
         self.check()
         pending = Pending(ids)
         if self.cache is not None and self.caches:
@@ -186,7 +185,7 @@ class SampleAccess:
         return pending
 
     def begin_read(self, pending: Pending, cache: Cache) -> Reading:
-        """Begin to read a batch from the cache; what no tier holds is fetched as soon as that is known."""
+        """Start to read a batch from the cache; samples that no tier holds are fetched as soon as this is known."""
 
         def pool() -> ThreadPoolExecutor:
             return self._pool_of(pending)
@@ -195,16 +194,16 @@ class SampleAccess:
         return pending.reading
 
     def fetch(self, ids: Sequence[int], pending: Pending) -> None:
-        """Have threads fetch `ids`, unless that is under way."""
+        """Start fetches of `ids` in threads, unless they are started already."""
         if self.threads and len(ids):
             pool = self._pool_of(pending)
-            with contextlib.suppress(RuntimeError):  # the pool is being closed: the batch is not needed any more
+            with contextlib.suppress(RuntimeError):  # the pool is closed, so the batch is not needed any more
                 for id in ids:
                     if id not in pending.fetches:
                         pending.fetches[id] = pool.submit(self.source.fetch, id)
 
     def _pool_of(self, pending: Pending) -> ThreadPoolExecutor:
-        """The threads of a batch, which stay the same should the reader be closed meanwhile."""
+        """Return the threads of a batch; they stay the same if the reader is closed meanwhile."""
         if pending.pool is None:
             if self._pool is None or self._pid != os.getpid():
                 self._pool = ThreadPoolExecutor(self.io_threads, thread_name_prefix="stallfree-fetch")
@@ -213,12 +212,12 @@ class SampleAccess:
         return pending.pool
 
     def store(self, ids: list[int], values: list[Any]) -> None:
-        """Put what `deterministic` made into the cache. Raises `CodecError`."""
+        """Store outputs of `deterministic` in the cache. Raises `CodecError`."""
         if self.cache is not None and self.caches and ids:
             self.cache.put_many(ids, values, uncached=self.split.uncached)
 
-    def _give_up(self, pending: Pending) -> None:
-        """What has not begun is not needed any more; fetches that have begun are reads all the same."""
+    def _cancel(self, pending: Pending) -> None:
+        """Cancel reads and fetches; fetches that have begun are still counted as reads."""
         if pending.reading is not None:
             pending.reading.cancel()
         for future in list(pending.fetches.values()):
@@ -229,17 +228,17 @@ class SampleAccess:
     # -- the split ----------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Apply steps afresh that are random, as found here or by a process that shares the cache."""
+        """Adopt a split that changed here or in another process that shares the cache."""
         self.split.follow()
-        if self._seen != self.split.uncached:
-            self._see_randomness()
+        if self._seeded_split != self.split.uncached:
+            self._update_seeding()
 
     def check_settings(self) -> None:
-        """Warn of attributes of the data set and its steps that have changed since samples were cached."""
+        """Warn of attributes of the data set and its steps that changed after samples were cached."""
         if self.cache is not None and self.tracker is None:
             self.split.check_settings()
 
-    # -- the life of it -----------------------------------------------------------------------------------------------
+    # -- life cycle ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise `InputError` after `end`."""
@@ -247,18 +246,18 @@ class SampleAccess:
             raise object_closed(self._ended)
 
     def close(self) -> None:
-        """End the threads that fetch, once they are through. They are started again when they are needed."""
+        """Stop the fetching threads after their active fetches. They restart on demand."""
         pool, self._pool = self._pool, None
         if pool is not None and self._pid == os.getpid():
             pool.shutdown(wait=True, cancel_futures=True)
 
     def end(self, why: str) -> None:
-        """Close for good: from now on `start` and `finish` raise `InputError(why)`."""
+        """Close permanently: `start` and `finish` raise `InputError(why)` from now on."""
         self._ended = why
         self.close()
 
     def __copy__(self: _Access) -> _Access:
-        """The same with threads and a split of its own, over the same cache."""
+        """Return a reader of the same cache with separate threads and a separate split."""
         other = object.__new__(type(self))
         tracker = copy.copy(self.tracker)
         other.__dict__.update(self.__dict__, split=copy.copy(self.split), tracker=tracker, _pool=None, _pid=-1)
@@ -271,12 +270,12 @@ class SampleAccess:
 def _count_unused(cache: Cache, future: Future[Any]) -> None:
     """Count a fetch whose record was not used."""
     if not future.cancelled() and future.exception() is None:
-        with contextlib.suppress(StallfreeError, ValueError):  # the cache may have been closed meanwhile
+        with contextlib.suppress(StallfreeError, ValueError):  # the cache may be closed already
             cache.count_fetch(1, payload_bytes(future.result()))
 
 
 class _Drawing:
-    """A plain data set and the steps after it: whatever may hold generators of random numbers."""
+    """A plain data set and its steps as one callable, which is searched for generators."""
 
     def __init__(self, dataset: Any, rest: Compose) -> None:
         self.dataset = dataset
@@ -287,7 +286,7 @@ class _Drawing:
 
 
 def plain_beneath(source: Source, id: int) -> tuple[MapSource, int] | None:
-    """The plain data set that `source` reads sample `id` from, and the id there; None when there is none."""
+    """Return the plain data set from which `source` reads sample `id`, and the id in it; None if there is none."""
     inner: Any = source
     while isinstance(inner, (SubsetSource, ThrottledSource)):
         if isinstance(inner, SubsetSource):
@@ -298,10 +297,10 @@ def plain_beneath(source: Source, id: int) -> tuple[MapSource, int] | None:
 
 @contextlib.contextmanager
 def untouched(source: Source) -> Iterator[None]:
-    """In the block, samples are fetched here; workers that are forked later inherit nothing that these made.
+    """Remove the attributes that a plain data set sets on itself in this context.
 
-    A plain data set may open a file for its first sample and keep it. Workers that share its descriptor share its
-    position too, and would read the data of other samples.
+    A data set may open a file for its first sample and keep it. Forked workers would share the descriptor's position
+    and read the data of other samples.
     """
     beneath = plain_beneath(source, 0)
     drop = None if beneath is None else lazily_made(beneath[0].dataset)

@@ -1,7 +1,7 @@
-"""Samples of an iterable data set: each worker iterates over a copy of its own, as under torch's loader.
+"""Makes samples of an iterable data set, over a copy of which each worker iterates, as in torch.
 
-The id of the sample at `position` of stream `number` is `position * streams + number`. A stream begins with the task
-that has its position 0, and cannot be read again: each of its tasks goes to the same process, in order, and only once.
+The sample at `position` of stream `number` has the id `position * streams + number`. A stream begins with the task that
+contains its position 0. It cannot be rewound, so each of its tasks goes to the same process, in order, and only once.
 """
 
 from __future__ import annotations
@@ -15,41 +15,39 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset, IterDataPipe
 
 from stallfree.batches.batch_buffer import BatchBuffer
-from stallfree.batches.batch_state import Samples, raise_from
+from stallfree.batches.batch_state import Samples
 from stallfree.batches.reader import Reader, reader_of
 from stallfree.batches.sample_access import Pending
 from stallfree.batches.stream_recorder import Recorder
 from stallfree.errors import iterable_unsupported
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.protocol import sample_error
 from stallfree.platform import shares_memory
-from stallfree.sources.throttle import payload_bytes
 
 FAILURES = 100
-"""Samples in a row that may fail with `on_error="skip"`: an iterator may fail for ever."""
+"""Consecutive samples that may fail with `on_error="skip"`, since an iterator may fail forever."""
 
 Ids = npt.NDArray[np.int64]
 
 
 def stream_ids(number: int, streams: int, first: int, count: int) -> Ids:
-    """The ids of `count` samples of stream `number`, from position `first` on."""
+    """Return the ids of `count` samples of stream `number`, starting at position `first`."""
     return np.arange(first, first + count, dtype=np.int64) * streams + number
 
 
 def loader_reader(dataset: Any, workers: int, *, drop_last: bool) -> Reader:
-    """The reader of a loader: of streams for an iterable data set, else that of `reader_of`."""
+    """Return a `StreamReader` for an iterable data set, otherwise the result of `reader_of`."""
     if not isinstance(dataset, IterableDataset):
         return reader_of(dataset)
     if isinstance(dataset, IterDataPipe):
         raise iterable_unsupported(
-            f"{type(dataset).__name__} is an IterDataPipe, of which torch's loader changes the graph: give torch's "
+            f"{type(dataset).__name__} is an IterDataPipe, whose graph torch's loader changes: use torch's "
             "DataLoader, or write it as an IterableDataset"
         )
     return StreamReader(dataset, workers if shares_memory() else 0, drop_last)
 
 
 class StreamSource:
-    """An iterable data set in the place of a source: names its samples in messages.
+    """Adapts an iterable data set to the interface of a source, without random access.
 
     Attributes:
         dataset: the data set.
@@ -63,42 +61,42 @@ class StreamSource:
         self.pipeline = Compose([])
 
     def __len__(self) -> int:
-        """0, as there are no ids to draw."""
+        """Return 0: the ids are not known in advance."""
         return 0
 
     def fetch(self, id: int) -> Any:
         """Raises `InputError`: a stream has no random access."""
         name = type(self.dataset).__name__
         raise iterable_unsupported(
-            f"{name} is an IterableDataset, whose samples are not had by their ids: give a map-style data set"
+            f"{name} is an IterableDataset, which has no random access by id: give a map-style data set"
         )
 
     __getitem__ = fetch
 
     def where(self, id: int) -> str:
-        """The position of a sample."""
+        """Return the position of a sample as text."""
         position, number = divmod(id, self.streams)
         return f"position {position} of the stream of worker {number}"
 
     def fingerprint(self) -> str:
-        """Raises `InputError`, as `fetch`."""
+        """Raises `InputError`, like `fetch`."""
         return str(self.fetch(0))
 
 
 class StreamReader(Reader):
-    """Takes samples from an iterator over a data set, with the generators as they are.
+    """Takes samples from an iterator over a data set, without seeding generators.
 
     Args:
         dataset: an iterable data set.
         workers: number of worker processes.
-        drop_last: leave out an incomplete last batch of each stream.
+        drop_last: drop an incomplete last batch of each stream.
 
     Attributes:
         recorder: stores the samples, or None.
-        table: the ids of all samples, if a cache holds them; else None.
+        table: ids of all samples if a cache holds them, otherwise None.
     """
 
-    indexes = False  # samples are delivered as under torch
+    indexes = False  # samples are delivered without a copy, as in torch
 
     def __init__(self, dataset: Any, workers: int, drop_last: bool) -> None:
         self.streams = max(1, workers)
@@ -112,7 +110,7 @@ class StreamReader(Reader):
         self._failures = 0
 
     def begin(self) -> None:
-        """Begin the stream of this process; else its first task does."""
+        """Begin the stream of this process; otherwise its first task begins it."""
         self._iterator = None
         with self._recorded():
             self._iterator = iter(self._stream.dataset)
@@ -121,7 +119,7 @@ class StreamReader(Reader):
     def finish(
         self, pending: Pending, seed: int, epoch: Any, *, skip: bool, buffer: BatchBuffer | None = None
     ) -> Samples:
-        """The next samples of the stream: as many as there are ids, or fewer at its end."""
+        """Return the next samples of the stream: as many as there are ids, or fewer at its end."""
         self.check()
         ids = pending.ids.tolist()
         with self._recorded():
@@ -131,12 +129,11 @@ class StreamReader(Reader):
         if samples.ended and self._drop_last and len(samples.ids) + len(samples.skipped) < len(ids):
             return Samples(skipped=samples.skipped, ended=True)
         samples.misses = len(samples.ids)
-        if samples.values:
-            samples.storage_bytes = payload_bytes(samples.values[0]) * len(samples.values)
+        samples.estimate_bytes()
         return samples
 
     def _take(self, ids: list[int], skip: bool) -> tuple[Samples, int | None]:
-        """The samples of `ids`, and the id at which the iterator has ended."""
+        """Return the samples of `ids`, and the id at which the iterator ended, or None."""
         samples, end = Samples(), None
         for id in ids:
             try:
@@ -152,11 +149,8 @@ class StreamReader(Reader):
                 self._iterator, end = None, id
                 break
             except Exception as error:
-                problem = sample_error(error, self.source, id, "fetching")
                 self._failures += 1
-                if not skip or self._failures >= FAILURES:
-                    raise_from(problem, error)
-                samples.skipped.append(problem)
+                samples.add_failure(error, self.source, id, "fetching", skip=skip and self._failures < FAILURES)
         samples.ended = self._iterator is None
         return samples, end
 
@@ -164,7 +158,7 @@ class StreamReader(Reader):
         return nullcontext() if self.recorder is None else self.recorder
 
     def close(self) -> None:
-        """End the stream, which may hold open files."""
+        """Drop the iterator, which may hold open files."""
         super().close()
         self._iterator = None
 

@@ -17,28 +17,28 @@ from stallfree.pipeline.global_draws import GlobalDraws
 from stallfree.pipeline.values import as_cached
 
 FULL, UNSTORABLE, FAILED, DREW = 1, 2, 3, 4
-"""Why no samples are kept, as the `uncached_steps` of the cache: a higher number replaces a lower one."""
+"""Reasons why no samples are kept, stored as `uncached_steps` of the cache; a higher number replaces a lower one."""
 
 
 class Recorder:
-    """Stores samples of streams, and gives that up for all processes if they cannot be kept or may be random.
+    """Stores samples of streams; stops in all processes if the samples cannot be stored or may be random.
 
         with recorder:
             samples = ...  # taken from the iterator
         recorder.store(samples, streams, end)
 
-    The last ids of the cache, one for each stream, hold the lengths of the streams that were read to their end.
+    The last ids of the cache, one per stream, hold the lengths of the streams that have ended.
 
     Args:
-        cache: for these samples alone.
+        cache: a cache for these samples only.
         dataset: the iterable data set.
-        watches: whether draws of random numbers count.
+        watches: whether a random draw stops the recording.
     """
 
     def __init__(self, cache: Cache, dataset: Any, *, watches: bool) -> None:
         self.cache, self._dataset, self._watches = cache, dataset, watches
         self._draws = GlobalDraws()
-        self._own: list[tuple[Handle, Any]] | None = None  # generators of the data set, with their states at the start
+        self._own: list[tuple[Handle, Any]] | None = None  # generators of the data set, with their initial states
         self._over = False
 
     def __enter__(self) -> Recorder:
@@ -50,30 +50,28 @@ class Recorder:
     def __exit__(self, kind: Any, error: object, _: object) -> None:
         if kind is not None:
             self._give_up(FAILED)
-        elif self._watches and self._has_drawn():
+        elif self._watches and (
+            self._draws.moved() or not all(same(handle.get(), state) for handle, state in self._own or ())
+        ):
             self._give_up(DREW)
 
-    def _has_drawn(self) -> bool:
-        own = self._own or ()
-        return self._draws.moved() or not all(same(handle.get(), state) for handle, state in own)
-
     def store(self, samples: Samples, streams: int, end: int | None) -> None:
-        """Store samples. `end`: the id that a further sample would have had, if the stream has ended."""
+        """Store samples; `end` is the id after the last sample if the stream has ended, otherwise None."""
         if samples.skipped:
             self._give_up(FAILED)
         if self._over:
             return
-        ids, room = np.array(samples.ids, np.int64), self.cache.num_ids - streams
+        ids, limit = np.array(samples.ids, np.int64), self.cache.num_ids - streams
         try:
             if self.cache.uncached_steps:
                 self._stop()
-            elif (ids >= room).any() or not self.cache.put_many(ids, [as_cached(v) for v in samples.values]).all():
+            elif (ids >= limit).any() or not self.cache.put_many(ids, [as_cached(v) for v in samples.values]).all():
                 self._give_up(FULL)
             elif end is not None:
-                self.cache.put_many([room + end % streams], [end // streams])
+                self.cache.put_many([limit + end % streams], [end // streams])
         except CodecError:
             self._give_up(UNSTORABLE)
-        except StallfreeError:  # the cache was closed, for another iteration
+        except StallfreeError:  # the cache was closed for another iteration
             self._stop()
 
     def _give_up(self, why: int) -> None:
@@ -92,7 +90,7 @@ class Recorder:
 
 
 def ids_of_streams(cache: Cache, streams: int) -> Any:
-    """The ids of all samples in the order of stream and position; None unless all of all streams are in the cache."""
+    """Return the ids of all samples by stream and position; None if the cache does not hold all streams."""
     lengths = cache.get_many(np.arange(cache.num_ids - streams, cache.num_ids))
     if not all(isinstance(length, int) for length in lengths):
         return None

@@ -73,9 +73,9 @@ class Backend(ABC):
 
     @abstractmethod
     def keep(self, tensor: torch.Tensor) -> None:
-        """Mark the memory of `tensor` as used by the current stream, so that it is not reused before that work is done.
+        """Mark the memory of `tensor` as used by the current stream.
 
-        Memory of another device is ignored.
+        It is then not reused before the work submitted so far is done. Memory of another device is ignored.
         """
 
     @abstractmethod
@@ -101,6 +101,14 @@ class Backend(ABC):
     @abstractmethod
     def fill(self, target: torch.Tensor, byte: int) -> None:
         """Set all bytes of `target` in the current stream."""
+
+
+def parse_device(device: torch.device | str | int) -> torch.device:
+    """Return `torch.device(device)`. Raises `InputError` if there is no such device type."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise device_unknown(f"device={device!r} is no device: give one such as 'cuda', 'cuda:1' or 'cpu'") from error
 
 
 class Cuda(Backend):

@@ -1,4 +1,4 @@
-"""The batch codec: splits a batch into tensors and the rest in the loading process, and joins them in the consumer.
+"""The batch codec: splits a batch into tensors and the rest, and joins them in the consumer.
 
 The tensors are stored in a slot; their layout is sent as bytes, which are equal for equal layouts. The rest is pickled.
 """
@@ -49,20 +49,20 @@ def join(tensors: list[torch.Tensor], rest: Any, device: torch.device) -> Any:
         if leaf is MARK:
             leaves[at] = next(ready)
         else:
-            _warn_of(leaf, device)
+            _warn_pickled(leaf, device)
             leaves[at] = send_itself(leaf, device)
     return rebuild(leaves)
 
 
-def _warn_of(leaf: Any, device: torch.device) -> None:
+def _warn_pickled(leaf: Any, device: torch.device) -> None:
     name = type(leaf).__name__
     if type(leaf) is torch.Tensor:
         name += f" of {leaf.layout}" if leaf.is_cpu else f" on {leaf.device}"
     if name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"a {name} in a batch is pickled each time on its way to {device}: plain strided tensors of the host are "
-            "not",
+            f"a {name} in a batch is pickled each time it is sent to {device}; plain strided host tensors are not "
+            "pickled",
             RuntimeWarning,
             stacklevel=5,
         )

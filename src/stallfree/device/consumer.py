@@ -26,7 +26,7 @@ from stallfree.errors import (
     consumer_process,
 )
 from stallfree.frames import short_traceback
-from stallfree.ipc.consumers import VISITOR, Connection, Gone, Message, ask
+from stallfree.ipc.consumers import VISITOR, Connection, Gone, Message, request
 from stallfree.ipc.folders import SharedFolder, attach
 from stallfree.ipc.fork_guard import Owner, keep_from_children
 from stallfree.typevars import BatchT_co
@@ -86,7 +86,7 @@ class Consumer(Generic[BatchT_co]):
     def __len__(self) -> int:
         """Number of batches per epoch, as reported by the loader. Waits until the loader exists."""
         with contextlib.closing(self._reach(VISITOR)) as connection:
-            connection.send(Kind.ASK_LENGTH)
+            connection.send(Kind.REQUEST_LENGTH)
             return unpack_length(self.receive(connection, "the length of the loader").body)
 
     def close(self) -> None:
@@ -116,15 +116,15 @@ class Consumer(Generic[BatchT_co]):
         """Connect unless connected."""
         if self._link is not None:
             if not self._link.owner.is_here:
-                raise self.gone()
+                raise self.connection_error()
             return self._link
         connection = self._reach(self.number)
         try:
-            self._process = self.receive(connection, "the process that loads to start").number
+            self._process = self.receive(connection, "the loading process to start").number
             try:
                 folder = attach(self._folder)
             except StorageError as error:
-                raise self.gone() from error
+                raise self.connection_error() from error
         except BaseException:
             connection.close()
             raise
@@ -137,7 +137,7 @@ class Consumer(Generic[BatchT_co]):
         # The process that listens is not the one that created the socket.
         connection = Connection.open(self._folder, VERSION, number, watch=False)
         if connection is None:
-            raise self.gone()
+            raise self.connection_error()
         return connection
 
     def receive(self, connection: Connection, what: str = "") -> Message:
@@ -151,22 +151,22 @@ class Consumer(Generic[BatchT_co]):
                     "takes so long"
                 )
         except Gone:
-            raise self.gone() from None
+            raise self.connection_error() from None
         return message
 
     def _reason(self) -> str:
         """Return why there is no batch, as reported by the loading process."""
-        answer = ask(self._folder, VERSION, Kind.ASK_STATE, self.number, _ANSWER_SECONDS)
+        answer = request(self._folder, VERSION, Kind.REQUEST_STATE, self.number, _ANSWER_SECONDS)
         if answer is None:
-            return f"process {self._process}, which loads, does not answer"
+            return f"the loading process {self._process} does not answer"
         return bytes(answer.body).decode()
 
-    def gone(self) -> StallfreeError:
+    def connection_error(self) -> StallfreeError:
         """Return the error for a lost connection."""
         link = self._link
         if link is not None and not link.owner.is_here:
             return consumer_process(
-                f"consumer {self.number} is iterated by process {link.owner.pid}, and not by this one, a child of it: "
+                f"consumer {self.number} belongs to process {link.owner.pid}, and this process is a child of it: "
                 "ProcessPrefetcher(consumers=...) can serve both"
             )
         if link is not None:
@@ -175,8 +175,8 @@ class Consumer(Generic[BatchT_co]):
                 link.slots.poison()
         which = f" (process {self._process})" if self._process else ""
         return ProducerError(
-            f"the process that loads{which} has ended{self.describe_end()}, or was closed: make a new "
-            "ProcessPrefetcher. What it printed says why; a script that makes one needs `if __name__ == '__main__':`"
+            f"the loading process{which} has ended{self.describe_end()}, or was closed: make a new ProcessPrefetcher. "
+            "Its output shows the cause; a script that makes one needs `if __name__ == '__main__':`"
         )
 
 
@@ -185,10 +185,10 @@ class Pass(Generic[BatchT_co]):
 
     def __init__(self, consumer: Consumer[BatchT_co], link: _Link, token: int) -> None:
         self._consumer, self._link, self._token = consumer, link, token
-        self.keeps: Any = None
+        self.keepalive: Any = None
         """An object to keep alive until the pass ends."""
         self._epoch = -1
-        self._through = False
+        self._ended = False
         self._out: tuple[Message, Stream] | None = None  # the batch that was yielded last
 
     def __iter__(self) -> Self:
@@ -196,18 +196,18 @@ class Pass(Generic[BatchT_co]):
 
     @short_traceback
     def __next__(self) -> BatchT_co:
-        if self._through:
+        if self._ended:
             raise StopIteration
         consumer, link = self._consumer, self._link
         if not link.owner.is_here:
-            raise consumer.gone()
-        self._give_back()
+            raise consumer.connection_error()
+        self._return_batch()
         while True:
             message = consumer.receive(link.connection)
             if message.kind == Kind.START and message.number == self._token:
                 self._epoch = message.serial
             elif message.kind == Kind.SLOT:
-                link.slots.learn(message.value, message.body)
+                link.slots.open(message.value, message.body)
             elif message.serial != self._epoch:  # of an interrupted epoch
                 continue
             elif message.kind == Kind.BATCH:
@@ -216,7 +216,7 @@ class Pass(Generic[BatchT_co]):
                 self._send_back(message)
                 raise_error(message.body)
             elif message.kind == Kind.END:
-                self._through = True
+                self._ended = True
                 raise StopIteration
 
     def _take(self, message: Message) -> BatchT_co:
@@ -227,13 +227,13 @@ class Pass(Generic[BatchT_co]):
         try:
             tensors = slots.take(message.value, layout)
         except EOFError:
-            raise self._consumer.gone() from None
+            raise self._consumer.connection_error() from None
         return join(tensors, rest, self._consumer.device)  # type: ignore[no-any-return]
 
     def _send_back(self, message: Message) -> None:
-        self._link.connection.send(Kind.BACK, message.serial, message.number, message.value)
+        self._link.connection.send(Kind.RETURN, message.serial, message.number, message.value)
 
-    def _give_back(self) -> None:
+    def _return_batch(self) -> None:
         """Return the batch yielded last: work submitted to the device from now on does not use it."""
         if self._out is not None:
             (message, stream), self._out = self._out, None
@@ -242,10 +242,10 @@ class Pass(Generic[BatchT_co]):
 
     def close(self) -> None:
         """End the pass. Idempotent."""
-        if self._through or not self._link.owner.is_here:
+        if self._ended or not self._link.owner.is_here:
             return
-        self._through = True
-        self._give_back()
+        self._ended = True
+        self._return_batch()
         self._link.connection.send(Kind.BREAK)
 
     def __del__(self) -> None:

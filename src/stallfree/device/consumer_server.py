@@ -34,17 +34,17 @@ class _Consumer:
     Attributes:
         peer: its connection.
         number: number of the consumer.
-        asked: whether it has requested the next epoch.
+        requested: whether it has requested the next epoch.
         token: token sent with that request.
-        inside: whether it takes part in the active epoch.
+        active: whether it takes part in the active epoch.
         slots: the memory of each slot that it has received.
     """
 
     peer: Peer
     number: int
-    asked: bool = False
+    requested: bool = False
     token: int = 0
-    inside: bool = False
+    active: bool = False
     slots: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -65,12 +65,12 @@ class ConsumerServer:
         self._changed = threading.Condition()
         self._poller = select.epoll()
         self._server = Server(listener, VERSION, "prefetcher", self._poller)
-        self._lifeline = parent.descriptors
-        for fd in self._lifeline:
+        self._parent_descriptors = parent.descriptors
+        for fd in self._parent_descriptors:
             self._poller.register(fd, select.EPOLLIN)
         self._consumers: dict[Peer, _Consumer] = {}
         self._awaited = set(range(consumers))  # numbers that have not connected yet
-        self._curious: set[Peer] = set()  # peers that wait for the length
+        self._awaiting_length: set[Peer] = set()  # peers that wait for the length
         self.free = deque(range(slots))
         """Slots that no consumer holds."""
         self._leases = Leases()  # of slots
@@ -83,20 +83,19 @@ class ConsumerServer:
         self._thread = threading.Thread(target=self._run, name="stallfree-consumers", daemon=True)
         self._thread.start()
 
-    # -- called by the loader's thread
-    # ------------------------------------------------------------------------------------
+    # -- called by the loader's thread --------------------------------------------------------------------------------
 
     def begin(self) -> bool:
         """Wait until all consumers have requested an epoch, and start it; returns False at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._all_have_asked())
+            self._changed.wait_for(lambda: self._stopped or self._all_have_requested())
             if self._stopped:
                 return False
             self._epoch += 1
             self._number = -1
             self._running = True
             for consumer in self._consumers.values():
-                consumer.asked, consumer.inside = False, True
+                consumer.requested, consumer.active = False, True
                 self._send(consumer.peer, Kind.START, consumer.token)
             return True
 
@@ -105,17 +104,17 @@ class ConsumerServer:
         with self._changed:
             self._number += 1
             self._full = True
-            self._changed.wait_for(lambda: self.free or not self._inside())
+            self._changed.wait_for(lambda: self.free or not self._active())
             self._full = False
-            return self.free.popleft() if self._inside() else None
+            return self.free.popleft() if self._active() else None
 
     def announce(self, slot: int, memory: torch.Tensor, share: Callable[[int], bytes], body: bytes) -> None:
         """Send the batch in `slot` to all participants; `share` returns handles of its `memory` for one consumer."""
         with self._changed:
-            inside = self._inside()
-            new = {each: share(each.number) for each in inside if each.slots.get(slot) is not memory}
-            self._grant(slot, inside)
-            for each in inside:
+            active = self._active()
+            new = {each: share(each.number) for each in active if each.slots.get(slot) is not memory}
+            self._grant(slot, active)
+            for each in active:
                 if each in new:
                     each.slots[slot] = memory
                     self._send(each.peer, Kind.SLOT, 0, slot, new[each])
@@ -125,9 +124,9 @@ class ConsumerServer:
         """Send an error in place of a batch to all participants."""
         body = pack_error(error)
         with self._changed:
-            inside = self._inside()
-            self._grant(slot, inside)
-            for each in inside:
+            active = self._active()
+            self._grant(slot, active)
+            for each in active:
                 self._send(each.peer, Kind.FAILED, self._number, slot, body)
 
     def end(self, slot: int | None) -> None:
@@ -136,19 +135,19 @@ class ConsumerServer:
             if slot is not None:
                 self.free.appendleft(slot)
             self._running = False
-            for consumer in self._inside():
-                consumer.inside = False
+            for consumer in self._active():
+                consumer.active = False
                 self._send(consumer.peer, Kind.END)
 
     def set_length(self, length: bytes) -> None:
         """Set the packed length, and send it to the peers that wait for it."""
         with self._changed:
             self._length = length
-            for peer in self._curious:
+            for peer in self._awaiting_length:
                 self._send(peer, Kind.LENGTH, body=length)
-            self._curious.clear()
+            self._awaiting_length.clear()
 
-    def lives(self, number: int) -> bool:
+    def is_connected(self, number: int) -> bool:
         """Return whether a consumer is connected."""
         return any(consumer.number == number for consumer in list(self._consumers.values()))
 
@@ -168,7 +167,7 @@ class ConsumerServer:
                 with self._changed:
                     for peer, message in self._server.receive(ready):
                         self._handle(peer, message)
-                    if any(fd in self._lifeline for fd, _ in ready):
+                    if any(fd in self._parent_descriptors for fd, _ in ready):
                         self._stop()
                     self._changed.notify_all()
         finally:
@@ -187,23 +186,23 @@ class ConsumerServer:
         consumer = self._consumers.get(peer)
         kind = None if message is None else message.kind
         if message is None:
-            self._curious.discard(peer)
+            self._awaiting_length.discard(peer)
             if consumer is not None:
                 self._leave(consumer)
         elif kind == HELLO and message.number != VISITOR:
             self._welcome(peer, message.number)
-        elif kind == Kind.ASK_STATE:
+        elif kind == Kind.REQUEST_STATE:
             self._send(peer, Kind.STATE, body=self._state(message.number).encode())
-        elif kind == Kind.ASK_LENGTH and self._length is None:
-            self._curious.add(peer)
-        elif kind == Kind.ASK_LENGTH and self._length is not None:
+        elif kind == Kind.REQUEST_LENGTH and self._length is None:
+            self._awaiting_length.add(peer)
+        elif kind == Kind.REQUEST_LENGTH and self._length is not None:
             self._send(peer, Kind.LENGTH, body=self._length)
-        elif kind == Kind.BACK and consumer is not None:
+        elif kind == Kind.RETURN and consumer is not None:
             current = message.serial == self._epoch and message.number == self._numbers[message.value]
             if current and self._leases.release(message.value, consumer):
                 self.free.append(message.value)
         elif kind in (Kind.BREAK, Kind.BEGIN) and consumer is not None:
-            consumer.inside, consumer.asked, consumer.token = False, kind == Kind.BEGIN, message.number
+            consumer.active, consumer.requested, consumer.token = False, kind == Kind.BEGIN, message.number
             self.free += self._leases.leave(consumer)
 
     def _welcome(self, peer: Peer, number: int) -> None:
@@ -213,8 +212,8 @@ class ConsumerServer:
             self._send(peer, Kind.WELCOME, os.getpid())
             return
         there = [each.peer.pid for each in self._consumers.values() if each.number == number]
-        why = f"belongs to process {there[0]} already" if there else "has left, and none can come twice"
-        self._server.refuse(peer, consumer_process(f"consumer {number} {why}: give each process a number of its own"))
+        why = f"belongs to process {there[0]} already" if there else "has left, and cannot connect again"
+        self._server.refuse(peer, consumer_process(f"consumer {number} {why}: give each process a separate number"))
 
     def _leave(self, consumer: _Consumer) -> None:
         """Remove a consumer whose connection has ended."""
@@ -223,19 +222,18 @@ class ConsumerServer:
         if not self._awaited and not self._consumers:
             self._stop()
 
-    # -- called by both threads, with the lock held
-    # -----------------------------------------------------------------------
+    # -- called by both threads, with the lock held -------------------------------------------------------------------
 
     def _send(self, peer: Peer, kind: Kind, number: int = 0, slot: int = 0, body: bytes = b"") -> None:
         self._server.send(peer, kind, self._epoch, number, slot, body)
 
-    def _inside(self) -> list[_Consumer]:
-        return [each for each in self._consumers.values() if each.inside and not self._stopped]
+    def _active(self) -> list[_Consumer]:
+        return [each for each in self._consumers.values() if each.active and not self._stopped]
 
-    def _all_have_asked(self) -> bool:
+    def _all_have_requested(self) -> bool:
         """Return whether all consumers have requested the next epoch."""
         consumers = self._consumers.values()
-        return not self._awaited and bool(consumers) and all(each.asked for each in consumers)
+        return not self._awaited and bool(consumers) and all(each.requested for each in consumers)
 
     def _grant(self, slot: int, consumers: list[_Consumer]) -> None:
         """Lease a slot to consumers."""
@@ -247,20 +245,21 @@ class ConsumerServer:
 
     def _state(self, number: int) -> str:
         """Return what a consumer waits for, as text."""
-        asking = next((each for each in self._consumers.values() if each.number == number), None)
-        if asking is None:
+        waiting = next((each for each in self._consumers.values() if each.number == number), None)
+        if waiting is None:
             return "it has left"
-        late = [str(each) for each in self._consumers.values() if each.inside]
-        if self._running and not asking.inside:
-            return f"the epoch before is not over for {', '.join(late)}" if late else "the loader ends its epoch"
-        if not asking.inside:
-            late = [f"consumer {number} (which has not come)" for number in sorted(self._awaited)]
-            late += [str(each) for each in self._consumers.values() if not each.asked]
+        late = [str(each) for each in self._consumers.values() if each.active]
+        if self._running and not waiting.active:
+            return f"the previous epoch is not over for {', '.join(late)}" if late else "the loader ends its epoch"
+        if not waiting.active:
+            late = [f"consumer {number} (not connected)" for number in sorted(self._awaited)]
+            late += [str(each) for each in self._consumers.values() if not each.requested]
             return (
-                f"an epoch begins when all have asked for it, which {', '.join(late)} did not: close it, or iterate it"
+                f"an epoch starts when all consumers have requested it, and {', '.join(late)} did not: close it, or "
+                "iterate it"
             )
         if not self._full:
-            return f"the loader works at batch {self._number} of epoch {self._epoch}"
+            return f"the loader is at batch {self._number} of epoch {self._epoch}"
         oldest = min(range(len(self._numbers)), key=self._numbers.__getitem__)
         late = [str(each) for each in self._leases.holders(oldest)]
-        return f"{', '.join(late)} did not give back batch {self._numbers[oldest]} of epoch {self._epoch}"
+        return f"{', '.join(late)} did not return batch {self._numbers[oldest]} of epoch {self._epoch}"

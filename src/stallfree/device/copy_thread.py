@@ -3,8 +3,8 @@
 On a CPU, `HostThread` fetches the next batch while the model works with the current one. Code that draws random numbers
 must not run concurrently with the model, which draws from the same process-wide generators:
 
-- Where stallfree seeds the generators for a sample, or watches them while a cache is filled, and restores them
-  afterwards, the thread waits until the next batch is requested.
+- stallfree seeds the generators for a sample, or watches them while a cache is filled, and restores them afterwards.
+  Before it does so, the thread waits until the next batch is requested.
 - A loader that draws random numbers itself is detected by its first two batches, during which the model waits. The
   first one may draw the seed of a sampler. If both changed a generator, the whole pass runs without overlap.
 """
@@ -22,13 +22,10 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
-import torch
-
 from stallfree.device.backend import Backend, Stream
 from stallfree.device.pytree import Rebuild, take_apart
 from stallfree.device.staging import Place, Stager, memory_of
-from stallfree.pipeline.generators import global_generators
+from stallfree.pipeline.global_draws import GlobalDraws
 from stallfree.pipeline.randomness import before_drawing
 
 Transform = Callable[[Any], Any]
@@ -247,30 +244,31 @@ class HostThread(LoaderThread):
         self._wake.put(None)
 
     def _run(self, source: Iterator[Any]) -> None:
-        overlaps, batches = False, 0
+        overlaps, batches, draws = False, 0, GlobalDraws()
         try:
             with before_drawing(self._let_draw):
                 while True:
                     self._wait_until(lambda: self._item is None and (overlaps or self._waiting))  # noqa: B023
                     watched = not overlaps and batches < _WATCHED
-                    before = _generators() if watched else None
+                    if watched:
+                        draws.mark()
                     item = self._next(source, Item)
                     if item.end:
                         break
-                    overlaps = overlaps or (watched and _generators() == before)
+                    overlaps = overlaps or (watched and not draws.moved())
                     batches += 1
-                    self._give(item)
+                    self._deliver(item)
                     del item  # or the thread keeps the batch alive while it waits
         except _Stopped:
             pass
         except BaseException as error:
-            self._give(Item(error=error))
+            self._deliver(Item(error=error))
         del source
         with contextlib.suppress(_Stopped):
             self._wait_until(lambda: self._item is None)
-        self._give(Item(end=True))
+        self._deliver(Item(end=True))
 
-    def _give(self, item: Item) -> None:
+    def _deliver(self, item: Item) -> None:
         self._item = item
         self._there.set()
 
@@ -287,17 +285,6 @@ class HostThread(LoaderThread):
             self._wake.get()
         if self._stopped:
             raise _Stopped
-
-
-def _generators() -> list[Any]:
-    """Return the states of the process-wide generators, in a comparable form."""
-    return [_comparable(handle.get()) for handle in global_generators()]
-
-
-def _comparable(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {name: _comparable(value) for name, value in state.items()}
-    return state.tolist() if isinstance(state, (np.ndarray, torch.Tensor)) else state
 
 
 _alive: weakref.WeakSet[LoaderThread] = weakref.WeakSet()

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.device.backend import Backend, Cuda, Stream
+from stallfree.device.backend import Backend, Cuda, Stream, parse_device
 from stallfree.device.copy_thread import CopyThread, HostThread, Item, LoaderThread, Snapshot, Transform
 from stallfree.device.pytree import take_apart
 from stallfree.device.staging import Place, Stager, pin, send_itself
@@ -45,9 +45,8 @@ class DevicePrefetcher(Generic[BatchT_co]):
     their own `.to()`, with one warning per type.
 
     On a CPU, the thread takes one batch ahead, and batches are passed on unchanged. Random draws are the same as
-    without
-    the prefetcher: code that draws in this process, not in a worker, runs when the next batch is requested. On devices
-    without streams ("mps" and others), batches are taken and sent when they are requested.
+    without the prefetcher: code that draws in this process, not in a worker, runs when the next batch is requested. On
+    devices without streams ("mps" and others), batches are taken and sent when they are requested.
 
     Args:
         loader: any iterable. Each iteration restarts it after the previous one has ended.
@@ -136,7 +135,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
         self._consumed = None
         backend = self._backend
         if backend is None and self.device.type != "cpu":
-            return ShortTracebacks(self._pass_on())
+            return ShortTracebacks(self._send_each())
         loader: Any = self.loader
         source = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
         snapshot = _snapshots(self.loader)
@@ -159,7 +158,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
         places, transform = self._places, self.transform_on_device
         return CopyThread(source, snapshot, backend, self._stream, self._stager, places, transform)
 
-    def _pass_on(self) -> Generator[Any, None, None]:
+    def _send_each(self) -> Generator[Any, None, None]:
         for batch in self.loader:
             leaves, rebuild = take_apart(batch)
             batch = rebuild([send_itself(leaf, self.device) for leaf in leaves])
@@ -236,7 +235,7 @@ class _Iteration:
     def __init__(self, prefetcher: DevicePrefetcher, thread: LoaderThread) -> None:
         self._prefetcher, self._thread = prefetcher, thread
         self._owner = Owner()
-        self._through = False
+        self._ended = False
         self._count_wait: Callable[[float], object] = getattr(prefetcher.loader, "count_wait", _do_nothing)
 
     def __iter__(self) -> _Iteration:
@@ -244,14 +243,14 @@ class _Iteration:
 
     @short_traceback
     def __next__(self) -> Any:
-        if self._through:
+        if self._ended:
             raise StopIteration
         if not self._owner.is_here:
             raise iteration_over(
-                "this iteration over a DevicePrefetcher was begun in the parent process, whose thread is not in this "
-                "one: begin a new iteration here"
+                "this iteration over a DevicePrefetcher was begun in the parent process, whose thread does not exist "
+                "in this one: begin a new iteration here"
             )
-        self._take_back()
+        self._release_batch()
         begun = time.monotonic()
         item = self._thread.take()
         self._count_wait(time.monotonic() - begun)
@@ -259,36 +258,36 @@ class _Iteration:
             self._prefetcher._consumed = item.snapshot
         if item.end:
             self._prefetcher._consumed = None
-            self._through = True
+            self._ended = True
             raise StopIteration
         try:
             if item.error is not None:
-                self._let_go(item)
+                self._discard(item)
                 raise item.error
-            return self._give(item)
+            return self._deliver(item)
         except StopIteration as error:  # would end the loop silently
             raise stop_iteration(
-                "a batch could not be given: transform_on_device or .to() raised StopIteration. Let it raise another "
-                "error"
+                "a batch could not be delivered: transform_on_device or .to() raised StopIteration. Let it raise "
+                "another error"
             ) from error
         finally:
             del item  # breaks the reference cycle of an error's traceback with this frame
 
-    def _give(self, item: Item) -> Any:
+    def _deliver(self, item: Item) -> Any:
         """Return the batch of an item."""
         transform = self._prefetcher.transform_on_device
         return item.batch if transform is None else transform(item.batch)
 
-    def _let_go(self, item: Item) -> None:
+    def _discard(self, item: Item) -> None:
         """Discard an item."""
 
-    def _take_back(self) -> None:
+    def _release_batch(self) -> None:
         """Release the batch yielded last: work submitted to the device from now on does not use it."""
 
     def close(self) -> None:
         """End this pass. Idempotent."""
-        self._through = True
-        self._take_back()
+        self._ended = True
+        self._release_batch()
         self._thread.stop()
 
     def __del__(self) -> None:
@@ -303,7 +302,7 @@ class _DeviceIteration(_Iteration):
         self._out: tuple[Place, Stream] | None = None  # the batch yielded last, with the stream that waited for it
         super().__init__(prefetcher, thread)
 
-    def _give(self, item: Item) -> Any:
+    def _deliver(self, item: Item) -> Any:
         backend, place = self._backend, item.place
         assert place is not None
         assert item.rebuild is not None
@@ -318,11 +317,11 @@ class _DeviceIteration(_Iteration):
             batch = self._prefetcher.transform_on_device(batch)
         return batch
 
-    def _let_go(self, item: Item) -> None:
+    def _discard(self, item: Item) -> None:
         if item.place is not None:
             self._copies.give_back(item.place)
 
-    def _take_back(self) -> None:
+    def _release_batch(self) -> None:
         if self._out is None:
             return
         (place, stream), self._out = self._out, None
@@ -356,14 +355,10 @@ def _snapshots(loader: Any) -> Callable[[], Snapshot] | None:
     if isinstance(loader, DevicePrefetcher):
         return None if _snapshots(loader.loader) is None else loader._snapshot
     if hasattr(loader, "state_at"):
-        return lambda: _at(loader, loader.position)
+        return lambda: partial(loader.state_at, loader.position)
     if hasattr(loader, "state_dict"):
         return lambda: _made(loader.state_dict())
     return None
-
-
-def _at(loader: Any, position: Any) -> Snapshot:
-    return lambda: loader.state_at(position)
 
 
 def _made(state: Any) -> Snapshot:
@@ -378,7 +373,7 @@ def _check(loader: Any, depth: Any, keep: Any, transform: Any, debug: bool) -> N
     if debug and keep != "ring":
         raise argument_conflict(f"debug=True with keep={keep!r}: only batches of keep='ring' become invalid")
     if transform is not None and not callable(transform):
-        raise InputError(f"transform_on_device={transform!r:.80}: give what can be called with a batch, or None")
+        raise InputError(f"transform_on_device={transform!r:.80}: give a function of a batch, or None")
     if not hasattr(loader, "__iter__"):
         raise InputError(f"the loader is a {type(loader).__name__}, which cannot be iterated: give a data loader")
     if isinstance(loader, DevicePrefetcher) and loader.keep == "ring":
@@ -388,10 +383,7 @@ def _check(loader: Any, depth: Any, keep: Any, transform: Any, debug: bool) -> N
 
 
 def _device(device: torch.device | str | int) -> torch.device:
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise device_unknown(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error
+    where = parse_device(device)
     if where.type not in ("cpu", "cuda"):  # CUDA devices are checked by the backend
         try:
             torch.empty(1, device=where)

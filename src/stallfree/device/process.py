@@ -14,6 +14,7 @@ from typing import Any, Generic
 import torch
 from typing_extensions import Self
 
+from stallfree.device.backend import parse_device
 from stallfree.device.consumer import Consumer
 from stallfree.device.consumer_server import END_SECONDS
 from stallfree.device.producer import LazyFactory, Setup, produce
@@ -33,8 +34,8 @@ _ANSWER_SECONDS = 1.0
 class ProcessPrefetcher(Generic[BatchT_co]):
     """Loads batches and copies them to the device in a separate process.
 
-    The loading process starts at once, by "spawn": scripts need the guard below. It calls `make_loader`, iterates the
-    result once per epoch, and copies each batch to one of `depth` + 1 slots in device memory, which are allocated once.
+    The loading process starts at once, by "spawn": scripts need the guard below. It calls `make_loader` and
+    iterates the result once per epoch. It copies each batch to one of `depth` + 1 persistent slots in device memory.
     The training process maps the same memory (CUDA IPC) and receives only the number of the ready slot. Unlike in
     `DevicePrefetcher`, loading and staging do not compete with the training loop for one interpreter.
 
@@ -47,8 +48,8 @@ class ProcessPrefetcher(Generic[BatchT_co]):
 
     **Several consumers.** Processes that use the same GPU can share the batches: each gets every batch of every epoch
     once, in order. Pass `prefetcher.consumer(k)` to the process that is consumer k, which iterates it. An epoch starts
-    when all consumers have requested it, and a slot is free when all have returned it, so the slowest consumer limits
-    the others to `depth` batches ahead. A consumer that leaves an epoch takes part again in the next one; one that is
+    when all consumers have requested it. A slot is free when all have returned it: the slowest consumer limits the
+    others to `depth` batches ahead. A consumer that leaves an epoch takes part again in the next one; one that is
     closed, no longer referenced or dead is not waited for. All consumers share the memory of a batch: do not change it
     in place. The GPU must have the same index in all processes.
 
@@ -109,7 +110,7 @@ class ProcessPrefetcher(Generic[BatchT_co]):
 
     def __iter__(self) -> Iterator[BatchT_co]:
         started = iter(self._own)
-        started.keeps = self
+        started.keepalive = self
         return started
 
     def __len__(self) -> int:
@@ -137,7 +138,7 @@ class ProcessPrefetcher(Generic[BatchT_co]):
             ```
         """
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.consumers:
-            raise InputError(f"consumer({number!r}): give a number from 0 to {self.consumers - 1}, as consumers= says")
+            raise InputError(f"consumer({number!r}): give a number from 0 to {self.consumers - 1}, below consumers=")
         return Consumer(self._folder, number, self.consumers, self.device, self.timeout)
 
     def close(self) -> None:
@@ -153,7 +154,7 @@ class ProcessPrefetcher(Generic[BatchT_co]):
 
     def __reduce__(self) -> Any:
         raise consumer_process(
-            "a ProcessPrefetcher belongs to the process that made it: give others its consumer(1), ..."
+            "a ProcessPrefetcher belongs to the process that made it: give other processes its consumer(1), ..."
         )
 
 
@@ -161,18 +162,15 @@ def _check(make_loader: Any, device: Any, depth: Any, consumers: Any, timeout: A
     """Validate the arguments and return the device."""
     if not callable(make_loader):
         raise InputError(
-            f"make_loader={make_loader!r:.80}: give a function without arguments that makes the loader, which the new "
-            "process calls"
+            f"make_loader={make_loader!r:.80}: give a function without arguments that returns the loader; the new "
+            "process calls it"
         )
     for name, value in (("depth", depth), ("consumers", consumers)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name}={value!r}: give a whole number, 1 or more")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise InputError(f"timeout={timeout!r}: give the seconds to wait for a batch, more than 0")
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise device_unknown(f"device={device!r} is no device: give such as 'cuda', 'cuda:1' or 'cpu'") from error
+    where = parse_device(device)
     if where.type == "cuda":
         return SharedCuda(where).device
     if where.type != "cpu":
@@ -197,7 +195,7 @@ def _start(
         except Exception as error:
             raise not_picklable(
                 f"make_loader cannot be sent to a new process: {text_of(error)}. Define it at the top level of a "
-                "module (no lambda, no function within a function), and give what it needs by functools.partial"
+                "module (no lambda, no function within a function), and pass its arguments by functools.partial"
             ) from error
 
 

@@ -37,7 +37,7 @@ _SWITCH_SECONDS = 0.001
 
 
 class LazyFactory:
-    """A function that is unpickled only when called, so that unpickling errors are handled like errors of the call.
+    """A function that is unpickled when it is called, so that errors of both are handled alike.
 
     It seeds torch's generator in the new process with a number drawn in this one.
     """
@@ -147,7 +147,7 @@ class Producer:
         count_wait = getattr(loader, "count_wait", lambda _: None)
         slot = server.take()
         while slot is not None:
-            self._let_go()
+            self._drop_copied()
             try:
                 if batches is None:
                     batches = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
@@ -168,7 +168,7 @@ class Producer:
         server.set_length(pack_length(loader))  # a consumer may request it after the end
         server.end(slot)
 
-    def _let_go(self) -> None:
+    def _drop_copied(self) -> None:
         """Drop the loader's batches whose copies are done."""
         for place in self._places:
             if place.held is not None and self._memory.reached(place.copied):
@@ -200,7 +200,7 @@ class Producer:
     def _await_consumers(self, slot: int) -> None:
         """Delay the copies into a slot until no consumer works with it."""
         for consumer, event in enumerate(self._used[slot] if self._setup.consumers > 1 else ()):
-            self._memory.finish_while(event, lambda consumer=consumer: self._server.lives(consumer))  # type: ignore[misc]
+            self._memory.finish_while(event, lambda consumer=consumer: self._server.is_connected(consumer))  # type: ignore[misc]
 
     def _share(self, slot: int, consumer: int) -> bytes:
         memory, place = self._memory, self._places[slot]

@@ -22,11 +22,11 @@ class Kind(enum.IntEnum):
 
     # sent by a consumer
     BEGIN = 3  # request the next epoch, the consumer's `number`th
-    BACK = 4  # return a batch
+    RETURN = 4  # return a batch
     BREAK = 5  # leave the epoch
     # sent by a visitor
-    ASK_LENGTH = 6
-    ASK_STATE = 7  # request what consumer `number` waits for
+    REQUEST_LENGTH = 6
+    REQUEST_STATE = 7  # request what consumer `number` waits for
     # sent by the loading process
     WELCOME = 11  # its PID is `number`
     START = 12  # start of the epoch that the consumer requested as its `number`th
@@ -59,5 +59,5 @@ def raise_error(packed: bytes | memoryview) -> NoReturn:
     error, trace = unpack_error(bytes(packed))
     if error is None or isinstance(error, StopIteration | StopAsyncIteration):  # they would end more than the epoch
         what = trace.strip().rsplit("\n", 1)[-1]
-        error = batch_failed(f"the process that loads raised {what}")
+        error = batch_failed(f"the loading process raised {what}")
     raise error from RemoteTraceback(trace)

@@ -26,7 +26,7 @@ from stallfree.device.batch_codec import lay_out
 from stallfree.errors import storage_full
 
 _POISON = 0xFF
-_LOOK_SECONDS = 0.00005
+_CHECK_SECONDS = 0.00005
 
 
 class Memory(Backend):
@@ -61,7 +61,7 @@ class Memory(Backend):
     def finish_while(self, event: Event, alive: Callable[[], bool]) -> bool:
         """Wait for an event of a process that may be killed before reaching it; returns whether it is reached."""
         while not (there := self.reached(event)) and alive():
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
         return there
 
 
@@ -106,29 +106,13 @@ class SharedHost(Memory):
         self._names: dict[int, str] = {}  # by address
         self._made = 0
 
-    def bind(self) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    def new_stream(self) -> Stream:
-        return None
-
-    def current_stream(self) -> Stream:
-        return None
+    bind = new_stream = current_stream = new_event = record = wait = finish = keep = _nothing
 
     def using(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
-
-    def new_event(self) -> Event:
-        return None
-
-    def record(self, event: Event) -> None:
-        pass
-
-    def wait(self, event: Event) -> None:
-        pass
-
-    def finish(self, event: Event) -> None:
-        pass
 
     def reached(self, event: Event) -> bool:
         return True
@@ -151,9 +135,6 @@ class SharedHost(Memory):
             os.close(fd)
         self._names[memory.data_ptr()] = name
         return memory
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        pass
 
     def empty_pinned(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
@@ -224,7 +205,7 @@ class OpenSlots:
 
     Args:
         memory: the device as seen by this process.
-        alive: returns whether the loading process lives. Its events must not be used after its end.
+        alive: returns whether the loading process is running. Its events must not be used after its end.
     """
 
     def __init__(self, memory: Memory, alive: Callable[[], bool]) -> None:
@@ -232,7 +213,7 @@ class OpenSlots:
         self._alive = alive
         self._slots: dict[int, _Slot] = {}
 
-    def learn(self, number: int, handles: bytes | memoryview) -> None:
+    def open(self, number: int, handles: bytes | memoryview) -> None:
         """Open the new memory of a slot. Shared memory that is never opened would never be freed."""
         handle, events = pickle.loads(handles)
         before = self._slots.get(number)
@@ -272,7 +253,7 @@ class OpenSlots:
             self.memory.record(self._slots[number].used)
 
     def close(self) -> None:
-        """Wait for all work on the slots, since the loader does not wait for a closed consumer, then unmap them."""
+        """Wait for all work on the slots, then unmap them: the loader does not wait for a closed consumer."""
         if self._alive():
             for slot in self._slots.values():
                 self.memory.finish(slot.used)

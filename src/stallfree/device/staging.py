@@ -1,4 +1,4 @@
-"""Staging: copies the tensors of a batch to the device in few copies, from pinned memory to few device allocations."""
+"""Staging: sends the tensors of a batch to the device in few copies, through pinned memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stallfree.device.backend import Backend, Event
 from stallfree.ipc.fork_guard import Owner
 
 SMALL = 256 << 10
-"""Bytes below which tensors share one allocation and one copy. A larger tensor has its own: a reference to the labels
-of a batch does not keep its images alive."""
+"""Bytes below which tensors share one allocation and one copy. Larger tensors have separate allocations, so that a
+reference to the labels of a batch does not keep its images alive."""
 
 _ALIGN = 256
 _PACKED = (torch.channels_last, torch.channels_last_3d)
@@ -126,21 +126,21 @@ class Stager:
         """Copy host tensors: small ones together, large ones separately."""
         backend = self._backend
         direct = [backend.is_pinned(leaf) and _stride(leaf) == leaf.stride() for _, leaf in large]
-        rooms = [_room(leaf) for _, leaf in large]
+        sizes = [_padded_bytes(leaf) for _, leaf in large]
         shared = self._lay_out(place, [leaf for _, leaf in small])
-        through = shared + sum(room for room, pinned in zip(rooms, direct, strict=True) if not pinned)
+        through = shared + sum(size for size, pinned in zip(sizes, direct, strict=True) if not pinned)
         if place.pinned is None or place.pinned.numel() < through:
             place.pinned, place.views = backend.empty_pinned(through + through // 8), []
-        pieces = self._pieces(place, [shared, *rooms], sent)
+        pieces = self._pieces(place, [shared, *sizes], sent)
         if shared:
             self._copy_small(place, small, *pieces[0], sent)
         filled = shared
-        for (at, leaf), room, pinned, (memory, start) in zip(large, rooms, direct, pieces[1:], strict=True):
+        for (at, leaf), size, pinned, (memory, start) in zip(large, sizes, direct, pieces[1:], strict=True):
             source, stride = leaf, _stride(leaf)
             if not pinned:
                 source = _view(place.pinned, filled, leaf, stride)
                 backend.stage([source], [leaf])
-                filled += room
+                filled += size
             target = sent.leaves[at] = _view(memory, start, leaf, stride)
             backend.copy(_flat(target), _flat(source))
 
@@ -153,7 +153,7 @@ class Stager:
                 dtype = leaf.dtype
                 empty = _empty(dtype, self._backend.device)
                 slots.append((size, dtype.itemsize, leaf.shape, _stride(leaf), empty))
-                size += _room(leaf)
+                size += _padded_bytes(leaf)
             place.layout, place.views = Layout(key, slots, size), []
         return place.layout.size
 
@@ -197,8 +197,8 @@ class Stager:
         if type(leaf) not in self._warned:
             self._warned.add(type(leaf))
             warnings.warn(
-                f"a {type(leaf).__name__} is sent to {device} by its own .to(), without pinned memory: that is slower, "
-                "and may wait for the device. Plain tensors of the host in the batch are not",
+                f"a {type(leaf).__name__} is sent to {device} by its own .to(), without pinned memory: this is slower, "
+                "and may wait for the device. Plain host tensors in the batch are not affected",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -257,7 +257,7 @@ def is_plain(leaf: Any) -> bool:
     )
 
 
-def _room(leaf: torch.Tensor) -> int:
+def _padded_bytes(leaf: torch.Tensor) -> int:
     return max(1, -(-leaf.nbytes // _ALIGN)) * _ALIGN
 
 

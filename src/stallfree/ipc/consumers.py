@@ -15,7 +15,9 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
+
+from typing_extensions import Self
 
 from stallfree.errors import StallfreeError
 from stallfree.ipc import sockets
@@ -30,7 +32,6 @@ VISITOR = -2
 """Sent in place of a consumer's number: the connection is for a single request."""
 
 _HEAD = struct.Struct("<4q")
-_Connection = TypeVar("_Connection", bound="Connection")
 
 
 class Message(NamedTuple):
@@ -185,7 +186,7 @@ class Server:
         peer.greeted = message.kind == HELLO and message.serial == self._version
         if not peer.greeted:
             error = StallfreeError(
-                f"process {peer.pid} speaks version {message.serial} of the {self._protocol}'s protocol, this one "
+                f"process {peer.pid} uses version {message.serial} of the {self._protocol}'s protocol, this one uses "
                 f"{self._version}: install the same release for all",
                 page="release-mismatch",
             )
@@ -206,15 +207,15 @@ class Server:
         peer.channel.send(pack(ERROR, body=pack_plain_error(error, trace)))
         self.drop(peer)
 
-    def drop(self, peer: Peer, *, hang_up: bool = True) -> None:
-        """Forget a peer; with `hang_up=False` the caller closes the connection."""
+    def drop(self, peer: Peer, *, disconnect: bool = True) -> None:
+        """Forget a peer; with `disconnect=False` the caller closes the connection."""
         if not peer.dropped:
             peer.dropped = True
             self.peers.discard(peer)
             for fd in peer.descriptors:
                 del self._owners[fd]
                 self._poller.unregister(fd)
-        if hang_up:
+        if disconnect:
             peer.close()
 
     def stop_listening(self) -> None:
@@ -274,7 +275,7 @@ class Connection(_End):
 
     @classmethod
     def open(
-        cls: type[_Connection],
+        cls,
         folder: Path,
         version: int,
         number: int = 0,
@@ -282,7 +283,7 @@ class Connection(_End):
         body: bytes = b"",
         *,
         watch: bool = True,
-    ) -> _Connection | None:
+    ) -> Self | None:
         """Connect to the server in `folder` and send the first message; returns None if there is no server.
 
         Args:
@@ -342,7 +343,7 @@ class Connection(_End):
         return self.closed or any(fd == self.process or events & select.POLLHUP for fd, events in self._poller.poll(0))
 
 
-def ask(folder: Path, version: int, kind: int, number: int, seconds: float) -> Message | None:
+def request(folder: Path, version: int, kind: int, number: int, seconds: float) -> Message | None:
     """Send one request to the server in `folder`; returns its answer, or None after `seconds`. Raises `Gone`."""
     connection = Connection.open(folder, version, VISITOR)
     if connection is None:

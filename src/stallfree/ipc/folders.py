@@ -143,7 +143,7 @@ def user_root(store: str | Path) -> Path:
     """
     if is_address(store):
         raise InputError(
-            f"store={str(store)!r:.80} is an address, and a text is taken for the path of a folder: give "
+            f"store={str(store)!r:.80} is an address, but a string must be the path of a folder: give "
             "stallfree.RedisStore(hosts=[...], capacity_per_node=...) for servers of Redis or Valkey"
         )
     if not is_path(store):
@@ -228,8 +228,8 @@ class SharedFolder:
         created: whether this call created it.
 
     A forked child shares its parent's attachment: `close` in the child drops only the child's part. Raises `WaitError`
-    if another process has been creating or removing the folder for 10 s, `StorageError` if the name is taken by
-    something else or the folder cannot be created.
+    if another process has been creating or removing the folder for 10 s. Raises `StorageError` if the name is taken by
+    something else, or the folder cannot be created.
     """
 
     def __init__(
@@ -272,8 +272,8 @@ class SharedFolder:
                     return fd
             if time.monotonic() > deadline:
                 raise lock_held(
-                    f"another process holds {self.path} for itself for more than {ATTACH_SECONDS:.0f} s: end it, or "
-                    "give another name"
+                    f"another process has locked {self.path} for more than {ATTACH_SECONDS:.0f} s: end it, or give "
+                    "another name"
                 )
             time.sleep(0.001)
 

@@ -1,4 +1,6 @@
-"""Makes forks wait until the lock of torch's generator is free: a child could never take a lock copied while held.
+"""Makes forks wait until the lock of torch's generator is free.
+
+A child could never take a lock that was copied while a thread of the parent held it.
 
 Threads take the lock after they have released the GIL to draw random numbers. The fork holds the GIL, so it waits until
 those threads are done; no thread can start meanwhile. This costs 2 ms where other threads draw nothing.
@@ -21,7 +23,7 @@ _WINDOW = 0.05
 _LIMIT = 2.0
 """Seconds after which the fork proceeds in any case."""
 
-_LOOKS = 4
+_CHECKS = 4
 _PAUSES = (0.0005, 0.005)
 """Seconds between two checks, first and after the lock was found in use: for threads that are about to take it."""
 
@@ -54,13 +56,13 @@ def _before() -> None:
     while time.perf_counter() < deadline:
         time.sleep(0.001)  # another thread gets the GIL, so the window begins when this one reacquires it
         began = time.perf_counter()
-        longest = max(_look(pause) for _ in range(_LOOKS))
+        longest = max(_lock_seconds(pause) for _ in range(_CHECKS))
         if longest < _IN_USE and time.perf_counter() - began < 0.8 * _WINDOW:
             return
         pause = _PAUSES[1]
 
 
-def _look(pause: float) -> float:
+def _lock_seconds(pause: float) -> float:
     """Pause, then return the seconds until the generator's lock was free. Holds the GIL throughout."""
     assert _pause is not None
     _pause(int(1e6 * pause))

@@ -1,9 +1,8 @@
 """A lock between processes that is released when its holder dies.
 
 POSIX record locks belong to a process: the kernel releases them at its death, and a forked child does not inherit them.
-A process loses *all* its locks on a file when it closes *any* descriptor of that file. There is therefore one
-descriptor per file and process, shared by all `FileLock` objects of that file, with a thread lock for the threads of
-the process.
+A process loses *all* its locks on a file when it closes *any* descriptor of that file. All `FileLock` objects of a file
+in a process therefore share one descriptor, and one thread lock.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ class FileLock:
             while not _try(entry.fd, 0):
                 if time.monotonic() > deadline:
                     raise lock_held(
-                        f"{what}: another process (stopped?) held {self.path} for {seconds:g} s: end it, or let it go "
-                        "on"
+                        f"{what}: another process (stopped?) held {self.path} for {seconds:g} s: end it, or resume it"
                     )
                 time.sleep(pause)
                 pause = min(pause + 0.00005, 0.002)
@@ -132,18 +130,18 @@ class FileLock:
             if self.claim(byte):
                 return byte
         raise lock_held(
-            f"all {CLAIMS} places in {self.path} are taken by processes that live: use fewer, or another name"
+            f"all {CLAIMS} places in {self.path} are taken by running processes: use fewer, or another name"
         )
 
     def claimed_elsewhere(self) -> bool:
         """Return whether another process has claimed any byte."""
-        return self._asked(1, 0)
+        return self._is_claimed(1, 0)
 
     def count_claims(self) -> int:
         """Return how many of the bytes 1 to `CLAIMS` other processes have claimed."""
-        return sum(self._asked(byte, 1) for byte in range(1, CLAIMS + 1))
+        return sum(self._is_claimed(byte, 1) for byte in range(1, CLAIMS + 1))
 
-    def _asked(self, start: int, length: int) -> bool:
+    def _is_claimed(self, start: int, length: int) -> bool:
         if self._entry is None or not shares_memory():
             return False
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)

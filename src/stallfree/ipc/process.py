@@ -35,8 +35,8 @@ from stallfree.platform import at_fork, begin_child, interrupts_later
 REPORT_SECONDS = 2.0
 """Seconds for the first fork to report in; doubled after each one that did not, since the machine may be busy."""
 
-_LOOK_MILLISECONDS = 1000  # interval of checks for the death of a parent without a pidfd
-_END_LOOK_MILLISECONDS = 100
+_CHECK_MILLISECONDS = 1000  # interval of checks for the death of a parent without a pidfd
+_END_CHECK_MILLISECONDS = 100
 _LEADER_SECONDS = 10.0
 
 _leaders: weakref.WeakSet[Child] = weakref.WeakSet()
@@ -110,7 +110,7 @@ class Child:
         self._channel = Channel(ours)
         if leads:
             if not _leaders:  # otherwise `multiprocessing` would wait at exit for non-daemon processes
-                Finalize(None, _end_leaders, exitpriority=100)
+                Finalize(None, end_all, (_leaders, _LEADER_SECONDS), exitpriority=100)
             _leaders.add(self)
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Child:
             if left <= 0 and not self.reported:
                 raise EOFError if self.overdue else TimeoutError
             if not self.reported:
-                self._wait(min(1000 * left, _LOOK_MILLISECONDS))
+                self._wait(min(1000 * left, _CHECK_MILLISECONDS))
         return None
 
     def join(self, seconds: float) -> int | None:
@@ -202,7 +202,7 @@ class Child:
                 self._channel.close()
             if not self._process.is_alive() or time.monotonic() > deadline or self.overdue:
                 break
-            self._wait(_END_LOOK_MILLISECONDS)
+            self._wait(_END_CHECK_MILLISECONDS)
         if self._process.is_alive():
             self._kill()
         self._process.join()
@@ -232,10 +232,6 @@ def end_all(children: Iterable[Child], seconds: float) -> None:
         child.ask_to_end()
     for child in children:
         child.end(deadline)
-
-
-def _end_leaders() -> None:
-    end_all(_leaders, _LEADER_SECONDS)
 
 
 at_fork(after_in_child=_leaders.clear)
@@ -326,7 +322,7 @@ class Parent:
     def receive(self) -> bytearray | None:
         """Wait for the next message; returns None if this process must end. Raises `EOFError` if the parent is gone."""
         while True:
-            ready = [fd for fd, _ in self._poller.poll(_LOOK_MILLISECONDS)]
+            ready = [fd for fd, _ in self._poller.poll(_CHECK_MILLISECONDS)]
             if self._process in ready or self.ended:
                 raise EOFError
             if ready:
@@ -346,7 +342,7 @@ class Parent:
                 message = self.receive()
                 take(message)
             self._poller.unregister(self._connection)
-            while not self.wait(_LOOK_MILLISECONDS / 1000):
+            while not self.wait(_CHECK_MILLISECONDS / 1000):
                 pass
         finally:
             os._exit(1)

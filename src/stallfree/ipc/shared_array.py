@@ -14,7 +14,7 @@ from stallfree.platform import OPEN, allocate
 
 
 def shared_array(file: Path, dtype: Any, count: int, *, required: bool = False) -> npt.NDArray[Any]:
-    """Return `count` zeros of `dtype`, shared by all processes that give the same `file`, created if it is missing.
+    """Map `file` as an array of `count` items of `dtype`, initially 0, shared by all processes that map it.
 
     Without room for the file, this process shares them only with its forked children; with `required`, it raises
     `OSError`.

@@ -1,4 +1,4 @@
-"""The coordinator process: owns a group's ring and workers, prepares its batches and grants each to every member.
+"""The coordinator process: prepares a group's batches and grants each to every member.
 
 It is a child process of one of the jobs, started by the first job that finds none. It ends with that job, or when no
 member is left. It holds no state that could be lost: every batch can be recomputed from its number.
@@ -55,7 +55,7 @@ def coordinate(parent: Parent, setup: Setup, attached: SharedFolder | None) -> N
     except Exception as error:
         trace = traceback.format_exc()
         if coordinator is not None:
-            coordinator.break_off(error, trace)
+            coordinator.send_error(error, trace)
         with contextlib.suppress(OSError):
             parent.send(pack_plain_error(error, trace))
         raise
@@ -74,17 +74,17 @@ class Coordinator:
         self._name = setup.folder.name.removeprefix("group-")
         self._folder = attach(setup.folder)
         self._members_lock = FileLock(setup.folder / "members")
-        self._preparation = Preparation(setup, self._warn_of)
+        self._preparation = Preparation(setup, self._warn_detached)
         self._pool, self._schedule = self._preparation.pool, self._preparation.schedule
         self._hellos: dict[Peer, Hello] = {}  # of members and of pending members
         self._begun = time.monotonic()
-        self._going = self._had_members = False
+        self._started_serving = self._had_members = False
         self._ended = False  # the parent
         self._last: Peer | None = None
         self._poller = select.poll()
         self._server = Server(listen(setup.folder), VERSION, "group", self._poller)
-        self._lifeline = parent.descriptors
-        for fd in self._lifeline:
+        self._parent_descriptors = parent.descriptors
+        for fd in self._parent_descriptors:
             self._poller.register(fd, select.POLLIN)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -93,16 +93,16 @@ class Coordinator:
         """Run until no member is left, the parent ends, or no worker can be started."""
         preparation = self._preparation
         while not self._is_over():
-            if not self._going:
+            if not self._started_serving:
                 self._begin_when_all_are_back()
-            if self._going:
+            if self._started_serving:
                 preparation.start_more()
             preparation.publish()
             self._wait()
             for answer in preparation.collect():
                 self._send(answer)
             if self._pool.stuck:
-                log.warning("workers of the group %s hang at their start: it gets other processes", self._name)
+                log.warning("workers of the group %s hang at their start: the coordinator is replaced", self._name)
                 return
 
     def _is_over(self) -> bool:
@@ -121,17 +121,14 @@ class Coordinator:
         descriptors = self._pool.descriptors
         for fd, events in descriptors:
             self._poller.register(fd, events)
-        ready = self._poller.poll(1000 * self._patience() if nothing else 0)
+        seconds = min(_CHECK_SECONDS if self._started_serving else 0.01, self._preparation.lag_seconds_left)
+        ready = self._poller.poll(1000 * seconds if nothing else 0)
         for fd, _ in descriptors:
             self._poller.unregister(fd)
         if not ready:
             self._pool.check()
         self._receive(ready)
-        self._ended = any(fd in self._lifeline for fd, _ in ready)
-
-    def _patience(self) -> float:
-        """Seconds until the next periodic check is due."""
-        return min(_CHECK_SECONDS if self._going else 0.01, self._preparation.patience)
+        self._ended = any(fd in self._parent_descriptors for fd, _ in ready)
 
     # -- members ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +140,7 @@ class Coordinator:
                 else:
                     self._drop(peer)
             except Exception as error:  # an error of one member must not end the others
-                log.warning("a member of the group %s is put out: %s", self._setup.folder.name, error)
+                log.warning("a member of the group %s is dropped after an error: %s", self._name, error)
                 self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:
@@ -152,28 +149,28 @@ class Coordinator:
         self._preparation.free(self._schedule.leave(peer))
         self._preparation.resize()
         last = was_member and not self._server.peers - {peer}
-        self._server.drop(peer, hang_up=not last)
+        self._server.drop(peer, disconnect=not last)
         if last:
-            self._last = peer  # its connection closes after the cleanup
+            self._last = peer  # `close` closes its connection after the cleanup
 
     def _begin_when_all_are_back(self) -> None:
         """Start once the previous coordinator's members are back, or after `_RETURN_SECONDS`."""
         back = len(self._hellos)
         if back and (back >= self._members_lock.count_claims() or time.monotonic() - self._begun > _RETURN_SECONDS):
-            self._going = True
+            self._started_serving = True
             self._preparation.begin()
-            self._welcome_newcomers()
+            self._admit_newcomers()
 
     def _greet(self, peer: Peer, message: Message) -> None:
         """Register a process as a pending member; a member of the previous coordinator is admitted at once."""
         self._hellos[peer] = unpack_hello(message.body)
         if message.number >= 0:
-            self._let_in(peer, message.number)
-        self._welcome_newcomers()
+            self._admit(peer, message.number)
+        self._admit_newcomers()
 
-    def _welcome_newcomers(self) -> None:
+    def _admit_newcomers(self) -> None:
         """Admit newcomers once the group has started; the ranks of one job are admitted together."""
-        for hello in set(self._hellos.values()) if self._going else ():
+        for hello in set(self._hellos.values()) if self._started_serving else ():
             job = [
                 peer
                 for peer, other in self._hellos.items()
@@ -181,9 +178,9 @@ class Coordinator:
             ]
             if len(job) >= hello.ranks:
                 for peer in job:
-                    self._let_in(peer, None)
+                    self._admit(peer, None)
 
-    def _let_in(self, peer: Peer, position: int | None) -> None:
+    def _admit(self, peer: Peer, position: int | None) -> None:
         epoch = self._schedule.join(peer, position=position, catchup=self._hellos[peer].catchup)
         self._had_members = True
         self._preparation.resize()
@@ -192,8 +189,8 @@ class Coordinator:
 
     def _serve(self, peer: Peer, message: Message) -> None:
         kind, serial, number, value, _ = message
-        if kind == Kind.ASK:
-            answer = self._schedule.ask(peer, serial, number)
+        if kind == Kind.REQUEST:
+            answer = self._schedule.request(peer, serial, number)
             if answer is not None:
                 self._send(answer)
             if value >= 0:
@@ -206,11 +203,11 @@ class Coordinator:
             self._preparation.free(self._schedule.skip(peer, number, value))
         elif kind == HELLO and number != VISITOR:
             self._greet(peer, message)
-        elif kind == Kind.WHY:
-            self._server.send(peer, Kind.BECAUSE, body=self._explain(number).encode())
-        elif kind == Kind.BYE:
+        elif kind == Kind.EXPLAIN:
+            self._server.send(peer, Kind.EXPLANATION, body=self._explain(number).encode())
+        elif kind == Kind.LEAVE:
             if len(self._server.peers) > 1:
-                self._server.send(peer, Kind.FAREWELL)
+                self._server.send(peer, Kind.LEFT)
             self._drop(peer)
 
     def _send(self, answer: Answer) -> None:
@@ -223,23 +220,23 @@ class Coordinator:
     def _explain(self, batch: int) -> str:
         """Return why a batch is not ready, as text for a message."""
         names = ", ".join(map(self._describe, self._schedule.laggards()))
-        held = f"the ring is full, and not all of it was taken by {names}" if names else "it has not been started"
+        held = f"the ring is full of batches that {names} did not take" if names else "it has not been started"
         return self._preparation.explain(batch) or held
 
     def _describe(self, member: Peer) -> str:
         return f"process {member.pid} ({self._hellos[member].name})"
 
-    def _warn_of(self, member: Peer) -> None:
+    def _warn_detached(self, member: Peer) -> None:
         if not self._setup.detach:
             log.warning(
-                "%s has held up the group %s for %g s: it prepares the rest of its epoch by itself. A job that has "
-                "ended its training should close its loader",
+                "%s has delayed the group %s for %g s: it is detached and prepares the rest of its epoch locally. "
+                "Close the loader of a job that has finished its training",
                 *(self._describe(member), self._name, self._setup.lag_seconds),
             )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def break_off(self, error: Exception, trace: str) -> None:
+    def send_error(self, error: Exception, trace: str) -> None:
         """Send all members the error that ends this coordinator."""
         for peer in list(self._server.peers):
             self._server.refuse(peer, error, trace)

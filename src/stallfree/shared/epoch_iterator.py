@@ -1,7 +1,7 @@
-"""One epoch of one job: yields the batches that the group serves, then those that the job prepares locally.
+"""One epoch of one job: the batches served by the group, then those prepared locally.
 
-Chunks come from `Member.take`, or from a local worker pool for gaps, pass through `Rebatching`, and are yielded as the
-job's own batches.
+Chunks come from `Member.take`, or from a local worker pool for gaps; `Rebatching` converts them into the job's own
+batches.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class JobContext:
         transform: the job's own transform, or None.
         pin: yield pinned memory.
         counts: counters of the batches served by the group.
-        alone_counts: counters of the chunks prepared locally.
-        alone: number of chunks prepared locally.
+        local_counts: counters of the chunks prepared locally.
+        local: number of chunks prepared locally.
         next_epoch: epoch of the next pass.
     """
 
@@ -52,8 +52,8 @@ class JobContext:
     transform: Callable[[Any], Any] | None = None
     pin: bool = False
     counts: Counts = field(default_factory=new_counts)
-    alone_counts: Counts = field(default_factory=new_counts)
-    alone: int = 0
+    local_counts: Counts = field(default_factory=new_counts)
+    local: int = 0
     next_epoch: int = 0
 
     @cached_property
@@ -72,7 +72,7 @@ class EpochIterator:
 
     Attributes:
         done: numbers of the batches yielded.
-        through: whether the pass has ended.
+        ended: whether the pass has ended.
         epoch: the group's epoch.
     """
 
@@ -83,8 +83,8 @@ class EpochIterator:
         self._ready: deque[tuple[int, Any, Ids]] = deque()
         self._gaps: deque[tuple[int, int]] = deque()  # ranges of chunk numbers within the epoch
         self._pool: WorkerPool | None = None
-        self._own: tuple[Epoch | DirectEpoch, Progress, int] | None = None
-        self.through = False
+        self._local: tuple[Epoch | DirectEpoch, Progress, int] | None = None
+        self.ended = False
         self._skipped = False
         self._begin(epoch)
 
@@ -104,16 +104,16 @@ class EpochIterator:
     @short_traceback
     def __next__(self) -> Any:
         while not self._ready:
-            if self.through:
+            if self.ended:
                 raise StopIteration
             try:
                 self._next_chunk()
             except StopIteration:
                 self.close()
                 raise
-        return self._hand_out(*self._ready.popleft())
+        return self._finish_batch(*self._ready.popleft())
 
-    def _hand_out(self, number: int, data: Any, ids: Ids) -> Any:
+    def _finish_batch(self, number: int, data: Any, ids: Ids) -> Any:
         context = self._context
         self.done.add(number)
         if context.transform is not None:
@@ -127,7 +127,7 @@ class EpochIterator:
         return Batch(data, torch.from_numpy(np.array(ids)), None) if context.with_ids else data
 
     def _next_chunk(self) -> None:
-        """Fetch one more chunk and queue the batches that it completes. Raises `StopIteration` at the end."""
+        """Take one more chunk and queue the batches that it completes. Raises `StopIteration` at the end."""
         while self._at < self._end:
             started = time.monotonic()
             try:
@@ -145,53 +145,45 @@ class EpochIterator:
                 self._at = start
             else:
                 self._at += 1
-                self._take_in(got)
+                self._add_chunk(got)
                 return
-        self._leave_rest()
-        self._next_alone()
+        self._skip_rest()
+        self._next_local()
 
-    def _take_in(self, chunk: Chunk) -> None:
-        counts, result = self._context.counts, chunk.result
-        for name in ("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"):
-            counts[name] += getattr(result, name)
-        counts["skips"] += result.skipped
-        there = chunk.data is not None
-        ids = result.ids if there else NOTHING
+    def _add_chunk(self, chunk: Chunk) -> None:
+        chunk.result.add_to(self._context.counts)
+        ids = NOTHING if chunk.data is None else chunk.result.ids
         self._feed(chunk.number - self._first, chunk.data, ids)
         if chunk.error is not None:
             raise chunk.error
 
-    def _leave_rest(self) -> None:
+    def _skip_rest(self) -> None:
         """Notify the group that no more of this epoch is needed."""
         if not self._skipped:
             self._skipped = True
             self._context.member.skip(self._first + self._batches)
 
-    def _next_alone(self) -> None:
+    def _next_local(self) -> None:
         """Prepare one chunk locally that the group does not serve to this job."""
         while True:
-            if self._own is None:
+            if self._local is None:
                 if not self._gaps:
                     raise StopIteration
-                self._own = self._start_alone(*self._gaps.popleft())
-            epoch, progress, at = self._own
+                self._local = self._start_local(*self._gaps.popleft())
+            epoch, progress, at = self._local
+            batch: tuple[Any, Ids] | None = None
             try:
-                data, ids = next(epoch)
-            except StopIteration:
-                self._feed_empty(at, progress.handed_out)
-                self._own = None
-                if self._ready:
-                    return
-                continue
-            except Exception:
-                self._feed_empty(at, progress.handed_out)
-                self._own = epoch, progress, progress.handed_out
-                raise
-            self._feed_empty(at, progress.handed_out - 1)
-            self._own = epoch, progress, progress.handed_out
-            self._context.alone += 1
-            self._feed(progress.handed_out - 1, data, ids)
-            return
+                batch = next(epoch, None)
+            finally:  # the chunks passed over are empty, or one has raised
+                self._feed_empty(at, progress.handed_out - (batch is not None))
+                self._local = epoch, progress, progress.handed_out
+            if batch is not None:
+                self._context.local += 1
+                self._feed(progress.handed_out - 1, *batch)
+                return
+            self._local = None
+            if self._ready:
+                return
 
     def _feed_empty(self, start: int, stop: int) -> None:
         for number in range(start, stop):
@@ -201,24 +193,24 @@ class EpochIterator:
         made = self._rebatching.feed(number, data, ids)
         self._ready.extend(batch for batch in made if batch[0] not in self.done)
 
-    def _start_alone(self, start: int, stop: int) -> tuple[Epoch | DirectEpoch, Progress, int]:
+    def _start_local(self, start: int, stop: int) -> tuple[Epoch | DirectEpoch, Progress, int]:
         context = self._context
         if self._pool is None:
-            self._pool = WorkerPool(context.options, context.options.seed & 0x7FFFFFFF, context.alone_counts)
+            self._pool = WorkerPool(context.options, context.options.seed & 0x7FFFFFFF, context.local_counts)
         batches = islice(context.member.setup.order.batches(self.epoch, start), stop - start)
         progress = Progress(batches, self.epoch, start)
         return begin_epoch(self._pool, progress), progress, start
 
     def close(self) -> None:
         """End this pass. Idempotent."""
-        if self.through:
+        if self.ended:
             return
-        self.through = True
+        self.ended = True
         self._ready.clear()
-        self._leave_rest()
+        self._skip_rest()
         self._context.next_epoch = self.epoch + 1
-        if self._own is not None:
-            self._own[0].close()
+        if self._local is not None:
+            self._local[0].close()
         if self._pool is not None:
             self._pool.close()
 

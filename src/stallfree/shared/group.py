@@ -1,4 +1,4 @@
-"""A group of jobs on this host: its shared folder, the terms its jobs agree on, and the coordinators started here."""
+"""A group of jobs on this host: its folder, its terms, and the coordinators started by this process."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Terms:
     """The settings that the first job of a group decides and later jobs read.
 
     Attributes:
-        same: values that all jobs must give alike, or not at all (None). Messages show the values, except for the keys
-            of `_WORDS`, which are fingerprints.
+        same: values that must be equal in all jobs that give one (not None). Messages show the values, except
+            for the keys of `_WORDS`, which are fingerprints.
         chunk: samples prepared as one batch.
         workers: number of worker processes of the group.
         ahead: batches in flight.
@@ -167,7 +167,7 @@ def _read(folder: Path) -> Terms:
 
 def _difference(key: str, theirs: Any, ours: Any) -> str:
     if key in _WORDS:
-        return f"{_WORDS[key]} is another one (its code, parameters or files differ)"
+        return f"{_WORDS[key]} differs (its code, parameters or files)"
     return f"it has {key}={theirs!r}, this job gives {key}={ours!r}"
 
 
@@ -219,8 +219,8 @@ def difference_of_sizes(group: str, chunk: int, batch_size: int, ranks: int) -> 
     unit = batch_size * ranks
     if chunk % unit == 0 or unit % chunk == 0:
         return ""
-    who = f"batch_size={batch_size}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
+    size = f"batch_size={batch_size}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
     return (
-        f"{who} does not go with the {chunk} samples that the group {group!r} prepares at once: give a multiple or a "
-        "divisor of that, or in the first job a chunk_size that divides the batch sizes of all"
+        f"{size} does not match the chunk size of the group {group!r}, {chunk} samples: give a multiple or a divisor "
+        "of it, or in the first job a chunk_size that divides all batch sizes"
     )

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from stallfree.batches.messages import EMPTY, FAILED, PRIVATE, READY, Result, unpack_result
 from stallfree.errors import StallfreeError, WorkerError, group_timeout
-from stallfree.ipc.consumers import Connection, Gone, Message, ask, pack
+from stallfree.ipc.consumers import Connection, Gone, Message, pack, request
 from stallfree.ipc.fork_guard import Owner
 from stallfree.ipc.remote import RemoteTraceback, unpack_plain_error
 from stallfree.pipeline.codec import read_own_record
@@ -40,15 +40,15 @@ LIVES = 10
 """Coordinators that may die in a row without delivering a batch before `WorkerError` is raised."""
 
 _WAITING = 1
-"""Releases that are held back for the next request, which follows soon in a training loop."""
+"""Number of releases that may wait for the next request, which follows soon in a training loop."""
 
 _RELEASE_SECONDS = 0.002
 """Seconds of waiting for a batch after which pending releases are sent in any case."""
 
 _ANSWER_SECONDS = 5.0
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 _STOPPED_SECONDS = 10.0
-"""A coordinator that stays stopped (SIGSTOP) for so many seconds while a batch is awaited is killed and replaced."""
+"""Seconds after which a stopped coordinator (SIGSTOP) is killed and replaced, while a member waits for a batch."""
 
 _LEAVE_SECONDS = 30.0
 
@@ -85,7 +85,7 @@ class Link(Connection):
         super().__init__(connection, watch)
         self.views: Views | None = None
         self._lock = threading.Lock()
-        self._let_go: deque[int] = deque()
+        self._released: deque[int] = deque()
         self._leases: dict[int, tuple[int, int, weakref.ref[Bytes]]] = {}  # slot, size and memory of each held batch
         self._owner = Owner()
         self._stopped = float("inf")  # time since when the coordinator is known to be stopped
@@ -96,11 +96,11 @@ class Link(Connection):
             self.channel.send(*self._releases(), pack(kind, serial, number, value, body))
         self._send_releases(_WAITING)
 
-    def ask(self, serial: int, number: int) -> None:
+    def request(self, serial: int, number: int) -> None:
         """Request a batch and send the pending releases; the request itself carries one of them."""
         with self._lock:
-            released = self._let_go.popleft() if self._let_go else -1
-            self.channel.send(*self._releases(), pack(Kind.ASK, serial, number, released))
+            released = self._released.popleft() if self._released else -1
+            self.channel.send(*self._releases(), pack(Kind.REQUEST, serial, number, released))
         self._send_releases(_WAITING)
 
     def flush(self) -> None:
@@ -115,9 +115,9 @@ class Link(Connection):
             if time.monotonic() >= deadline:
                 return None
             self._send_releases(0)
-            if wait == _LOOK_SECONDS:
+            if wait == _CHECK_SECONDS:
                 self._end_if_stopped()
-            wait = _LOOK_SECONDS
+            wait = _CHECK_SECONDS
         return message
 
     def _end_if_stopped(self) -> None:
@@ -133,7 +133,7 @@ class Link(Connection):
         """
         if self.process < 0:
             return
-        log.warning("process %d, which prepares for a group, %s: it is ended, and another one started", self.pid, why)
+        log.warning("process %d, the coordinator of a group, %s: it is killed and replaced", self.pid, why)
         try:
             signal.pidfd_send_signal(self.process, signal.SIGKILL)
         except ProcessLookupError:
@@ -145,9 +145,9 @@ class Link(Connection):
 
     def may_keep(self, count: int) -> bool:
         """Return whether this process holds fewer than `count` batches, as seen by the coordinator."""
-        if len(self._leases) + len(self._let_go) >= count:
+        if len(self._leases) + len(self._released) >= count:
             self._send_releases(0)
-        return len(self._leases) + len(self._let_go) < count
+        return len(self._leases) + len(self._released) < count
 
     def lease(self, number: int, slot: int, memory: Bytes) -> None:
         """Release batch `number` when `memory`, which its tensors view, is freed."""
@@ -172,20 +172,20 @@ class Link(Connection):
 
     def release(self, number: int) -> None:
         """Release batch `number`. Safe in any thread, also during `send`."""
-        self._let_go.append(number)
+        self._released.append(number)
         self._send_releases(_WAITING)
 
     def _releases(self) -> list[bytes]:
         messages = []
-        while self._let_go:
-            messages.append(pack(Kind.RELEASE, number=self._let_go.popleft()))
+        while self._released:
+            messages.append(pack(Kind.RELEASE, number=self._released.popleft()))
         return messages
 
     def _send_releases(self, waiting: int) -> None:
         """Send the pending releases if there are more than `waiting`."""
         # A thread that cannot get the lock leaves the releases to the lock's holder, which checks again after releasing
         # it.
-        while len(self._let_go) > waiting and self._lock.acquire(blocking=False):
+        while len(self._released) > waiting and self._lock.acquire(blocking=False):
             try:
                 messages = self._releases()
                 if messages and not self.closed:
@@ -235,7 +235,7 @@ class Member:
         self._link: Link | None = None
         self._claim = -1
         self._serial = 0
-        self._asked: int | None = None
+        self._requested: int | None = None
         self._taken = -1
         self._position = NEWCOMER
         self._in_a_row = 0
@@ -257,22 +257,22 @@ class Member:
             return Link.open(folder, VERSION, self._position, body=self._hello.pack())
 
         link = self._link = self._group.reach(self.setup, connect)
-        self._asked, self._serial = None, self._serial + 1
+        self._requested, self._serial = None, self._serial + 1
         answer = link.receive(time.monotonic() + self._seconds)
         if answer is None:
             if is_stopped(link.pid):
                 link.end("is stopped")
             raise group_timeout(
-                f"process {link.pid}, which prepares for the group {self._group.name!r}, did not let this job in "
-                f"within {self._seconds:g} s: "
-                + ("not all ranks of this job have come" if self._hello.ranks > 1 else "it does not answer")
+                f"process {link.pid}, the coordinator of the group {self._group.name!r}, did not admit this job within "
+                f"{self._seconds:g} s: "
+                + ("not all ranks of this job have joined" if self._hello.ranks > 1 else "it does not answer")
             )
         self.jobs = answer.value
         link.views = Views(Path(os.fsdecode(bytes(answer.body))))
         return answer
 
     def _lost(self) -> None:
-        """Handle a dead coordinator: batches that it sent but that were not yielded are discarded."""
+        """Handle a dead coordinator; batches that it sent and this job has not yielded are discarded."""
         self._in_a_row += 1
         pid = -1
         if self._link is not None:
@@ -282,9 +282,9 @@ class Member:
             self._link = None
         if self._in_a_row >= LIVES:
             raise WorkerError(
-                f"{LIVES} processes that were to prepare for the group {self._group.name!r} died one after the other "
-                f"(the last was {pid}), before a batch came. Kills by the system often mean that memory is short: use "
-                "less, or fewer workers",
+                f"{LIVES} coordinators of the group {self._group.name!r} died in a row (the last was process {pid}) "
+                "without delivering a batch. If the system killed them, memory may be short: use less, or fewer "
+                "workers",
                 ids=[],
             )
         reap(0.0)
@@ -304,31 +304,31 @@ class Member:
     def _take(self, number: int, end: int, deadline: float) -> Chunk | Skipped | EpochAdvanced:
         link = self._link
         assert link is not None
-        if self._asked != number:
-            self._ask(link, number)
+        if self._requested != number:
+            self._request(link, number)
         while True:
             message = link.receive(deadline)
             if message is None:
-                raise group_timeout(self._why(link, number))
+                raise group_timeout(self._explain_timeout(link, number))
             if message.serial != self._serial:
                 continue
             if message.kind != Kind.BATCH:
-                self._asked = None
+                self._requested = None
                 return (Skipped if message.kind == Kind.SKIPPED else EpochAdvanced)(message.number)
             if message.number == number:
                 self._in_a_row = 0
-                self._asked, self._taken, self._position = None, number, number + 1
+                self._requested, self._taken, self._position = None, number, number + 1
                 if number + 1 < end:
-                    self._ask(link, number + 1)
+                    self._request(link, number + 1)
                 return self._open(link, message)
             link.release(message.number)  # requested before an interrupt
 
-    def _ask(self, link: Link, number: int) -> None:
-        self._asked = number
-        link.ask(self._serial, number)
+    def _request(self, link: Link, number: int) -> None:
+        self._requested = number
+        link.request(self._serial, number)
 
     def _open(self, link: Link, message: Message) -> Chunk:
-        """Open the batch of a message: as a view of the ring, or as a copy if too many views are held."""
+        """Open the batch of a message as a view of the ring; as a copy if too many views are held."""
         number, result = message.number, unpack_result(message.body)
         chunk = Chunk(number, result)
         assert link.views is not None
@@ -359,21 +359,21 @@ class Member:
         """Notify the coordinator that no batch before `cursor` is needed."""
         self._position = max(self._position, cursor)
         self._serial += 1
-        self._asked = None
+        self._requested = None
         if self._link is not None:
             self._link.send(Kind.SKIP, self._serial, cursor, self._taken)
 
-    def _why(self, link: Link, number: int) -> str:
+    def _explain_timeout(self, link: Link, number: int) -> str:
         """Return the message for a batch that timed out. Raises `Gone` after killing an unresponsive coordinator."""
         batch = "batch {1} of epoch {0}".format(*divmod(number, len(self.setup.order)))
-        answer = ask(self._group.folder, VERSION, Kind.WHY, number, _ANSWER_SECONDS)
-        why = f"process {link.pid}, which prepares for the group, does not answer: it may be stopped"
+        answer = request(self._group.folder, VERSION, Kind.EXPLAIN, number, _ANSWER_SECONDS)
+        why = f"process {link.pid}, the coordinator of the group, does not answer: it may be stopped"
         if answer is not None:
             why = bytes(answer.body).decode()
         elif not self._in_a_row:
             link.end(f"has not answered for {self._seconds + _ANSWER_SECONDS:g} s")
         return (
-            f"{batch} did not come from the group {self._group.name!r} within {self._seconds:g} s: {why}. "
+            f"the group {self._group.name!r} did not deliver {batch} within {self._seconds:g} s: {why}. "
             "Give a larger timeout if samples take so long"
         )
 
@@ -388,10 +388,10 @@ class Member:
         link, self._link = self._link, None
         if link is not None:
             link.keep_held()
-            link.send(Kind.BYE)
+            link.send(Kind.LEAVE)
             try:
                 deadline = time.monotonic() + _LEAVE_SECONDS
-                while (message := link.receive(deadline)) is not None and message.kind != Kind.FAREWELL:
+                while (message := link.receive(deadline)) is not None and message.kind != Kind.LEFT:
                     pass
             except Gone:
                 reap(_ANSWER_SECONDS)

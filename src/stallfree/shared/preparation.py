@@ -1,4 +1,4 @@
-"""The batches of a group: built ahead of the members' requests, kept in the ring while a member needs or holds them.
+"""Builds a group's batches ahead of requests, and keeps them while a member needs or holds them.
 
 The `Schedule` selects the next batch, the worker pool builds it, and `collect` returns the answers to waiting members.
 """
@@ -22,7 +22,7 @@ from stallfree.workers.worker_pool import Options, WorkerPool, new_counts
 SLOTS_PER_MEMBER = 4
 """Slots per member beyond the batches in flight: the batches that it may hold, and one being sent to it."""
 
-KEPT = SLOTS_PER_MEMBER - 1
+MAX_HELD = SLOTS_PER_MEMBER - 1
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Setup:
 
 
 @dataclass
-class _Made:
+class _ReadyBatch:
     """A ready batch: its slot, and the packed result for the members."""
 
     slot: int
@@ -59,21 +59,21 @@ class Preparation:
 
     Args:
         setup: configuration of the group.
-        leave_behind: called with each member that is detached.
+        detach: called with each member that is detached.
 
     Attributes:
         pool: worker pool that builds the batches.
         schedule: selects the next batch, and the batches to free.
     """
 
-    def __init__(self, setup: Setup, leave_behind: Callable[[Any], object]) -> None:
-        self._setup, self._leave_behind = setup, leave_behind
+    def __init__(self, setup: Setup, detach: Callable[[Any], object]) -> None:
+        self._setup, self._on_detach = setup, detach
         self._counts = {**new_counts(), "num_workers": setup.options.workers}
         self.pool = WorkerPool(
             setup.options, setup.base_seed, self._counts, slots=setup.options.ahead + SLOTS_PER_MEMBER
         )
         self.schedule = Schedule(len(setup.order), setup.options.ahead)
-        self._made: dict[int, _Made] = {}
+        self._made: dict[int, _ReadyBatch] = {}
         self._tasks: dict[int, Task] = {}
         self._largest = 0
         self._epoch = -1
@@ -85,7 +85,7 @@ class Preparation:
         self.schedule.begin(_next_epoch(self._setup.folder))
 
     @property
-    def patience(self) -> float:
+    def lag_seconds_left(self) -> float:
         """Seconds that laggards may still hold up the other members."""
         if self._blocked is None:
             return float("inf")
@@ -119,7 +119,7 @@ class Preparation:
 
     def _make_room(self) -> bool:
         """Try to free a slot; returns whether anything changed. Does nothing if no member is waiting."""
-        if self._tasks or not self.schedule.hungry:
+        if self._tasks or not self.schedule.has_waiting:
             self._blocked = None
             return False
         now = time.monotonic()
@@ -128,8 +128,8 @@ class Preparation:
             return False
         laggards = self.schedule.laggards()
         for member in laggards:
-            self._leave_behind(member)
-            self.free(self.schedule.leave_behind(member))
+            self._on_detach(member)
+            self.free(self.schedule.detach(member))
         coming = self.schedule.next_to_start()
         if not laggards and coming is not None:  # all slots are held indefinitely: build without one
             self._start(coming)
@@ -166,9 +166,7 @@ class Preparation:
         counts = self._counts
         counts["batches"] += 1
         counts["samples"] += len(result.ids)
-        for name in ("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"):
-            counts[name] += getattr(result, name)
-        counts["skips"] += result.skipped
+        result.add_to(counts)
         if result.status == FAILED:
             error, trace = (result.value, "") if result.value is not None else unpack_error(result.note)
             result = replace(result, note=pack_plain_error(error, trace), value=None)
@@ -179,7 +177,7 @@ class Preparation:
         if result.status in (FAILED, EMPTY):
             self.pool.ring.give(slot)
             slot = NO_SLOT
-        self._made[number] = _Made(slot, b"".join(result.pack()))
+        self._made[number] = _ReadyBatch(slot, b"".join(result.pack()))
         grants, freed = self.schedule.finish(number)
         self.free(freed)
         return grants
@@ -205,7 +203,7 @@ class Preparation:
         """Number of batches a member may hold, so that enough slots remain for new batches."""
         members, count = len(self.schedule.members), self.pool.ring.count
         spare = count - max(1, min(self.schedule.ahead, count // 2)) - members
-        return max(0, min(KEPT, spare // max(1, members)))
+        return max(0, min(MAX_HELD, spare // max(1, members)))
 
     def publish(self) -> None:
         """Publish the group's status periodically."""

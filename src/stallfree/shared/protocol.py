@@ -20,19 +20,19 @@ class Kind(enum.IntEnum):
     """Kind of a message. Answers carry the serial of the request."""
 
     # sent by a member
-    ASK = 3  # request batch `number`; batch `value` is released, unless it is -1
+    REQUEST = 3  # request batch `number`; batch `value` is released, unless it is -1
     SKIP = 4  # batches before `number` are not needed; grants after batch `value` are discarded
     RELEASE = 5  # batch `number` is released
-    BYE = 6
+    LEAVE = 6
     # sent by a visitor
-    WHY = 7  # request the reason why batch `number` is not ready
+    EXPLAIN = 7  # request the reason why batch `number` is not ready
     # sent by the coordinator
     WELCOME = 11  # admitted to epoch `number`, with `value` members; the body is the ring's folder
     BATCH = 12  # batch `number`; the body is a result; the member may hold `value` batches
     SKIPPED = 13  # the group serves from batch `number` on
     EPOCH_ADVANCED = 14  # the group is in epoch `number`
-    BECAUSE = 15  # the body is the reason as text
-    FAREWELL = 16  # other members remain
+    EXPLANATION = 15  # the body is the reason as text
+    LEFT = 16  # other members remain
 
 
 class Hello(NamedTuple):

@@ -16,7 +16,7 @@ from stallfree.sampling.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class Portion:
+class ChunkRows:
     """Contiguous rows of a chunk, with their ids."""
 
     data: Any
@@ -56,7 +56,7 @@ class Rebatching:
         self._units = samples // self._unit if drop_last else -(-samples // self._unit)
         self._planned = planned
         self._whole = self._unit == chunk and ranks == 1
-        self._waiting: dict[int, dict[int, Portion]] = {}  # unit -> chunk -> its part
+        self._waiting: dict[int, dict[int, ChunkRows]] = {}  # unit -> chunk -> its part
 
     def __len__(self) -> int:
         return self._units
@@ -84,10 +84,10 @@ class Rebatching:
         end = min(first + self._chunk, self._samples)
         rows = self._rows(number, ids, end - first)
         for unit in range(first // self._unit, min(-(-end // self._unit), self._units)):
-            start, stop = self._mine(unit)
+            start, stop = self._rank_range(unit)
             parts = self._waiting.setdefault(unit, {})
             low, high = (int(rows[min(max(at, first), end) - first]) for at in (start, stop))
-            parts[number] = Portion(cut(data, low, high, len(ids)) if low < high else None, ids[low:high])
+            parts[number] = ChunkRows(cut(data, low, high, len(ids)) if low < high else None, ids[low:high])
             if len(parts) == self._chunks_of(unit):
                 del self._waiting[unit]
                 there = [parts[at] for at in sorted(parts) if len(parts[at].ids)]
@@ -100,7 +100,7 @@ class Rebatching:
         end = min(first + self._unit, self._samples)
         return -(-end // self._chunk) - first // self._chunk
 
-    def _mine(self, unit: int) -> tuple[int, int]:
+    def _rank_range(self, unit: int) -> tuple[int, int]:
         """Return this rank's range of positions in a unit, counted from the start of the epoch."""
         first = unit * self._unit
         count = min(self._unit, self._samples - first)
@@ -140,7 +140,7 @@ def cut(data: Any, start: int, stop: int, rows: int) -> Any:
         if _is_column(data):
             return data[start:stop]
         return _sequence(data, [cut(value, start, stop, rows) for value in data])
-    raise collate_output(f"a batch with a {type(data).__name__} cannot be divided: {_SAME}")
+    raise collate_output(f"a batch with a {type(data).__name__} cannot be split: {_SAME}")
 
 
 def join(batches: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The schedule of a group: which member gets which batch, which batch is next, which slots are free. Pure bookkeeping.
+"""The schedule of a group: assigns batches to members, selects the next batch and the slots to free. Does no I/O.
 
 The batches of all epochs form one sequence: batch n of epoch e has the number `e * batches + n`. Members request rising
 numbers, so one number per member, its *cursor*, describes what it still needs: that batch and all later ones. A batch
@@ -21,17 +21,17 @@ class Member:
 
     Attributes:
         cursor: number of the next batch that it needs from the group.
-        asked: number of the batch that it waits for, or None.
+        requested: number of the batch that it waits for, or None.
         serial: serial of its last request; answers carry it.
         granted: number of the batch last granted to it, or None.
-        away: whether it is detached: it prepares the rest of its epoch locally and needs no batch until the next one.
+        detached: whether it prepares the rest of its epoch locally, and needs no batch until the next epoch.
     """
 
     cursor: int
-    asked: int | None = None
+    requested: int | None = None
     serial: int = 0
     granted: int | None = None
-    away: bool = False
+    detached: bool = False
 
 
 class Answer(NamedTuple):
@@ -111,30 +111,30 @@ class Schedule:
             self._leases.leave(member)
         return self.free()
 
-    def ask(self, member: Hashable, serial: int, number: int) -> Answer | None:
+    def request(self, member: Hashable, serial: int, number: int) -> Answer | None:
         """Register a request for batch `number`; returns the answer if there is one already."""
         known = self.members[member]
         known.serial = serial
         end = (number // self.batches + 1) * self.batches
         if number % self.batches == 0:
-            known.away = True  # exclude it from the members that determine the group's epoch
+            known.detached = True  # exclude it from the members that determine the group's epoch
             epoch = max(number // self.batches, self._epoch_for_newcomer(catchup=True))
-            known.away = False
+            known.detached = False
             if self._served_from(number) >= end:  # that epoch is over
                 known.cursor = self._served_from(epoch * self.batches)
                 return Answer(Kind.EPOCH_ADVANCED, member, serial, epoch)
-        elif known.away:
+        elif known.detached:
             return Answer(Kind.SKIPPED, member, serial, end)
         first = self._served_from(number)
         if first > number:
             known.cursor = first  # possibly in a later epoch: batches that are gone are not needed
             return Answer(Kind.SKIPPED, member, serial, min(first, end))
-        known.cursor = known.asked = number
+        known.cursor = known.requested = number
         self._last_asked = max(self._last_asked, number)
         return self._grant(member, known, number) if self.entries.get(number) else None
 
     def _grant(self, member: Hashable, known: Member, number: int) -> Answer:
-        known.asked, known.granted, known.cursor = None, number, number + 1
+        known.requested, known.granted, known.cursor = None, number, number + 1
         self._leases.grant(number, member)
         return Answer(Kind.BATCH, member, known.serial, number)
 
@@ -144,7 +144,7 @@ class Schedule:
         Returns the batches whose slots are now free.
         """
         known = self.members[member]
-        known.asked, known.cursor = None, max(known.cursor, cursor)
+        known.requested, known.cursor = None, max(known.cursor, cursor)
         if known.granted is not None and known.granted > taken:
             self._leases.release(known.granted, member)
         known.granted = None
@@ -165,7 +165,7 @@ class Schedule:
     @property
     def _low(self) -> int | None:
         """The lowest number that an attached member needs."""
-        return min((known.cursor for known in self.members.values() if not known.away), default=None)
+        return min((known.cursor for known in self.members.values() if not known.detached), default=None)
 
     def next_to_start(self) -> int | None:
         """Return the batch to prepare next, or None if no more are needed for now."""
@@ -184,13 +184,15 @@ class Schedule:
     def finish(self, number: int) -> tuple[list[Answer], list[int]]:
         """Mark batch `number` as ready; returns the answers to waiting members, and the batches to free."""
         self.entries[number] = True
-        grants = [self._grant(member, known, number) for member, known in self.members.items() if known.asked == number]
+        grants = [
+            self._grant(member, known, number) for member, known in self.members.items() if known.requested == number
+        ]
         return grants, self._free([number])
 
     def free(self) -> list[int]:
         """Forget the batches that no member needs or holds; returns them, since their slots are now free.
 
-        Call it after an `ask` that was not answered with a batch.
+        Call it after a `request` that was not answered with a batch.
         """
         return self._free(list(self.entries))
 
@@ -209,9 +211,9 @@ class Schedule:
     # -- laggards -----------------------------------------------------------------------------------------------------
 
     @property
-    def hungry(self) -> bool:
+    def has_waiting(self) -> bool:
         """Whether a member waits for a batch."""
-        return any(known.asked is not None for known in self.members.values())
+        return any(known.requested is not None for known in self.members.values())
 
     def laggards(self) -> list[Any]:
         """Return the members that are furthest behind and are not waiting, while others wait."""
@@ -219,10 +221,10 @@ class Schedule:
         return [
             member
             for member, known in self.members.items()
-            if not known.away and known.asked is None and known.cursor == low and low in self.entries
+            if not known.detached and known.requested is None and known.cursor == low and low in self.entries
         ]
 
-    def leave_behind(self, member: Hashable) -> list[int]:
+    def detach(self, member: Hashable) -> list[int]:
         """Detach a member for the rest of its epoch; returns the batches whose slots are now free."""
-        self.members[member].away = True
+        self.members[member].detached = True
         return self.free()

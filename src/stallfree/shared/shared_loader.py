@@ -31,13 +31,7 @@ from stallfree.errors import (
 from stallfree.frames import short_traceback
 from stallfree.ipc.fork_guard import finalize
 from stallfree.ipc.process import context_of
-from stallfree.loader.arguments import (
-    WAIT_SECONDS,
-    check_functions,
-    check_numbers,
-    check_remote,
-    seed_of,
-)
+from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, check_remote, seed_of
 from stallfree.loader.output import Batch
 from stallfree.loader.shown import shown_by
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
@@ -65,17 +59,10 @@ _STATE_VERSION = 1
 
 _made = count()
 _SUMMED = (
-    "hits",
-    "misses",
-    "storage_bytes",
-    "fetch_seconds",
-    "prep_seconds",
-    "wait_seconds",
-    "retries",
-    "workers_replaced",
-    "skips",
-    "private_copies",
+    *("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"),
+    *("wait_seconds", "retries", "workers_replaced", "skips", "private_copies"),
 )
+"""Counts that include the chunks prepared locally."""
 
 
 class SharedLoader(Generic[BatchT_co]):
@@ -127,9 +114,9 @@ class SharedLoader(Generic[BatchT_co]):
             "detach" it: it prepares the rest of its epoch locally, and rejoins the others in the next one.
         job_transform: applied in this process to each batch of this job, after the shared prep. Its random draws are a
             function of (seed, epoch, number of the batch).
-        workers: `RayWorkers`: the batches are prepared on a Ray cluster, once for the jobs of all hosts that give the
-            same `group` and cluster, and fetched once per host. `num_workers` local workers continue if no Ray worker
-            is left. Requires a seed, the same on all hosts.
+        workers: `RayWorkers` prepare the batches on a Ray cluster, once for all hosts with the same `group` and
+            cluster. Each host fetches them once. `num_workers` local workers continue if no Ray worker is left.
+            Requires a seed, the same on all hosts.
 
     Attributes:
         group: the group's name.
@@ -316,13 +303,13 @@ class SharedLoader(Generic[BatchT_co]):
         problem = ""
         if chunk_size is not None and chunk_size != self.chunk_size:
             problem = (
-                f"chunk_size={chunk_size}, and the group {self.group!r} prepares {self.chunk_size} samples at once: "
+                f"chunk_size={chunk_size}, and the group {self.group!r} has chunk_size={self.chunk_size}: "
                 "leave it out, or give the name of another group"
             )
         elif own_collate and self.batch_size != self.chunk_size:
             problem = (
-                f"batch_size={self.batch_size} on {self._ranks.count} ranks and chunks of {self.chunk_size}: what a "
-                "collate_fn made cannot be divided or joined; give batch_size and chunk_size alike, and one rank"
+                f"batch_size={self.batch_size} on {self._ranks.count} ranks and chunks of {self.chunk_size}: the "
+                "batches of a collate_fn cannot be split or joined; use one rank, and equal batch_size and chunk_size"
             )
         problem = problem or difference_of_sizes(self.group, self.chunk_size, self.batch_size, self._ranks.count)
         if problem:
@@ -332,12 +319,17 @@ class SharedLoader(Generic[BatchT_co]):
 
     @property
     def epoch(self) -> int:
-        """The group's epoch of the active pass, or of the next one.
+        """The group's epoch in the active pass, or in the next one.
 
         It may rise by more than one, if the group was further on.
         """
+        active = self._active_pass
+        return self._context.next_epoch if active is None else active.epoch
+
+    @property
+    def _active_pass(self) -> EpochIterator | None:
         iteration = None if self._pass is None else self._pass()
-        return self._context.next_epoch if iteration is None or iteration.through else iteration.epoch
+        return None if iteration is None or iteration.ended else iteration
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
@@ -347,9 +339,7 @@ class SharedLoader(Generic[BatchT_co]):
     def __iter__(self) -> Iterator[BatchT_co]:
         if not self._end.alive:
             raise object_closed(f"the loader of the group {self.group!r} is closed: make a new one")
-        before = None if self._pass is None else self._pass()
-        if before is not None:
-            before.close()
+        self._end_pass()
         drawn = draw_seed()
         if self._shuffle:
             draw_seed()  # torch's RandomSampler draws a second seed
@@ -394,9 +384,8 @@ class SharedLoader(Generic[BatchT_co]):
 
         It is serializable as JSON.
         """
-        iteration = None if self._pass is None else self._pass()
-        under_way = iteration is not None and not iteration.through
-        done = iteration.done if iteration is not None and under_way else self._done
+        active = self._active_pass
+        done = self._done if active is None else active.done
         return {"version": _STATE_VERSION, "epoch": self.epoch, "done": _ranges(done), "terms": self._terms()}
 
     @short_traceback
@@ -435,19 +424,22 @@ class SharedLoader(Generic[BatchT_co]):
         context = self._context
         counts = dict(context.counts)
         for name in _SUMMED:
-            counts[name] += context.alone_counts[name]
+            counts[name] += context.local_counts[name]
         counts |= {"num_workers": self._group.terms.workers, "staging_bytes": context.member.staging_bytes}
-        return SharedStats(**counts, alone=context.alone, takeovers=context.member.deaths, jobs=context.member.jobs)
+        return SharedStats(**counts, alone=context.local, takeovers=context.member.deaths, jobs=context.member.jobs)
 
     def close(self) -> None:
         """Leave the group; batches that are still held stay valid. Idempotent.
 
         The last job ends its processes.
         """
-        iteration = None if self._pass is None else self._pass()
-        if iteration is not None:
-            iteration.close()
+        self._end_pass()
         self._end()
+
+    def _end_pass(self) -> None:
+        active = self._active_pass
+        if active is not None:
+            active.close()
 
     def __enter__(self) -> Self:
         return self
@@ -475,8 +467,8 @@ def _check(
         raise InputError(f"job_transform={job_transform!r} cannot be called: give a function, or None")
     if isinstance(dataset, SmartCacheDataset):
         raise argument_conflict(
-            "a SmartCacheDataset is one job's own window over the data: give the data set beneath it, or a "
-            "CachedDataset of it"
+            "a SmartCacheDataset is a window of one job over the data: give the data set that it wraps, or a "
+            "CachedDataset of that"
         )
 
 

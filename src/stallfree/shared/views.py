@@ -59,9 +59,7 @@ class Views:
     @property
     def ring_bytes(self) -> int:
         """Total size of the ring's slots in bytes."""
-        with contextlib.suppress(OSError):
-            return slot_bytes(self._folder)
-        return 0
+        return slot_bytes(self._folder)
 
     def clean(self, slot: int, size: int) -> None:
         """Drop this process's changes to `slot`, so that its next batch is visible. No view of it may exist."""
@@ -70,7 +68,7 @@ class Views:
             self.drop(slot)
 
     def keep(self, slot: int, size: int) -> None:
-        """Copy the pages of `slot` to this process, so that a new batch in it does not change what is held."""
+        """Copy the pages of `slot` to this process, so that a new batch does not change the held one."""
         pages = np.frombuffer(self._maps[slot], np.uint8, size)[:: mmap.PAGESIZE]
         pages[:] = pages.copy()
 
