@@ -12,7 +12,7 @@ StallfreeError
 ├── WaitError (TimeoutError)           a wait reached its limit; the message says for what
 ├── MissingServerError (OSError)       no server for a store is installed, or it cannot be started
 ├── PlatformError (NotImplementedError) this operating system lacks what is needed; the message says what to use
-├── ProducerError                      the process that loads for a `ProcessPrefetcher` ended
+├── ProducerError                      the loading process of a `ProcessPrefetcher` ended
 └── MissingExtraError (ImportError)    an optional package is not installed; the message names the extra
 
 Each kind of error has a page in `docs/errors`, whose address is the last line of its text. A kind is a class with its
@@ -247,7 +247,7 @@ class PlatformError(StallfreeError, NotImplementedError):
 
 
 class ProducerError(StallfreeError):
-    """The process that loads for a `ProcessPrefetcher` ended.
+    """The loading process of a `ProcessPrefetcher` ended.
 
     Make a new prefetcher.
 

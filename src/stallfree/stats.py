@@ -193,14 +193,13 @@ class LoaderStats:
 class SharedStats(LoaderStats):
     """Counts of one job's `SharedLoader`.
 
-    Hits, misses, bytes and seconds of workers are those of its batches.
-
-    A batch that several jobs were given is counted at each of them, though it was prepared once.
+    Hits, misses, bytes and seconds of workers are those of the job's batches. A batch that several jobs receive is
+    prepared once and counted by each of them.
 
     Attributes:
-        alone: chunks that this job prepared for itself: it came in the middle of an epoch, or was left behind.
-        takeovers: times that the process which prepares the group's batches had died.
-        jobs: processes in the group, when this one last heard of it.
+        alone: chunks that this job prepared itself, after it joined in mid-epoch or fell behind the group.
+        takeovers: coordinators of the group that died and were replaced.
+        jobs: processes in the group at the last message from the coordinator.
 
     Example:
         ```python
@@ -220,22 +219,22 @@ class SharedStats(LoaderStats):
 class ImportanceStats:
     """Requests of a loader with an `ImportanceSampler` to its cache, and their results.
 
-    An L-sample is one that the plan rather leaves out than draws; the others are H-samples. A sample that is deferred
-    is asked for once more, and the one that came in its place is not asked for itself.
+    The plan draws H-samples with a high probability and L-samples with a low one. A deferred sample counts as a second
+    request when it is requested again; the sample that was served in its place does not count as a request.
 
     Attributes:
-        high_requests: H-samples asked for.
-        high_hits: those of them that were in the cache.
-        low_requests: L-samples asked for.
-        low_hits: those of them that were in the cache.
-        swaps: L-samples that were served before their turn because the one whose turn it was was missing.
-        substitutions: samples served in the place of a missing L-sample (`on_miss="substitute"`).
-        packages_written: packages of L-samples that were written.
-        package_bytes_written: their bytes.
+        high_requests: requested H-samples.
+        high_hits: requested H-samples found in the cache.
+        low_requests: requested L-samples.
+        low_hits: requested L-samples found in the cache.
+        swaps: L-samples served earlier than planned, in place of a missing one.
+        substitutions: samples served in place of a missing L-sample (`on_miss="substitute"`).
+        packages_written: packages of L-samples written.
+        package_bytes_written: bytes of the packages written.
         packages_read: packages read, each with one sequential read.
-        package_bytes_read: their bytes.
-        packages_dropped: packages that were damaged.
-        samples_packed: samples in the packages that were written.
+        package_bytes_read: bytes of the packages read.
+        packages_dropped: damaged packages.
+        samples_packed: samples in the packages written.
 
     Example:
         ```python

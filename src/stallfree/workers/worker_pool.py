@@ -50,19 +50,19 @@ class Options:
     """The arguments of a pool.
 
     Attributes:
-        reader: reads samples.
-        dataset: as passed by the user.
-        collate: the user's function, or None for torch's default.
-        single: samples one by one, converted and not collated.
-        seed: of the randomness.
-        skip: leave out samples that fail.
+        reader: reads and prepares samples.
+        dataset: the data set as passed by the user.
+        collate: the user's `collate_fn`, or None for torch's default.
+        single: whether a batch is one sample, converted and not collated.
+        seed: seed of the random draws.
+        skip: whether samples that fail are left out.
         workers: number of worker processes.
         ahead: batches in flight, without those of Ray workers.
-        context: starts the workers.
+        context: multiprocessing context that starts the workers.
         worker_init: called in each worker with its number, or None.
         seconds: maximum wait for a batch.
-        staging: bytes of the ring, or None.
-        log: of events, or None.
+        staging: bytes of the ring, or None for the default.
+        log: the event log, or None.
         remote: Ray workers beside the worker processes, or None.
         group: the group over hosts that shares the Ray workers, or None.
         begun: creation time of the loader, in seconds of `time.monotonic`.
