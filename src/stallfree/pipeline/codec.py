@@ -37,6 +37,7 @@ import torch
 
 from stallfree.errors import CodecError, value_unstorable
 from stallfree.pipeline.images import is_image, pixels_of
+from stallfree.pipeline.refusals import PICKLE, advice, position_of, why_not_tensor
 from stallfree.pipeline.structure import (
     CARRIERS,
     COMPLEX,
@@ -125,7 +126,7 @@ def _encode(value: Any, other: _Other) -> tuple[Structure, list[Bytes]]:
     try:
         _walk(value, signature, arrays, 0, other)
     except _Unstorable as problem:
-        place = _find(value, problem.value, "sample", 0) or "sample"
+        place = position_of(value, problem.value, "sample", 0) or "sample"
         kind = type(problem.value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         message = f"{place}: {name}: {problem.reason}"
@@ -171,7 +172,7 @@ def _walk(value: Any, signature: list[Any], arrays: list[Bytes], depth: int, oth
     elif issubclass(kind, np.generic):
         return _take_scalar(value, signature, arrays, other)
     else:
-        return other(value, _advice(kind), signature, arrays)
+        return other(value, advice(kind), signature, arrays)
     depth += 1
     for child in children:
         _walk(child, signature, arrays, depth, other)
@@ -183,7 +184,7 @@ def _take_tensor(value: torch.Tensor, signature: list[Any], arrays: list[Bytes],
         name = TORCH_NAMES[dtype]
         array = value.numpy() if dtype not in CARRIERS else _carried(value).numpy()
     except (KeyError, TypeError, RuntimeError) as error:
-        reason = _why_not_tensor(value)
+        reason = why_not_tensor(value)
         if not reason and not (value.is_conj() or value.is_neg()):
             reason = f"cannot be read as an array: {error}"
         if reason:
@@ -197,18 +198,6 @@ def _carried(value: torch.Tensor) -> torch.Tensor:
     if value.requires_grad:  # the view would hide it
         raise TypeError
     return value.resolve_conj().resolve_neg().view(CARRIERS[value.dtype])
-
-
-def _why_not_tensor(value: torch.Tensor) -> str:
-    if value.requires_grad:
-        return "requires grad, which is not stored; call .detach() on it"
-    if value.device.type != "cpu":
-        return f"is on the device {value.device}; call .cpu() on it"
-    if value.layout is not torch.strided or value.is_nested:
-        return f"has the layout {value.layout}{', nested' * value.is_nested}; make it dense"
-    if value.dtype not in TORCH_NAMES:
-        return f"has the dtype {value.dtype}, which is not supported; convert it"
-    return ""
 
 
 def _take_array(value: npt.NDArray[Any], signature: list[Any], arrays: list[Bytes], other: _Other) -> None:
@@ -230,7 +219,7 @@ def _take_scalar(value: np.generic, signature: list[Any], arrays: list[Bytes], o
         return
     text, reason = dtype_text(value.dtype)
     if not reason and type(value) is not dtype_of(text).type:  # a subclass, or one of two types of the same width
-        reason = _advice(type(value))
+        reason = advice(type(value))
     if reason:
         return other(value, reason, signature, arrays)
     signature += ("scalar", (), text)
@@ -278,9 +267,6 @@ def _flat(data: bytes) -> Bytes:
     return np.frombuffer(data, U8) if data else np.empty(0, U8)
 
 
-_PICKLE = ", or pass allow_pickle=True"
-
-
 def _refused(value: Any, reason: str, signature: list[Any], arrays: list[Bytes]) -> None:
     raise _Unstorable(value, reason)
 
@@ -289,7 +275,7 @@ def _pickled(value: Any, reason: str, signature: list[Any], arrays: list[Bytes])
     try:
         data = pickle.dumps(value, protocol=5)
     except Exception as error:
-        reason = reason.removesuffix(_PICKLE)
+        reason = reason.removesuffix(PICKLE)
         raise _Unstorable(value, f"{reason}. It cannot be pickled either: {error}") from error
     signature.append("pickle")
     arrays.append(_flat(data))
@@ -308,41 +294,6 @@ _MANY = 8
 def _is_plain(value: Any) -> bool:
     """Return whether a container holds only strings, numbers and None."""
     return _PLAIN.issuperset(map(type, value.values() if type(value) is dict else value))
-
-
-def _advice(kind: type) -> str:
-    for base, advice in (
-        (torch.Tensor, "call .as_subclass(torch.Tensor) on it"),
-        (np.ndarray, "call np.asarray on it"),
-        (dict, "make it a plain dict"),
-        (list, "make it a plain list"),
-        (tuple, "make it a plain tuple"),
-    ):
-        if issubclass(kind, base):
-            return f"a subclass of {base.__name__} is not stored without pickle; {advice}{_PICKLE}"
-    return (
-        "cannot be stored without pickle; make it a tensor, an array, bytes, str, a number, None, or a dict, list or "
-        f"tuple of these{_PICKLE}"
-    )
-
-
-def _find(value: Any, wanted: Any, place: str, depth: int) -> str:
-    """Return the position of the object `wanted` in `value` as an expression; "" if it is not there."""
-    if value is wanted:
-        return place if len(place) <= 200 else f"{place[:100]}...{place[-90:]}"
-    pairs: Any = ()
-    if type(value) is dict:
-        pairs = ((f"{place}[{key!r}]", child) for key, child in value.items())
-    elif type(value) in (list, tuple):
-        pairs = ((f"{place}[{index}]", child) for index, child in enumerate(value))
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        pairs = ((f"{place}.{field}", child) for field, child in zip(value._fields, value, strict=False))
-    if depth <= DEPTH:
-        for inner, child in pairs:
-            found = _find(child, wanted, inner, depth + 1)
-            if found:
-                return found
-    return ""
 
 
 # --- records --------------------------------------------------------------------------------------------------------
