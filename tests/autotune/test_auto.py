@@ -18,6 +18,7 @@ import torch
 import stallfree as sf
 from cached_data import Given, Numbers
 from stallfree.autotune import auto_cache as auto
+from stallfree.autotune import subject
 from stallfree.autotune import measure as measuring
 from stallfree.autotune.choice import Measured
 from stallfree.autotune.measure import Probe, measure, measure_reads
@@ -68,7 +69,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measured], list[int]]
         calls.append(len(calls))
         return Probe(found[-1], {first.id: first.record})
 
-    monkeypatch.setattr(auto, "measure", stand_in)
+    for module in (auto, subject):
+        monkeypatch.setattr(module, "measure", stand_in)
 
     def set_to(new: Measured) -> list[int]:
         found.append(new)
@@ -321,13 +323,13 @@ def shifted(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @pytest.fixture
 def slow_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A measurement of files by which they lie in slow storage."""
-    real = auto.measure_reads
+    real = subject.measure_reads
 
     def slow(source: Any, steps: Any, **options: Any) -> Probe:
         probe = real(source, steps, **options)
         return Probe(replace(probe.measured, fetching=1.0), probe.records)
 
-    monkeypatch.setattr(auto, "measure_reads", slow)
+    monkeypatch.setattr(subject, "measure_reads", slow)
 
 
 def double(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, Any], int]:

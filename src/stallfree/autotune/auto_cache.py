@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 import sys
 import time
 import weakref
@@ -15,28 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from stallfree.autotune.choice import SAMPLES, Choice, Measured, choose, describe, expect, explain, what
-from stallfree.autotune.measure import Probe, measure, measure_reads
+from stallfree.autotune.measure import measure
+from stallfree.autotune.subject import NotCachedError, Subject, callables, steps_of, subject_of
 from stallfree.batches.reader import Reader
 from stallfree.batches.sample_access import untouched
 from stallfree.batches.transform_split import is_prepared
 from stallfree.cache.memory.limits import granted
 from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.datasets.dataset_probe import FirstLook, look, reason_in
+from stallfree.datasets.dataset_probe import look
 from stallfree.datasets.private_names import token
-from stallfree.datasets.reads_probe import look_at_reads, reads_source
 from stallfree.errors import (
     CapacityError,
     FingerprintError,
-    InputError,
-    SampleError,
     StallfreeError,
     StorageError,
     argument_conflict,
-    dataset_random,
     text_of,
 )
 from stallfree.ipc.folders import SharedFolder, default_root
-from stallfree.pipeline._objects import attribute
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.protocol import Source
@@ -44,7 +39,6 @@ from stallfree.pipeline.values import private
 from stallfree.platform import cpu_count
 from stallfree.sources import as_source
 from stallfree.sources.cutting.cut import cut
-from stallfree.sources.mapped import MapSource
 from stallfree.workers.worker_pool import Options
 
 _FILE = "choice.json"
@@ -73,23 +67,6 @@ _FILES = "files cached that the data set reads", ""
 
 _CUTS = 4
 """Maximum attributes of a data set that are tried as its transform."""
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """What is to be cached.
-
-    Attributes:
-        source: of the samples.
-        steps: all that is applied to a record.
-        first: one sample.
-        why: the reason why the samples cannot be cached, but what the data set reads; "" if they can.
-    """
-
-    source: Source
-    steps: Compose
-    first: FirstLook
-    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -212,8 +189,8 @@ class AutoCache:
         Raises `StallfreeError` if nothing can be cached, or all samples fail.
         """
         self._set_room()
-        subject = self._look()
-        measured = replace(self._measure(subject, brief=False).measured, compute=compute)
+        subject = subject_of(self._dataset, self._transform)
+        measured = replace(subject.measure(self._seed, brief=False).measured, compute=compute)
         choice = self._choose(measured)
         return choice, what(choice, _FILES if subject.why else SAMPLES)
 
@@ -235,10 +212,10 @@ class AutoCache:
         self._set_room()
         self._keep_to_this_process()
         try:
-            subject = self._look()
-        except _NotCached as reason:
+            subject = subject_of(self._dataset, self._transform)
+        except NotCachedError as reason:
             source = as_source(self._dataset)
-            self._reader = _without(source, self._steps(source))
+            self._reader = _without(source, steps_of(source, self._transform))
             advice = self._advice_to_cut(0.0)
             short, full = (f"no cache; {self._count()}; {text_of(why)}{advice}" for why in (reason, reason.__cause__))
             self._say(short, full)
@@ -263,45 +240,21 @@ class AutoCache:
         self._room = found.room
         self._adopt(subject, found)
 
-    def _look(self) -> _Subject:
-        """Look at the first samples. Raises `_NotCached` if neither samples nor files can be cached."""
-        source = as_source(self._dataset)
-        try:
-            return _Subject(source, self._steps(source), look(source, self._steps(source)))
-        except SampleError:
-            raise
-        except InputError as error:
-            why = reason_in(error)
-            if not why:
-                raise _NotCached(text_of(error)) from error
-        try:
-            source = reads_source(self._dataset)
-            return _Subject(source, self._steps(source), look_at_reads(source, self._steps(source)), why)
-        except SampleError:
-            raise
-        except InputError as error:
-            raise _NotCached(f"{why}, and no files that it reads can be cached") from dataset_random(
-                f"{why}; {text_of(error)}"
-            )
-
-    def _steps(self, source: Source) -> Compose:
-        return Compose([source.pipeline, *([] if self._transform is None else [self._transform])])
-
     def _decide_afresh(self) -> None:
         """Decide again after a step or the data set proved random."""
         self.close()
         self._last, self._epochs = None, 0
         self._decide()
 
-    def _attach(self, name: str, subject: _Subject) -> SharedFolder:
+    def _attach(self, name: str, subject: Subject) -> SharedFolder:
         """The folder with the decision; created here, with a new decision, if missing."""
         self._folder = SharedFolder(name, initialize=lambda folder: self._publish(folder, subject))
         weakref.finalize(self, self._folder.close)
         return self._folder
 
-    def _publish(self, folder: Path, subject: _Subject) -> None:
+    def _publish(self, folder: Path, subject: Subject) -> None:
         with untouched(subject.source):
-            probe = self._measure(subject)
+            probe = subject.measure(self._seed)
         self._records = probe.records
         compute = math.inf if self._measured is None else self._measured.compute
         measured = replace(probe.measured, compute=compute)
@@ -310,18 +263,12 @@ class AutoCache:
         found = _Decision(self._room, measured, choice, advice)
         (folder / _FILE).write_text(json.dumps(asdict(found)))
 
-    def _measure(self, subject: _Subject, *, brief: bool = True) -> Probe:
-        if subject.why:
-            assert isinstance(subject.source, MapSource)
-            return measure_reads(subject.source, subject.steps, seed=self._seed, brief=brief)
-        return measure(subject.source, subject.steps, subject.first, seed=self._seed)
-
     def _advice_to_cut(self, rate: float) -> str:
         """What `cut` would gain at one of the data set's attributes, against `rate`; 0: without a cache."""
-        for name in _callables(self._dataset)[:_CUTS]:
+        for name in callables(self._dataset)[:_CUTS]:
             with suppress(StallfreeError), untouched(as_source(self._dataset, apart=False)):
                 source = cut(self._dataset, name)
-                steps = self._steps(source)
+                steps = steps_of(source, self._transform)
                 measured = measure(source, steps, look(source, steps), seed=self._seed).measured
                 choice = self._choose(measured)
                 before = rate or expect(measured, None, self._bytes, max(1, choice.workers)).rate
@@ -339,7 +286,7 @@ class AutoCache:
     def _bytes(self) -> int:
         return max(0, self._room - _INDEX * len(self._dataset))
 
-    def _adopt(self, subject: _Subject, found: _Decision, why: str = "") -> None:
+    def _adopt(self, subject: Subject, found: _Decision, why: str = "") -> None:
         """Apply a choice."""
         measured, choice = found.measured, found.choice
         self._measured, self._choice = measured, choice
@@ -370,7 +317,7 @@ class AutoCache:
             seed=self._seed,
         )
 
-    def _go_without(self, subject: _Subject, error: Exception) -> None:
+    def _go_without(self, subject: Subject, error: Exception) -> None:
         """Use no cache, as there is no room for one."""
         self._reader = _without(as_source(self._dataset), subject.steps)
         self._records = {}
@@ -431,7 +378,7 @@ class AutoCache:
         self._measured = measured
         folder.close()  # the last process to detach decides again
         try:
-            subject = self._look()
+            subject = subject_of(self._dataset, self._transform)
             folder = self._attach(folder.path.name, subject)
         except StallfreeError as error:
             log.info("the rates could not be measured again, so the cache stays as it is: %s", text_of(error))
@@ -468,27 +415,12 @@ class AutoCache:
         self._records = {}
 
 
-class _NotCached(StallfreeError):
-    """Nothing of a data set can be cached."""
-
-    page = "dataset-random"
-
-
 def _show(text: str) -> None:
     print(f"stallfree: {text}", file=sys.stderr)
 
 
 def _without(source: Source, steps: Compose) -> Reader:
     return Reader(source, None, Compose([]), steps)
-
-
-def _callables(dataset: Any, prefix: str = "") -> list[str]:
-    """The attributes of a data set that can be called, those first that are named like a transform."""
-    held: dict[str, Any] = attribute(dataset, "__dict__") or {}
-    names = [prefix + name for name, value in held.items() if callable(value) and not isinstance(value, type)]
-    if not prefix and (inner := held.get("dataset")) is not None:  # of a `Subset`, say
-        names += _callables(inner, "dataset.")
-    return sorted(names, key=lambda name: not re.search("transform|aug", name))
 
 
 def _load(folder: Path) -> _Decision:

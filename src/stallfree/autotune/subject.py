@@ -1,0 +1,88 @@
+"""What `cache="auto"` caches of a data set: its samples, or the files that it reads."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from stallfree.autotune.measure import Probe, measure, measure_reads
+from stallfree.datasets.dataset_probe import FirstLook, look, reason_in
+from stallfree.datasets.reads_probe import look_at_reads, reads_source
+from stallfree.errors import InputError, SampleError, StallfreeError, dataset_random, text_of
+from stallfree.pipeline._objects import attribute
+from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.protocol import Source
+from stallfree.sources import as_source
+from stallfree.sources.mapped import MapSource
+
+
+class NotCachedError(StallfreeError):
+    """Nothing of a data set can be cached."""
+
+    page = "dataset-random"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be cached.
+
+    Attributes:
+        source: source of the samples.
+        steps: all steps that are applied to a record.
+        first: one sample.
+        why: the reason why not the samples, but the files that the data set reads are cached; "" for samples.
+    """
+
+    source: Source
+    steps: Compose
+    first: FirstLook
+    why: str = ""
+
+    def measure(self, seed: int, *, brief: bool = True) -> Probe:
+        """Measure storage, prep and cache on some samples; `brief`: a small data set is measured for less than two seconds."""
+        if self.why:
+            assert isinstance(self.source, MapSource)
+            return measure_reads(self.source, self.steps, seed=seed, brief=brief)
+        return measure(self.source, self.steps, self.first, seed=seed)
+
+
+def subject_of(dataset: Any, transform: Transform | None) -> Subject:
+    """Examine the first samples of a data set.
+
+    Raises `NotCachedError` if neither its samples nor the files that it reads can be cached.
+    """
+    source = as_source(dataset)
+    steps = steps_of(source, transform)
+    try:
+        return Subject(source, steps, look(source, steps))
+    except SampleError:
+        raise
+    except InputError as error:
+        why = reason_in(error)
+        if not why:
+            raise NotCachedError(text_of(error)) from error
+    try:
+        source = reads_source(dataset)
+        steps = steps_of(source, transform)
+        return Subject(source, steps, look_at_reads(source, steps), why)
+    except SampleError:
+        raise
+    except InputError as error:
+        raise NotCachedError(f"{why}, and no files that it reads can be cached") from dataset_random(
+            f"{why}; {text_of(error)}"
+        )
+
+
+def steps_of(source: Source, transform: Transform | None) -> Compose:
+    """The steps of a source, followed by `transform`."""
+    return Compose([source.pipeline, *([] if transform is None else [transform])])
+
+
+def callables(dataset: Any, prefix: str = "") -> list[str]:
+    """The callable attributes of a data set; first those whose names suggest a transform."""
+    held: dict[str, Any] = attribute(dataset, "__dict__") or {}
+    names = [prefix + name for name, value in held.items() if callable(value) and not isinstance(value, type)]
+    if not prefix and (inner := held.get("dataset")) is not None:  # of a `Subset`, say
+        names += callables(inner, "dataset.")
+    return sorted(names, key=lambda name: not re.search("transform|aug", name))
