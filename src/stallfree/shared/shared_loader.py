@@ -220,12 +220,7 @@ class SharedLoader(Generic[BatchT_co]):
         self.dataset, self.group = dataset, group
         self.batch_size, self.drop_last, self.with_ids = batch_size, drop_last, with_ids
         self.seed = self._given = seed_of(dataset, seed, None)
-        if workers is not None and self.seed is None:
-            raise seed_agreement("a SharedLoader with RayWorkers has no seed: give seed=..., the same on all hosts")
-        if workers is not None and workers.num_workers == "auto":
-            raise argument_conflict(
-                "num_workers='auto' of RayWorkers measures one training loop: give a SharedLoader a number"
-            )
+        _check_workers(workers, self.seed)
         self._shuffle, self._ranks = bool(shuffle), find_ranks()
         options = Options(
             reader=reader_of(dataset),
@@ -469,6 +464,15 @@ def _check(
         raise argument_conflict(
             "a SmartCacheDataset is a window of one job over the data: give the data set that it wraps, or a "
             "CachedDataset of that"
+        )
+
+
+def _check_workers(workers: RayWorkers | None, seed: int | None) -> None:
+    if workers is not None and seed is None:
+        raise seed_agreement("a SharedLoader with RayWorkers has no seed: give seed=..., the same on all hosts")
+    if workers is not None and workers.num_workers == "auto":
+        raise argument_conflict(
+            "num_workers='auto' of RayWorkers measures one training loop: give a SharedLoader a number"
         )
 
 
