@@ -70,7 +70,7 @@ def counts(found: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 SAME = """
 import sys
-print(sorted(set(sys.modules) - {"__future__", "atexit"}))
+print(sorted(set(sys.modules) - {"__future__", "atexit", "io"}))
 import os
 print(sys.flags, dict(os.environ))
 print({k: v for k, v in globals().items() if k[:2] == "__" and k not in ("__loader__", "__builtins__")})
@@ -214,7 +214,7 @@ class Some(list):
         if i in (2, 3):
             raise ValueError(i)
         return i
-loader = sf.DataLoader(Some(range(10)), batch_size=4, num_workers=1, on_error="skip")
+loader = sf.DataLoader(Some(range(10)), batch_size=4, num_workers=1, on_error="skip", multiprocessing_context="fork")
 for _ in range(2):
     print([batch.tolist() for batch in loader])
 print(type(iter(loader)).__name__, next(iter(DataLoader(range(3)))))
