@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -126,7 +127,8 @@ if __name__ == "__main__":
     Data.bad = True
     for size, workers in (8, 0), (2, 1):
         try:
-            show(DataLoader(Data(), batch_size=size, num_workers=workers))
+            how = "fork" if workers else None  # the class of any other process has no bad sample
+            show(DataLoader(Data(), batch_size=size, num_workers=workers, multiprocessing_context=how))
         except KeyError as error:
             print(str(error).splitlines()[-1], state())
     import atexit, os
@@ -278,7 +280,7 @@ def test_an_interrupt_ends_the_script_as_under_python(many: tuple[Done, dict[str
     watched, _ = many
     assert watched.returncode == -signal.SIGINT
     trace, _, summary = watched.stderr.partition("KeyboardInterrupt\n")
-    assert trace.endswith("signal.raise_signal(signal.SIGINT)\n")
+    assert re.search(r"signal\.raise_signal\(signal\.SIGINT\)\n( *~+\^+\n)?$", trace)  # marked from Python 3.13 on
     assert "stallfree/observe" not in trace  # no frame of ours in a traceback
     assert HEAD in summary
 
