@@ -29,6 +29,10 @@ from warm import Interpreter
 # The threads of one parallel computation would spin while they wait for each other, on cores that other tests need too.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Python's default from 3.14 on, "forkserver", is tried where a test names it, and by scripts in `test_install.py`.
+# The others make data sets, which it could not send, and fork processes, which could not use its server.
+multiprocessing.set_start_method("fork", force=True)
+
 # Examples have no time limits, which another test on the same cores could break.
 settings.register_profile(
     "everyday", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow], print_blob=True

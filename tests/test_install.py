@@ -276,6 +276,51 @@ def test_an_importance_sampler_is_served_alike_whichever_way_workers_start(metho
     assert _served(1, method) == _served(0, method)
 
 
+SCRIPT = """
+import torch
+import stallfree as sf
+
+class Data:
+    def __init__(self, make):
+        self.make = make
+    def __len__(self):
+        return 24
+    def __getitem__(self, id):
+        return self.make(id), id
+
+def picture(id):
+    return torch.full((3, 5), id, dtype=torch.uint8)
+
+def check(loader):
+    for _ in range(2):
+        assert sorted(id for _, labels in loader for id in labels.tolist()) == list(range(24)), loader
+    loader.close()
+"""
+UNGUARDED = """
+check(sf.DataLoader(Data(lambda id: picture(id)), batch_size=4, cache="auto", capacity="1MiB"))
+"""
+GUARDED = """
+if __name__ == "__main__":
+    data = Data(picture)
+    check(sf.DataLoader(data, batch_size=4, num_workers=2))
+    check(sf.DataLoader(sf.CachedDataset(data, capacity="1MiB"), batch_size=4, num_workers=2))
+    check(sf.DataLoader(data, batch_size=4, num_workers=2, cache="auto", capacity="1MiB"))
+    check(sf.DataLoader(sf.SmartCacheDataset(data, cache_num=24), batch_size=4, num_workers=1))
+    check(sf.SharedLoader(data, group="default", batch_size=4))
+    check(sf.DevicePrefetcher(sf.DataLoader(data, batch_size=4, num_workers=1), "cpu"))
+"""
+
+
+@pytest.mark.parametrize(
+    "rest", [UNGUARDED, pytest.param(GUARDED, marks=pytest.mark.slow)], ids=["as it is", "guarded"]
+)
+def test_a_script_with_the_start_method_of_this_python(rest: str, tmp_path: Path) -> None:
+    """With `cache="auto"` and no `num_workers`, a script needs no guard, and its data set need not be picklable."""
+    (tmp_path / "train.py").write_text(SCRIPT + rest)
+    done = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # -- other systems -----------------------------------------------------------------------------------------------------
 
 ELSEWHERE = (

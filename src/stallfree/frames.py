@@ -23,7 +23,10 @@ _CARRIERS = os.path.join("concurrent", "futures") + os.sep
 
 
 def short_traceback(function: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
-    """Decorates what users call: errors that leave it show none of this package's frames. See `shorten`."""
+    """Decorates what users call: errors that leave it show none of this package's frames. See `shorten`.
+
+    On Python 3.10 the frame of `short` itself stays, because `raise` there ignores a new `__traceback__`.
+    """
 
     @functools.wraps(function)
     def short(*args: _Given.args, **kwargs: _Given.kwargs) -> _Returned:
@@ -80,6 +83,8 @@ def _without_ours(trace: TracebackType | None, *, keep_last: bool) -> TracebackT
     kept = [entry for entry in entries if not _is_ours(entry)]
     if keep_last and entries and _is_ours(entries[-1]) and not _opens(entries[-1]):
         kept.append(entries[-1])
+    if sys.version_info < (3, 11) and entries and _is_ours(entries[0]) and entries[0] not in kept:
+        entries[0].tb_next = kept[0] if kept else None  # `raise` continues with this entry
     for number, entry in enumerate(kept, 1):
         entry.tb_next = kept[number] if number < len(kept) else None
     return kept[0] if kept else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def counts(found: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 SAME = """
 import sys
-print(sorted(set(sys.modules) - {"__future__", "atexit"}))
+print(sorted(set(sys.modules) - {"__future__", "atexit", "io"}))
 import os
 print(sys.flags, dict(os.environ))
 print({k: v for k, v in globals().items() if k[:2] == "__" and k not in ("__loader__", "__builtins__")})
@@ -126,7 +127,8 @@ if __name__ == "__main__":
     Data.bad = True
     for size, workers in (8, 0), (2, 1):
         try:
-            show(DataLoader(Data(), batch_size=size, num_workers=workers))
+            how = "fork" if workers else None  # the class of any other process has no bad sample
+            show(DataLoader(Data(), batch_size=size, num_workers=workers, multiprocessing_context=how))
         except KeyError as error:
             print(str(error).splitlines()[-1], state())
     import atexit, os
@@ -214,7 +216,7 @@ class Some(list):
         if i in (2, 3):
             raise ValueError(i)
         return i
-loader = sf.DataLoader(Some(range(10)), batch_size=4, num_workers=1, on_error="skip")
+loader = sf.DataLoader(Some(range(10)), batch_size=4, num_workers=1, on_error="skip", multiprocessing_context="fork")
 for _ in range(2):
     print([batch.tolist() for batch in loader])
 print(type(iter(loader)).__name__, next(iter(DataLoader(range(3)))))
@@ -278,7 +280,7 @@ def test_an_interrupt_ends_the_script_as_under_python(many: tuple[Done, dict[str
     watched, _ = many
     assert watched.returncode == -signal.SIGINT
     trace, _, summary = watched.stderr.partition("KeyboardInterrupt\n")
-    assert trace.endswith("signal.raise_signal(signal.SIGINT)\n")
+    assert re.search(r"signal\.raise_signal\(signal\.SIGINT\)\n( *~+\^+\n)?$", trace)  # marked from Python 3.13 on
     assert "stallfree/observe" not in trace  # no frame of ours in a traceback
     assert HEAD in summary
 

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import stallfree as sf
+from optional_library import library
 from stallfree.pipeline.classify.probe import same
 from stallfree.sources import TarDataset, as_source
-from stallfree.sources.apart import ApartSource
-
-
-def library(name: str) -> Any:
-    """The library, or a skip that says why. torchvision for another build of torch raises `RuntimeError`."""
-    try:
-        found = importlib.import_module(name)
-        if found.__file__ is None:  # a folder of this name, such as `tests/datasets`
-            raise ImportError(f"it is {found.__path__}")
-        return found
-    except Exception as error:
-        pytest.skip(f"{name} is not there ({error}): pip install {name.partition('.')[0]}")
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """Eight pictures of two classes."""
-    for number in range(8):
-        path = tmp_path / "pictures" / ("ab"[number % 2]) / f"{number}.{'png' if number < 2 else 'jpg'}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.random.default_rng(number).integers(0, 256, (20, 30, 3), np.uint8)).save(path)
-    return tmp_path / "pictures"
 
 
 def test_shards_of_webdataset(tmp_path: Path) -> None:
@@ -58,31 +35,6 @@ def test_shards_of_webdataset(tmp_path: Path) -> None:
     assert len(ours) == len(theirs) == 25
     for mine, sample in zip(ours, theirs, strict=True):
         assert mine == {key: value for key, value in sample.items() if key not in ("__url__", "__local_path__")}
-
-
-@pytest.mark.slow
-def test_torchvision(pictures: Path) -> None:
-    torchvision = library("torchvision")
-    v2, datasets = library("torchvision.transforms.v2"), library("torchvision.datasets")
-    assert torchvision.get_image_backend() == "PIL"
-    transform = v2.Compose([v2.Resize((8, 8)), v2.PILToTensor(), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32)])
-    dataset = datasets.ImageFolder(pictures, transform, target_transform=lambda label: label + 10)
-    source = as_source(dataset)
-    assert isinstance(source, ApartSource)
-    assert source.fetch(0) == (Path(dataset.samples[0][0]).read_bytes(), 0)
-    for id in range(8):
-        torch.manual_seed(id)
-        expected = dataset[id]
-        torch.manual_seed(id)
-        assert same(source[id], expected)
-    with sf.CachedDataset(dataset, capacity="4MiB", form="prepared") as cached:
-        split = sf.split(cached.steps, probe=source.fetch(0))
-        assert [verdict.random for verdict in split.verdicts[:5]] == [False, False, False, True, False]
-        assert len(split.deterministic) == 3
-        with sf.DataLoader(cached, batch_size=8) as loader:
-            epochs = [next(iter(loader))[0] for _ in range(3)]
-        assert cached.stats().storage_reads == 8
-    assert not all(torch.equal(epoch, epochs[0]) for epoch in epochs[1:])
 
 
 @pytest.mark.slow

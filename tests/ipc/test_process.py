@@ -56,6 +56,24 @@ def gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.parametrize(
+    ("given", "was_set", "requested", "expected"),
+    [
+        (None, None, True, "forkserver"),
+        (None, None, False, "fork"),
+        (None, "spawn", False, "spawn"),
+        ("forkserver", None, False, "forkserver"),
+    ],
+)
+def test_how_processes_start(
+    given: str | None, was_set: str | None, requested: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the default of Python 3.14, and no start method set by looking at it."""
+    monkeypatch.setattr(process, "get_all_start_methods", lambda: ["forkserver", "spawn", "fork"])
+    monkeypatch.setattr(process, "get_start_method", lambda allow_none: was_set)
+    assert process.context_of(given, requested=requested).get_start_method() == expected
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_messages_both_ways(method: str) -> None:
     child = start(mains.echo, 5, method=method)

@@ -104,9 +104,10 @@ def test_an_iteration_that_ended_early_is_not_used(persistent: bool, listed: Lis
         assert listed.begun() == reads
 
 
-def test_two_iterations_at_once(listed: Listed) -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_two_iterations_at_once(method: str, listed: Listed) -> None:
     for workers in (0, 1):
-        with loader_of(listed, num_workers=workers) as loader:
+        with loader_of(listed, num_workers=workers, multiprocessing_context=method) as loader:
             for a, b in zip(loader, loader, strict=True):
                 assert torch.equal(a, b)
             assert sorted(numbers(loader)) == list(range(COUNT))

@@ -650,7 +650,7 @@ def test_other_threads_are_not_in_a_block(folder: Path) -> None:
 def read_kept(folder: Path, kept: list[Any], at: int) -> bytes:
     """Read 20,000 bytes at a position of the large file, which is opened once and kept open."""
     if not kept:
-        kept.append(open(folder / "large", "rb"))
+        kept.append(open(folder / "large", "rb", buffering=8192))
     kept[0].seek(at)
     found: bytes = kept[0].read(20_000)
     return found

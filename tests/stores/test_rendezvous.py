@@ -304,7 +304,7 @@ def test_nodes_that_do_not_come_are_named(server: NodeServer, master: JobStore) 
     master.set("stallfree/4/one/2", json.dumps({"version": 3, "host": "old", "id": "old"}))
     master.set("stallfree/4/another/3", "here")
     with pytest.raises(WaitError, match=r"of the 4 nodes of the job, number 0, 3 did not make the store 'one'"):
-        meet(server, place, 0.1)
+        meet(server, place, 1)
     for number in (0, 3):
         master.set(f"stallfree/4/one/{number}", json.dumps({"version": 3, "host": "old", "id": "old"}))
     with pytest.raises(WaitError, match=r"of the 4 nodes of the job, number 0, 2, 3 did not make"):

@@ -52,6 +52,8 @@ def pretend(system: str) -> None:
     free = shutil.disk_usage(os.getcwd())
     shutil.disk_usage = lambda path: free  # type: ignore[assignment, misc]  # it has another one on Windows
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
+    if hasattr(shutil, "_rmtree_impl"):  # Python 3.14
+        shutil._rmtree_impl = shutil._rmtree_unsafe  # type: ignore[attr-defined]
     for missing in [BEYOND_MACOS] if system == "darwin" else [BEYOND_MACOS, BEYOND_WINDOWS]:
         for module, names in missing.items():
             for name in names.split():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -58,6 +59,7 @@ def serve(folder: Path) -> tuple[Any, dict[str, Any]] | None:
     import stallfree.analysis, stallfree.clara, stallfree.cli, stallfree.shared  # noqa: E401, F401, I001  # take long
     import torch._dynamo  # noqa: F401  # as the first optimizer does
 
+    multiprocessing.set_start_method("fork")  # a program has no file that the processes of others could import
     gc.collect()
     gc.freeze()  # or each program would look at all of it again at its end
     for number, line in enumerate(sys.stdin):

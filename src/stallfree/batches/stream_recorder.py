@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -86,7 +88,14 @@ class Recorder:
             self.cache.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_own": None}
+        return {**self.__dict__, "_own": None, "cache": bytes(ForkingPickler.dumps(self.cache))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        try:
+            self.cache = pickle.loads(state["cache"])
+        except StallfreeError:  # it was closed, for another iteration, before this process attached to it
+            self._over = True
 
 
 def ids_of_streams(cache: Cache, streams: int) -> Any:

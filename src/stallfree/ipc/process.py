@@ -16,11 +16,12 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context, get_start_method
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
@@ -42,12 +43,19 @@ _LEADER_SECONDS = 10.0
 _leaders: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
-def context_of(given: Any) -> BaseContext:
-    """Return the context for `multiprocessing_context`; Python's default for None."""
+def context_of(given: Any, *, requested: bool = True) -> BaseContext:
+    """Return the context for `multiprocessing_context`; for None, the start method that was set, or Python's default.
+
+    Workers that the user did not request are forked if no start method was set. Python's default from 3.14 on,
+    "forkserver", would need a script that can be imported and a data set that can be pickled.
+    """
     if isinstance(given, BaseContext):
         return given
     if given is not None and not isinstance(given, str):
         raise InputError(f"multiprocessing_context={given!r}: give 'fork', 'forkserver', 'spawn' or a context of these")
+    if given is None:
+        default = "fork" if not requested and sys.platform == "linux" else get_all_start_methods()[0]
+        return get_context(get_start_method(allow_none=True) or default)  # which sets no start method
     try:
         return get_context(given)
     except ValueError as error:

@@ -66,7 +66,8 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         timeout: seconds to wait for a batch before `WaitError`; 0 means 300.
         worker_init_fn: called in each worker with its number. Workers start with their first task: none starts if all
             batches can be gathered from the cache.
-        multiprocessing_context: "fork", "forkserver", "spawn" or a context; Python's default if None.
+        multiprocessing_context: "fork", "forkserver", "spawn" or a context. If None, Python's default; workers that
+            `cache="auto"` chose are forked.
         generator: the seed is drawn from it instead of torch's default generator.
         prefetch_factor: batches in flight per worker; 2 if None.
         persistent_workers: keep the workers between epochs. A new iteration then ends the previous one.
@@ -257,7 +258,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         single = batch_size is None and batch_sampler is None
         self.batch_size, self.shuffle = (batch_size if batch_sampler is None else None), bool(shuffle)
         self.collate_fn: Any = collate_fn or (default_convert if single else default_collate)
-        context = context_of(multiprocessing_context)
+        context = context_of(multiprocessing_context, requested=room is None or num_workers is not None)
         self.multiprocessing_context = None if multiprocessing_context is None else context
         self.seed, self._dataset_kind = seed_of(dataset, seed, generator), int(isinstance(dataset, IterableDataset))
         self._auto = None if room is None else auto_cache(dataset, room, num_workers, transform)

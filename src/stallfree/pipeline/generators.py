@@ -37,6 +37,9 @@ _INERT = frozenset({str, bytes, int, float, bool, complex, type(None), type(Pure
 _MOST = 4096
 """Items of a container that are searched: data sets list a million samples, without generators among them."""
 
+_UNCALLED = ("__repr__", "__annotate__")
+"""Methods that no sample depends on. From Python 3.13 on, `__repr__` of a dataclass refers to `threading.get_ident`."""
+
 CONTAINERS = (dict, list, tuple, set, frozenset)  # no others: iterating over a data set would load it
 
 
@@ -171,5 +174,6 @@ def _references_of_instance(thing: object) -> Iterator[object]:
         )
         if not is_library(cls):
             for function in class_functions(cls):
-                yield from used_globals(function).values()
-                yield from closure_values(function).values()
+                if function.__name__ not in _UNCALLED:
+                    yield from used_globals(function).values()
+                    yield from closure_values(function).values()

@@ -218,7 +218,7 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
         try:
             address.request(START_SECONDS, "PING")
             with contextlib.suppress(ResponseError):  # a user without permission
-                clusters += b"redis_mode:cluster" in address.request(START_SECONDS, "INFO", "server")
+                clusters += b"_mode:cluster" in address.request(START_SECONDS, "INFO", "server")  # redis_, server_
             answered += 1
         except (AuthenticationError, ResponseError) as error:
             raise server_refused(f"the server {address} refuses us: {error}. Give its user and password") from error

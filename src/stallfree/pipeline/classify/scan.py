@@ -189,7 +189,7 @@ class _Calls:
         self._code(function.__code__, function.__globals__, closure_values(function))
 
     def _code(self, code: CodeType, names: dict[str, Any], closure: dict[str, Any]) -> None:
-        if code not in self._codes:
+        if code not in self._codes and code.co_name != "__annotate__":  # evaluates annotations (PEP 649)
             self._codes.add(code)
             self._todo.append((code, names, closure))
 
