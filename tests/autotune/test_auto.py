@@ -18,8 +18,8 @@ import torch
 import stallfree as sf
 from cached_data import Given, Numbers
 from stallfree.autotune import auto_cache as auto
-from stallfree.autotune import subject
 from stallfree.autotune import measure as measuring
+from stallfree.autotune import subject
 from stallfree.autotune.choice import Measured
 from stallfree.autotune.measure import Probe, measure, measure_reads
 from stallfree.batches.transform_split import is_prepared

@@ -40,7 +40,7 @@ class Subject:
     why: str = ""
 
     def measure(self, seed: int, *, brief: bool = True) -> Probe:
-        """Measure storage, prep and cache on some samples; `brief`: a small data set is measured for less than two seconds."""
+        """Measure storage, prep and cache on some samples; if `brief`, a small data set takes less time."""
         if self.why:
             assert isinstance(self.source, MapSource)
             return measure_reads(self.source, self.steps, seed=seed, brief=brief)
