@@ -29,10 +29,10 @@ def analyze(
     """Measure where a training job waits: compute, copies, prep, storage. Needs no root and changes nothing."""
     from stallfree.analysis import analyze as run
     from stallfree.analysis.job import load_job
-    from stallfree.cli._output import writable
+    from stallfree.cli._output import writable, writable_page
 
-    for path in (json, html):
-        writable(path)
+    writable(json)
+    writable_page(html)
     dataset, arguments, step = load_job(job)
     given: dict[str, Any] = {"cache": cache, "device": device, "seconds": seconds}
     report = run(dataset, step, **{**arguments, **{key: value for key, value in given.items() if value is not None}})

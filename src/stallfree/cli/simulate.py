@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stallfree.cli._output import writable
+from stallfree.cli._output import writable, writable_page
 from stallfree.errors import InputError, argument_conflict
 from stallfree.units import format_seconds, parse_seconds
 
@@ -46,8 +46,8 @@ def simulate(
     html: Annotated[Path | None, typer.Option("--html", help="Write an animated page.", metavar="FILE")] = None,
 ) -> None:
     """Simulate a pipeline without and with a prefetcher: what it trains at first, and in the steady state."""
-    for path in (json_, html):
-        writable(path)
+    writable(json_)
+    writable_page(html)
     console = Console(highlight=False)
     times = {"--load": load, "--transfer": transfer, "--compute": compute}
     if events is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -25,10 +25,7 @@ def document(title: str, body: str, data: Mapping[str, Any], *, assets: Iterable
 
     Raises `MissingExtraError` if `plotly` is not installed.
     """
-    try:
-        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise missing_extra("plotly", "report", "A page with charts") from error
+    plotly = chart_library()
     names = ["base.css", "base.js", *assets]
     styles = "".join(f"<style>\n{asset(name)}</style>\n" for name in names if name.endswith(".css"))
     scripts = "".join(f"<script>\n{asset(name)}</script>\n" for name in names if name.endswith(".js"))
@@ -39,8 +36,18 @@ def document(title: str, body: str, data: Mapping[str, Any], *, assets: Iterable
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
         f"<title>{escape(title)}</title>\n{styles}</head>\n<body>\n{body}\n"
         f'<script type="application/json" id="data">{embedded(data)}</script>\n'
-        f"<script>{get_plotlyjs()}</script>\n{scripts}</body>\n</html>\n"
+        f"<script>{plotly()}</script>\n{scripts}</body>\n</html>\n"
     )
+
+
+def chart_library() -> Callable[[], str]:
+    """Returns the function that gives the source of plotly. Raises `MissingExtraError` if it is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise missing_extra("plotly", "report", "A page with charts") from error
+    source: Callable[[], str] = get_plotlyjs
+    return source
 
 
 def asset(name: str) -> str:
