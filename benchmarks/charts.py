@@ -173,13 +173,14 @@ def _is_ours(label: str, rows: list[list[str]], spec: Bars) -> bool:
         "monai",
         "ray data",
         "no cache",
-        "own ",
+        "own",
         "cache for each",
         "cache of 100%",
         "default",
     )
     low = label.lower()
-    if not any(peer in ", ".join(row[column] for column in spec.labels).lower() for row in rows for peer in peers):
+    labels = "\n".join(row[column] for row in rows for column in spec.labels).lower()
+    if not any(re.search(rf"(?<!\w){re.escape(peer)}(?!\w)", labels) for peer in peers):  # whole words
         return True
     return any(name in low for name in names) and "own torch" not in low
 

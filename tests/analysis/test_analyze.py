@@ -314,6 +314,16 @@ def test_the_command_refuses_in_one_line(
     assert "Traceback" not in err
 
 
+def test_a_page_without_plotly_is_refused_before_the_measurement(
+    tmp_path: Path, command: Callable[..., tuple[Any, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    code, out, err = command("analyze", "my_job.py:build", "--json", "r.json", "--html", "r.html")
+    assert (code, out) == (2, "")
+    assert "stallfree[report]" in err
+    assert not (tmp_path / "r.json").exists()
+
+
 def test_nothing_is_left_to_run_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     started = time.monotonic()
 

@@ -332,7 +332,10 @@ class Analysis:
         try:
             measured = measure(source, steps, look(source, steps), seed=0).measured
         except StallfreeError as error:
-            self._note(f"sf.DataLoader(..., cache='auto') would cache nothing: {text_of(error)}")
+            self._note(
+                f"sf.DataLoader(..., cache='auto') would cache no samples, at most the files that they are read from: "
+                f"{text_of(error)}"
+            )
             return None
         if job.parted:
             storage = {IO_THREADS * max(1, job.num_workers): float(rates["S"])}

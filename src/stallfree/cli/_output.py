@@ -71,3 +71,12 @@ def writable(path: Path | None) -> None:
         )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise file_unwritable(f"{path} cannot be written: permission denied. Give another file")
+
+
+def writable_page(path: Path | None) -> None:
+    """Raise an error if a page with charts cannot be written to `path`. Called before a measurement."""
+    from stallfree.report.document import plotly
+
+    writable(path)
+    if path is not None:
+        plotly()

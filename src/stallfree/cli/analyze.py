@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stallfree.cli._output import JsonFile, console, writable, write_json
+from stallfree.cli._output import JsonFile, console, writable, writable_page, write_json
 
 
 def analyze(
@@ -36,12 +36,9 @@ def analyze(
     """
     from stallfree.analysis import analyze as run
     from stallfree.analysis.job import load_job
-    from stallfree.report.document import plotly
 
-    for path in (json, html):
-        writable(path)
-    if html is not None:
-        plotly()  # raises before the measurement
+    writable(json)
+    writable_page(html)
     dataset, arguments, step = load_job(job)
     given: dict[str, Any] = {"cache": cache, "device": device, "seconds": seconds}
     report = run(dataset, step, **{**arguments, **{key: value for key, value in given.items() if value is not None}})

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stallfree.cli._output import JsonFile, console, table, writable, write_json
+from stallfree.cli._output import JsonFile, console, table, writable, writable_page, write_json
 from stallfree.errors import InputError, argument_conflict
 from stallfree.units import format_seconds, parse_seconds
 
@@ -46,8 +46,8 @@ def simulate(
 
     Example: stallfree simulate --loaders 8 --load 80ms --transfer 15ms --compute 30ms
     """
-    for path in (json, html):
-        writable(path)
+    writable(json)
+    writable_page(html)
     out = console(json)
     times = {"--load": load, "--transfer": transfer, "--compute": compute}
     if events is not None:
