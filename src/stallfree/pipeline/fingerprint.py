@@ -22,9 +22,9 @@ import xxhash
 
 from stallfree.errors import InputError, StallfreeError
 from stallfree.pipeline._objects import attribute, closure_values, comes_from, library_version, used_globals
-from stallfree.pipeline._tensors import plain_bytes
 from stallfree.pipeline.generators import GENERATOR_TYPES
 from stallfree.pipeline.marks import DREW, MARK
+from stallfree.pipeline.values import plain_bytes
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list"})
 """State that albumentations stores in a transform while it runs, or that concerns only its generators."""

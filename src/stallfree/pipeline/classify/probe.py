@@ -16,7 +16,6 @@ import torch
 
 from stallfree.errors import text_of
 from stallfree.pipeline._objects import attributes
-from stallfree.pipeline._tensors import plain_bytes
 from stallfree.pipeline.classify.scan import scan
 from stallfree.pipeline.classify.trace import State, changed, state_of, traced
 from stallfree.pipeline.compose import Transform, as_call
@@ -27,6 +26,7 @@ from stallfree.pipeline.generators import (
     handle_of,
     preserved,
 )
+from stallfree.pipeline.values import plain_bytes
 
 T = TypeVar("T")
 
