@@ -66,7 +66,7 @@ demo: $(VENV)/.all
 
 # In parallel, with compiled modules kept: many tests start interpreters. ARGS="-n 0" runs all in one process.
 test: $(VENV)/.test server
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 test-slow: $(VENV)/.test server
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -340,7 +340,7 @@ def _check(found: Json) -> Check:
 
 
 def pages(names: Sequence[str]) -> dict[Path, str]:
-    """The generated files for all results: one page and at most one chart each, and the missed figures in the index."""
+    """The generated files for all results: one page and at most one chart each, and the page of missed figures."""
     found: dict[Path, str] = {}
     missed, count = [], 0
     for name in names:
@@ -355,9 +355,9 @@ def pages(names: Sequence[str]) -> dict[Path, str]:
         count += len(checks)
         missed += [[*check.row()[:3], f"[{name}](results/{name}.md)"] for check in checks if not check.met]
     summary = f"{len(missed)} of {count} figures miss their target:\n\n"
-    index = PAGES / "index.md"
+    page = PAGES / "missed.md"
     shown = summary + table(["asked", "found", "wanted", "result"], missed)
-    found[index] = between(index.read_text(), "missed", shown)
+    found[page] = between(page.read_text(), "missed", shown)
     return found
 
 

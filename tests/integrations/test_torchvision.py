@@ -14,7 +14,7 @@ import stallfree as sf
 from optional_library import library
 from stallfree.pipeline.classify.probe import same
 from stallfree.sources import as_source
-from stallfree.sources.apart import ApartSource
+from stallfree.sources.cut_source import CutSource
 
 pytestmark = pytest.mark.libraries
 SIZE = 8
@@ -68,7 +68,7 @@ def test_an_image_folder(pictures: Path, module: str, make: Any, steady: int) ->
     assert library("torchvision").get_image_backend() == "PIL"
     dataset = datasets.ImageFolder(pictures, make(library(module)), target_transform=lambda label: label + 10)
     source = as_source(dataset)
-    assert isinstance(source, ApartSource)
+    assert isinstance(source, CutSource)
     assert source.fetch(0) == (Path(dataset.samples[0][0]).read_bytes(), 0)
     for id in range(8):
         torch.manual_seed(id)

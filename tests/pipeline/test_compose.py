@@ -52,7 +52,7 @@ identity = nn.Identity()
         (Compose([torchvision_compose(Compose([add_one]))]), (add_one,)),
     ],
 )
-def test_what_is_taken_apart(transform: Any, steps: tuple[Any, ...]) -> None:
+def test_what_is_cut_known(transform: Any, steps: tuple[Any, ...]) -> None:
     assert flatten(transform) == steps
 
 
@@ -92,7 +92,7 @@ def test_what_is_kept_whole(transform: Any) -> None:
     assert Compose([transform]).transforms == (transform,)
 
 
-def test_a_subclass_that_keeps_the_call_is_taken_apart() -> None:
+def test_a_subclass_that_keeps_the_call_is_cut_known() -> None:
     assert flatten(Named([add_one, double])) == (add_one, double)
 
 

@@ -116,7 +116,7 @@ def test_several_shards_with_the_same_names(tmp_path: Path, make: Callable[..., 
     ]
 
 
-def test_a_transform_is_taken_apart(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+def test_a_transform_is_cut_known(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
     data = make(write(tmp_path / "a.tar"), sf.Compose([sf.OnItem(0, len), sf.OnItem(1, int)]), keys=("jpg", "cls"))
     assert len(data.pipeline) == 2
     assert list(data) == [(9, 3), (9000, 1), (9, 2)]  # type: ignore[call-overload]

@@ -166,7 +166,7 @@ def make_job(
         job.source, job.form, job.cached = dataset.source, dataset.form, True
         job.steps = Compose([dataset.reader.deterministic, dataset.reader.rest])
     else:
-        job.source = as_source(dataset, apart=False)
+        job.source = as_source(dataset, divide=False)
         job.steps = job.source.pipeline
     if len(job.source) < batch_size:
         raise InputError(

@@ -266,7 +266,7 @@ class AutoCache:
     def _advice_to_cut(self, rate: float) -> str:
         """What `cut` would gain at one of the data set's attributes, against `rate`; 0: without a cache."""
         for name in callables(self._dataset)[:_CUTS]:
-            with suppress(StallfreeError), untouched(as_source(self._dataset, apart=False)):
+            with suppress(StallfreeError), untouched(as_source(self._dataset, divide=False)):
                 source = cut(self._dataset, name)
                 steps = steps_of(source, self._transform)
                 measured = measure(source, steps, look(source, steps), seed=self._seed).measured

@@ -25,12 +25,12 @@ _UNSEEN_BYTES, _UNSEEN_SHARE = 4096, 0.02
 def reads_source(dataset: Any) -> MapSource:
     """`dataset` as a source that is indexed. Raises `InputError` for one whose records can be cached as such."""
     install()  # now, as fingerprints of modules that hold `open` change with it
-    source = as_source(dataset, apart=False)
+    source = as_source(dataset, divide=False)
     if isinstance(source, MapSource):
         return source
     raise reads_nothing(
         f"form='reads' is for plain data sets that read and augment in __getitem__, and {type(source).__name__} keeps "
-        "the two apart: use form='fetched', which caches the same bytes"
+        "the two separate: use form='fetched', which caches the same bytes"
     )
 
 

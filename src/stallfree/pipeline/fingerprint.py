@@ -241,10 +241,10 @@ class _Walker:
             self._path.pop()
 
     def _unordered(self, tag: str, things: Iterable[Any]) -> None:
-        digests = sorted(self._apart(thing) for thing in things)
+        digests = sorted(self._separately(thing) for thing in things)
         self._feed(tag, b"".join(digests))
 
-    def _apart(self, thing: Any) -> bytes:
+    def _separately(self, thing: Any) -> bytes:
         """Return the digest of `thing`, independent of its position among its siblings."""
         walker = _Walker(dict(self._numbers), self._count)
         walker._path = list(self._path)

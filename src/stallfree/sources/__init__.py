@@ -1,7 +1,7 @@
-"""Sources of samples, with fetching apart from preparing."""
+"""Sources of samples, with separate fetch and prep."""
 
-from stallfree.sources.apart import ApartSource
 from stallfree.sources.base import BaseSource
+from stallfree.sources.cut_source import CutSource
 from stallfree.sources.cutting.cut import cut
 from stallfree.sources.decode import DecodeImage
 from stallfree.sources.files import FileDataset
@@ -12,8 +12,8 @@ from stallfree.sources.throttle import ThrottledSource
 
 __all__ = [
     "IMAGE_EXTENSIONS",
-    "ApartSource",
     "BaseSource",
+    "CutSource",
     "DecodeImage",
     "FileDataset",
     "ImageFolder",

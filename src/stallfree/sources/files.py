@@ -16,7 +16,7 @@ from stallfree.sources.paths import LabelList, PathList, canonical, read_file
 class FileDataset(BaseSource):
     """Files as samples: `(transform(decode(bytes)), label)`, or without the label where there are none.
 
-    Reading is apart from the rest: `fetch(id)` gives `(bytes, label)` (only the bytes without labels), and `pipeline`
+    Fetch and prep are separate: `fetch(id)` gives `(bytes, label)` (only the bytes without labels), and `pipeline`
     does what follows. Safe in threads, in forked processes and under spawn. Millions of paths take one buffer, not one
     object each, so workers share them.
 
@@ -25,7 +25,7 @@ class FileDataset(BaseSource):
             are taken from the directory that is current now.
         labels: one label per path; None for samples without.
         transform: called with the decoded picture (with the bytes, without `decode`), never with the label. A `Compose`
-            is taken apart into its steps. None changes nothing.
+            is split into its steps. None changes nothing.
         decode: the first step, for instance `DecodeImage()`. None leaves the bytes as they are.
 
     Raises:

@@ -14,8 +14,8 @@ from stallfree.errors import SampleError, dataset_type, iterable_unsupported
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source, sample_error
-from stallfree.sources.apart import taken_apart
 from stallfree.sources.base import BaseSource, require_samples
+from stallfree.sources.cut_source import cut_known
 
 
 class MapSource(BaseSource):
@@ -55,7 +55,7 @@ class MapSource(BaseSource):
 
 
 class SubsetSource(BaseSource):
-    """Some samples of another source, which keep fetch and prep apart: what `torch.utils.data.Subset` of it becomes.
+    """Some samples of another source, with its separate fetch and prep: the form of a `torch.utils.data.Subset`.
 
     As a mere map-style data set, its randomly augmented samples would be taken for the records.
 
@@ -92,24 +92,24 @@ class SubsetSource(BaseSource):
         return f"SubsetSource({self.source!r}, {len(self)} samples)"
 
 
-def as_source(dataset: Any, *, apart: bool = True) -> Source:
-    """`dataset` itself when it is a `Source` already, else in a `MapSource`.
+def as_source(dataset: Any, *, divide: bool = True) -> Source:
+    """Return a data set as a `Source`: itself if it is one, else in a `MapSource`.
 
     A `torch.utils.data.Subset` of a `Source`, such as `random_split` gives, becomes a `SubsetSource`. Data sets of
-    torchvision, and those of Hugging Face with a transform, become an `ApartSource`: what follows their own reading is
-    in `pipeline`. With `apart=False` they stay whole.
+    torchvision, and those of Hugging Face with a transform, become a `CutSource`, whose
+    `pipeline` is their transform. With `divide=False` they stay whole.
 
-    Raises `InputError` for what is no map-style data set and for one of length 0.
+    Raises `InputError` for an object that is not a map-style data set, and for an empty one.
     """
     if is_source(dataset):
         require_samples(len(dataset), f"The source {type(dataset).__name__}", "Give one with at least one sample.")
         return dataset
     torch_data = sys.modules.get("torch.utils.data")
     if torch_data is not None and type(dataset) is torch_data.Subset:
-        inner = as_source(dataset.dataset, apart=apart)
+        inner = as_source(dataset.dataset, divide=divide)
         if not isinstance(inner, MapSource):
             return SubsetSource(inner, dataset.indices)
-    own = taken_apart(dataset, MapSource) if apart else None
+    own = cut_known(dataset, MapSource) if divide else None
     return MapSource(dataset) if own is None else own
 
 

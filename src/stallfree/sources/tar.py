@@ -46,7 +46,7 @@ class TarDataset(BaseSource):
 
     Args:
         shards: one path or fsspec URL, or a sequence of them; `{000..146}` stands for these numbers. Plain tars.
-        transform: called with the sample. A `Compose` is taken apart into its steps; `OnItem("jpg", DecodeImage())` is
+        transform: called with the sample. A `Compose` is split into its steps; `OnItem("jpg", DecodeImage())` is
             one for a single file. None changes nothing.
         keys: the extensions that are wanted: a sample is then a tuple with the bytes of each. `"jpg;png"` is whichever
             of them the sample has, `"__key__"` its name. None: a dict of all.

@@ -22,7 +22,7 @@ from typing import Any
 from stallfree.errors import StorageError
 from stallfree.ipc.folders import in_use, is_root
 from stallfree.platform import OPEN, allocate, at_fork, shares_memory
-from stallfree.sources.apart import ApartSource
+from stallfree.sources.cut_source import CutSource
 from stallfree.sources.mapped import MapSource
 from stallfree.stats import LoaderStats
 
@@ -119,7 +119,7 @@ def _text(text: str) -> bytes:
 def name_of(dataset: Any) -> str:
     """Class name of a data set, and of the data set that it wraps."""
     inner = getattr(dataset, "source", None)
-    inner = inner.dataset if isinstance(inner, (MapSource, ApartSource)) else inner
+    inner = inner.dataset if isinstance(inner, (MapSource, CutSource)) else inner
     return type(dataset).__name__ + ("" if inner is None else f"({type(inner).__name__})")
 
 

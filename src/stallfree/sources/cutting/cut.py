@@ -8,15 +8,15 @@ from typing import Any
 from stallfree.errors import cut_attribute
 from stallfree.frames import short_traceback
 from stallfree.pipeline.compose import Transform
-from stallfree.sources.apart import ApartSource
 from stallfree.sources.base import normalize_id, require_samples
+from stallfree.sources.cut_source import CutSource
 from stallfree.sources.cutting.check import Check
 from stallfree.sources.detach import lazily_made, value_at
 from stallfree.sources.mapped import is_source, require_map_style
 
 
 @short_traceback
-def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> ApartSource:
+def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
     """Split a data set at the attributes that hold its transform.
 
     What comes before the transform can then be cached.
@@ -69,7 +69,7 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> ApartSourc
         bare, steps = Check(dataset, attributes, transforms).source(ids)
     finally:
         drop()
-    return ApartSource(dataset, bare, steps, attributes)
+    return CutSource(dataset, bare, steps, attributes)
 
 
 def _transform_at(dataset: Any, name: str) -> Transform:

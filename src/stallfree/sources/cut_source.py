@@ -1,4 +1,4 @@
-"""Data sets of torchvision and Hugging Face, with their own transform taken apart.
+"""Data sets of torchvision and Hugging Face, cut into reading and transform.
 
 Both apply a transform that the user gave them to what they have read. Taken as they are, their samples are random where
 the transform is, so that nothing could be cached. Their classes are recognised by name and module, so neither library
@@ -25,7 +25,7 @@ _VISION = ("transform", "target_transform", "transforms")
 _FORMAT = ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns")
 
 
-class ApartSource(BaseSource):
+class CutSource(BaseSource):
     """A data set whose `fetch` leaves out its own transform, which is in `pipeline`. The samples are the same.
 
     `fetch` raises `SampleError` when the transform of the data set has been replaced since: it would have no effect.
@@ -64,10 +64,10 @@ class ApartSource(BaseSource):
 
     def fingerprint(self) -> str:
         """The fingerprint of the data set without its transform."""
-        return f"ApartSource {self._bare.fingerprint()}"
+        return f"CutSource {self._bare.fingerprint()}"
 
     def __repr__(self) -> str:
-        return f"ApartSource({type(self.dataset).__name__}, {len(self)} samples)"
+        return f"CutSource({type(self.dataset).__name__}, {len(self)} samples)"
 
 
 class Jointly:
@@ -96,11 +96,11 @@ class OnRow:
         return f"OnRow({self.transform!r})"
 
 
-def taken_apart(dataset: Any, plain: Callable[[Any], BaseSource]) -> ApartSource | None:
-    """`dataset` as a source of its own if it is one of torchvision or Hugging Face that can be taken apart, else None.
+def cut_known(dataset: Any, plain: Callable[[Any], BaseSource]) -> CutSource | None:
+    """Return a data set of torchvision or Hugging Face as a `CutSource`; None if it cannot be cut.
 
-    Reads a sample of torchvision's three times. Left whole are data sets that the user marked, and those that treat
-    their samples in a way of their own.
+    Reads one sample of a torchvision data set three times. Data sets that the user marked, and those with code of
+    their own between reading and transform, are not cut.
 
     Args:
         dataset: any map-style data set.
@@ -122,7 +122,7 @@ def _is(cls: type, name: str, library: str) -> bool:
 # --- torchvision ----------------------------------------------------------------------------------------------------
 
 
-def _vision(dataset: Any, plain: Callable[[Any], BaseSource]) -> ApartSource | None:
+def _vision(dataset: Any, plain: Callable[[Any], BaseSource]) -> CutSource | None:
     if not _module_of_reading(dataset).startswith("torchvision.datasets") or not len(dataset):
         return None  # a class of the user's, which may do anything with its transforms
     bare = _without(dataset)
@@ -134,7 +134,7 @@ def _vision(dataset: Any, plain: Callable[[Any], BaseSource]) -> ApartSource | N
     if steps is None:
         return None
     files = _image_files(dataset, sample)
-    return ApartSource(dataset, plain(bare) if files is None else files, steps, (*_VISION, "loader"))
+    return CutSource(dataset, plain(bare) if files is None else files, steps, (*_VISION, "loader"))
 
 
 def _module_of_reading(dataset: Any) -> str:
@@ -234,9 +234,9 @@ def _takes_samples(step: Any) -> bool:
 # --- Hugging Face ---------------------------------------------------------------------------------------------------
 
 
-def _hugging_face(dataset: Any, plain: Callable[[Any], BaseSource]) -> ApartSource | None:
+def _hugging_face(dataset: Any, plain: Callable[[Any], BaseSource]) -> CutSource | None:
     form = dataset.format
     transform = form["format_kwargs"].get("transform")
     if form["type"] != "custom" or transform is None or set(form["columns"]) != set(dataset.column_names):
         return None
-    return ApartSource(dataset, plain(dataset.with_format(None)), [OnRow(transform)], _FORMAT)
+    return CutSource(dataset, plain(dataset.with_format(None)), [OnRow(transform)], _FORMAT)

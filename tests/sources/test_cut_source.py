@@ -1,4 +1,4 @@
-"""Data sets of torchvision and Hugging Face: apart where that changes nothing, else whole."""
+"""Data sets of torchvision and Hugging Face: cut where that changes nothing, else whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import stallfree as sf
 from stallfree.errors import SampleError
 from stallfree.pipeline.classify.probe import same
 from stallfree.sources import MapSource, as_source
-from stallfree.sources.apart import ApartSource, Jointly
+from stallfree.sources.cut_source import CutSource, Jointly
 
 COUNT = 12
 
@@ -164,7 +164,7 @@ def both(picture: Any, label: int) -> Any:
 def test_apart(make: Callable[[], Any], steps: list[str]) -> None:
     dataset = make()
     source = as_source(dataset)
-    assert isinstance(source, ApartSource)
+    assert isinstance(source, CutSource)
     for step, name in zip(source.pipeline, steps, strict=True):
         assert name.strip("()").split(", ")[-1] in repr(step) or type(step).__name__ == name
         assert repr(step).startswith(name.split(",")[0]) or isinstance(step, Jointly) or step is noisy
@@ -191,7 +191,7 @@ def test_classes_of_users_stay_whole() -> None:
         """Reads as the library does."""
 
     assert isinstance(as_source(Crops(noisy)), MapSource)
-    assert isinstance(as_source(Named(noisy)), ApartSource)
+    assert isinstance(as_source(Named(noisy)), CutSource)
     assert isinstance(as_source(sf.mark_deterministic(Separate(tripled))), MapSource)
 
 
@@ -209,7 +209,7 @@ def test_each_sample_is_read_once_and_augmented_anew() -> None:
 
 def test_whole_on_request() -> None:
     for dataset in (Separate(noisy), Subset(Separate(noisy), [3, 5])):  # type: ignore[arg-type]
-        source = as_source(dataset, apart=False)
+        source = as_source(dataset, divide=False)
         assert isinstance(source, MapSource)
         assert source.dataset is dataset
 
@@ -339,10 +339,10 @@ def noisy_rows(batch: dict[str, Any]) -> dict[str, Any]:
     return {"z": [np.array(row) + random.random() for row in batch["x"]], "y": batch["y"]}
 
 
-def test_the_transform_of_rows_is_taken_apart() -> None:
+def test_the_transform_of_rows_is_cut_known() -> None:
     dataset = Dataset("custom", transform=noisy_rows)
     source = as_source(dataset)
-    assert isinstance(source, ApartSource)
+    assert isinstance(source, CutSource)
     assert source.fetch(3) == {"x": [3, 4], "y": "row 3"}
     random.seed(1)
     expected = dataset[3]
