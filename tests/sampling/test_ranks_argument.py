@@ -226,6 +226,40 @@ def test_all_ranks_use_the_seed_of_rank_0(two: Any, tmp_path: Path) -> None:
         assert sorted(parts[0][number] + parts[1][number]) == list(range(SAMPLES))
 
 
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (0, 2), (1, 2)])
+def test_a_state_of_another_seed_is_refused(rank: int, count: int) -> None:
+    state = loader_of(rank, count, shuffle=True, seed=1).state_dict()
+    with pytest.raises(InputError, match=r"the state was taken with seed=1, this loader has seed=2: give the same"):
+        loader_of(rank, count, shuffle=True, seed=2).load_state_dict(state)
+    taken = loader_of(rank, count, shuffle=True, seed=None)
+    taken.load_state_dict(state)
+    assert batches(taken) == batches(loader_of(rank, count, shuffle=True, seed=1))
+
+
+def test_in_a_group_the_seed_of_rank_0_is_compared_with_that_of_the_state(two: Any) -> None:
+    def train(rank: int) -> None:
+        def loader(seed: int | None) -> sf.DataLoader:
+            return sf.DataLoader(range(SAMPLES), batch_size=3, shuffle=True, ranks="auto", seed=seed)
+
+        first = loader(10 * rank)  # that of rank 0 counts
+        iterator = iter(first)
+        next(iterator)
+        state, rest = first.state_dict(), batches(iterator)
+        for seed in (10 * rank, None):
+            same = loader(seed)
+            same.load_state_dict(state)
+            assert batches(same) == rest
+            same.load_state_dict(state)  # once more, after its first iteration
+            assert batches(same) == rest
+        other = loader(5 * (1 - rank))  # on rank 1 the seed of the state, on rank 0 another one
+        other.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(InputError, match=r"taken with seed=0, this loader has seed=5: give the same, or none"):
+                batches(other)
+
+    two(train)
+
+
 def test_a_rank_that_waits_for_rank_0_in_vain_says_so(two: Any) -> None:
     def train(rank: int) -> None:
         module.AGREE_SECONDS = 0.05

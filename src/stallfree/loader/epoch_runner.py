@@ -67,17 +67,27 @@ class Seeds:
         self, given: int | None, generator: torch.Generator | None, shuffle: bool, ranks: Any, name: str
     ) -> None:
         self.seed = self._given = given
+        self._restored: int | None = None  # the seed of a state
         self.base = 0
         self._generator, self._shuffle, self._ranks = generator, shuffle, ranks
         self._name = "" if ranks is None else numbered(name)
 
-    @property
-    def expected(self) -> int | None:
-        """The seed that a state must have; None for any. With `ranks`, that of rank 0."""
-        return None if self._name else self._given
+    def restore(self, seed: int | None) -> None:
+        """Take the seed of a state, if it has one. Raises `InputError` if the loader was given another one.
+
+        In a process group, the seed given to rank 0 counts: it is known, and checked, when the next iteration begins.
+        """
+        if seed is None:
+            return
+        if not (self._name and has_process_group() and rank_and_count(self._ranks)[1] > 1):
+            _check_seed(seed, self._given)
+        self.seed = self._restored = seed
 
     def draw(self, *, new_workers: bool) -> int:
-        """The seed, drawn at the first iteration. `new_workers`: whether torch's loader would start workers now."""
+        """The seed, drawn at the first iteration. `new_workers`: whether torch's loader would start workers now.
+
+        Raises `InputError` if rank 0 was given another seed than that of the state.
+        """
         if new_workers:
             self.base = draw_seed(self._generator)
         if self._shuffle and self._generator is None:
@@ -85,7 +95,10 @@ class Seeds:
         seed, drawn = self.base if self.seed is None else self.seed, self.seed is None
         name, self._name = self._name, ""
         if name and rank_and_count(self._ranks)[1] > 1 and (drawn or has_process_group()):
-            seed = agreed(seed, name)
+            seed = agreed(seed if self._given is None else self._given, name)
+            self._given = None if self._given is None else seed
+            _check_seed(self._restored, seed)
+        _check_seed(self._restored, self._given)
         self.seed = seed
         return seed
 
@@ -235,10 +248,10 @@ class EpochRunner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Raises `InputError` for a state that does not match."""
-        check_state(state, self.source.describe(), self._seeds.expected)
+        check_state(state, self.source.describe())
+        self._seeds.restore(state["seed"])
         self.source.load_state_dict(state)
         if state["seed"] is not None:
-            self._seeds.seed = state["seed"]
             self._set_seed(state["seed"])
         self.set_epoch(state["epoch"])
         self._resume = Position(state["batches"], state["rest"], state.get("dealt"))
@@ -267,13 +280,12 @@ class EpochRunner:
             self.options.log.flush()
 
 
-def check_state(state: Any, order: dict[str, Any], seed: int | None) -> None:
+def check_state(state: Any, order: dict[str, Any]) -> None:
     """Raise `InputError` unless a loader can resume from `state`.
 
     Args:
         state: as returned by `state_dict()`.
         order: of the loader, as its source describes it.
-        seed: of the loader; None if any seed is valid.
     """
     version = state.get("version") if isinstance(state, dict) else None
     if version != STATE_VERSION:
@@ -284,9 +296,13 @@ def check_state(state: Any, order: dict[str, Any], seed: int | None) -> None:
     missing = {"epoch", "seed", "order", "batches", "rest"} - state.keys()
     if missing:
         raise state_format(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
-    if None not in (seed, state["seed"]) and seed != state["seed"]:
-        raise state_mismatch(
-            f"the state was taken with seed={state['seed']}, this loader has seed={seed}: give the same, or none"
-        )
     if state["order"] != order:
         raise state_mismatch(f"the state was taken with {state['order']}, this loader has {order}: give the same")
+
+
+def _check_seed(restored: int | None, given: int | None) -> None:
+    """Raise `InputError` if the seed of a state differs from that of the loader. None: there is none."""
+    if None not in (restored, given) and restored != given:
+        raise state_mismatch(
+            f"the state was taken with seed={restored}, this loader has seed={given}: give the same, or none"
+        )

@@ -118,7 +118,10 @@ class RayGroup:
         _, task = unpack_task(packed)
         key, ids = (task.token, task.number), task.ids.tobytes()
         entry = self._entries.get(key)
-        if entry is None or entry.ids != ids or (lost is not None and entry.is_result(lost)):
+        if entry is not None and lost is not None and entry.is_result(lost):
+            del self._entries[key]  # `_begin` may wait, and must not find it then
+            entry = None
+        if entry is None or entry.ids != ids:
             entry = await self._begin(key, task, ids, host)
         elif host in self._hosts:
             self._hosts[host].behind = False
@@ -203,9 +206,9 @@ class RayGroup:
         self._capacity, self._lost = capacity, self._lost + lost
         self._problem = "" if capacity else self._problem
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: str | InputError) -> None:
         """See `Owner`."""
-        self._problem = reason
+        self._problem = str(reason)
 
 
 class GroupClient:
@@ -273,7 +276,7 @@ class GroupClient:
             return
         error = future.exception()
         if isinstance(error, InputError) or isinstance(getattr(error, "cause", None), InputError):
-            self._owner.failed(str(getattr(error, "cause", error)))
+            self._owner.failed(error if isinstance(error, InputError) else error.cause)  # type: ignore[attr-defined]
         elif error is not None:
             self._replace()
         else:
