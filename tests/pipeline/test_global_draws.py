@@ -60,6 +60,20 @@ def test_positions_are_found_here() -> None:
     assert global_draws._torch_offset() is not None
 
 
+@pytest.mark.parametrize("number", sorted(set(range(len(DRAWS))) - {6}))  # `random.seed` alone draws nothing
+def test_a_draw_after_all_were_seeded_is_seen(looks: GlobalDraws, number: int) -> None:
+    looks.mark()
+    np.random.randn()  # the next one is in reserve, until it is seeded
+    for _ in range(2):
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        looks.mark(seeded=True)
+        assert not looks.moved()
+        DRAWS[number]()
+        assert looks.moved()
+
+
 def test_each_draw_is_seen_once(looks: GlobalDraws) -> None:
     random.seed(1)
     np.random.seed(1)

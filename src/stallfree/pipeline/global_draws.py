@@ -42,21 +42,23 @@ class GlobalDraws:
         self._bits: Any = None
         self._mark: tuple[Any, ...] = ()
 
-    def mark(self) -> None:
-        """Record the current states."""
-        self._mark = self._now()
+    def mark(self, *, seeded: bool = False) -> None:
+        """Record the current states. `seeded`: all generators were seeded since the last call, which is faster."""
+        self._mark = self._now(seeded)
 
     def moved(self) -> bool:
         """Return whether anything has drawn since `mark`, or since the last call."""
         before, self._mark = self._mark, self._now()
         return before != self._mark
 
-    def _now(self) -> tuple[Any, ...]:
+    def _now(self, seeded: bool = False) -> tuple[Any, ...]:
         legacy = np.random.mtrand._rand
         if legacy._bit_generator is not self._bits:
             self._bits, self._at_numpy, self._reserve = legacy._bit_generator, _numpy_position(legacy), True
         at_numpy = self._at_numpy()
-        if self._reserve or self._mark[:1] != (at_numpy,):
+        if seeded:
+            self._reserve = False  # seeding drops the cached normal number
+        elif self._reserve or self._mark[:1] != (at_numpy,):
             # Taking a cached normal number does not step the generator, so its presence is part of the position.
             self._reserve = bool(legacy.get_state(legacy=False)["has_gauss"])
         return (

@@ -126,9 +126,8 @@ class Randomness:
                 seeder(number)
             for seeder, place in self._owned:
                 seeder(_mix(number + place))
-
             if self._looks is not None:
-                self._looks.mark()
+                self._looks.mark(seeded=True)
 
     def _look(self) -> None:
         """Check, while it is unknown, whether anything has drawn since the last call of `seed`."""
