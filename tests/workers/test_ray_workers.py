@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from loader_data import Made
 from ray_cluster import RayCluster
 from redis_servers import Server, needs_server, until
 from stallfree.batches.messages import READY, Result
+from stallfree.workers import ray_executor
 from stallfree.workers.ray_executor import Demand
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
@@ -122,9 +124,54 @@ def test_an_error_of_a_sample_is_raised_here(cluster: RayCluster) -> None:
 def test_a_cluster_that_cannot_be_reached_is_one_error() -> None:
     with (
         sf.DataLoader(Made(16, noisy), workers=sf.RayWorkers(1, address="127.0.0.1:9")) as loader,
-        pytest.raises(sf.WorkerError, match="no Ray workers could be started"),
+        pytest.raises(sf.WorkerError, match=r"no Ray workers could be started.*address='127\.0\.0\.1:9'.*refused"),
     ):
         list(loader)
+
+
+class Locked(Made):
+    """Has an attribute that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__(16, noisy)
+        self.lock = threading.Lock()
+
+
+def _locks(_: object, lock: Any) -> None:
+    lock.acquire()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"dataset": Locked()},
+            r"^the data set cannot be sent to Ray workers: its attribute 'lock' is a lock: .*pickle",
+        ),
+        ({"collate_fn": partial(_locks, lock=threading.Lock())}, "^collate_fn cannot be sent to Ray workers: .*lock"),
+        ({"worker_init_fn": partial(_locks, lock=threading.Lock())}, "^worker_init_fn cannot be sent to Ray workers: "),
+    ],
+)
+def test_what_cannot_be_pickled_is_one_error(method: str, wrong: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"dataset": Made(16, noisy), "batch_size": 4, "multiprocessing_context": method}
+    with sf.DataLoader(**{**options, **wrong}, workers=sf.RayWorkers(1, address="127.0.0.1:9")) as loader:
+        for _ in range(2):
+            with pytest.raises(sf.InputError, match=message) as caught:
+                next(iter(loader))
+            assert caught.value.page == "not-picklable"
+        assert not bridges()
+
+
+def test_resources_that_no_node_has_are_named(
+    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_executor, "PATIENCE", 5.0)
+    workers = sf.RayWorkers(1, address=cluster.address, resources={"CPU": 2, "licence": 3})
+    with sf.DataLoader(Made(16, noisy), batch_size=8, workers=workers) as loader:
+        assert [ids.tolist() for _, ids, _ in loader] == [list(range(8)), list(range(8, 16))]
+    assert "resources={'CPU': 2, 'licence': 3}" in caplog.text
+    assert "'CPU': 4.0" in caplog.text
 
 
 @pytest.mark.parametrize(

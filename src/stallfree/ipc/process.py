@@ -39,6 +39,8 @@ REPORT_SECONDS = 2.0
 _CHECK_MILLISECONDS = 1000  # interval of checks for the death of a parent without a pidfd
 _END_CHECK_MILLISECONDS = 100
 _LEADER_SECONDS = 10.0
+_DEEPEST = 8
+"""Maximum depth of the attribute that a message names."""
 
 _leaders: weakref.WeakSet[Child] = weakref.WeakSet()
 
@@ -108,7 +110,7 @@ class Child:
                 self._process.start()
         except Exception as error:
             ours.close()
-            raise _unsendable(parts, method) or error from error
+            raise (None if method == "fork" else _unsendable(parts, method)) or error from error
         finally:
             theirs.close()
         self.pid: int = self._process.pid
@@ -247,15 +249,35 @@ at_fork(after_in_child=_leaders.clear)
 
 def _unsendable(parts: Sequence[tuple[str, object]], method: str) -> InputError | None:
     """Return the error that names the part that cannot be pickled, or None."""
-    for what, part in parts if method != "fork" else ():
-        try:
-            ForkingPickler.dumps(part)
-        except Exception as reason:
+    for what, part in parts:
+        if problem := describe_unpicklable(part, ForkingPickler.dumps):
             return not_picklable(
-                f"{what} cannot be sent to a process started by {method!r}: {text_of(reason)}. Define it at the top "
+                f"{what} cannot be sent to a process started by {method!r}: {problem}. Define it at the top "
                 "level of a module (no lambda, no function within a function), or use multiprocessing_context='fork'"
             )
     return None
+
+
+def describe_unpicklable(value: object, dumps: Callable[[Any], object]) -> str:
+    """Return why `dumps` cannot pickle `value`, with the attribute that is the cause; "" if it can."""
+    path, problem = "", ""
+    while reason := _problem_of(value, dumps):
+        problem = reason
+        attributes = getattr(value, "__dict__", {})
+        own = attributes.items() if isinstance(attributes, dict) and not isinstance(value, type) else ()
+        cause = next((name for name, part in own if _problem_of(part, dumps)), None)
+        if cause is None or path.count(".") > _DEEPEST:
+            break
+        path, value = f"{path}.{cause}", attributes[cause]
+    return f"its attribute {path[1:]!r} is a {type(value).__name__}: {problem}" if path else problem
+
+
+def _problem_of(value: object, dumps: Callable[[Any], object]) -> str:
+    try:
+        dumps(value)
+    except Exception as error:
+        return text_of(error) or type(error).__name__
+    return ""
 
 
 # -- in the child process ---------------------------------------------------------------------------------------------

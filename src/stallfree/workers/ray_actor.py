@@ -16,6 +16,8 @@ import numpy.typing as npt
 from stallfree.batches.batch_builder import failure
 from stallfree.batches.messages import PRIVATE, unpack_task
 from stallfree.cache.memory.sample_cache import SampleCache, attach_or_create
+from stallfree.errors import not_picklable, text_of
+from stallfree.ipc.process import describe_unpicklable
 from stallfree.workers.worker import WorkerSetup, prepare_process, problem_of_init
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,8 +29,21 @@ CONCURRENCY = 2
 def pack_setup(setup: WorkerSetup) -> bytes:
     """Pickle the setup of workers, with functions and classes of `__main__` by value.
 
-    Unpickled on another host, a sample cache in memory is one of that host with the same layout.
+    Unpickled on another host, a sample cache in memory is one of that host with the same layout. Raises `InputError`
+    if it cannot be pickled, which names the part that is the cause.
     """
+    try:
+        return _dumps(setup)
+    except Exception as error:
+        causes = ((what, describe_unpicklable(part, _dumps)) for what, part in setup.parts)
+        what, problem = next(((what, found) for what, found in causes if found), ("the data set", text_of(error)))
+        raise not_picklable(
+            f"{what} cannot be sent to Ray workers: {problem}. Give something that can be pickled: create locks, open "
+            "files and connections on first use in the worker, or leave them out in __getstate__"
+        ) from error
+
+
+def _dumps(value: object) -> bytes:
     cloudpickle: Any = import_module("ray.cloudpickle")
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined,unused-ignore]
@@ -38,7 +53,7 @@ def pack_setup(setup: WorkerSetup) -> bytes:
             return super().reducer_override(obj)
 
     out = io.BytesIO()
-    Pickler(out, protocol=5).dump(setup)
+    Pickler(out, protocol=5).dump(value)
     return out.getvalue()
 
 

@@ -18,12 +18,13 @@ from typing import Any
 
 from stallfree.batches.messages import FORGET, PRIVATE, READY, RESIZE, UNDONE, Result, Task, unpack_result, unpack_task
 from stallfree.batches.ring import Slots
-from stallfree.errors import text_of
+from stallfree.errors import InputError, WorkerError, text_of
 from stallfree.ipc.process import Parent
+from stallfree.ipc.remote import pack_error
 from stallfree.workers.ray_actor import pack_setup
 from stallfree.workers.ray_group import GroupClient
 from stallfree.workers.ray_pool import ActorPool, Built, Events
-from stallfree.workers.ray_workers import HEAD, PROBLEM, RESULT, STATE, GroupTerms, RayWorkers
+from stallfree.workers.ray_workers import HEAD, PROBLEM, REASON, RESULT, STATE, GroupTerms, RayWorkers
 from stallfree.workers.worker import WorkerSetup
 
 _CONNECT_SECONDS = 3.0
@@ -56,10 +57,13 @@ def bridge_main(
         parent.report()
         ray = None
         try:
-            ray = connect(address, spec)
             packed = setup if isinstance(setup, bytes) else pack_setup(setup)
+            ray = connect(address, spec)
+            bridge.note(lacking(ray, spec))
             pool = ActorPool if group is None else GroupClient
             bridge.pool = pool(ray, spec, packed, first, bridge, events, *([] if group is None else [group]))
+        except InputError as error:
+            bridge.failed(error)
         except Exception as error:
             bridge.failed(f"no Ray workers could be started: {type(error).__name__}: {text_of(error)}")
         else:
@@ -72,18 +76,37 @@ def bridge_main(
 def connect(address: str | None, spec: RayWorkers) -> Any:
     """Connect to the cluster; return the module `ray`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if address is not None and (found := re.fullmatch(r"([\w.-]+):(\d+)", address)):
-        socket.create_connection((found[1], int(found[2])), _CONNECT_SECONDS).close()  # Ray itself retries for long
     ray = import_module("ray")
-    ray.init(
-        address=address,
-        namespace="stallfree",
-        runtime_env=None if spec.runtime_env is None else dict(spec.runtime_env),
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        configure_logging=False,
-    )
+    try:
+        if address is not None and (found := re.fullmatch(r"(?:ray://)?([\w.-]+):(\d+)", address)):
+            socket.create_connection((found[1], int(found[2])), _CONNECT_SECONDS).close()  # Ray itself retries for long
+        ray.init(
+            address=address,
+            namespace="stallfree",
+            runtime_env=None if spec.runtime_env is None else dict(spec.runtime_env),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
+    except (OSError, ValueError) as error:
+        raise ConnectionError(
+            f"the cluster at address={address!r} cannot be reached ({text_of(error)}). Give the address that `ray "
+            'start --head` printed, such as "10.0.0.1:6379", or None for a cluster on this machine'
+        ) from error
     return ray
+
+
+def lacking(ray: Any, spec: RayWorkers) -> str:
+    """Return why no node of the cluster can ever hold a worker, or ""."""
+    required = {"CPU": 1.0, **(spec.resources or {})}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(all(node.get(name, 0) >= amount for name, amount in required.items()) for node in nodes):
+        return ""
+    most = {name: max(node.get(name, 0) for node in nodes) for node in nodes for name in node if ":" not in name}
+    return (
+        f"no node of the cluster has resources={required}, which a worker requires. There are {len(nodes)} nodes, of "
+        f"which one has at most {most}. Give smaller resources=, or add a node that has them"
+    )
 
 
 class Bridge:
@@ -119,9 +142,13 @@ class Bridge:
         """See `Owner`."""
         self._send(STATE, lost, capacity)
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: str | InputError) -> None:
         """See `Owner`."""
-        self._send(PROBLEM, 0, 0, reason.encode(errors="replace"))
+        self._send(PROBLEM, 0, 0, pack_error(WorkerError(reason) if isinstance(reason, str) else reason))
+
+    def note(self, reason: str) -> None:
+        """Send why no worker may get ready, or ""."""
+        self._send(REASON, 0, 0, reason.encode(errors="replace"))
 
     def built(self, task: Task, built: Built) -> None:
         """See `Owner`. The batch is copied when it has arrived in the object store of this node."""

@@ -21,13 +21,14 @@ from typing import Any
 
 from stallfree.batches.batch_builder import failure
 from stallfree.batches.messages import UNDONE, Result, Task, forget_message, resize_message, unpack_result
-from stallfree.errors import WorkerError
+from stallfree.errors import WorkerError, text_of
 from stallfree.frames import users_level
 from stallfree.ipc.process import Child, end_all
+from stallfree.ipc.remote import unpack_error
 from stallfree.platform import cpu_count
 from stallfree.workers.ray_actor import pack_setup
 from stallfree.workers.ray_bridge import bridge_main
-from stallfree.workers.ray_workers import AUTO_MOST, HEAD, PROBLEM, STATE, GroupTerms, RayWorkers
+from stallfree.workers.ray_workers import AUTO_MOST, HEAD, PROBLEM, REASON, STATE, GroupTerms, RayWorkers
 from stallfree.workers.worker import WorkerSetup
 from stallfree.workers.worker_processes import WorkerProcesses
 
@@ -95,6 +96,7 @@ class RayExecutor:
         self._alone = False  # whether local workers continue without Ray workers
         self._since = 0.0  # without Ray workers, in seconds of `time.monotonic`
         self._retry = 0.0
+        self._reason = ""  # why no Ray worker may get ready
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
@@ -207,7 +209,10 @@ class RayExecutor:
             self._replaced += worker
             self._set_capacity(capacity)
         elif kind == PROBLEM:
-            self._fail(bytes(body).decode(errors="replace"), results)
+            error, trace = unpack_error(bytes(body))
+            self._fail(error or WorkerError(trace), results)
+        elif kind == REASON:
+            self._reason = bytes(body).decode(errors="replace")
         else:
             result = unpack_result(body)
             result.worker = self._setup.worker + worker
@@ -237,13 +242,17 @@ class RayExecutor:
             self._lose("the process that is connected to Ray ended")
         elif self._since and not self._alone and time.monotonic() > self._since + self._patience:
             self._alone = True
+            reason = self._reason or f"the cluster of address={self._spec.address!r} has given none yet"
             log.warning(
-                "no Ray worker is ready after %g s: %d local workers start meanwhile", self._patience, self._local.count
+                "no Ray worker is ready after %g s: %s. Meanwhile, %d local workers start",
+                self._patience,
+                reason,
+                self._local.count,
             )
         self._assign()
 
     def _connect(self) -> None:
-        self._capacity, self._since = None, time.monotonic()
+        self._capacity, self._since, self._reason = None, time.monotonic(), ""
         if self._demand is not None:
             self._demand.restart(asked=self._spec.first)
         context, address = self._context, self._spec.address
@@ -280,16 +289,18 @@ class RayExecutor:
             )
         self._assign()
 
-    def _fail(self, text: str, results: list[Result]) -> None:
-        """The bridge cannot have workers, and says why. At the start, that is the result of all tasks."""
+    def _fail(self, error: Exception, results: list[Result]) -> None:
+        """The bridge cannot have workers. At the start, its error is the result of all tasks."""
         if self._connected or self._alone:
             self._alone = False  # to warn with this reason
-            self._lose(text)
+            self._lose(text_of(error))
             return
         tasks = [*self._remote.values(), *self._waiting]
         self._remote.clear()
         self._waiting.clear()
-        results += [failure(task, WorkerError(text, ids=task.ids.tolist()), here=True) for task in tasks]
+        for task in tasks:
+            own = WorkerError(text_of(error), ids=task.ids.tolist()) if isinstance(error, WorkerError) else error
+            results.append(failure(task, own, here=True))
         bridge, self._bridge = self._bridge, None
         if bridge is not None:
             bridge.end(time.monotonic() + 1.0)

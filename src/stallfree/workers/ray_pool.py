@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from stallfree.batches.batch_builder import failure
 from stallfree.batches.messages import Task
-from stallfree.errors import WorkerError, text_of
+from stallfree.errors import InputError, WorkerError, text_of
 from stallfree.workers.ray_actor import CONCURRENCY, RayWorker
 from stallfree.workers.ray_workers import DEPTH, RayWorkers
 from stallfree.workers.worker_processes import LIVES
@@ -59,7 +59,7 @@ class Owner(Protocol):
     def changed(self, capacity: int, lost: int) -> None:
         """The number of tasks that the workers take has changed, or `lost` workers were lost."""
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: str | InputError) -> None:
         """No worker could be started."""
 
 

@@ -23,8 +23,8 @@ HEAD = struct.Struct("<iii52x")
 Its 64 bytes keep the alignment of the memory that follows.
 """
 
-RESULT, STATE, PROBLEM = 0, 1, 2
-"""Kinds: a packed result; the state of the workers; text that says why there are no workers."""
+RESULT, STATE, PROBLEM, REASON = 0, 1, 2, 3
+"""Kinds: a packed result; the state of the workers; an error, as there are no workers; text, why none may get ready."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,17 @@ class WorkerSetup:
     seed: int
     worker_init: Callable[[int], None] | None
 
+    @property
+    def parts(self) -> list[tuple[str, object]]:
+        """What may be impossible to pickle, with its description for a message."""
+        reader = self.builder.reader
+        return [
+            *((f"the transform {step!r}", step) for step in (*reader.deterministic, *reader.rest)),
+            ("collate_fn", self.builder.collate),
+            ("worker_init_fn", self.worker_init),
+            ("the data set", self.dataset),
+        ]
+
 
 def worker_main(parent: Parent, setup: WorkerSetup) -> None:
     """Run a worker until its end."""

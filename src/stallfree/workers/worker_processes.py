@@ -181,19 +181,13 @@ class WorkerProcesses:
         return LIVES - deaths
 
     def _start(self, number: int) -> _Worker:
-        setup, reader = self._setup, self._setup.builder.reader
-        parts = [
-            *((f"the transform {step!r}", step) for step in (*reader.deterministic, *reader.rest)),
-            ("collate_fn", setup.builder.collate),
-            ("worker_init_fn", setup.worker_init),
-            ("the data set", setup.dataset),
-        ]
+        setup = self._setup
         child = Child(
             worker_main,
             replace(setup, worker=number, seed=setup.seed + number),
             context=self._context,
             name=f"stallfree-worker-{number}",
-            parts=parts,
+            parts=setup.parts,
             attempt=self.hung // len(self._workers),
         )
         return _Worker(child)
