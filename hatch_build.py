@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,10 +33,12 @@ from typing import Any
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+    from hatchling.metadata.plugin.interface import MetadataHookInterface
 except ImportError:  # started as a script, where hatchling need not be
-    BuildHookInterface = object  # type: ignore[assignment, misc]
+    BuildHookInterface = MetadataHookInterface = object  # type: ignore[assignment, misc]
 
 ROOT = Path(__file__).resolve().parent
+SITE = "https://stallfree.readthedocs.io/"
 SOURCE = ROOT / "src/stallfree/vision/_native.c"
 LIBRARY = SOURCE.with_suffix(".so")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
@@ -108,6 +111,25 @@ def compile_native(target: Path, libjpeg: Path | None = None) -> str:
     return reason
 
 
+def with_full_links(readme: str) -> str:
+    """The README with links to the documentation's site in place of files, for package indexes."""
+    pages = re.sub(r"\]\(docs/([^)#]*?)(?:index)?\.md(#[^)]*)?\)", _page, readme)
+    return pages.replace("](docs/", f"]({SITE}")
+
+
+def _page(found: re.Match[str]) -> str:
+    name, anchor = found.groups("")
+    return f"]({SITE}{name}{'/' if name and not name.endswith('/') else ''}{anchor})"
+
+
+class ReadmeHook(MetadataHookInterface):
+    """Puts the README into the metadata."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        text = with_full_links((ROOT / "README.md").read_text(encoding="utf-8"))
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
 class NativeBuildHook(BuildHookInterface):
     """Puts the library into the source tree for an editable install, and into the wheel for any other."""
 
@@ -124,7 +146,7 @@ class NativeBuildHook(BuildHookInterface):
         if reason:
             self.app.display_warning(
                 f"stallfree is installed without its compiled part ({reason}): pictures are decoded whole and resized "
-                "by torch. For the compiled part, install a C compiler and libjpeg-dev, and install stallfree anew"
+                "by torch. For the compiled part, install a C compiler and libjpeg-dev, and install stallfree again"
             )
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")

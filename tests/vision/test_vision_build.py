@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,3 +126,15 @@ def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert native.library.__wrapped__() is None
     monkeypatch.setattr(native, "LIBRARY", tmp_path / "nothing.so")
     assert native.library.__wrapped__() is None
+
+
+def test_the_readme_of_the_package_links_to_pages_of_the_site(build: ModuleType) -> None:
+    metadata: dict[str, Any] = {}
+    build.ReadmeHook.update(None, metadata)
+    links = re.findall(r"\]\(([^)#]*)", metadata["readme"]["text"])
+    assert len(links) > 10
+    for link in links:
+        assert link.startswith(build.SITE)
+        page = link.removeprefix(build.SITE)
+        places = [page, f"{page.rstrip('/')}.md", f"{page}index.md"]
+        assert any((ROOT / "docs" / place).is_file() for place in places), link
