@@ -276,7 +276,7 @@ class GroupClient:
             return
         error = future.exception()
         if isinstance(error, InputError) or isinstance(getattr(error, "cause", None), InputError):
-            self._owner.failed(error if isinstance(error, InputError) else error.cause)  # type: ignore[attr-defined]
+            self._owner.failed(error if isinstance(error, InputError) else error.cause)
         elif error is not None:
             self._replace()
         else:
