@@ -170,7 +170,7 @@ def test_scores_that_cannot_be_used() -> None:
             with pytest.raises(InputError, match=message):
                 cache.set_scores(ids, scores)
     for policy in ("minio", "lru"):
-        with small(policy, 2) as cache, pytest.raises(InputError, match=f"'{policy}', which makes its own scores"):
+        with small(policy, 2) as cache, pytest.raises(InputError, match=f"'{policy}', which computes its own scores"):
             cache.set_scores([1], [1.0])
 
 

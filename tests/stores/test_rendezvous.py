@@ -303,7 +303,7 @@ def test_nodes_that_do_not_come_are_named(server: NodeServer, master: JobStore) 
     place = Place(1, 4, "127.0.0.1", master.port)
     master.set("stallfree/4/one/2", json.dumps({"version": 3, "host": "old", "id": "old"}))
     master.set("stallfree/4/another/3", "here")
-    with pytest.raises(WaitError, match=r"of the 4 nodes of the job, number 0, 3 did not make the store 'one'"):
+    with pytest.raises(WaitError, match=r"of the 4 nodes of the job, number 0, 3 did not create the store 'one'"):
         meet(server, place, 0.1)
     for number in (0, 3):
         master.set(f"stallfree/4/one/{number}", json.dumps({"version": 3, "host": "old", "id": "old"}))
@@ -319,7 +319,7 @@ def test_a_server_that_does_not_answer_is_named(server: NodeServer, master: JobS
         master.set("stallfree/2/one/1", json.dumps({"version": 3, "host": "far", "id": "far"}))
         address = {"sequence": 9, "host": "127.0.0.1", "port": port, "password": "x"}
         master.set("stallfree/node/far/address", json.dumps(address))
-        message = f"node 1 of the store 'one', far at 127.0.0.1 port {port}, does not answer here: let the port through"
+        message = f"node 1 of the store 'one', far at 127.0.0.1 port {port}, does not answer this node: allow the port"
         with pytest.raises(WaitError, match=message):
             meet(server, Place(0, 2, "127.0.0.1", master.port), 1)
 

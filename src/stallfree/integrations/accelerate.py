@@ -79,17 +79,17 @@ def _check(accelerator: Any, loader: Any) -> None:
         raise ranks_conflict(f"prepare was given a {type(loader).__name__}: give it a stallfree.DataLoader")
     if isinstance(loader.dataset, IterableDataset):
         raise iterable_unsupported(
-            "prepare was given a loader of an IterableDataset, whose samples are not dealt out by their ids: let its "
-            "__iter__ yield the part of the process, and use the loader as it is"
+            "prepare was given a loader of an IterableDataset, whose samples cannot be partitioned by id: let __iter__ "
+            "yield the samples of its process, and use the loader unchanged"
         )
     if loader.ranks is not None or isinstance(loader.sampler, (DistributedSampler, ImportanceSampler)):
         raise ranks_conflict(
-            "prepare was given a loader whose samples are dealt out already, by ranks= or its sampler: use that loader "
-            "as it is, or leave them out"
+            "prepare was given a loader whose samples are already partitioned, by ranks= or its sampler: use the "
+            "loader unchanged, or leave out ranks= and the sampler"
         )
     if loader.batch_sampler is None:
         raise argument_conflict(
-            "prepare was given a loader with batch_size=None: give it a batch_size, as Accelerate needs"
+            "prepare was given a loader with batch_size=None: give a batch_size, which Accelerate requires"
         )
     if accelerator.use_stateful_dataloader:
-        raise argument_conflict("prepare was given an Accelerator with use_stateful_dataloader=True: leave that out")
+        raise argument_conflict("prepare was given an Accelerator with use_stateful_dataloader=True: leave it out")

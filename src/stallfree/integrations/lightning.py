@@ -63,7 +63,7 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
         given = trainer.train_dataloader
         if next(_loaders(given), None) is None:
             raise InputError(
-                f"StallMonitor found no loader of stallfree: train_dataloader gave {type(given).__name__}. Let it give "
+                f"StallMonitor found no loader of stallfree: train_dataloader returned {type(given).__name__}. Return "
                 "a stallfree.DataLoader, or leave out the callback"
             )
 

@@ -134,7 +134,7 @@ class DiskCache:
         self._upper, self._persist = upper, persist
         self._both = persist or upper.policy.evicts
         self._typical = 0  # bytes per record
-        self._reading = Health(records.path, "did not give samples")
+        self._reading = Health(records.path, "failed to read samples")
         self._writer = _DiskWriter(records, upper, yields=self._both and not upper.policy.evicts)
         flags = shared_array(upper.path / "moving", np.uint8, records.num_ids)
         self._writes = WriteBehind(self._writer.write, flags, target=f"the disk of {records.path}")
@@ -237,7 +237,7 @@ class _DiskWriter:
 
     def __init__(self, disk: SampleCache, upper: SampleCache, *, yields: bool) -> None:
         self._disk, self._upper, self._yields = disk, upper, yields
-        self._health = Health(disk.path, "did not take samples")
+        self._health = Health(disk.path, "failed to store samples")
         self._copies = True  # whether memory may also hold some of its records
 
     @property
@@ -291,7 +291,7 @@ class Health:
 
     Args:
         path: of the folder on the disk.
-        what: the failure, for the warning: "did not give samples".
+        what: the failure, for the warning: "failed to read samples".
     """
 
     def __init__(self, path: Path, what: str) -> None:
@@ -315,8 +315,8 @@ class Health:
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"the disk of {self._path} {self._what} {FAILURES} times in a row: it is left alone for "
-                    f"{PAUSE:.0f} s at a time, and samples come from the source meanwhile",
+                    f"the disk of {self._path} {self._what} {FAILURES} times in a row: its use is paused for "
+                    f"{PAUSE:.0f} s at a time, and samples are read from the source meanwhile",
                     RuntimeWarning,
                     stacklevel=3,
                 )

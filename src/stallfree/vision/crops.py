@@ -159,8 +159,8 @@ def _encoded(data: Any, step: object) -> bytes:
     if isinstance(data, (bytearray, memoryview)):
         return bytes(data)
     raise transform_input(
-        f"{step!r} got a {type(data).__name__}: it wants the bytes of an encoded picture. Leave out the decoding "
-        "before it, or use RandomResizedCrop, which takes decoded pictures"
+        f"{step!r} got a {type(data).__name__}: it needs the bytes of an encoded image. Leave out the decoding before "
+        "it, or use RandomResizedCrop, which takes decoded images"
     )
 
 

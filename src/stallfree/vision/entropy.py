@@ -47,11 +47,11 @@ def problem_of(library: ctypes.CDLL) -> str:
             wanted, right = _decoded(library, data, part, OF_LIBJPEG)
             problem, found = _decoded(library, data, part, OWN_ALONE)
             if problem == _REFUSED:
-                return "this libjpeg has no decoder that can be replaced"
+                return "the decoder of this libjpeg cannot be replaced"
             if problem != wanted:
-                return "our own found damage in a picture that has none"
+                return "stallfree's decoding reported damage in an intact image"
             if not np.array_equal(right, found):
-                return "our own gave other pixels than libjpeg's"
+                return "stallfree's decoding gave other pixels than libjpeg's"
     return ""
 
 

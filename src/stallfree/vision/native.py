@@ -50,11 +50,11 @@ def library() -> ctypes.CDLL | None:
     try:
         found = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
-        log.info("pictures are decoded whole and resized by torch, which takes longer: %s", error)
+        log.info("images are decoded completely and resized by torch, which takes longer: %s", error)
         return None
     if found.stallfree_abi() != ABI:
         log.info(
-            "pictures are decoded whole and resized by torch: %s is of another version: install stallfree again",
+            "images are decoded completely and resized by torch: %s has another version; install stallfree again",
             LIBRARY,
         )
         return None
@@ -83,7 +83,7 @@ def entropy_decoding() -> int:
     assert found is not None
     problem = entropy.problem_of(found)
     if problem:
-        log.warning("the entropy of JPEGs is decoded by libjpeg, so a crop takes about a fifth longer: %s", problem)
+        log.warning("libjpeg decodes the entropy of JPEGs, so a crop takes about a fifth longer: %s", problem)
     return entropy.OF_LIBJPEG if problem else entropy.OWN
 
 

@@ -59,8 +59,8 @@ class Normalize:
         changed, found = self._walk(batch)
         if not found:
             raise transform_input(
-                f"{self!r} got a {type(batch).__name__} without a uint8 tensor of 4 dimensions: put it behind the "
-                "loader, and let the steps before it give bytes"
+                f"{self!r} got a {type(batch).__name__} without a uint8 tensor of 4 dimensions: apply it to batches of "
+                "the loader, and let the steps before it return bytes"
             )
         return changed
 
@@ -83,8 +83,8 @@ class Normalize:
         first = pixels.permute(0, 3, 1, 2) if self.layout == "HWC" else pixels
         if first.shape[1] != 3:
             raise transform_input(
-                f"{self!r} got pictures of shape {tuple(pixels.shape)}, without 3 channels there: give the layout that "
-                "they have"
+                f"{self!r} got images of shape {tuple(pixels.shape)}, which are not 3 channels in this layout: give "
+                "their layout"
             )
         if pixels.device not in self._constants:
             mean, std = (torch.tensor(value, device=pixels.device).view(3, 1, 1) for value in (self.mean, self.std))

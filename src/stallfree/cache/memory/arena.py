@@ -126,7 +126,7 @@ class MemoryArena(Arena):
             self._map = mmap.mmap(self._fd, block * num_blocks)
         except ValueError as error:
             os.close(self._fd)
-            raise DamagedError(f"{file} is not the one of this cache: {error}") from error
+            raise DamagedError(f"the file {file} does not belong to this cache: {error}") from error
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._map, np.uint8)

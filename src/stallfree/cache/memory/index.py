@@ -150,7 +150,7 @@ class Index:
             raise DamagedError(f"the index {file} of a cache cannot be opened: {error}") from error
         try:
             if os.fstat(fd).st_size != size:
-                raise DamagedError(f"{file} has {os.fstat(fd).st_size} bytes, an index of this cache has {size}")
+                raise DamagedError(f"the index {file} has {os.fstat(fd).st_size} bytes instead of {size}")
             self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
@@ -172,7 +172,7 @@ class Index:
             allocate(fd, 0, size)
         except OSError as error:
             raise storage_full(
-                f"no room for the {size:,} bytes of the cache's index in {file.parent}: {error}. Make room there, or "
+                f"no space for the {size:,} bytes of the cache's index in {file.parent}: {error}. Free some space, or "
                 "give another folder"
             ) from error
         finally:

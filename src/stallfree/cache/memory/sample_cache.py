@@ -116,7 +116,9 @@ class SampleCache(BaseCache):
             if not remove_unused(root / name):
                 raise
             warnings.warn(
-                f"{text_of(error)}. No process used it: it was replaced by an empty one", RuntimeWarning, stacklevel=2
+                f"{text_of(error)}. No process uses this cache, so an empty one replaces it",
+                RuntimeWarning,
+                stacklevel=2,
             )
             attach()
         try:
@@ -147,7 +149,7 @@ class SampleCache(BaseCache):
             index = self._index = Index(folder.path / "index", meta.num_ids, meta.num_blocks, **meta.kinds)
             made = index.header[[Field.MAGIC, Field.NUM_IDS, Field.NUM_BLOCKS, Field.BLOCK]].tolist()
             if made != [MAGIC, meta.num_ids, meta.num_blocks, meta.block]:
-                raise DamagedError(f"the index in {folder.path} is not the one of its {META}")
+                raise DamagedError(f"the index in {folder.path} does not match its {META}")
             kind = DiskArena if meta.on_disk else MemoryArena
             arena: Arena = kind(folder.path / "data", meta.block, meta.num_blocks)
             undo.callback(arena.close)
@@ -346,7 +348,8 @@ def _attach(root: Path, name: str, policy: Policy, allow_pickle: bool) -> Sample
 
     def gone(folder: Path) -> None:
         raise folder_gone(
-            f"the cache {name!r} in {root} is gone, as the process that created it has closed it. Make a new one"
+            f"the cache {name!r} in {root} does not exist any more: the process that created it has closed it. Create "
+            "a new one"
         )
 
     cache = SampleCache.__new__(SampleCache)

@@ -286,8 +286,8 @@ class Space:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"the file system of {self._path} is full: the cache stays at {format_size(taken)} of the "
-                f"{format_size(self._capacity)} asked for",
+                f"the file system of {self._path} is full: the cache is limited to {format_size(taken)} of the "
+                f"requested {format_size(self._capacity)}",
                 RuntimeWarning,
                 stacklevel=2,
             )

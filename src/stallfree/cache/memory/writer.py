@@ -111,7 +111,9 @@ class Writer:
             self._counters.add((Count.REJECTED, len(todo)))
             if not self._warned_of_lock:
                 self._warned_of_lock = True
-                warnings.warn(f"{text_of(error)}; samples are not stored for a while", RuntimeWarning, stacklevel=3)
+                warnings.warn(
+                    f"{text_of(error)}; the next {_BACK_OFF} batches are not stored", RuntimeWarning, stacklevel=3
+                )
 
     def _may_store(self, count: int) -> bool:
         """False, with `count` samples rejected, if they could not be stored even when encoded."""
@@ -177,8 +179,8 @@ class Writer:
         """See `Cache`. Raises `InputError` if the policy computes its own scores."""
         if not self._policy.given:
             raise cache_required(
-                f"the cache {self._name!r} has the policy {self._policy.name!r}, which makes its own scores: "
-                "set_scores is for a cache made with policy='importance' or 'oracle'"
+                f"the cache {self._name!r} has the policy {self._policy.name!r}, which computes its own scores: "
+                "set_scores requires policy='importance' or 'oracle'"
             )
         with self._locked("setting scores in"), self.space.changing():
             self.space.set_scores(ids, scores)

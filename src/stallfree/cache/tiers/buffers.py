@@ -79,7 +79,7 @@ class Buffers:
         except (OSError, OverflowError) as error:
             with self._lock:
                 self._used -= wanted
-            raise MemoryError(f"no memory for a reply of {wanted} bytes: {error}") from error
+            raise MemoryError(f"no memory for a buffer of {wanted} bytes: {error}") from error
         if wanted >= _HUGE:
             with contextlib.suppress(AttributeError, OSError):  # huge pages: the first access takes a tenth of the time
                 piece.madvise(mmap.MADV_HUGEPAGE)

@@ -45,14 +45,13 @@ def find_place() -> Place:
         return Place()
     if not 0 <= number < count:
         raise launch_environment(
-            f"node {number} of {count}: the environment's RANK, WORLD_SIZE and the like contradict each other. "
-            "Start the job with torchrun, or correct them"
+            f"node {number} of {count}: RANK, WORLD_SIZE or similar variables of the environment contradict each "
+            "other. Start the job with torchrun, or correct them"
         )
     port = _number("MASTER_PORT")
     if not host or port is None:
         raise launch_environment(
-            f"the job has {count} nodes, and MASTER_ADDR and MASTER_PORT do not say where they meet: start it with "
-            "torchrun, or set both"
+            f"the job has {count} nodes, and MASTER_ADDR or MASTER_PORT is not set: start it with torchrun, or set both"
         )
     return Place(number, count, host, port)
 

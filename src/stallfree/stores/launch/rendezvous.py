@@ -90,8 +90,8 @@ class NodeAddresses:
             return
         if is_loopback(server.host) and not is_loopback(place.host):
             raise network_interface(
-                f"the job has {place.count} nodes, and the server of the store {name!r} listens on this host only: "
-                "give interface=..."
+                f"the job has {place.count} nodes, but the server of the store {name!r} accepts only connections from "
+                "this host: give interface=..."
             )
         waiting = _Waiting(name, place.count, seconds)
         store = _connect(place, seconds)
@@ -114,7 +114,7 @@ class NodeAddresses:
                 raise
             raise nodes_missing(
                 f"the job's key-value store at MASTER_ADDR={place.host}, MASTER_PORT={place.port} ended while the "
-                f"store {name!r} was made: {str(error).splitlines()[0]}"
+                f"store {name!r} was created: {str(error).splitlines()[0]}"
             ) from error
 
     def _set(self, members: list[dict[str, Any]], own: str) -> None:
@@ -191,7 +191,7 @@ class NodeAddresses:
             if time.monotonic() > waiting.deadline:
                 raise WaitError(
                     f"the server of node {place} of the store {waiting.name!r}, {self.names[place]} at {address.host} "
-                    f"port {address.port}, does not answer here: let the port through the firewall, or give "
+                    f"port {address.port}, does not answer this node: allow the port in the firewall, or give "
                     "interface=... on that node",
                     page="server-unreachable",
                 )
@@ -357,8 +357,8 @@ def _connect(place: Place, seconds: float) -> Any:
     except RuntimeError as error:
         raise nodes_missing(
             f"the job's key-value store at MASTER_ADDR={place.host}, MASTER_PORT={place.port} did not answer within "
-            f"{seconds:g} s: start the job with torchrun, or call torch.distributed.init_process_group before the "
-            "store is made"
+            f"{seconds:g} s: start the job with torchrun, or call torch.distributed.init_process_group before creating "
+            "the store"
         ) from error
 
 
@@ -382,13 +382,13 @@ class _Waiting:
         shown = ", ".join(map(str, numbers[:20])) + (f", {len(numbers) - 20} more" if len(numbers) > 20 else "")
         if now > self.deadline:
             raise nodes_missing(
-                f"of the {self._count} nodes of the job, number {shown} did not make the store {self.name!r} in time: "
-                "all nodes have to, at about the same time"
+                f"of the {self._count} nodes of the job, number {shown} did not create the store {self.name!r} in "
+                "time: all nodes must create it at about the same time"
             )
         self._log_at = self.deadline
         log.warning(
-            "the store %r waits for number %s of the %d nodes of the job, up to %.0f s more: all nodes make a store at "
-            "about the same time, and close it when all have done with it",
+            "the store %r waits for number %s of the %d nodes of the job, up to %.0f s more: all nodes must create it "
+            "at about the same time, and close it after all have finished",
             self.name,
             shown,
             self._count,
