@@ -58,7 +58,7 @@ def test_samples_of_the_lowest_scores_make_room_for_higher_ones(pair: list[Serve
                 room = there.dbsize()
             assert room == 50
         for cache in caches:
-            cache.learn(np.isin(ALL, half[0] + half[1]))
+            cache.set_known(np.isin(ALL, half[0] + half[1]))
             cache.set_scores(ALL, scores)
         for turn in range(4):
             cache = caches[turn % 2]
@@ -227,7 +227,7 @@ def test_what_data_sets_cannot_do_with_it(pair: list[Server], tmp_path: Path) ->
     disk, plain = sf.DiskTier(tmp_path, capacity="1MiB"), [1, 2, 3]
     with hosts(pair) as store:
         for chain in ([store, disk], [disk], [store]):
-            with pytest.raises(InputError, match="faster one first"):
+            with pytest.raises(InputError, match="a list must be"):
                 sf.CachedDataset(plain, capacity="1MiB", store=chain)
         with pytest.raises(InputError, match="persist"):
             sf.CachedDataset(plain, capacity="1MiB", store=store, persist=True)

@@ -307,8 +307,8 @@ def test_a_supervisor_that_cannot_run_is_an_error(tmp_path: Path, monkeypatch: p
         ({"interface": ""}, "such as '10.1.2.3' or 'eth0'"),
         ({"interface": "0.0.0.0"}, "means all networks"),
         ({"interface": "::"}, "means all networks"),
-        ({"interface": "192.0.2.1"}, "none of this host"),
-        ({"interface": "no.such.host.invalid"}, "none of this host"),
+        ({"interface": "192.0.2.1"}, "does not exist on this host"),
+        ({"interface": "no.such.host.invalid"}, "does not exist on this host"),
     ],
 )
 def test_values_that_cannot_be_used(options: dict[str, Any], message: str) -> None:

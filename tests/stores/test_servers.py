@@ -212,4 +212,4 @@ def test_a_cluster_of_which_nothing_is_left_costs_hits(cluster: Cluster) -> None
                 some.verify(np.array(ALL))
                 some.clear()
                 assert some.num_keys() == 0
-                assert not some.takes
+                assert not some.accepts

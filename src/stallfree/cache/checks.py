@@ -38,13 +38,13 @@ EVERY_STEP = 1 << 20
 
 def check_same(meta: Meta, path: Path, fingerprint: str, num_ids: int, policy: str) -> None:
     """Raise `FingerprintError` if the cache in the folder `path` is not the requested one."""
-    for what, there, wanted in (
+    for field, found, requested in (
         ("fingerprint", meta.fingerprint, fingerprint),
         ("number of samples", meta.num_ids, num_ids),
         ("policy", meta.policy, policy),
     ):
-        if there != wanted:
-            differences = differing_parts(str(there), str(wanted)) or f"its {what} is {there}, yours is {wanted}"
+        if found != requested:
+            differences = differing_parts(str(found), str(requested)) or f"its {field} is {found}, yours is {requested}"
             raise FingerprintError(
                 f"the cache {path.name!r} in {path.parent} holds other data: {differences}. "
                 f"Give another name, or remove it with `stallfree cache rm {path.name}`"

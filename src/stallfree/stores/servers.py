@@ -18,7 +18,7 @@ from stallfree.errors import (
     server_unreachable,
 )
 from stallfree.stores.addresses import Address
-from stallfree.stores.shard import Fixed, Location, Request, Shard
+from stallfree.stores.shard import FixedLocation, Location, Request, Shard
 
 Array = npt.NDArray[Any]
 
@@ -189,7 +189,7 @@ def _text(name: Any) -> str:
     return name.decode() if isinstance(name, bytes) else ""
 
 
-class _Node(Fixed):
+class _Node(FixedLocation):
     """A node of a cluster. If it is lost, another one may replace it."""
 
     def __init__(self, address: Address, cluster: Cluster) -> None:
@@ -244,4 +244,4 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
         )
     ordered = sorted(addresses, key=lambda address: f"{address}/{address.db}")
     names = [f"{address}/{address.db}" for address in ordered]
-    return Standalone(names, [Fixed(address) for address in ordered], timeout)
+    return Standalone(names, [FixedLocation(address) for address in ordered], timeout)

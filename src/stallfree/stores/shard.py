@@ -44,7 +44,7 @@ class Location(Protocol):
         """Request an address with a number above `after`."""
 
 
-class Fixed:
+class FixedLocation:
     """The location of a server with a constant address."""
 
     fixed = True

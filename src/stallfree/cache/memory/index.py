@@ -58,10 +58,10 @@ class Field(enum.IntEnum):
     BLOCK = 3
     DIRTY = 4  # a writer is active; if the lock is free, it died
     HIGH = 5  # blocks below this one have been used at least once
-    BACKED = 6  # blocks that have memory behind them
-    LIMIT = 7  # blocks that may get memory; falls when the file system is full
-    FREE = 8  # blocks that were given back
-    TICK = 9  # counts uses; the time of policies
+    BACKED = 6  # blocks with allocated memory
+    LIMIT = 7  # maximum number of allocated blocks; lowered when the file system is full
+    FREE = 8  # freed blocks below HIGH
+    TICK = 9  # number of uses: the time of policies
     RESIDENT = 10  # records
     RESIDENT_BYTES = 11  # their bytes, as stored
     RECOVERIES = 12

@@ -44,11 +44,8 @@ def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
 
     Raises `CapacityError` if it exceeds the free memory.
     """
-    if not on_disk and size > (free := free_memory()):
-        raise capacity_too_large(
-            f"capacity={format_size(size)} for the cache {name!r} exceeds the {format_size(free)} of free memory (of "
-            "the host and of this control group): give less"
-        )
+    if not on_disk:
+        check_free_memory(size, f"capacity={format_size(size)} for the cache {name!r}")
     space = free_space(folder)
     if size <= space:
         return size
@@ -61,6 +58,15 @@ def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
         stacklevel=2,
     )
     return room
+
+
+def check_free_memory(size: int, what: str) -> None:
+    """Raise `CapacityError` if `size` bytes, described by `what`, exceed the free memory."""
+    free = free_memory()
+    if size > free:
+        raise capacity_too_large(
+            f"{what} exceeds the {format_size(free)} of free memory (of the host and of this control group): give less"
+        )
 
 
 def _available() -> int:

@@ -49,7 +49,7 @@ def checksum_of(parts: Sequence[Array], id: int) -> int:
 class Writer:
     """Writes records into the blocks of an arena, and drops them.
 
-    Methods other than `put` and `found_damaged` raise `WaitError` if the writer lock is not free in 2 s.
+    Methods other than `put` and `drop_damaged` raise `WaitError` if the writer lock is not free in 2 s.
 
     Args:
         meta: the layout of the cache.
@@ -69,7 +69,7 @@ class Writer:
         path: Path,
         lock: FileLock,
     ) -> None:
-        self.space = Space(meta, index, counters, policy, arena.back, path)
+        self.space = Space(meta, index, counters, policy, arena.allocate, path)
         self._index, self._arena, self._counters, self._policy, self._lock = index, arena, counters, policy, lock
         self._header, self._block, self._name = index.header, meta.block, path.name
         self._common = meta.structure()
@@ -127,7 +127,7 @@ class Writer:
     def _write(self, ids: Array, records: Sequence[Record]) -> None:
         """Store the `records` of the distinct `ids`. Records that are already stored are unchanged."""
         with self.space.changing():
-            absent = np.flatnonzero(self._index.first[ids] == 0)  # another process may have stored it first
+            absent = np.flatnonzero(self._index.first[ids] == 0)  # another process may have stored some of them
             ids, records = ids[absent], [records[at] for at in absent.tolist()]
             sizes = [
                 0 if structure is self._common else record_size(structure, arrays) for structure, arrays in records
@@ -170,7 +170,7 @@ class Writer:
         with self._locked("dropping from"), self.space.changing():
             self.space.drop(ids)
 
-    def found_damaged(self, ids: Array, generations: Array) -> None:
+    def drop_damaged(self, ids: Array, generations: Array) -> None:
         """Drop the damaged records of the distinct `ids`, unless they have changed since."""
         with contextlib.suppress(WaitError), self._locked("dropping damaged records from"), self.space.changing():
             self.space.drop(ids[self._index.generation[ids] == generations])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from stallfree.errors import launch_environment, network_interface
 
-_SOMEWHERE = "192.0.2.1"  # reserved for documentation by RFC 5737: no host has it
+_RESERVED_ADDRESS = "192.0.2.1"  # reserved for documentation by RFC 5737: no host has it
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def find_place() -> Place:
 
 
 def _find_number() -> tuple[int, int, bool]:
-    """Number and count of the nodes; or of the ranks, and False, if it is unknown which ranks share a node."""
+    """Number and count of the nodes, and True; of the ranks, and False, if it is unknown which ranks share a node."""
     number, count = _number("GROUP_RANK"), _number("GROUP_WORLD_SIZE")
     if number is not None and count is not None:
         return number, count, True
@@ -96,7 +96,7 @@ def find_interface(place: Place) -> str:
     """The address of this host on its route to MASTER_ADDR. Raises `InputError` if there is no route."""
     found = _route_to(place.host)
     if is_loopback(found) and not is_loopback(place.host):
-        found = _route_to(_SOMEWHERE)  # the master may resolve its own name to a loop-back address
+        found = _route_to(_RESERVED_ADDRESS)  # the master may resolve its own name to a loop-back address
     if not found:
         raise network_interface(
             f"there is no route to MASTER_ADDR={place.host!r} from here: correct it, or give interface=... with the "

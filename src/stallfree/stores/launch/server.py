@@ -22,13 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stallfree.cache.memory.limits import free_memory
+from stallfree.cache.memory.limits import check_free_memory
 from stallfree.errors import (
     InputError,
     MissingServerError,
     StorageError,
     WaitError,
-    capacity_too_large,
     capacity_too_small,
     group_mismatch,
     name_invalid,
@@ -231,7 +230,7 @@ class NodeServer:
             time.sleep(0.002)
 
     def _start(self) -> bool:
-        """Start a supervisor, unless another process did. It holds its lock when this returns."""
+        """Start a supervisor, unless another process did. The supervisor holds its lock when this returns."""
         with self._starting.hold(_START_SECONDS, f"starting the server of the store {self.name!r}"):
             if self._supervisor.claimed_elsewhere():
                 return False
@@ -252,7 +251,7 @@ class NodeServer:
                     f"the server of the store {self.name!r} cannot be started: {error}. Check that {program} can run",
                     page="server-failed",
                 ) from error
-            process.wait()  # not for the supervisor, a child of this one that keeps running
+            process.wait()  # the supervisor is a child of this process, and keeps running
         self.started = True
         return True
 
@@ -271,7 +270,7 @@ class NodeServer:
 def find_address(interface: str) -> str:
     """The address of this host for an address, the name of a network interface, or a host name.
 
-    Raises `InputError` if it is not an address of this host, or means all of them.
+    Raises `InputError` if this host does not have the address, or if it means all addresses.
     """
     expected = "give an address of this host or the name of a network interface, such as '10.1.2.3' or 'eth0'"
     if not isinstance(interface, str) or not interface:
@@ -322,12 +321,7 @@ def _check_port(port: Any) -> None:
 
 
 def _initialize(folder: Path, limit: int, host: str, port: int) -> None:
-    free = free_memory()
-    if limit > free:
-        raise capacity_too_large(
-            f"capacity_per_node={format_size(limit)} exceeds the {format_size(free)} of free memory (of the host and "
-            "of this control group): give less"
-        )
+    check_free_memory(limit, f"capacity_per_node={format_size(limit)}")
     (folder / REQUESTS).mkdir(mode=0o700)
     setup = {"version": supervisor.VERSION, "memory": limit, "host": host, "port": port}
     supervisor.write_json(folder / supervisor.NODE, {**setup, "lives": _LIVES, "id": os.urandom(16).hex()})
