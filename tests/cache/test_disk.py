@@ -267,7 +267,7 @@ def test_a_cache_beyond_repair_is_made_anew_with_a_warning(
     (path.parent / "photos").mkdir()
     (path.parent / "photos" / "cat.jpg").write_text("meow")
     damage(path / file)
-    with pytest.warns(RuntimeWarning, match="No process used it: it was replaced by an empty one") as caught:
+    with pytest.warns(RuntimeWarning, match="No process uses this cache, so an empty one replaces it") as caught:
         cache = open_cache(tmp_path / "store", "varied")
     assert len(caught) == 1
     assert cache.stats().resident_items == 0

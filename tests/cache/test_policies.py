@@ -162,8 +162,8 @@ def test_scores_that_cannot_be_used() -> None:
         for ids, scores, message in (
             ([1, 2], [1.0], "2 ids and the scores"),
             ([1], [math.nan], "no NaN"),
-            ([1], ["high"], "a number for each id"),
-            ([1], [[1.0]], "a number for each id"),
+            ([1], ["high"], "one number for each id"),
+            ([1], [[1.0]], "one number for each id"),
             ([100], [1.0], "id 100 is outside"),
             ([0.5], [1.0], "sequence of integers"),
         ):
