@@ -267,7 +267,7 @@ def test_a_cache_beyond_repair_is_made_anew_with_a_warning(
     (path.parent / "photos").mkdir()
     (path.parent / "photos" / "cat.jpg").write_text("meow")
     damage(path / file)
-    with pytest.warns(RuntimeWarning, match="No process used it: it was replaced by an empty one") as caught:
+    with pytest.warns(RuntimeWarning, match="No process uses this cache, so an empty one replaces it") as caught:
         cache = open_cache(tmp_path / "store", "varied")
     assert len(caught) == 1
     assert cache.stats().resident_items == 0
@@ -281,7 +281,7 @@ def test_a_cache_beyond_repair_that_someone_uses_is_an_error(tmp_path: Path) -> 
     with open_cache(tmp_path, "varied") as cache:
         (cache.path / "meta.json").write_text("{")
         with pytest.raises(
-            StorageError, match=r"holds no cache that can be read .*remove it with `stallfree cache rm disk`"
+            StorageError, match=r"the cache in .* cannot be read .*remove it with `stallfree cache rm disk`"
         ):
             open_cache(tmp_path, "varied")
         assert right_or_missing(cache) == 28
@@ -292,7 +292,7 @@ def test_a_cache_of_another_version_is_an_error(tmp_path: Path, monkeypatch: pyt
 
     path = make_disk(tmp_path, "varied")
     monkeypatch.setattr(layout, "VERSION", 99)
-    with pytest.raises(StorageError, match=r"made by another version of stallfree \(format \d+, this is 99\)"):
+    with pytest.raises(StorageError, match=r"created by another version .*its format is \d+, this version's is 99\)"):
         open_cache(tmp_path, "varied")
     assert path.is_dir()
 

@@ -162,15 +162,15 @@ def test_scores_that_cannot_be_used() -> None:
         for ids, scores, message in (
             ([1, 2], [1.0], "2 ids and the scores"),
             ([1], [math.nan], "no NaN"),
-            ([1], ["high"], "a number for each id"),
-            ([1], [[1.0]], "a number for each id"),
+            ([1], ["high"], "one number for each id"),
+            ([1], [[1.0]], "one number for each id"),
             ([100], [1.0], "id 100 is outside"),
             ([0.5], [1.0], "sequence of integers"),
         ):
             with pytest.raises(InputError, match=message):
                 cache.set_scores(ids, scores)
     for policy in ("minio", "lru"):
-        with small(policy, 2) as cache, pytest.raises(InputError, match=f"'{policy}', which makes its own scores"):
+        with small(policy, 2) as cache, pytest.raises(InputError, match=f"'{policy}', which computes its own scores"):
             cache.set_scores([1], [1.0])
 
 

@@ -161,8 +161,8 @@ def split(rank: int) -> None:
     seeded = [seen_in(prepare(accelerator, sf.DataLoader(data, seed=9, **options)), 1) for _ in range(2)]
     assert seeded[0] == seeded[1]
     for loader, said in (
-        (own_loader(ranks="auto"), "dealt out already"),
-        (own_loader(sampler=DistributedSampler(data)), "dealt out already"),
+        (own_loader(ranks="auto"), "already partitioned"),
+        (own_loader(sampler=DistributedSampler(data)), "already partitioned"),
         (sf.DataLoader(data, batch_size=None), "batch_size=None"),
         (torch_loader(), "give it a stallfree.DataLoader"),
     ):

@@ -113,7 +113,7 @@ def test_the_line_says_which_stall(
 
 @pytest.mark.parametrize("given", [None, torch.utils.data.DataLoader([1, 2]), ["x"], {}])  # type: ignore[arg-type]
 def test_no_loader_of_ours(module: Any, given: Any) -> None:
-    message = r"found no loader of stallfree: train_dataloader gave .*leave out the callback"
+    message = r"found no loader of stallfree: train_dataloader returned .*leave out the callback"
     with pytest.raises(InputError, match=message):
         module.StallMonitor().on_train_start(Run(given), None)
 

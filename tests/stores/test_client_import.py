@@ -8,9 +8,9 @@ PROGRAM = """
 import sys
 import numpy as np
 from stallfree.stores.addresses import Address
-from stallfree.stores.shard import Fixed, Shard
+from stallfree.stores.shard import FixedLocation, Shard
 print("redis.connection" in sys.modules)
-Shard(Fixed(Address()))
+Shard(FixedLocation(Address()))
 print("redis.connection" in sys.modules)
 before = set(sys.modules)
 np.unique(np.arange(3), return_index=True)

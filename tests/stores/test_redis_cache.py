@@ -224,7 +224,7 @@ def test_a_full_server_is_left_alone_for_a_while(pair: list[Server], monkeypatch
         fill_up(pair[0])
         load(cache, ALL[:10])
         sets = there.info("commandstats")["cmdstat_set"]["calls"]
-        assert not cache.takes
+        assert not cache.accepts
         load(cache, ALL[:10])
         assert there.info("commandstats")["cmdstat_set"]["calls"] == sets
 
@@ -301,7 +301,7 @@ def test_a_server_that_was_emptied_is_filled_again(pair: list[Server]) -> None:
         first = sorted(pair, key=lambda one: str(one.tcp)).index(pair[0])
         left = (cache.owner(ALL) != first).tolist()
         assert cache.verify(np.array(ALL)).tolist() == cache.known(np.array(ALL)).tolist() == left
-        cache.learn(np.ones(COUNT, bool))
+        cache.set_known(np.ones(COUNT, bool))
         assert cache.known(np.array(ALL)).all()
         assert [found is not None for found in shown(cache.get_many(ALL))] == left
         assert cache.known(np.array(ALL)).tolist() == left

@@ -58,7 +58,7 @@ def test_samples_of_the_lowest_scores_make_room_for_higher_ones(pair: list[Serve
                 room = there.dbsize()
             assert room == 50
         for cache in caches:
-            cache.learn(np.isin(ALL, half[0] + half[1]))
+            cache.set_known(np.isin(ALL, half[0] + half[1]))
             cache.set_scores(ALL, scores)
         for turn in range(4):
             cache = caches[turn % 2]
@@ -212,7 +212,7 @@ def test_a_loader_reads_each_sample_from_storage_once(
         ({"hosts": {"host": "cache-1", "password": "secret"}}, "hosts=.*: give a list of servers"),
         ({"hosts": [{"host": "a", "prt": 1}]}, "'prt', which is unknown"),
         ({"capacity_per_node": "much"}, "capacity_per_node"),
-        ({"capacity_per_node": "1MiB"}, "capacity_per_node=.* is too little for a server: give 4.0 MiB or more"),
+        ({"capacity_per_node": "1MiB"}, "capacity_per_node=.* is too small for a server: give 4.0 MiB or more"),
         ({"capacity_per_node": "1MiB", "timeout": 0}, "timeout=0"),
         ({"capacity_per_node": "1MiB", "name": "a/b"}, "a/b"),
     ],
@@ -227,7 +227,7 @@ def test_what_data_sets_cannot_do_with_it(pair: list[Server], tmp_path: Path) ->
     disk, plain = sf.DiskTier(tmp_path, capacity="1MiB"), [1, 2, 3]
     with hosts(pair) as store:
         for chain in ([store, disk], [disk], [store]):
-            with pytest.raises(InputError, match="faster one first"):
+            with pytest.raises(InputError, match="a list must be"):
                 sf.CachedDataset(plain, capacity="1MiB", store=chain)
         with pytest.raises(InputError, match="persist"):
             sf.CachedDataset(plain, capacity="1MiB", store=store, persist=True)
@@ -255,7 +255,7 @@ def test_a_closed_store_is_refused() -> None:
 
 
 def test_more_than_the_free_memory_is_refused(store_root: Path) -> None:
-    with pytest.raises(CapacityError, match=r"capacity_per_node=.* is more than the .* of memory that are free here"):
+    with pytest.raises(CapacityError, match=r"capacity_per_node=.* exceeds the .* of free memory"):
         sf.RedisStore(capacity_per_node="1000TiB")
     assert list(store_root.iterdir()) == []
 

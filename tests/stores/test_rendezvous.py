@@ -303,11 +303,11 @@ def test_nodes_that_do_not_come_are_named(server: NodeServer, master: JobStore) 
     place = Place(1, 4, "127.0.0.1", master.port)
     master.set("stallfree/4/one/2", json.dumps({"version": 3, "host": "old", "id": "old"}))
     master.set("stallfree/4/another/3", "here")
-    with pytest.raises(WaitError, match=r"of the 4 nodes of the job, number 0, 3 did not make the store 'one'"):
+    with pytest.raises(WaitError, match=r"of the 4 nodes of the job, number 0, 3 did not create the store 'one'"):
         meet(server, place, 1)
     for number in (0, 3):
         master.set(f"stallfree/4/one/{number}", json.dumps({"version": 3, "host": "old", "id": "old"}))
-    with pytest.raises(WaitError, match=r"of the 4 nodes of the job, number 0, 2, 3 did not make"):
+    with pytest.raises(WaitError, match=r"of the 4 nodes of the job, number 0, 2, 3 did not create"):
         meet(server, place, 1)
 
 
@@ -319,7 +319,7 @@ def test_a_server_that_does_not_answer_is_named(server: NodeServer, master: JobS
         master.set("stallfree/2/one/1", json.dumps({"version": 3, "host": "far", "id": "far"}))
         address = {"sequence": 9, "host": "127.0.0.1", "port": port, "password": "x"}
         master.set("stallfree/node/far/address", json.dumps(address))
-        message = f"node 1 of the store 'one', far at 127.0.0.1 port {port}, does not answer here: let the port through"
+        message = f"node 1 of the store 'one', far at 127.0.0.1 port {port}, does not answer this node: allow the port"
         with pytest.raises(WaitError, match=message):
             meet(server, Place(0, 2, "127.0.0.1", master.port), 1)
 
@@ -345,7 +345,7 @@ def test_a_node_of_another_release(server: NodeServer, master: JobStore) -> None
 
 @needs_server
 def test_several_nodes_need_an_interface(server: NodeServer) -> None:
-    with pytest.raises(InputError, match=r"listens on this host only: give interface"):
+    with pytest.raises(InputError, match=r"only connections from this host: give interface"):
         meet(server, Place(0, 2, "10.0.0.1", 1))
 
 
@@ -390,9 +390,9 @@ def test_the_place_by_the_environment(
     [
         (
             {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
-            "the job has 2 nodes, and MASTER_ADDR and MASTER_PORT do not say",
+            "the job has 2 nodes, and MASTER_ADDR or MASTER_PORT is not set",
         ),
-        ({"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT do not say"),
+        ({"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "or MASTER_PORT is not set"),
         ({"SLURM_NODEID": "1", "SLURM_NNODES": "2"}, "or set both"),
         ({"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "2", **FAR}, "node 2 of 2: .* contradict each other"),
         ({"RANK": "x", "WORLD_SIZE": "2", **FAR}, "RANK='x' in the environment: give a whole number, or unset it"),

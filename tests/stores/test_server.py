@@ -297,18 +297,18 @@ def test_a_supervisor_that_cannot_run_is_an_error(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": ""}, "cannot name a store"),
-        ({"name": "../up"}, "cannot name a store"),
-        ({"name": 7}, "cannot name a store"),
+        ({"name": ""}, "is not a valid store name"),
+        ({"name": "../up"}, "is not a valid store name"),
+        ({"name": 7}, "is not a valid store name"),
         ({"memory": "much"}, "is no size"),
         ({"memory": "1MiB"}, "give 4.0 MiB or more"),
         ({"port": 65536}, "from 1 to 65535"),
         ({"port": True}, "from 1 to 65535"),
         ({"interface": ""}, "such as '10.1.2.3' or 'eth0'"),
-        ({"interface": "0.0.0.0"}, "stands for all networks"),
-        ({"interface": "::"}, "stands for all networks"),
-        ({"interface": "192.0.2.1"}, "none of this host"),
-        ({"interface": "no.such.host.invalid"}, "none of this host"),
+        ({"interface": "0.0.0.0"}, "means all networks"),
+        ({"interface": "::"}, "means all networks"),
+        ({"interface": "192.0.2.1"}, "does not exist on this host"),
+        ({"interface": "no.such.host.invalid"}, "does not exist on this host"),
     ],
 )
 def test_values_that_cannot_be_used(options: dict[str, Any], message: str) -> None:
@@ -322,7 +322,7 @@ def test_an_interface_is_an_address_or_a_name() -> None:
 
 def test_the_first_process_decides() -> None:
     with make_server(interface="127.0.0.2") as server:
-        with pytest.warns(UserWarning, match=r"keeps the limit of 64.0 MiB .* not 32.0 MiB"):
+        with pytest.warns(UserWarning, match=r"with a limit of 64.0 MiB .* requested 32.0 MiB are ignored"):
             make_server(memory="32MiB").close()
         with pytest.raises(InputError, match=r"with interface='127.0.0.2', not '127.0.0.3'"):
             make_server(interface="127.0.0.3")

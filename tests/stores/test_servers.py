@@ -63,7 +63,7 @@ def test_servers_that_cannot_be_used(cluster: Cluster, tmp_path: Path) -> None:
             find_servers(addresses, ENOUGH)
     with Server(tmp_path, "requirepass secret") as closed:
         for password in ("", "hidden"):
-            with pytest.raises(InputError, match="refuses us") as caught:
+            with pytest.raises(InputError, match="refuses access") as caught:
                 find_servers([Address("127.0.0.1", closed.port, password=password)], ENOUGH)
             assert "hidden" not in str(caught.value)
         alone = Address("127.0.0.1", closed.port, password="secret")
@@ -212,4 +212,4 @@ def test_a_cluster_of_which_nothing_is_left_costs_hits(cluster: Cluster) -> None
                 some.verify(np.array(ALL))
                 some.clear()
                 assert some.num_keys() == 0
-                assert not some.takes
+                assert not some.accepts

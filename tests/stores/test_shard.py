@@ -18,7 +18,7 @@ from redis_servers import FakeServer, Server, free_port, needs_server, until
 from stallfree.stores import addresses
 from stallfree.stores import shard as module
 from stallfree.stores.addresses import Address
-from stallfree.stores.shard import Fixed, Shard
+from stallfree.stores.shard import FixedLocation, Shard
 
 ENOUGH = 60.0  # seconds that a server may be silent where that is not what is tested
 SOON = 0.1  # the same where it is
@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def shard(server: Server) -> Iterator[Shard]:
-    made = Shard(Fixed(server.tcp), ENOUGH)
+    made = Shard(FixedLocation(server.tcp), ENOUGH)
     yield made
     made.close()
 
@@ -158,7 +158,7 @@ def test_a_connection_that_is_old_or_that_the_server_closed_is_not_used(
 
 @needs_server
 def test_a_closed_shard_keeps_nothing_and_sends_nothing(server: Server) -> None:
-    shard = Shard(Fixed(server.tcp), ENOUGH)
+    shard = Shard(FixedLocation(server.tcp), ENOUGH)
     copy = pickle.loads(pickle.dumps(shard))
     assert (str(copy), copy.timeout) == (str(server.tcp), ENOUGH)
     kept: list[Any] = []
@@ -183,7 +183,7 @@ def test_a_closed_shard_keeps_nothing_and_sends_nothing(server: Server) -> None:
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_a_lost_server_is_not_used_until_it_is_back(tmp_path: Path, how: str) -> None:
     with Server(tmp_path) as server:
-        shard = Shard(Fixed(server.tcp), ENOUGH if how == "killed" else 1.0)
+        shard = Shard(FixedLocation(server.tcp), ENOUGH if how == "killed" else 1.0)
         until(lambda: reply(shard, "PING") == b"PONG", "it answers")
         before, calls = shard.breaker.trips, 0
 
@@ -210,7 +210,7 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
         Address("a" * 300),
         Address("no.such.host."),
     ):
-        shard = Shard(Fixed(address), ENOUGH)
+        shard = Shard(FixedLocation(address), ENOUGH)
         assert values_of(shard) is None
         assert values_of(shard) is None
         assert shard.breaker.trips == 1
@@ -228,7 +228,7 @@ def test_a_server_that_sends_byte_by_byte_is_lost_after_all() -> None:
 
     over = threading.Event()
     with FakeServer(trickle) as server:
-        shard = Shard(Fixed(server.tcp), SOON)
+        shard = Shard(FixedLocation(server.tcp), SOON)
         assert values_of(shard) is None
         shard.close()
         over.set()
@@ -280,7 +280,7 @@ def test_nonsense_makes_a_server_lost(kind: str) -> None:
         text(connection) if callable(text) else connection.sendall(text)
 
     with FakeServer(answer) as server:
-        shard = Shard(Fixed(server.tcp), SOON if kind in ("nothing", "half a reply") else ENOUGH)
+        shard = Shard(FixedLocation(server.tcp), SOON if kind in ("nothing", "half a reply") else ENOUGH)
         assert values_of(shard) is None
         assert shard.breaker.trips == 1
         shard.close()
@@ -291,7 +291,7 @@ def test_a_reply_that_nobody_requested_ends_its_connection() -> None:
         connection.sendall(b"*3\r\n$1\r\na\r\n$1\r\nb\r\n$1\r\nc\r\n+MORE\r\n")
 
     with FakeServer(answer) as server:
-        shard = Shard(Fixed(server.tcp), ENOUGH)
+        shard = Shard(FixedLocation(server.tcp), ENOUGH)
         for count in (1, 2):
             assert values_of(shard) == [b"a", b"b", b"c"]
             assert server.connections == count

@@ -20,7 +20,7 @@ from stallfree.errors import InputError, StorageError
 from stallfree.stores.addresses import Address
 from stallfree.stores.redis_cache import RedisCache
 from stallfree.stores.servers import find_servers
-from stallfree.stores.shard import Fixed, Shard
+from stallfree.stores.shard import FixedLocation, Shard
 
 ALL = list(range(COUNT))
 
@@ -75,7 +75,7 @@ def test_values_of_all_sizes(server: Server, files: Path) -> None:
     """A record of TLS has 16 KiB at most, and what was decrypted may wait where no poll sees it."""
     sizes = [*range(1, 40, 3), *(16384 + step for step in range(-70, 10)), 60_000, 65_536, 110_000, 600_000, 3_000_000]
     values = {b"v%d" % at: np.random.default_rng(at).bytes(size) for at, size in enumerate(sizes)}
-    shard = Shard(Fixed(Address.of(trusted(files, server))), ENOUGH)
+    shard = Shard(FixedLocation(Address.of(trusted(files, server))), ENOUGH)
     assert shard.send([("SET", key, value) for key, value in values.items()]) == [b"OK"] * len(values)
     keys = [b"none", *reversed(values), b"v3", b"v3", b"none"]
     for step in (1, 20, 200):
@@ -99,7 +99,7 @@ def test_servers_that_are_not_who_they_should_be(server: Server, files: Path, tm
         ]
         for given in cases:
             address = Address.of(given)
-            shard = Shard(Fixed(address), 5)
+            shard = Shard(FixedLocation(address), 5)
             assert shard.send([("PING",)]) is None
             assert shard.breaker.trips == 1
             shard.close()
@@ -139,13 +139,13 @@ def test_what_a_user_needs(tmp_path: Path) -> None:
             with attach_as(server, user, user, db) as cache:
                 assert use(cache)
         assert admin.acl_log() == [], "nothing else was requested"
-        with pytest.raises(InputError, match="refuses us"):
+        with pytest.raises(InputError, match="refuses access"):
             attach_as(server, "a", "worker", 3)
         for right in RIGHTS.split()[1:]:
             admin.execute_command("ACL", "SETUSER", "poor", "reset", "on", ">word", *RIGHTS.split(), f"-{right[1:]}")
             admin.acl_log_reset()
             if right == "+ping":
-                with pytest.raises(InputError, match="refuses us"):
+                with pytest.raises(InputError, match="refuses access"):
                     attach_as(server, "a", "poor")
             elif right not in ("+get", "+cluster|slots"):  # which a Redis Cluster needs
                 with warnings.catch_warnings(record=True) as caught, attach_as(server, right[1:], "poor") as cache:

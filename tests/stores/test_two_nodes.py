@@ -169,7 +169,7 @@ def read_private(here: Here) -> tuple[bool, int, list[str]]:
     """Whether there are servers, the memory of this node, and the names of the servers that are left."""
     with (
         pytest.warns(StallfreeWarning, match="this cache is private"),
-        pytest.warns(RuntimeWarning, match=r"on each node for itself: .*lock has no fingerprint"),
+        pytest.warns(RuntimeWarning, match=r"each node caches samples separately: .*lock has no fingerprint"),
     ):
         dataset = CachedDataset(Locked(COUNT, here.storage("private")), capacity="8MiB", store="auto")
     with dataset:

@@ -238,11 +238,11 @@ def test_pictures_of_other_kinds(engine: str) -> None:
 @pytest.mark.parametrize(
     ("step", "value", "message"),
     [
-        (sf.DecodeRandomResizedCrop(8), photograph(), "wants the bytes of an encoded picture.*RandomResizedCrop"),
-        (RandomResizedCrop(8), JPEG, "wants a picture as uint8.*DecodeImage"),
+        (sf.DecodeRandomResizedCrop(8), photograph(), "needs the bytes of an encoded image.*RandomResizedCrop"),
+        (RandomResizedCrop(8), JPEG, "needs an image as uint8.*DecodeImage"),
         (RandomResizedCrop(8), photograph().astype(np.float32), r"float32, shape \(120, 170, 3\)"),
-        (RandomResizedCrop(8), photograph()[..., 0], "wants a picture"),
-        (RandomResizedCrop(8), np.zeros((0, 5, 3), np.uint8), "wants a picture"),
+        (RandomResizedCrop(8), photograph()[..., 0], "needs an image"),
+        (RandomResizedCrop(8), np.zeros((0, 5, 3), np.uint8), "needs an image"),
     ],
 )
 def test_called_with_something_else(step: Any, value: Any, message: str) -> None:

@@ -97,11 +97,11 @@ def test_it_is_in_use_after_a_test_when_the_library_is_first_used(
     ("old", "new", "problem"),
     [
         ("(negative & (1 - (1 << size)))", "(negative & (1 - (1 << size))) + (size == 4)", "other pixels"),
-        ("return k >= OUT", "return 0", "damage in a picture"),  # it says that the data are damaged
+        ("return k >= OUT", "return 0", "damage in an intact image"),  # it says that the data are damaged
         (
             "return function && ",
             "return 0 && function && ",
-            "no decoder that can be replaced",
+            "decoder of this libjpeg cannot be replaced",
         ),  # a libjpeg of another kind
     ],
     ids=["value", "damaged", "refused"],

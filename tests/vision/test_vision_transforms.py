@@ -39,7 +39,7 @@ def test_all_give_new_contiguous_bytes_and_change_nothing_that_they_get(step: An
         assert not np.shares_memory(out, pixels)
         assert 3 in (out.shape[0], out.shape[2])
     assert (pixels == before).all()
-    with pytest.raises(InputError, match="wants a picture as uint8"):
+    with pytest.raises(InputError, match="needs an image as uint8"):
         step(b"encoded")
     assert repr(pickle.loads(pickle.dumps(step))) == repr(step)
 
@@ -174,7 +174,7 @@ class TestNormalize:
     def test_what_cannot_be_normalised(self) -> None:
         with pytest.raises(InputError, match="got a list without a uint8 tensor of 4 dimensions"):
             Normalize()([torch.zeros(2, 4, 5, 3)])
-        with pytest.raises(InputError, match="without 3 channels there"):
+        with pytest.raises(InputError, match="not 3 channels in this layout"):
             Normalize(layout="CHW")(torch.zeros(2, 4, 5, 3, dtype=torch.uint8))
 
     def test_travels(self) -> None:

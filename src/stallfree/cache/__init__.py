@@ -1,6 +1,6 @@
 """The sample cache: protocol, policies, records in memory or on disk, and tiers."""
 
-# `np.unique` imports it at its first call, here in threads, and a fork during that copies a locked import.
+# `np.unique` imports this module at its first call, here in a thread: a fork at that time would copy a locked import.
 import numpy.ma  # noqa: F401
 
 from stallfree.cache.base import BaseCache

@@ -101,9 +101,9 @@ class DirectReading:
         self._cache, self._ids, self._fetch = cache, ids, fetch
         self._fetched: set[int] = set()
         self._cancelled = False
-        there = cache.resident(ids)
-        if not there.all():
-            self.start(ids[~there])
+        resident = cache.resident(ids)
+        if not resident.all():
+            self.start(ids[~resident])
 
     def start(self, missing: Array) -> None:
         """Start fetching ids that are not resident."""

@@ -38,13 +38,13 @@ EVERY_STEP = 1 << 20
 
 def check_same(meta: Meta, path: Path, fingerprint: str, num_ids: int, policy: str) -> None:
     """Raise `FingerprintError` if the cache in the folder `path` is not the requested one."""
-    for what, there, wanted in (
+    for field, found, requested in (
         ("fingerprint", meta.fingerprint, fingerprint),
         ("number of samples", meta.num_ids, num_ids),
         ("policy", meta.policy, policy),
     ):
-        if there != wanted:
-            differences = differing_parts(str(there), str(wanted)) or f"its {what} is {there}, yours is {wanted}"
+        if found != requested:
+            differences = differing_parts(str(found), str(requested)) or f"its {field} is {found}, yours is {requested}"
             raise FingerprintError(
                 f"the cache {path.name!r} in {path.parent} holds other data: {differences}. "
                 f"Give another name, or remove it with `stallfree cache rm {path.name}`"
@@ -55,8 +55,8 @@ def warn_of_capacity(meta: Meta, path: Path, size: int) -> None:
     """Warn if the existing cache in the folder `path` has another capacity than `size` bytes."""
     if abs(meta.capacity - size) > size // 16:
         warnings.warn(
-            f"the cache {path.name!r} is there already, with a capacity of {format_size(meta.capacity)}: the "
-            f"{format_size(size)} asked for are not taken. Give another name, or remove it with "
+            f"the cache {path.name!r} already exists with a capacity of {format_size(meta.capacity)}: the requested "
+            f"{format_size(size)} are ignored. Give another name, or remove it with "
             f"`stallfree cache rm {path.name}` when no process uses it",
             RuntimeWarning,
             stacklevel=users_level(),
@@ -83,7 +83,7 @@ def checked_pairs(ids: Any, values: Sequence[Any], num_ids: int) -> Array:
     """`ids` as an array of int64. Raises `InputError` as `checked_ids` does, and if `values` has another length."""
     wanted = checked_ids(ids, num_ids)
     if len(wanted) != len(values):
-        raise cache_ids(f"put_many was given {len(wanted)} ids and {len(values)} values: give one for each")
+        raise cache_ids(f"put_many was given {len(wanted)} ids and {len(values)} values: give one value for each id")
     return wanted
 
 
@@ -95,7 +95,7 @@ def checked_scores(scores: Any, count: int) -> Array:
         values = np.empty((0, 0))
     if values.shape != (count,) or np.isnan(values).any():
         raise cache_ids(
-            f"set_scores was given {count} ids and the scores {scores!r:.80}: give a number for each id, and no NaN"
+            f"set_scores was given {count} ids and the scores {scores!r:.80}: give one number for each id, and no NaN"
         )
     return values
 

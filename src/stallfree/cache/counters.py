@@ -31,7 +31,7 @@ class Count(enum.IntEnum):
     DAMAGED = 4
     READS = 5
     BYTES = 6
-    OTHERS = 7
+    LOWER_HITS = 7
 
 
 class Counters:

@@ -136,7 +136,7 @@ def next_uses(epochs: list[Array], num_ids: int) -> list[Array]:
         uses = following[ids]
         times = np.arange(end - len(ids), end)
         following[ids[::-1]] = times[::-1]
-        if (following[ids] != times).any():  # some are used again in this epoch
+        if (following[ids] != times).any():  # this epoch uses some ids again
             order = np.argsort(ids, kind="stable")
             again = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
             uses[order[again]] = times[order[again + 1]]
@@ -145,16 +145,18 @@ def next_uses(epochs: list[Array], num_ids: int) -> list[Array]:
     return found[::-1]
 
 
-def _uniform(tick: int, count: int) -> Array:
-    """`count` pseudorandom numbers in [0, 1), one per tick (a counter mixed as by SplitMix64)."""
-    mixed = np.arange(tick + 1, tick + 1 + count, dtype=np.uint64)
-    mixed *= np.uint64(0x9E37_79B9_7F4A_7C15)
+def mixed(numbers: Array, seed: int = 0) -> Array:
+    """A hash of each number (uint64) with the seed: the finaliser of SplitMix64, which mixes all bits."""
+    mixed = numbers * np.uint64(0x9E37_79B9_7F4A_7C15) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB)):
-        mixed ^= mixed >> np.uint64(shift)
-        mixed *= np.uint64(factor)
-    mixed ^= mixed >> np.uint64(31)
-    mixed >>= np.uint64(11)
-    return mixed * 2.0**-53
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))  # type: ignore[no-any-return]
+
+
+def _uniform(tick: int, count: int) -> Array:
+    """`count` pseudorandom numbers in [0, 1), one per tick."""
+    ticks = np.arange(tick + 1, tick + 1 + count, dtype=np.uint64)
+    return (mixed(ticks) >> np.uint64(11)) * 2.0**-53
 
 
 class VictimState(Protocol):
@@ -182,7 +184,7 @@ class Victims:
         self._span = span
         self._places = np.empty(0, np.int64)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Empty the queue."""
         self._span[:] = 0
 
@@ -222,7 +224,7 @@ class Victims:
         ids = keys.imag.astype(np.int64)
         now = score[ids]
         there = state.first[ids] != 0
-        if chosen:  # these are still resident, and stale entries of them may follow
+        if chosen:  # the chosen ids are still resident, and stale entries of them may follow
             there &= ~np.isin(ids, np.concatenate(chosen))
         good = there & (now == keys.real)
         moved = there > good
@@ -248,7 +250,7 @@ class Victims:
             return
         room = len(state.victims)
         if len(keys) > room // 2:
-            self.forget()
+            self.clear()
             return
         keys.sort()
         queue = state.victims[self._span[0] : self._span[1]]

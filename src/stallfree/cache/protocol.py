@@ -39,13 +39,11 @@ class Reading(Protocol):
     """
 
     def result(self) -> list[Any]:
-        """Returns the samples in the order of the ids.
-
-        `MISS` stands for those in no tier.
+        """Returns the samples in the order of the ids, `MISS` for samples in no tier.
 
         Waits for the reads in flight. Each id without a value has been passed to `fetch`; an id passed to `fetch` may
-        still have a value if another process stored it in the meantime. May be called again: it then returns the
-        content of the cache at that time.
+        still have a value if another process stored it in the meantime. A second call returns the content of the cache
+        at that time.
         """
 
     def cancel(self) -> None:
@@ -128,20 +126,18 @@ class Cache(Protocol):
             pool: called at most once, in this thread, and only if threads are needed. The executor may be shut down at
                 any time; `result` then reads the rest.
             fetch: called for ids as soon as they are known to be in no tier, so that the caller starts fetching them
-                from the source. It is called in this thread, in threads of the executor and in `result`, at most once
-                per id. It is not called for samples that a process of this host is writing to this cache. Its
-                exceptions are raised by this method or by `result`.
+                from the source. Called in this thread, in threads of the executor and in `result`, at most once per
+                id, and not for samples that a process of this host is writing to this cache. This method or `result`
+                raises its exceptions.
         """
 
     def aim(self, outs: Sequence[Array]) -> Aim:
         """Prepares `outs` for many calls of `gather`; see there."""
 
     def gather(self, ids: Any, into: Aim | Sequence[Array]) -> Array:
-        """Copies the samples of `ids` leaf by leaf.
+        """Copies the samples of `ids` leaf by leaf. Returns which of them were copied, as an array of bool.
 
-        Returns which of them were copied, as an array of bool.
-
-        Only resident samples of the `structure` are copied; without a `structure`, none. The rows of others are
+        Only resident samples of the `structure` are copied; without a `structure`, none. The rows of other samples are
         undefined afterwards.
 
         Args:
@@ -153,9 +149,7 @@ class Cache(Protocol):
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int = 0) -> Array:
-        """Stores `values` as the samples of `ids`.
-
-        Returns which of them are stored, as an array of bool.
+        """Stores `values` as the samples of `ids`. Returns which of them are stored, as an array of bool.
 
         Samples that are already stored are unchanged; of equal ids, the first counts. Values are copied. A cache that
         writes in the background returns True for queued samples; `flush` waits for them. A sample that does not fit,
@@ -173,9 +167,7 @@ class Cache(Protocol):
         """Waits until all samples that this process has put are stored or rejected."""
 
     def set_scores(self, ids: Any, scores: Any) -> None:
-        """Sets the scores of samples, for a policy whose scores are `given`.
-
-        Samples need not be resident.
+        """Sets the scores of samples, resident or not, for a policy whose scores are `given`.
 
         Raises `InputError` unless there is one number per id, and none is NaN.
         """
@@ -187,12 +179,10 @@ class Cache(Protocol):
         """Removes all samples."""
 
     def uncache_steps(self, count: int) -> bool:
-        """Removes all samples because one of the last `count` cached steps proved random.
+        """Removes all samples, for all processes: one of the last `count` cached steps proved random.
 
-        They are removed for all processes.
-
-        Afterwards `uncached_steps` is at least `count`; a cache shared by several hosts is disabled. Returns False,
-        and removes nothing, if that was already the case.
+        Afterwards `uncached_steps` is at least `count`; a cache shared by several hosts is disabled. If that was
+        already the case, removes nothing and returns False.
         """
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -201,18 +191,13 @@ class Cache(Protocol):
         """Counts `reads` fetches of `size` bytes from the source."""
 
     def stats(self) -> CacheStats:
-        """Returns the counts over all processes of this host.
+        """Returns the counts over all processes of this host; after `close`, the counts at that time.
 
-        After `close`, those at that time.
-
-        Each id that was requested counts once, as a hit or as a miss.
+        Each requested id counts once, as a hit or as a miss.
         """
 
     def populate(self) -> None:
-        """Maps the memory in the background, so that the first reads are fast.
-
-        May do nothing.
-        """
+        """Maps the memory in the background, so that the first reads are fast. May do nothing."""
 
     def close(self) -> None:
         """Flushes writes and detaches from the cache. Idempotent."""
@@ -231,12 +216,10 @@ class Lends(Protocol):
     """
 
     def borrow(self, ids: Any) -> Borrowed | None:
-        """Returns the samples of `ids` without copying; do not modify them.
+        """Returns the samples of `ids`, as `get_many` does, without copying; do not modify them.
 
-        The samples are those of `get_many`.
-
-        None if this cache does not support it, such as one on a disk. Another process may overwrite a sample at any
-        time: check `Borrowed.unchanged` after use.
+        Returns None if this cache cannot lend samples, for example a cache on a disk. Another process may overwrite a
+        sample at any time: check `Borrowed.unchanged` after use.
         """
 
     def count_changed(self, samples: int) -> None:

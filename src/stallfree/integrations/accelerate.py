@@ -21,12 +21,12 @@ from stallfree.errors import argument_conflict, iterable_unsupported, ranks_conf
 from stallfree.loader import DataLoader
 from stallfree.sampling.plans import ImportanceSampler
 
-_DECIDED = {"batch_size": 1, "shuffle": None, "sampler": None, "drop_last": False, "ranks": (0, 1)}
-"""Arguments of the inner loader, which Accelerate's batch sampler determines."""
+_REPLACED = {"batch_size": 1, "shuffle": None, "sampler": None, "drop_last": False, "ranks": (0, 1)}
+"""Arguments of the inner loader that Accelerate's batch sampler replaces."""
 
 
 def prepare(accelerator: Any, loader: DataLoader) -> Any:
-    """The equivalent of `accelerator.prepare` for torch's loader, with stallfree's loader inside.
+    """Wraps `loader` for Accelerate, as `accelerator.prepare` does with torch's loader.
 
     Each process gets the same samples as from torch's loader with the same arguments. The batches are moved to the
     device of the process, and `accumulate` and `gather_for_metrics` detect the end of each epoch. The order depends on
@@ -61,13 +61,13 @@ def prepare(accelerator: Any, loader: DataLoader) -> Any:
     twin = torch.utils.data.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
     prepared = accelerator.prepare_data_loader(twin)
     arguments = {name: getattr(loader, name) for name in signature(DataLoader).parameters}
-    changed = {**_DECIDED, "batch_sampler": prepared.base_dataloader.batch_sampler}
+    changed = {**_REPLACED, "batch_sampler": prepared.base_dataloader.batch_sampler}
     prepared.base_dataloader = _Prepared(**{**arguments, **changed})
     return prepared
 
 
 class _Prepared(DataLoader):
-    """A loader without a state: Accelerate would save one per batch, each of which reads the rest of the sampler."""
+    """A loader without `state_dict`: Accelerate would call it per batch, and a call reads the whole sampler."""
 
     @property
     def state_dict(self) -> Any:
@@ -79,17 +79,17 @@ def _check(accelerator: Any, loader: Any) -> None:
         raise ranks_conflict(f"prepare was given a {type(loader).__name__}: give it a stallfree.DataLoader")
     if isinstance(loader.dataset, IterableDataset):
         raise iterable_unsupported(
-            "prepare was given a loader of an IterableDataset, whose samples are not dealt out by their ids: let its "
-            "__iter__ yield the part of the process, and use the loader as it is"
+            "prepare was given a loader of an IterableDataset, whose samples cannot be partitioned by id: let __iter__ "
+            "yield the samples of its process, and use the loader unchanged"
         )
     if loader.ranks is not None or isinstance(loader.sampler, (DistributedSampler, ImportanceSampler)):
         raise ranks_conflict(
-            "prepare was given a loader whose samples are dealt out already, by ranks= or its sampler: use that loader "
-            "as it is, or leave them out"
+            "prepare was given a loader whose samples are already partitioned, by ranks= or its sampler: use the "
+            "loader unchanged, or leave out ranks= and the sampler"
         )
     if loader.batch_sampler is None:
         raise argument_conflict(
-            "prepare was given a loader with batch_size=None: give it a batch_size, as Accelerate needs"
+            "prepare was given a loader with batch_size=None: give a batch_size, which Accelerate requires"
         )
     if accelerator.use_stateful_dataloader:
-        raise argument_conflict("prepare was given an Accelerator with use_stateful_dataloader=True: leave that out")
+        raise argument_conflict("prepare was given an Accelerator with use_stateful_dataloader=True: leave it out")

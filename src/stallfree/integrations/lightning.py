@@ -55,7 +55,7 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._before: list[tuple[Any, LoaderStats]] = []
-        self._begun = 0.0
+        self._started = 0.0
         self._validating = 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -63,14 +63,14 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
         given = trainer.train_dataloader
         if next(_loaders(given), None) is None:
             raise InputError(
-                f"StallMonitor found no loader of stallfree: train_dataloader gave {type(given).__name__}. Let it give "
+                f"StallMonitor found no loader of stallfree: train_dataloader returned {type(given).__name__}. Return "
                 "a stallfree.DataLoader, or leave out the callback"
             )
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Record the loaders' statistics at the start of the epoch."""
         self._before = [(loader, loader.stats()) for loader in _loaders(trainer.train_dataloader)]
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Pause the timing: validation does not count."""
@@ -78,11 +78,11 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Resume the timing."""
-        self._begun += time.monotonic() - self._validating
+        self._started += time.monotonic() - self._validating
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log and print the waits of this epoch."""
-        seconds = time.monotonic() - self._begun
+        seconds = time.monotonic() - self._started
         done = [loader.stats() - before for loader, before in self._before]
         fetch = sum(stats.stall_fetch_seconds for stats in done) / seconds
         prep = sum(stats.stall_prep_seconds for stats in done) / seconds

@@ -29,7 +29,7 @@ LONGEST = 8.0
 _SOON = 5.0
 """Seconds after a successful ping within which another failure doubles the pause."""
 
-_DUE, _PAUSE, _BACK = range(3)  # time of the next ping, 0 while closed; pause; time of the last successful ping
+_DUE, _PAUSE, _ANSWERED = range(3)  # time of the next ping, 0 while closed; pause; time of the last successful ping
 _CELLS = 3
 _CELL_SIZE = 8
 
@@ -85,7 +85,7 @@ class CircuitBreaker:
         with _lock:
             cells, now = self._cells, time.monotonic()
             if cells[_DUE] == 0:
-                again = 0 < cells[_BACK] <= now < cells[_BACK] + _SOON
+                again = 0 < cells[_ANSWERED] <= now < cells[_ANSWERED] + _SOON
                 cells[_PAUSE] = min(2 * self.pause, self._longest) if again else self._seconds
                 cells[_DUE] = now + self.pause if again else now
                 self.trips += 1
@@ -113,7 +113,7 @@ class CircuitBreaker:
             if self._cells[_DUE]:  # else another process has closed it
                 self._cells[_DUE] = time.monotonic() + self.pause
         else:
-            self._cells[_BACK] = time.monotonic()
+            self._cells[_ANSWERED] = time.monotonic()
             self._cells[_DUE] = 0
         finally:
             self._pinging = 0

@@ -39,7 +39,7 @@ _PIECE_BYTES = 256 << 10
 """Minimum bytes of such a part."""
 
 _FULL = 0.8
-"""Used share above which a disk that stores nothing counts as full: the rest is fragmented blocks."""
+"""Used share above which a disk that stores nothing counts as full: its free blocks are fragmented."""
 
 
 class DiskTier:
@@ -126,7 +126,7 @@ class DiskCache:
     Args:
         records: the sample cache on the disk, which never evicts.
         upper: the tier in memory above.
-        persist: whether the disk also receives the samples in memory, if there is space.
+        persist: whether the disk also receives the samples in memory, if the disk has space.
     """
 
     def __init__(self, records: SampleCache, upper: SampleCache, *, persist: bool = False) -> None:
@@ -134,8 +134,8 @@ class DiskCache:
         self._upper, self._persist = upper, persist
         self._both = persist or upper.policy.evicts
         self._typical = 0  # bytes per record
-        self._reading = Health(records.path, "did not give samples")
-        self._writer = _DiskWriter(records, upper, yields=self._both and not upper.policy.evicts)
+        self._reading = Health(records.path, "failed to read samples")
+        self._writer = _DiskWriter(records, upper, drops_copies=self._both and not upper.policy.evicts)
         flags = shared_array(upper.path / "moving", np.uint8, records.num_ids)
         self._writes = WriteBehind(self._writer.write, flags, target=f"the disk of {records.path}")
 
@@ -145,9 +145,9 @@ class DiskCache:
         return self._both and not self.records.full
 
     @property
-    def takes(self) -> bool:
+    def accepts(self) -> bool:
         """See `LowerTier`."""
-        return self._writer.takes
+        return self._writer.accepts
 
     def known(self, ids: Array) -> Array:
         """Which of `ids` are on the disk: an array of bool. All False while the disk is not used."""
@@ -187,10 +187,10 @@ class DiskCache:
         """See `LowerTier`."""
         self._writes.drain(ids)
 
-    def moved_up(self, ids: Array) -> None:
+    def promoted(self, ids: Array) -> None:
         """Drop `ids`, which memory now holds, unless the disk receives all samples."""
         if self._both:
-            self._writer.look_again()
+            self._writer.note_promoted()
         else:
             self.records.drop(ids)
 
@@ -232,22 +232,22 @@ class _DiskWriter:
     Args:
         disk: written to.
         upper: the tier in memory above.
-        yields: whether records that memory also holds are dropped to make space for others.
+        drops_copies: whether records that memory also holds are dropped to free space for other records.
     """
 
-    def __init__(self, disk: SampleCache, upper: SampleCache, *, yields: bool) -> None:
-        self._disk, self._upper, self._yields = disk, upper, yields
-        self._health = Health(disk.path, "did not take samples")
+    def __init__(self, disk: SampleCache, upper: SampleCache, *, drops_copies: bool) -> None:
+        self._disk, self._upper, self._drops_copies = disk, upper, drops_copies
+        self._health = Health(disk.path, "failed to store samples")
         self._copies = True  # whether memory may also hold some of its records
 
     @property
-    def takes(self) -> bool:
+    def accepts(self) -> bool:
         """Whether the disk can currently store samples."""
         if not self._health.good:
             return False
-        return not self._disk.full or (self._yields and self._copies)
+        return not self._disk.full or (self._drops_copies and self._copies)
 
-    def look_again(self) -> None:
+    def note_promoted(self) -> None:
         """Record that memory now holds samples of the disk, whose records may be dropped."""
         self._copies = True
 
@@ -261,7 +261,7 @@ class _DiskWriter:
     def _store(self, ids: Array, records: list[Record]) -> None:
         there = self._disk.put_records(ids, records)
         stored, left = bool(there.any()), np.flatnonzero(~there)
-        if len(left) and self._yields:
+        if len(left) and self._drops_copies:
             left = left[~self._upper.resident(ids[left])]
             if len(left) and self._make_room(len(left)):
                 there = self._disk.put_records(ids[left], [records[at] for at in left.tolist()])
@@ -272,7 +272,7 @@ class _DiskWriter:
             stats = self._disk.stats()
             size = sum(array.size for at in left.tolist() for array in records[at][1])
             if stats.resident_bytes + size > _FULL * stats.used_bytes:
-                self._health.rest()
+                self._health.pause()
             else:
                 self._health.failed()
 
@@ -291,7 +291,7 @@ class Health:
 
     Args:
         path: of the folder on the disk.
-        what: the failure, for the warning: "did not give samples".
+        what: the failure, for the warning: "failed to read samples".
     """
 
     def __init__(self, path: Path, what: str) -> None:
@@ -311,16 +311,16 @@ class Health:
         """Count a failure."""
         self._failures += 1
         if self._failures >= FAILURES and self.good:
-            self.rest()
+            self.pause()
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"the disk of {self._path} {self._what} {FAILURES} times in a row: it is left alone for "
-                    f"{PAUSE:.0f} s at a time, and samples come from the source meanwhile",
+                    f"the disk of {self._path} {self._what} {FAILURES} times in a row: its use is paused for "
+                    f"{PAUSE:.0f} s at a time, and samples are read from the source meanwhile",
                     RuntimeWarning,
                     stacklevel=3,
                 )
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Pause the use of the disk."""
         self._until = time.monotonic() + PAUSE

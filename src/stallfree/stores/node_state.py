@@ -71,7 +71,7 @@ class NodeState:
 
     def uncache(self, count: int) -> bool:
         """Raise `uncached` to `count`; return whether it was lower."""
-        with self._lock.hold(_LOCK_SECONDS, "noting that samples are not cached any more"):
+        with self._lock.hold(_LOCK_SECONDS, "disabling the cache of samples in servers"):
             lower = bool(self.uncached[0] < count)
             self.uncached[0] = max(count, self.uncached[0])
         return lower

@@ -4,7 +4,7 @@ Every node has a score for every id, a hash of both, and the node with the highe
 Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998, section
 III). So any process can compute the owner without a directory, and no ids move between the other nodes when a node
 joins or leaves. Random shares are uneven, by 2% for 2,000 ids on two nodes, and a cache of exactly the required size
-would overflow on one of them. So a node with more than its share passes on the ids with the highest scores at their new
+would overflow on one node. So surplus ids of a node are reassigned, first the ids with the highest scores at their new
 owners.
 """
 
@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from stallfree.cache.policies import mixed as mixed
+
 Array = npt.NDArray[Any]
 
-MOST_NODES = 1 << 15
 _STEP = 1 << 20
 """Ids hashed per step, which bounds the memory."""
 
@@ -37,7 +38,7 @@ def owners(num_ids: int, nodes: Sequence[str]) -> Array:
     found = np.zeros(num_ids, np.int16)
     if len(nodes) == 1:
         return found
-    seeds = _seeds(nodes)
+    seeds = [xxhash.xxh3_64_intdigest(node.encode()) for node in nodes]
     for start in range(0, num_ids, _STEP):
         ids = np.arange(start, min(start + _STEP, num_ids), dtype=np.uint64)
         best = np.zeros(len(ids), np.uint64)
@@ -54,30 +55,18 @@ def _level(found: Array, nodes: Sequence[str], seeds: Sequence[int]) -> None:
     """Reassign the surplus ids of nodes with more than their share to nodes with less."""
     most = -(-len(found) // len(nodes))
     room = most - np.bincount(found, minlength=len(nodes))
-    for giver in sorted(np.flatnonzero(room < 0).tolist(), key=lambda place: nodes[place]):
-        ids = np.flatnonzero(found == giver)
-        while room[giver] < 0:
-            takers = np.flatnonzero(room > 0)
-            takers = takers[np.argsort([nodes[place] for place in takers.tolist()])]
-            scores = np.stack([mixed(ids.astype(np.uint64), seeds[place]) for place in takers.tolist()])
-            wanted, by = scores.max(axis=0), takers[scores.argmax(axis=0)]
-            for at in np.argsort(wanted)[::-1].tolist():
-                taker = by[at]
-                if room[giver] == 0 or room[taker] == 0:
-                    break  # other nodes must choose again
-                found[ids[at]] = taker
-                room[taker] -= 1
-                room[giver] += 1
-            ids = ids[found[ids] == giver]
-
-
-def _seeds(nodes: Sequence[str]) -> list[int]:
-    return [xxhash.xxh3_64_intdigest(node.encode()) for node in nodes]
-
-
-def mixed(ids: Array, seed: int) -> Array:
-    """A hash of each id with the seed: the finaliser of SplitMix64, in which every bit affects every other."""
-    mixed = ids * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return mixed ^ (mixed >> np.uint64(31))  # type: ignore[no-any-return]
+    for source in sorted(np.flatnonzero(room < 0).tolist(), key=lambda place: nodes[place]):
+        ids = np.flatnonzero(found == source)
+        while room[source] < 0:
+            targets = np.flatnonzero(room > 0)
+            targets = targets[np.argsort([nodes[place] for place in targets.tolist()])]
+            scores = np.stack([mixed(ids.astype(np.uint64), seeds[place]) for place in targets.tolist()])
+            highest, by = scores.max(axis=0), targets[scores.argmax(axis=0)]
+            for at in np.argsort(highest)[::-1].tolist():
+                target = by[at]
+                if room[source] == 0 or room[target] == 0:
+                    break  # choose again among the other nodes
+                found[ids[at]] = target
+                room[target] -= 1
+                room[source] += 1
+            ids = ids[found[ids] == source]

@@ -110,7 +110,7 @@ class RedisTier:
             self._node.share([shard.breaker for shard in servers.shards])
         self._storing = RedisWriter(self._values, servers, self._node, self.policy, limit)
         self._writer = WriteBehind(self._storing.write, self._node.moving, target=f"servers of {name!r}")
-        self._last: CacheStats | None = None
+        self._final_stats: CacheStats | None = None
         self._leave = weakref.finalize(self, _leave, servers, self._node)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class RedisTier:
         self._node.known[ids[mine]] = there[mine]
         return there
 
-    def learn(self, there: Array) -> None:
+    def set_known(self, there: Array) -> None:
         """Assume that exactly the samples with True in `there`, a bool per id, are stored."""
         self._node.known[:] = there
 
@@ -157,8 +157,8 @@ class RedisTier:
         Items are those that this node has stored or read; other nodes may have stored more. Their bytes are estimated
         from the last stored value. `status` has the memory use of the servers.
         """
-        if self._last is not None:
-            return self._last
+        if self._final_stats is not None:
+            return self._final_stats
         items = int(np.count_nonzero(self._node.known))
         size = items * int(self._node.typical[0])
         return self._node.counters.stats(resident_items=items, resident_bytes=size, capacity_bytes=0, used_bytes=0)
@@ -227,19 +227,19 @@ class RedisTier:
         self._writer.drain(ids)
         return np.ones(len(ids), bool)
 
-    def moved_up(self, ids: Array) -> None:
+    def promoted(self, ids: Array) -> None:
         """Do nothing: other nodes read `ids` here."""
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @property
-    def takes(self) -> bool:
+    def accepts(self) -> bool:
         """Whether any server currently accepts samples."""
-        return bool(self._taking().any())
+        return bool(self._accepting().any())
 
-    def _taking(self) -> Array:
+    def _accepting(self) -> Array:
         """Which servers currently accept samples: an array of bool."""
-        return np.array([not shard.lost and self._storing.takes(shard) for shard in self._servers.shards])
+        return np.array([not shard.lost and self._storing.accepts(shard) for shard in self._servers.shards])
 
     def put_records(self, ids: Array, records: Sequence[Record]) -> Array:
         """Queue `records` to be stored as the samples of `ids`; return which were accepted, as an array of bool.
@@ -252,7 +252,7 @@ class RedisTier:
         left = self._node.known[ids] == 0
         if left.any() and not self.uncached_steps:
             self._node.typical[0] = HEAD_SIZE + record_size(*records[0])
-            taking = self._taking()
+            taking = self._accepting()
             at = np.flatnonzero(left & (taking[self._node.owner[ids]] if self._servers.names else taking.any()))
             at = at[: self._writer.add(ids[at], [records[position] for position in at.tolist()])]
             taken[at] = True
@@ -288,7 +288,7 @@ class RedisTier:
     # -- life cycle ---------------------------------------------------------------------------------------------------
 
     def _check_process(self) -> None:
-        if self._last is not None:
+        if self._final_stats is not None:
             raise object_closed(f"the cache {self.name!r} is closed: make a new one")
         self._node.counters.follow_fork()
 
@@ -298,9 +298,9 @@ class RedisTier:
 
     def close(self) -> None:
         """Drain the queue and detach from the cache. Idempotent."""
-        if self._last is None:
+        if self._final_stats is None:
             self._writer.close()
-            self._last = self.stats()
+            self._final_stats = self.stats()
             self._leave()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -223,7 +223,8 @@ class RedisValues:
         if str(shard) not in self._warned:
             self._warned.add(str(shard))
             warnings.warn(
-                f"the server {shard} refuses samples of {self._name!r}: {error}. Nothing is stored there for a while",
+                f"the server {shard} refuses samples of {self._name!r}: {error}. Storing there is paused for "
+                f"{_REFUSED_SECONDS:.0f} s at a time",
                 RuntimeWarning,
                 stacklevel=2,
             )

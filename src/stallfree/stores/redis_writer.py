@@ -26,7 +26,7 @@ _FULL_SECONDS = 1.0
 
 
 class RedisWriter:
-    """Stores samples; on a full server, in place of samples of lower score.
+    """Stores samples; on a full server, replaces samples of lower score.
 
     Args:
         values: of the data set.
@@ -42,8 +42,8 @@ class RedisWriter:
         self._values, self._servers, self._node, self._policy, self._limit = values, servers, node, policy, limit
         self._full: dict[Shard, float] = {}  # time until which a server counts as full
 
-    def takes(self, shard: Shard) -> bool:
-        """Whether a server currently accepts samples. A full one still accepts samples of higher score."""
+    def accepts(self, shard: Shard) -> bool:
+        """Whether a server currently accepts samples. A full server still accepts samples of higher score."""
         return not self._values.refuses(shard) and (self._policy.given or not self._is_full(shard))
 
     def _is_full(self, shard: Shard) -> bool:
@@ -55,11 +55,11 @@ class RedisWriter:
         for shard, at, _ in self._values.split(self._node.owner, ids):
             ends = np.cumsum(sizes[at])
             for lot in np.split(at, np.flatnonzero(np.diff(ends // LOT_BYTES)) + 1):
-                if self.takes(shard):
+                if self.accepts(shard):
                     self._store(shard, ids[lot], [records[position] for position in lot.tolist()], sizes[lot])
 
     def _store(self, shard: Shard, ids: Array, records: Sequence[Record], sizes: Array) -> None:
-        """Store samples on one server; if it is full, in place of samples of lower score."""
+        """Store samples on one server; if the server is full, replace samples of lower score."""
         commands = self._values.commands(ids, records, sizes)
         full = self._is_full(shard) or not self._has_room(shard)
         left = np.arange(len(ids)) if full else self._set(shard, ids, commands)
@@ -100,9 +100,9 @@ class RedisWriter:
         scores = self._node.scores
         best_first, removed = np.argsort(-scores[ids], kind="stable"), 0
         while removed < len(ids):
-            worst = self._worst(shard, len(ids) - removed)
-            gains = scores[ids[best_first[removed : removed + len(worst)]]] > scores[worst]
-            victims = worst if gains.all() else worst[: int(np.argmin(gains))]
+            lowest = self._lowest(shard, len(ids) - removed)
+            above = scores[ids[best_first[removed : removed + len(lowest)]]] > scores[lowest]
+            victims = lowest if above.all() else lowest[: int(np.argmin(above))]
             replies = self._values.remove(shard, self._values.names(victims))
             if not replies:
                 break
@@ -111,18 +111,18 @@ class RedisWriter:
         self._node.counters.add((Count.EVICTIONS, removed))
         return np.sort(best_first[:removed])
 
-    def _worst(self, shard: Shard, count: int) -> Array:
+    def _lowest(self, shard: Shard, count: int) -> Array:
         """Up to `count` samples of a server with the lowest scores, ascending."""
-        scores, there = self._node.scores, np.flatnonzero(self._node.known != 0)  # a copy: other processes write to it
+        scores, ids = self._node.scores, np.flatnonzero(self._node.known != 0)  # a copy: other processes change `known`
         some = count
         if self._servers.names:
-            there = there[self._node.owner[there] == self._servers.shards.index(shard)]
+            ids = ids[self._node.owner[ids] == self._servers.shards.index(shard)]
         else:
             some *= 2 * len(self._servers.shards)  # for a cluster, half of a server's share is enough
-        if some < len(there):
-            there = there[np.argpartition(scores[there], some)[:some]]
-        there = there[np.argsort(scores[there], kind="stable")]
+        if some < len(ids):
+            ids = ids[np.argpartition(scores[ids], some)[:some]]
+        ids = ids[np.argsort(scores[ids], kind="stable")]
         if not self._servers.names:
-            parts = self._values.split(self._node.owner, there)
-            there = next((there[at] for master, at, _ in parts if master is shard), there[:0])
-        return there[:count]
+            parts = self._values.split(self._node.owner, ids)
+            ids = next((ids[at] for master, at, _ in parts if master is shard), ids[:0])
+        return ids[:count]

@@ -18,7 +18,7 @@ from stallfree.errors import (
     server_unreachable,
 )
 from stallfree.stores.addresses import Address
-from stallfree.stores.shard import Fixed, Location, Request, Shard
+from stallfree.stores.shard import FixedLocation, Location, Request, Shard
 
 Array = npt.NDArray[Any]
 
@@ -189,7 +189,7 @@ def _text(name: Any) -> str:
     return name.decode() if isinstance(name, bytes) else ""
 
 
-class _Node(Fixed):
+class _Node(FixedLocation):
     """A node of a cluster. If it is lost, another one may replace it."""
 
     def __init__(self, address: Address, cluster: Cluster) -> None:
@@ -221,7 +221,7 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
                 clusters += b"_mode:cluster" in address.request(START_SECONDS, "INFO", "server")  # redis_, server_
             answered += 1
         except (AuthenticationError, ResponseError) as error:
-            raise server_refused(f"the server {address} refuses us: {error}. Give its user and password") from error
+            raise server_refused(f"the server {address} refuses access: {error}. Give its user and password") from error
         except MissingExtraError:
             raise
         except Exception as error:  # of the socket, of redis-py, or of a parser on invalid data
@@ -235,13 +235,13 @@ def find_servers(addresses: Sequence[Address], timeout: float) -> Servers:
         cluster = Cluster(addresses, timeout)
         problem = cluster.refresh(START_SECONDS)
         if not cluster.shards:
-            raise server_unreachable(f"the cluster of {addresses[0]} has no table of slots ({problem}): repair it")
+            raise server_unreachable(f"the cluster of {addresses[0]} has no slot table ({problem}): repair the cluster")
         return cluster
     if clusters:
         raise server_address(
             f"the servers {', '.join(map(str, addresses))} do not belong together: give nodes of one Redis Cluster, or "
-            "servers that stand alone"
+            "standalone servers"
         )
     ordered = sorted(addresses, key=lambda address: f"{address}/{address.db}")
     names = [f"{address}/{address.db}" for address in ordered]
-    return Standalone(names, [Fixed(address) for address in ordered], timeout)
+    return Standalone(names, [FixedLocation(address) for address in ordered], timeout)

@@ -44,7 +44,7 @@ class Location(Protocol):
         """Request an address with a number above `after`."""
 
 
-class Fixed:
+class FixedLocation:
     """The location of a server with a constant address."""
 
     fixed = True
@@ -141,7 +141,7 @@ class Shard:
                     reply = _reply(connection)
                     values = reply if isinstance(reply, list) else [reply] * keys
                     if len(values) != keys:
-                        raise NoReply(f"{len(values)} values came where {keys} were requested")
+                        raise NoReply(f"the reply has {len(values)} values instead of {keys}")
                     for value in values:
                         use(position, value)
                         position += 1

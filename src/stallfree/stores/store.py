@@ -78,8 +78,8 @@ def open_cache(
         )
     if not capacity and policy.evicts and not policy.given:
         raise argument_conflict(
-            f"policy={policy.name!r} with capacity=0, and servers evict nothing by this policy: leave policy out, or "
-            "give a capacity for memory in front of them"
+            f"policy={policy.name!r} with capacity=0: servers do not evict by this policy. Leave policy out, or give a "
+            "capacity for a memory tier"
         )
     own_name = name != f"{fingerprint[:20]}-{policy.name}-{capacity}"
     common: dict[str, Any] = {"fingerprint": fingerprint, "policy": policy, "name": name}
@@ -107,7 +107,7 @@ def open_cache(
 def _tiers(store: Store) -> tuple[DiskTier | None, RedisStore | None]:
     if isinstance(store, (list, tuple)):
         if len(store) != 2 or not isinstance(store[0], DiskTier) or not isinstance(store[1], RedisStore):
-            raise InputError(f"store={store!r:.80}: a list is [DiskTier(...), RedisStore(...)], the faster one first")
+            raise InputError(f"store={store!r:.80}: a list must be [DiskTier(...), RedisStore(...)]")
         return store[0], store[1]
     return (store if isinstance(store, DiskTier) else None), (store if isinstance(store, RedisStore) else None)
 
@@ -143,10 +143,10 @@ def default_store(capacity: int, unknown: Sequence[str] = ()) -> tuple[Store, in
     try:
         if not unknown:
             return RedisStore(capacity_per_node=capacity, name="auto"), 0
-        why = f"{unknown[0]} has no fingerprint. To share them, give name=, the same only for the same data"
+        why = f"{unknown[0]} has no fingerprint. To share samples, give name=, another name for each data set"
     except (MissingServerError, MissingExtraError) as error:
         why = text_of(error)
-    warnings.warn(f"samples are cached on each node for itself: {why}", RuntimeWarning, stacklevel=users_level())
+    warnings.warn(f"each node caches samples separately: {why}", RuntimeWarning, stacklevel=users_level())
     return "memory", capacity
 
 

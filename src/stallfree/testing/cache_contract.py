@@ -34,7 +34,6 @@ KINDS: list[Any] = [
 ]
 _STEPS = ("put", "get", "begin_read", "gather", "drop", "look")
 
-Ids = npt.NDArray[np.int64]
 Steps = Sequence[tuple[str, Sequence[int]]]
 
 
@@ -51,15 +50,13 @@ class NeedsPickle:
 class CacheContract:
     """The test suite that every `stallfree.cache.Cache` passes, for pytest.
 
-    A subclass has the fixture `make_cache`.
-
-    The fixture returns a function that creates an empty cache, with these arguments:
+    A subclass defines the fixture `make_cache`, a function that creates an empty cache, with these arguments:
 
     | argument | meaning |
     | --- | --- |
     | `num_ids` | number of samples of the data set |
-    | `capacity` | bytes: 1 MiB where all samples must fit; 64 KiB where a cache should become full, if it can |
-    | `example` | a sample like those that are put, or `MISS`; a cache may derive its `structure` from it |
+    | `capacity` | bytes: 1 MiB if all samples must fit; 64 KiB if the cache should become full, if possible |
+    | `example` | a sample of the kind that is put, or `MISS`; a cache may derive its `structure` from it |
     | `allow_pickle` | whether the cache may pickle values |
 
     If Hypothesis is installed, it generates the sequences of calls that are compared with a dict.
@@ -91,8 +88,7 @@ class CacheContract:
         assert cache.num_ids == COUNT
         assert cache.get_many(range(COUNT)) == [MISS] * COUNT
         assert not cache.resident(range(COUNT)).any()
-        assert not cache.complete
-        assert cache.uncached_steps == 0
+        assert (cache.complete, cache.uncached_steps) == (False, 0)
         stats = cache.stats()
         assert (stats.hits, stats.misses, stats.resident_items, stats.evictions) == (0, COUNT, 0, 0)
 
@@ -103,7 +99,7 @@ class CacheContract:
         for id, value in zip(order, cache.get_many(order), strict=True):
             assert same(value, KINDS[id]), f"{KINDS[id]!r} came back as {value!r}"
 
-    def test_ids_are_integers_of_any_kind(self, make_cache: MakeCache) -> None:
+    def test_integers_of_any_type_are_ids(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
         put(cache, range(3), [sample(id) for id in range(3)])
         arrays = np.array([2, 0], np.uint8), np.array([2, 0], np.uint64), torch.tensor([2, 0])
@@ -112,13 +108,13 @@ class CacheContract:
         assert cache.get_many([]) == []
         assert cache.put_many([], []).tolist() == cache.resident([]).tolist() == []
 
-    def test_what_is_stored_stays_and_the_first_of_equal_ids_counts(self, make_cache: MakeCache) -> None:
+    def test_stored_values_are_unchanged_and_the_first_of_equal_ids_counts(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
         put(cache, [1, 2, 1], [sample(1, 7), sample(2), sample(1, 8)])
         put(cache, [2, 3], [sample(2, 9), sample(3)])
         assert [value[1] for value in cache.get_many([1, 2, 3])] == [7, 0, 0]
 
-    def test_each_value_belongs_to_one_owner(self, make_cache: MakeCache) -> None:
+    def test_changed_values_affect_neither_cache_nor_other_values(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
         given = [sample(id) for id in range(4)]
         put(cache, range(4), given)
@@ -128,10 +124,10 @@ class CacheContract:
         for read in (cache.get_many, lambda ids: begin(cache, ids)[0], cache.get_many):
             values = read(ids)
             for at, (array, _) in enumerate(values):
-                assert is_right(ids[at], (array, 0)), "another value was changed"
+                assert is_right(ids[at], (array, 0)), "changing one value has changed another"
                 array[:] = 0
 
-    def test_ids_that_cannot_be_used_are_an_error(self, make_cache: MakeCache) -> None:
+    def test_invalid_ids_raise(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
         put(cache, [1], [sample(1)])
         calls: list[Callable[[Any], Any]] = [
@@ -167,7 +163,7 @@ class CacheContract:
         put(trusting, [1], [NeedsPickle()])
         assert type(trusting.get_many([1])[0]) is NeedsPickle
 
-    def test_several_threads_use_it_at_once(self, make_cache: MakeCache) -> None:
+    def test_threads_use_a_cache_concurrently(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
 
         def use(seed: int) -> None:
@@ -183,8 +179,7 @@ class CacheContract:
         cache.flush()
         assert all(found(id, value) for id, value in enumerate(cache.get_many(range(COUNT))))
 
-    # -- removal
-    # ----------------------------------------------------------------------------------------------------------
+    # -- removal ------------------------------------------------------------------------------------------------------
 
     def test_drop_and_clear(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
@@ -197,7 +192,7 @@ class CacheContract:
         assert there(cache) == set()
         assert cache.stats().evictions == 0
 
-    def test_a_full_cache_loses_only_what_its_policy_evicts(self, make_cache: MakeCache) -> None:
+    def test_a_full_cache_loses_only_evicted_samples(self, make_cache: MakeCache) -> None:
         cache, lost = make_cache(200, LITTLE, example=sample(0)), 0
         for ids in np.arange(200).reshape(25, 8).tolist():
             before = there(cache)
@@ -212,45 +207,44 @@ class CacheContract:
         assert lost <= stats.evictions
         assert stats.used_bytes <= stats.capacity_bytes
 
-    def test_scores_decide_what_makes_room(self, make_cache: MakeCache) -> None:
+    def test_scores_determine_evictions(self, make_cache: MakeCache) -> None:
         cache = make_cache(200, LITTLE, example=sample(0))
         if not cache.policy.given:
-            pytest.skip("the policy of this cache makes its own scores")
+            pytest.skip("the policy of this cache computes its own scores")
         cache.set_scores(range(200), [1.0] * 100 + [0.0] * 50 + [2.0] * 50)
         for ids in np.arange(200).reshape(25, 8).tolist():
             before = there(cache)
             put(cache, ids, [sample(id) for id in ids], all_stored=False)
             gone = before - there(cache)
-            assert all(id < 150 for id in gone), "samples of high score have made room"
-            assert not gone or max(ids) >= 150, "samples of low score have taken room"
+            assert all(id < 150 for id in gone), "samples of high score were evicted"
+            assert not gone or max(ids) >= 150, "samples of low score have replaced others"
         for scores in ([1.0], [1.0, float("nan")], ["a", "b"]):
             with pytest.raises(InputError):
                 cache.set_scores([1, 2], scores)
 
-    def test_steps_that_turn_out_to_be_random(self, make_cache: MakeCache) -> None:
+    def test_uncaching_a_step_removes_all_samples(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
         ids, values = range(4), [sample(id) for id in range(4)]
-        assert not cache.put_many(ids, values, uncached=1).any(), "they were made by other steps"
+        assert not cache.put_many(ids, values, uncached=1).any(), "other steps prepared these values"
         put(cache, ids, values)
         assert cache.uncache_steps(1)
         assert there(cache) == set()
         assert not cache.resident(ids).any()
         now = cache.uncached_steps
         assert now >= 1
-        assert not cache.uncache_steps(1), "that was so before"
-        assert not cache.put_many(ids, values).any(), "they were made by other steps"
+        assert not cache.uncache_steps(1), "the step was uncached before"
+        assert not cache.put_many(ids, values).any(), "other steps prepared these values"
         cache.flush()
         assert there(cache) == set()
         stored = cache.put_many(ids, values, uncached=now)
         cache.flush()
         assert there(cache) == {id for id, kept in zip(ids, stored.tolist(), strict=True) if kept}
 
-    # -- other ways of reading
-    # --------------------------------------------------------------------------------------------
+    # -- gather and begin_read ----------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("alike", [True, False])
-    def test_gather_copies_what_get_many_gives(self, make_cache: MakeCache, alike: bool) -> None:
-        cache = make_cache(COUNT, AMPLE, example=sample(0) if alike else MISS)
+    @pytest.mark.parametrize("with_example", [True, False])
+    def test_gather_copies_the_values_of_get_many(self, make_cache: MakeCache, with_example: bool) -> None:
+        cache = make_cache(COUNT, AMPLE, example=sample(0) if with_example else MISS)
         put(cache, range(8), [sample(id) for id in range(8)])
         put(cache, [8], ["of another structure"])
         ids = [3, 3, 20, 8, 0, 7]
@@ -268,7 +262,7 @@ class CacheContract:
             if cache.structure is None:
                 assert not good.any()
 
-    def test_begin_read_gives_what_is_there_and_has_the_rest_fetched(self, make_cache: MakeCache) -> None:
+    def test_begin_read_returns_stored_samples_and_fetches_the_others(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
         put(cache, range(0, COUNT, 2), [sample(id) for id in range(0, COUNT, 2)])
         ids = [*range(COUNT), 1, 2, 2]
@@ -277,7 +271,7 @@ class CacheContract:
         assert [found(id, value) for id, value in zip(ids, values, strict=True)] == [id % 2 == 0 for id in ids]
 
     @pytest.mark.parametrize("when", ["before", "after"])
-    def test_an_executor_that_is_shut_down_costs_no_sample(self, make_cache: MakeCache, when: str) -> None:
+    def test_an_executor_shutdown_loses_no_sample(self, make_cache: MakeCache, when: str) -> None:
         cache = ample(make_cache)
         put(cache, range(0, COUNT, 2), [sample(id) for id in range(0, COUNT, 2)])
         executor, fetched = ThreadPoolExecutor(1), list[int]()
@@ -290,7 +284,7 @@ class CacheContract:
         assert [found(id, value) for id, value in enumerate(values)] == [id % 2 == 0 for id in range(COUNT)]
         assert sorted(fetched) == list(range(1, COUNT, 2))
 
-    def test_what_is_removed_or_stored_meanwhile_is_read_or_fetched(self, make_cache: MakeCache) -> None:
+    def test_samples_changed_during_a_read_are_read_or_fetched(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
         put(cache, range(8), [sample(id) for id in range(8)])
         fetched: list[int] = []
@@ -306,7 +300,7 @@ class CacheContract:
                 assert set(range(4, 8)).isdisjoint(absent)
         assert {10, 11} <= set(fetched)
 
-    def test_a_reading_that_is_cancelled_fetches_nothing_more(self, make_cache: MakeCache) -> None:
+    def test_a_cancelled_reading_stops_fetching(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
         put(cache, range(4), [sample(id) for id in range(4)])
         fetched: list[int] = []
@@ -320,7 +314,7 @@ class CacheContract:
 
     # -- against a model ----------------------------------------------------------------------------------------------
 
-    def test_it_does_what_a_dict_does(self, make_cache: MakeCache) -> None:
+    def test_calls_have_the_results_of_a_dict(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
         try:
             from hypothesis import given, settings
@@ -350,7 +344,7 @@ class CacheContract:
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
-    def test_a_forked_child_reads_what_its_parent_has_put(self, make_cache: MakeCache) -> None:
+    def test_a_forked_child_reads_samples_of_its_parent(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
         if "fork" not in multiprocessing.get_all_start_methods():
             pytest.skip("this system cannot fork")
@@ -372,7 +366,7 @@ class CacheContract:
         other.close()
         assert there(cache) == set(range(8))
 
-    def test_a_closed_cache_says_so(self, make_cache: MakeCache) -> None:
+    def test_use_after_close_raises(self, make_cache: MakeCache) -> None:
         cache = ample(make_cache)
         put(cache, range(8), [sample(id) for id in range(8)])
         cache.get_many([1, 9])
@@ -405,7 +399,7 @@ def is_right(id: int, value: Any) -> bool:
 
 
 def found(id: int, value: Any) -> bool:
-    """Return whether a value is not `MISS`; fails if it is not the sample of `id`."""
+    """Return whether a value is not `MISS`; fails for a value of another sample."""
     assert value is MISS or is_right(id, value), f"not the sample {id}: {value!r:.100}"
     return value is not MISS
 
@@ -431,7 +425,7 @@ def there(cache: Cache) -> set[int]:
 
 
 def begin(cache: Cache, ids: Sequence[int]) -> tuple[list[Any], list[int]]:
-    """Read `ids` with `begin_read`; returns the values, and the ids that were to be fetched."""
+    """Read `ids` with `begin_read`; returns the values, and the ids passed to `fetch`."""
     fetched: list[int] = []
     with ThreadPoolExecutor(2) as executor:
         values = cache.begin_read(np.array(ids, np.int64), lambda: executor, fetched.extend).result()
@@ -461,7 +455,7 @@ def no_pool() -> ThreadPoolExecutor:
 
 
 def rows_for(cache: Cache, count: int) -> list[npt.NDArray[np.uint8]]:
-    """Return arrays that `count` samples can be gathered into; empty if the cache has no structure."""
+    """Return target arrays for a gather of `count` samples; empty if the cache has no structure."""
     structure = cache.structure
     return [] if structure is None else [np.zeros((count, leaf.nbytes), np.uint8) for leaf in structure.leaves]
 

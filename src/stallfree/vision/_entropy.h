@@ -1,12 +1,11 @@
-/* Entropy decoding of baseline JPEGs (ITU-T T.81, annex F.2.2) in the place of libjpeg's. Two thirds of the time of a
- * decoder go there, and no bit can be left out. Here a value costs one look into a table and no branch that cannot be
- * foreseen, and in parts of a picture that nobody wants several values cost one look. The result is the same, bit by
- * bit.
+/* Entropy decoding of baseline JPEGs (ITU-T T.81, annex F.2.2), which replaces libjpeg's. It takes two thirds of the
+ * decoding time, and no bit can be skipped. Here a value costs one table lookup and no unpredictable branch; in unused
+ * parts of an image, one lookup decodes several values. The result equals libjpeg's, bit by bit.
  *
- * libjpeg has no interface for that. But the first two fields of its entropy decoder are functions, in libjpeg 6 and in
- * all that came of it, and whether they are is looked at before one is replaced. What is rare (progressive pictures,
- * arithmetic coding, restart markers, several scans) is left to libjpeg. So is all, where a test of built-in pictures
- * finds a difference when the library is first used (see entropy.py).
+ * libjpeg has no interface for this. But the first two fields of its entropy decoder are functions, in libjpeg 6 and in
+ * all of its successors; this is checked before one is replaced. libjpeg decodes the rare kinds: progressive images,
+ * arithmetic coding, restart markers, several scans. It decodes everything if a test on built-in images finds a
+ * difference at the first use of the library (see entropy.py).
  */
 #include <dlfcn.h>
 
@@ -14,30 +13,30 @@
 #define SLOTS (1 << LOOK)
 #define MOST_CODE 16 /* bits */
 
-/* What the next LOOK bits say, if they begin with a whole code: bits of code and value in 6 bits, zeros before the
- * value in 8, bits of the value in 4; 0 if the code is longer. The end of a block is OUT zeros, sixteen zeros are
- * fifteen and a zero. */
+/* The meaning of the next LOOK bits, if they begin with a complete code: the bits of code and value (in 6 bits), the
+ * zeros before the value (in 8 bits), and the bits of the value (in 4 bits); 0 if the code is longer. The end of a
+ * block is represented as OUT zeros, sixteen zeros as fifteen zeros and a zero value. */
 #define LENGTH(entry) ((int)((entry) & 63))
 #define RUN(entry) ((int)((entry) >> 6 & 255))
 #define SIZE(entry) ((int)((entry) >> 14))
 #define OUT 128
 
-/* What the next SKIP bits say of the values whose codes are among them: bits of all in 5 bits, and how far they lead,
- * OUT and more if the block ends with them. */
+/* The meaning of the next SKIP bits, for all values that they contain completely: the number of their bits (in 5 bits),
+ * and the number of positions that they fill, OUT or more if the block ends with them. */
 #define SKIP 11
 
 typedef struct {
-    JHUFF_TBL source; /* what it was made of */
+    JHUFF_TBL source; /* the table that this one was built from */
     int is_dc, made;
     uint32_t codes[SLOTS];
     uint16_t skips[1 << SKIP];
-    int32_t most[MOST_CODE + 1], offset[MOST_CODE + 1]; /* largest code of each length, and where its symbol stands */
+    int32_t most[MOST_CODE + 1], offset[MOST_CODE + 1]; /* largest code of each length, and the index of its symbol */
 } Codes;
 
 typedef struct {
-    uint64_t buffer; /* the next bits, from the top */
-    int count;       /* of them */
-    int made_up;     /* of these, zeros behind the end of the data */
+    uint64_t buffer; /* the next bits, from the most significant one */
+    int count;       /* number of these bits */
+    int made_up;     /* number of zeros among them that follow the end of the data */
     const uint8_t *at, *end;
 } Bits;
 
@@ -45,16 +44,16 @@ typedef struct {
     Bits bits;
     const Codes *dc[MAX_COMPS_IN_SCAN], *ac[MAX_COMPS_IN_SCAN];
     unsigned last[MAX_COMPS_IN_SCAN]; /* DC values */
-    unsigned column, first, most;     /* the next MCU of its row; those that are wanted */
+    unsigned column, first, most;     /* the next MCU of its row; the range of requested MCUs */
 } Entropy;
 
-/* The beginning of libjpeg's own. */
+/* The first fields of libjpeg's entropy decoder. */
 typedef struct {
     void (*start_pass)(j_decompress_ptr);
     boolean (*decode_mcu)(j_decompress_ptr, JBLOCKROW *);
 } Replaced;
 
-/* Where the values of a block belong, which come in zigzag. */
+/* The positions of the values of a block, which are stored in zigzag order. */
 static const uint8_t in_rows[64] = {
     0, 1, 8, 16, 9, 2, 3, 10, 17, 24, 32, 25, 18, 11, 4, 5, 12, 19, 26, 33, 40, 48,
     41, 34, 27, 20, 13, 6, 7, 14, 21, 28, 35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23,
@@ -106,14 +105,14 @@ static int make_codes(Codes *codes, const JHUFF_TBL *source, int is_dc) {
 
 /* -- bits ---------------------------------------------------------------------------------------------------------- */
 
-/* By value, so that the bits can stay in registers elsewhere. */
+/* By value, so that callers can keep the bits in registers. */
 static __attribute__((noinline)) Bits filled_slowly(Bits there) {
     Bits *bits = &there;
     bits->buffer &= bits->count ? ~(uint64_t)0 << (64 - bits->count) : 0;
     for (; bits->count <= 56; bits->count += 8) {
         const uint8_t *at = bits->at;
         int stuffed = bits->end - at > 1 && at[0] == 0xff && at[1] == 0;
-        if (at == bits->end || (at[0] == 0xff && !stuffed)) { /* a marker, or nothing */
+        if (at == bits->end || (at[0] == 0xff && !stuffed)) { /* a marker, or the end of the data */
             bits->made_up += 8;
             continue;
         }
@@ -123,7 +122,7 @@ static __attribute__((noinline)) Bits filled_slowly(Bits there) {
     return there;
 }
 
-/* 32 bits at least. */
+/* Refill to 32 bits or more. */
 INLINE void fill(Bits *bits) {
     if (bits->count >= 32) return;
     if (bits->end - bits->at >= 8) {
@@ -143,7 +142,7 @@ INLINE unsigned peek(const Bits *bits, int count) { return (unsigned)(bits->buff
 
 INLINE void drop(Bits *bits, int count) { bits->buffer <<= count, bits->count -= count; }
 
-/* The entry for the next code, be it as long as it may; 0 if it is none. */
+/* The entry for the next code of any length; 0 for an invalid code. */
 INLINE uint32_t next_entry(const Bits *bits, const Codes *codes) {
     uint32_t entry = codes->codes[peek(bits, LOOK)];
     if (__builtin_expect(entry != 0, 1)) return entry;
@@ -157,7 +156,7 @@ INLINE uint32_t next_entry(const Bits *bits, const Codes *codes) {
 
 /* -- blocks -------------------------------------------------------------------------------------------------------- */
 
-/* The value that follows the code of `entry`: those that begin with 0 are negative. */
+/* The value that follows the code of `entry`: values that begin with a 0 bit are negative. */
 INLINE int value_of(const Bits *bits, uint32_t entry) {
     int size = SIZE(entry);
     uint64_t left = bits->buffer << (LENGTH(entry) - size);
@@ -165,7 +164,7 @@ INLINE int value_of(const Bits *bits, uint32_t entry) {
     return (int)(left >> 1 >> (63 - size)) + (negative & (1 - (1 << size)));
 }
 
-/* The AC values of a block, to `block`, or nowhere. 0 if they cannot be. */
+/* Decode the AC values of a block to `block`, if not NULL. Returns 0 if they are invalid. */
 INLINE int read_values(Bits *bits, const Codes *codes, JCOEF *block) {
     for (int k = 1; k < 64; k++) {
         fill(bits);
@@ -191,7 +190,7 @@ INLINE int read_values(Bits *bits, const Codes *codes, JCOEF *block) {
     return 1;
 }
 
-/* In the place of libjpeg's function: the blocks of one MCU, which are zero; NULL if nobody wants them. */
+/* Replaces libjpeg's function: decode the blocks of one MCU, which are zero on entry; NULL to skip them. */
 static boolean decode_blocks(j_decompress_ptr jpeg, JBLOCKROW *blocks);
 
 INLINE int read_blocks(j_decompress_ptr jpeg, Entropy *entropy, JBLOCKROW *blocks) {
@@ -216,8 +215,8 @@ static int of_libjpeg(void (*function)(void)) {
            own.dli_fbase == its.dli_fbase;
 }
 
-/* Decode the entropy of a picture whose decompression has been started, of which `count` columns from `from` on are
- * wanted; 0 where that cannot be: libjpeg goes on to do it. */
+/* Install this entropy decoding for an image whose decompression has started; `count` columns from `from` on are
+ * requested. Returns 0 if this is impossible, and libjpeg's decoding stays in place. */
 static int take_over(j_decompress_ptr jpeg, Entropy *entropy, JDIMENSION from, JDIMENSION count) {
     static __thread Codes known[2][NUM_HUFF_TBLS];
     Replaced *replaced = (Replaced *)jpeg->entropy;

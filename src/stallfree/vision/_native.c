@@ -1,10 +1,10 @@
-/* Pictures of 3 bytes per pixel: decoding a part of a JPEG, and resizing, both straight to where the result is wanted.
- * Called by ctypes, without Python's lock; every function may run in several threads at once.
+/* Images of 3 bytes per pixel: partial JPEG decoding and resizing, both directly into the memory of the result.
+ * Called by ctypes without the GIL; every function is thread-safe.
  *
  * Resizing is bilinear with antialiasing, with the weights of Pillow and torch: a triangle as wide as the scale, and at
- * least 1 pixel to each side. Weights have 16 bits, sums 8 bits and 8 of fraction, so a product is the upper half of a
- * multiplication of 16 bits, which every vector unit has. Rows are added up first, as that costs least per pixel; then
- * columns, two pixels (6 of 8 lanes) at a time.
+ * least 1 pixel to each side. Weights have 16 bits, sums have 8 bits and 8 bits of fraction. So a product is the upper
+ * half of a 16-bit multiplication, which every vector unit supports. Rows are summed first, at the lowest cost per
+ * pixel; then columns, two pixels (6 of 8 lanes) at a time.
  */
 #define _GNU_SOURCE
 #include <math.h>
@@ -32,16 +32,16 @@
 #define FOR_EACH_PROCESSOR
 #endif
 
-#define ABI 3 /* the same number stands in native.py */
+#define ABI 3 /* equal to ABI in native.py */
 #define LANES 8
-#define SPARE 2 /* sides of what is decoded at less resolution, at least so many times those wanted */
-#define MOST_TAPS 128 /* each product loses half a 256th: with more, it would be seen */
-#define MOST_SIDE 65500 /* that of a JPEG */
-#define MOST_PIXELS 178956970 /* what is larger, Pillow refuses too */
+#define SPARE 2 /* minimum ratio between the sides decoded at a lower resolution and those of the result */
+#define MOST_TAPS 128 /* each product loses half a 256th: with more products, the error would be visible */
+#define MOST_SIDE 65500 /* the maximum of a JPEG */
+#define MOST_PIXELS 178956970 /* the maximum of Pillow */
 
 enum { DONE = 0, UNREADABLE = 1, NO_MEMORY = 2, BAD_ARGUMENT = 3, REFUSED = 4 };
 
-/* Entropy decoding: libjpeg's; our own, and libjpeg's where that cannot be; our own, else REFUSED. */
+/* Entropy decoding: libjpeg's; stallfree's where possible, else libjpeg's; stallfree's, else REFUSED. */
 enum { OF_LIBJPEG = 0, OWN = 1, OWN_ALONE = 2 };
 
 typedef uint16_t Lanes __attribute__((vector_size(2 * LANES)));
@@ -53,9 +53,9 @@ EXPORT int stallfree_abi(void) { return ABI; }
 /* -- weights ------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    int taps;          /* pixels that are added up for one, the same number for all */
-    int *first;        /* where they begin; for columns, in bytes */
-    uint16_t *weights; /* of 65536: `taps` each; for columns, LANES for each two of them */
+    int taps;          /* source pixels per result pixel, the same number for all */
+    int *first;        /* position of the first source pixel; for columns, in bytes */
+    uint16_t *weights; /* in units of 1/65536: `taps` per pixel; for columns, LANES per pair of pixels */
 } Filter;
 
 static void free_filter(Filter *filter) {
@@ -63,7 +63,7 @@ static void free_filter(Filter *filter) {
     free(filter->weights);
 }
 
-/* Weights that add up to 65535, so that no sum exceeds 16 bits; what rounding left over goes to the largest. */
+/* Weights with a sum of 65535, so that no sum exceeds 16 bits; the rounding error is added to the largest weight. */
 static void to_integers(const double *share, int taps, double total, uint16_t *weights) {
     int sum = 0, largest = 0;
     for (int k = 0; k < taps; k++) {
@@ -74,8 +74,8 @@ static void to_integers(const double *share, int taps, double total, uint16_t *w
     weights[largest] = (uint16_t)(weights[largest] + 65535 - sum);
 }
 
-/* The weights of `out` pixels that lie evenly in `extent` pixels from `start`, made of the pixels `low` to `high`.
- * `columns`: for add_columns, each two pixels have 3 times the one weight, 3 times the other and zeros. */
+/* The weights of `out` pixels, evenly spaced over `extent` pixels from `start`, made of the pixels `low` to `high`.
+ * `columns`: for add_columns, each pair of pixels has 3 times the one weight, 3 times the other, and zeros. */
 static int make_filter(Filter *filter, double start, double extent, int low, int high, int out, int columns,
                        int mirror) {
     double scale = extent / out, wide = scale > 1 ? scale : 1;
@@ -91,7 +91,7 @@ static int make_filter(Filter *filter, double start, double extent, int low, int
     int fine = share && plain && filter->first && filter->weights;
     for (int i = 0; fine && i < out; i++) {
         double centre = start + (i + 0.5) * scale, total = 0;
-        int first = (int)floor(centre - wide - 0.5) + 1; /* the first whose middle is nearer than `wide` */
+        int first = (int)floor(centre - wide - 0.5) + 1; /* the first pixel whose centre is nearer than `wide` */
         if (first > high - taps) first = high - taps;
         if (first < low) first = low;
         for (int k = 0; k < taps; k++) {
@@ -137,7 +137,7 @@ static void add_rows(const uint8_t *const *rows, const uint16_t *weights, int ta
     if (taps > 2 && taps % 2) more_rows(rows[taps - 1], rows[taps - 1], weights[taps - 1], 0, length, sum);
 }
 
-/* A row of pixels out of `sum`, which has LANES values of room behind its end; `out` has a byte of room behind its. */
+/* A row of pixels from `sum`, which has space for LANES values after its end; `out` has space for one byte. */
 INLINE void add_pairs(const uint16_t *sum, const Filter *filter, int pairs, int width, uint8_t *out) {
     const uint16_t *weights = filter->weights;
     for (int x = 0; x < width; x++, out += 3) {
@@ -147,7 +147,7 @@ INLINE void add_pairs(const uint16_t *sum, const Filter *filter, int pairs, int 
             Lanes a, b;
             memcpy(&a, from, sizeof a);
             memcpy(&b, weights, sizeof b);
-#pragma GCC unroll 1 /* else the loop is taken apart before it can become one instruction */
+#pragma GCC unroll 1 /* unrolling would prevent the conversion of this loop to one instruction */
             for (int i = 0; i < LANES; i++) a[i] = upper(a[i], b[i]);
             total += a;
         }
@@ -161,7 +161,7 @@ INLINE void add_pairs(const uint16_t *sum, const Filter *filter, int pairs, int 
 FOR_EACH_PROCESSOR
 static void add_columns(const uint16_t *sum, const Filter *filter, int width, uint8_t *out) {
     int pairs = (filter->taps + 1) / 2;
-    if (pairs == 1) /* the usual numbers as constants: faster */
+    if (pairs == 1) /* common numbers as constants: faster */
         add_pairs(sum, filter, 1, width, out);
     else if (pairs == 2)
         add_pairs(sum, filter, 2, width, out);
@@ -174,11 +174,11 @@ static void add_columns(const uint16_t *sum, const Filter *filter, int width, ui
 typedef struct {
     uint8_t *at;
     int height, width;
-    int planar; /* one plane after the other, else pixel after pixel */
-    int mirror; /* left and right change places */
+    int planar; /* planar output (CHW), else interleaved (HWC) */
+    int mirror; /* whether to mirror left to right */
 } Target;
 
-/* What it takes to resize from rows of `width` pixels. All zero at first; freed by free_work. */
+/* The state of resizing from rows of `width` pixels. Initially zero; freed by free_work. */
 typedef struct {
     Filter down, across;
     int width;
@@ -196,8 +196,8 @@ static void free_work(Work *work) {
 }
 
 typedef struct {
-    double start, extent; /* what is wanted */
-    int low, high;        /* the pixels to make it of */
+    double start, extent; /* the requested part */
+    int low, high;        /* its source pixels */
 } Span;
 
 static int make_work(Work *work, Span vertical, Span horizontal, int width, const Target *target) {
@@ -220,7 +220,7 @@ static void part_colours(const uint8_t *restrict line, size_t width, uint8_t *re
         for (size_t x = 0; x < width; x++) out[c * plane + x] = line[3 * x + c];
 }
 
-/* Row `y` of the result out of work->rows. */
+/* Row `y` of the result from work->rows. */
 static void put_row(Work *work, int y, const Target *target) {
     size_t width = (size_t)target->width, plane = (size_t)target->height * width;
     add_rows(work->rows, work->down.weights + (size_t)y * (size_t)work->down.taps, work->down.taps, 3 * work->width,
@@ -236,8 +236,8 @@ static int bad_sides(int height, int width) {
     return height < 1 || width < 1 || height > MOST_SIDE || width > MOST_SIDE;
 }
 
-/* `height` x `width` pixels, `stride` bytes from row to row, to `out_height` x `out_width` at `out`; BAD_ARGUMENT if that
- * is less than a 64th of a side. */
+/* Resize `height` x `width` pixels, with `stride` bytes per row, to `out_height` x `out_width` at `out`. BAD_ARGUMENT
+ * if the result is smaller than a 64th of a side. */
 EXPORT int stallfree_resize(const uint8_t *pixels, int64_t stride, int height, int width, int out_height, int out_width,
                             int planar, int mirror, uint8_t *out) {
     if (bad_sides(height, width) || bad_sides(out_height, out_width)) return BAD_ARGUMENT;
@@ -262,14 +262,14 @@ typedef struct {
     jmp_buf way_out;
     Work work;
     Entropy entropy;
-    uint8_t *ring; /* the last rows that were decoded */
+    uint8_t *ring; /* the last decoded rows */
     int problem;
 } Decoder;
 
 static void leave(j_common_ptr jpeg) { longjmp(((Decoder *)jpeg->client_data)->way_out, 1); }
 
 static void leave_if_damaged(j_common_ptr jpeg, int level) {
-    if (level < 0) leave(jpeg); /* a warning: the data are damaged, and what follows would be made up */
+    if (level < 0) leave(jpeg); /* a warning: the data are damaged, and libjpeg would invent the rest */
 }
 
 static boolean decode_blocks(j_decompress_ptr jpeg, JBLOCKROW *blocks) {
@@ -289,7 +289,7 @@ static void begin(Decoder *decoder, const uint8_t *data, size_t size) {
     jpeg_read_header(&decoder->jpeg, TRUE);
 }
 
-/* Below, `low` to `high` are the pixels of the scaled picture that the wanted part touches. */
+/* Below, `low` to `high` are the pixels of the scaled image that the requested part needs. */
 static Span span_of(int start, int extent, int eighths, int most) {
     Span span = {start * eighths / 8.0, extent * eighths / 8.0, start * eighths / 8, 0};
     span.high = (int)ceil(span.start + span.extent);
@@ -310,7 +310,7 @@ static void decode(Decoder *decoder, int top, int left, int height, int width, i
     jpeg_start_decompress(jpeg);
     Span vertical = span_of(top, height, eighths, (int)jpeg->output_height);
     Span horizontal = span_of(left, width, eighths, (int)jpeg->output_width);
-    /* A pixel more to each side, as colours are smoothed across: then these pixels are those of the whole picture. */
+    /* One more pixel on each side, because colours are smoothed: the pixels then equal those of the whole image. */
     JDIMENSION from = (JDIMENSION)(horizontal.low > 0 ? horizontal.low - 1 : 0);
     JDIMENSION count = (JDIMENSION)horizontal.high + 1 - from;
     if (count > jpeg->output_width - from) count = jpeg->output_width - from;
@@ -344,7 +344,7 @@ static void decode(Decoder *decoder, int top, int left, int height, int width, i
     }
 }
 
-/* Runs on `data`; `target` NULL: only `size` (height, width) is wanted, else a part of the picture. */
+/* Decode `data`: only its `size` (height, width) if `target` is NULL, else a part of the image. */
 static int run(const uint8_t *data, size_t length, int size[2], int top, int left, int height, int width, int entropy,
                const Target *target) {
     Decoder *decoder = calloc(1, sizeof *decoder);
@@ -379,7 +379,7 @@ EXPORT int stallfree_jpeg_size(const uint8_t *data, size_t length, int size[2]) 
     return run(data, length, size, 0, 0, 0, 0, OF_LIBJPEG, NULL);
 }
 
-/* The part of a JPEG from (`top`, `left`), `height` x `width` pixels, resized to `out_height` x `out_width` at `out`. */
+/* Decode `height` x `width` pixels of a JPEG at (`top`, `left`), resized to `out_height` x `out_width`, to `out`. */
 EXPORT int stallfree_decode(const uint8_t *data, size_t length, int top, int left, int height, int width,
                             int out_height, int out_width, int planar, int mirror, int entropy, uint8_t *out) {
     if (bad_sides(height, width) || bad_sides(out_height, out_width)) return BAD_ARGUMENT;
@@ -388,15 +388,15 @@ EXPORT int stallfree_decode(const uint8_t *data, size_t length, int top, int lef
     return run(data, length, size, top, left, height, width, entropy, &target);
 }
 
-/* -- what needs no other pixel ------------------------------------------------------------------------------------- */
+/* -- pixel operations ---------------------------------------------------------------------------------------------- */
 
-/* `count` pixels without gaps to `out`, each made value * factor + grey * (1 - factor): with `grey` below 0 that of the
- * pixel itself. `out` may be `pixels`. */
+/* Write value * factor + grey * (1 - factor) of `count` contiguous pixels to `out`; `grey` below 0 means each pixel's
+ * own. `out` may be `pixels`. */
 FOR_EACH_PROCESSOR
 EXPORT void stallfree_blend(const uint8_t *pixels, int64_t count, float factor, float grey, uint8_t *out) {
     float rest = 1 - factor, offset = grey * rest + 0.5f;
     if (grey >= 0) {
-#pragma GCC ivdep /* what is read is written at the same place or elsewhere */
+#pragma GCC ivdep /* `out` equals `pixels`, or does not overlap it */
         for (int64_t i = 0; i < 3 * count; i++) {
             float value = (float)pixels[i] * factor + offset;
             value = value < 0 ? 0 : value > 255 ? 255 : value;
@@ -415,7 +415,7 @@ EXPORT void stallfree_blend(const uint8_t *pixels, int64_t count, float factor, 
     }
 }
 
-/* `pixels` without gaps to `out`, left and right changed; `out` may be `pixels`. */
+/* Mirror the contiguous `pixels` left to right, to `out`; `out` may be `pixels`. */
 EXPORT void stallfree_mirror(const uint8_t *pixels, int height, int width, uint8_t *out) {
     for (int64_t y = 0; y < height; y++) {
         const uint8_t *from = pixels + 3 * width * y;
@@ -428,7 +428,7 @@ EXPORT void stallfree_mirror(const uint8_t *pixels, int height, int width, uint8
     }
 }
 
-/* The sums of red, of green and of blue over `count` pixels without gaps. */
+/* The sums of red, of green and of blue over `count` contiguous pixels. */
 FOR_EACH_PROCESSOR
 EXPORT void stallfree_sums(const uint8_t *restrict pixels, int64_t count, int64_t sums[3]) {
     int64_t red = 0, green = 0, blue = 0;

@@ -19,8 +19,8 @@ def pixels_of(value: Any, step: object) -> Pixels:
         return array
     given = type(value).__name__ + ("" if array is None else f" ({array.dtype}, shape {array.shape})")
     raise transform_input(
-        f"{step!r} got a {given}: it wants a picture as uint8 of shape (height, width, 3), such as DecodeImage() makes "
-        "of encoded bytes. ChannelsFirst() and what makes floats come after it"
+        f"{step!r} got a {given}: it needs an image as uint8 of shape (height, width, 3), as DecodeImage() returns "
+        "it. Put ChannelsFirst() and steps that return floats after it"
     )
 
 

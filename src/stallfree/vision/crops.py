@@ -87,8 +87,8 @@ class RandomResizedCrop(_RandomCrop):
         ```
     """
 
-    def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
-        pixels = pixels_of(picture, self)
+    def __call__(self, image: Any, out: Out | None = None) -> Pixels:
+        pixels = pixels_of(image, self)
         crop, mirror = self.draw(*pixels.shape[:2])
         return cut(pixels, crop, self, mirror, out)
 
@@ -104,8 +104,8 @@ class DecodeRandomResizedCrop(_RandomCrop):
     with the headers of libjpeg-turbo. Without it, and for other formats, the whole image is decoded.
 
     `ImageFolder(root, DecodeRandomResizedCrop(224))` omits its own decoding. A cache of fetched samples
-    (`form="fetched"`) holds encoded images; one of prepared samples holds decoded ones, as defined by `halves`; the
-    random draws are the same.
+    (`form="fetched"`) holds encoded images. A cache of prepared samples holds decoded images, as defined by `halves`.
+    The random draws are the same.
 
     Args: those of `RandomResizedCrop`.
 
@@ -134,10 +134,7 @@ class DecodeRandomResizedCrop(_RandomCrop):
         return cut(pixels, crop, self, mirror, out)
 
     def halves(self) -> tuple[DecodeImage, RandomResizedCrop]:
-        """Return decoding and the random rest as two steps.
-
-        Together they equal this step.
-        """
+        """Return decoding and the random crop as two steps, which together equal this step."""
         rest = RandomResizedCrop(self.size, self.scale, self.ratio, flip=self.flip, layout=self.layout)
         return DecodeImage(), rest
 
@@ -159,8 +156,8 @@ def _encoded(data: Any, step: object) -> bytes:
     if isinstance(data, (bytearray, memoryview)):
         return bytes(data)
     raise transform_input(
-        f"{step!r} got a {type(data).__name__}: it wants the bytes of an encoded picture. Leave out the decoding "
-        "before it, or use RandomResizedCrop, which takes decoded pictures"
+        f"{step!r} got a {type(data).__name__}: it needs the bytes of an encoded image. Leave out the decoding before "
+        "it, or use RandomResizedCrop, which takes decoded images"
     )
 
 

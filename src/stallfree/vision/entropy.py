@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 OF_LIBJPEG, OWN, OWN_ALONE = range(3)
-"""Modes of `stallfree_decode`: libjpeg's decoding; our own where possible; our own or an error."""
+"""Modes of `stallfree_decode`: libjpeg's decoding; stallfree's where possible; stallfree's or an error."""
 
 _REFUSED = 4
 _HEIGHT, _WIDTH = 17, 35
 _PARTS = ((0, 0, _HEIGHT, _WIDTH, _HEIGHT, _WIDTH), (3, 17, 9, 12, 9, 12), (0, 0, _HEIGHT, _WIDTH, 4, 8))
-"""Top, left, height, width, height and width of the result: the whole, some columns, and a lower resolution."""
+"""Top, left, height, width, height and width of the result: the whole image, some columns, and a lower resolution."""
 
 _COLOUR = base64.b64decode(
     "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAMCAgMCAgMDAwMEAwMEBQgFBQQEBQoHBwYIDAoMDAsKCwsNDhIQDQ4RDgsLEBYQERMUFRUVDA8XGB"
@@ -41,17 +41,17 @@ _GREY = base64.b64decode(
 
 
 def problem_of(library: ctypes.CDLL) -> str:
-    """Return why libjpeg must decode the entropy; "" if our own decoding gives the same."""
+    """Return the reason for libjpeg to decode the entropy; "" if stallfree's decoding gives the same pixels."""
     for data in (_COLOUR, _GREY):
         for part in _PARTS:
-            wanted, right = _decoded(library, data, part, OF_LIBJPEG)
+            expected, right = _decoded(library, data, part, OF_LIBJPEG)
             problem, found = _decoded(library, data, part, OWN_ALONE)
             if problem == _REFUSED:
-                return "this libjpeg has no decoder that can be replaced"
-            if problem != wanted:
-                return "our own found damage in a picture that has none"
+                return "the decoder of this libjpeg cannot be replaced"
+            if problem != expected:
+                return "stallfree's decoding reported damage in an intact image"
             if not np.array_equal(right, found):
-                return "our own gave other pixels than libjpeg's"
+                return "stallfree's decoding gave other pixels than libjpeg's"
     return ""
 
 

@@ -50,11 +50,11 @@ def library() -> ctypes.CDLL | None:
     try:
         found = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
-        log.info("pictures are decoded whole and resized by torch, which takes longer: %s", error)
+        log.info("images are decoded completely and resized by torch, which takes longer: %s", error)
         return None
     if found.stallfree_abi() != ABI:
         log.info(
-            "pictures are decoded whole and resized by torch: %s is of another version: install stallfree again",
+            "images are decoded completely and resized by torch: %s has another version; install stallfree again",
             LIBRARY,
         )
         return None
@@ -78,17 +78,17 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
 
 @functools.cache
 def entropy_decoding() -> int:
-    """Return the mode for `stallfree_decode`: our own decoding if it equals libjpeg's; logs a warning if not."""
+    """Return the mode of `stallfree_decode`; logs a warning if stallfree's decoding differs from libjpeg's."""
     found = library()
     assert found is not None
     problem = entropy.problem_of(found)
     if problem:
-        log.warning("the entropy of JPEGs is decoded by libjpeg, so a crop takes about a fifth longer: %s", problem)
+        log.warning("libjpeg decodes the entropy of JPEGs, so a crop takes about a fifth longer: %s", problem)
     return entropy.OF_LIBJPEG if problem else entropy.OWN
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Return height and width if `data` is a complete JPEG that can be decoded in part, else None."""
+    """Return height and width if `data` is a complete JPEG that supports partial decoding, else None."""
     found = library()
     if found is None or data[:3] != b"\xff\xd8\xff" or data.find(b"\xff\xd9", len(data) - _TAIL) < 0:
         return None
@@ -99,10 +99,10 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 def decode_crop(
     data: bytes, crop: Crop, size: tuple[int, int], layout: Layout, mirror: bool, out: Out | None = None
 ) -> Pixels | None:
-    """Decode a part of a JPEG, resized to `size`; returns None if it is unsupported, such as CMYK, or damaged there.
+    """Decode a part of a JPEG, resized to `size`; returns None if that part is damaged or unsupported (CMYK).
 
     Only the rows down to the end of `crop` are read. If half, a quarter or an eighth of the resolution is still at
-    least twice the `size`, only that resolution is decoded: values of photographs then differ by less than half on
+    least twice the `size`, only that resolution is decoded: the values of photographs then differ by less than 0.5 on
     average.
     """
     found = library()
@@ -130,9 +130,9 @@ def resized(
 
 
 def blend(pixels: Pixels, factor: float, grey: float | None, out: Pixels) -> None:
-    """Compute `pixels * factor + grey * (1 - factor)`, rounded and clipped to 0 to 255; `grey` None: each pixel's own.
+    """Write `pixels * factor + grey * (1 - factor)` to `out`, rounded and clipped to 0 to 255.
 
-    Both arrays are contiguous; `out` may be `pixels`.
+    If `grey` is None, it is that of each pixel. Both arrays are contiguous; `out` may be `pixels`.
     """
     found = library()
     if found is not None:

@@ -13,9 +13,7 @@ from stallfree.vision.native import Layout
 
 
 class Normalize:
-    """Computes `(pixels / 255 - mean) / std` of batches of bytes.
-
-    For `transform_on_device` of `DevicePrefetcher`.
+    """Computes `(pixels / 255 - mean) / std` of batches of bytes, for `transform_on_device` of `DevicePrefetcher`.
 
     All uint8 tensors of 4 dimensions in a batch, also in nested tuples, lists or mappings, become floats of shape
     (N, 3, H, W); everything else is left unchanged. With "HWC" the result has torch's memory format `channels_last`,
@@ -59,8 +57,8 @@ class Normalize:
         changed, found = self._walk(batch)
         if not found:
             raise transform_input(
-                f"{self!r} got a {type(batch).__name__} without a uint8 tensor of 4 dimensions: put it behind the "
-                "loader, and let the steps before it give bytes"
+                f"{self!r} got a {type(batch).__name__} without a uint8 tensor of 4 dimensions: apply it to batches of "
+                "the loader, and let the steps before it return bytes"
             )
         return changed
 
@@ -83,8 +81,8 @@ class Normalize:
         first = pixels.permute(0, 3, 1, 2) if self.layout == "HWC" else pixels
         if first.shape[1] != 3:
             raise transform_input(
-                f"{self!r} got pictures of shape {tuple(pixels.shape)}, without 3 channels there: give the layout that "
-                "they have"
+                f"{self!r} got images of shape {tuple(pixels.shape)}, which are not 3 channels in this layout: give "
+                "their layout"
             )
         if pixels.device not in self._constants:
             mean, std = (torch.tensor(value, device=pixels.device).view(3, 1, 1) for value in (self.mean, self.std))

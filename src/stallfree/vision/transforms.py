@@ -35,8 +35,8 @@ class RandomHorizontalFlip:
     def __init__(self, p: float = 0.5) -> None:
         self.p = probability(p, "p")
 
-    def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
-        pixels = np.ascontiguousarray(pixels_of(picture, self))
+    def __call__(self, image: Any, out: Out | None = None) -> Pixels:
+        pixels = np.ascontiguousarray(pixels_of(image, self))
         if random.random() >= self.p:
             return pixels
         mirrored = _target(pixels, out)
@@ -66,8 +66,8 @@ class Resize:
         sides = checked_size(size)
         self.size: int | tuple[int, int] = sides if isinstance(size, Sequence) else sides[0]
 
-    def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
-        pixels = pixels_of(picture, self)
+    def __call__(self, image: Any, out: Out | None = None) -> Pixels:
+        pixels = pixels_of(image, self)
         return native.resized(pixels, self._wanted(*pixels.shape[:2]), out=out)
 
     def _wanted(self, height: int, width: int) -> tuple[int, int]:
@@ -102,8 +102,8 @@ class CenterCrop:
     def __init__(self, size: int | Sequence[int]) -> None:
         self.size = checked_size(size)
 
-    def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
-        pixels = pixels_of(picture, self)
+    def __call__(self, image: Any, out: Out | None = None) -> Pixels:
+        pixels = pixels_of(image, self)
         for axis, wanted in enumerate(self.size):
             missing = wanted - pixels.shape[axis]
             if missing > 0:
@@ -125,8 +125,8 @@ class CenterCrop:
 class ColorJitter:
     """Changes brightness, contrast and saturation by random factors, in random order.
 
-    Each is a number x for a factor of max(0, 1 - x) to 1 + x, or the least and the largest factor; a factor of 1
-    changes nothing.
+    Each argument is a number x, for a factor from max(0, 1 - x) to 1 + x, or the least and the largest factor. A factor
+    of 1 changes nothing.
 
     Args:
         brightness: mixes the image with black.
@@ -150,8 +150,8 @@ class ColorJitter:
         self.contrast = _factors(contrast, "contrast")
         self.saturation = _factors(saturation, "saturation")
 
-    def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
-        pixels = np.ascontiguousarray(pixels_of(picture, self))
+    def __call__(self, image: Any, out: Out | None = None) -> Pixels:
+        pixels = np.ascontiguousarray(pixels_of(image, self))
         kinds = ["brightness", "contrast", "saturation"]
         random.shuffle(kinds)
         changed = False
@@ -173,9 +173,7 @@ class ColorJitter:
 @in_place
 @mark_deterministic
 class ChannelsFirst:
-    """Converts (H, W, 3) to (3, H, W), the layout of torch's convolutions.
-
-    The values remain bytes of 0 to 255.
+    """Converts (H, W, 3) to (3, H, W), the layout of torch's convolutions; the values remain bytes.
 
     Example:
         ```python
@@ -184,8 +182,8 @@ class ChannelsFirst:
         ```
     """
 
-    def __call__(self, picture: Any, out: Out | None = None) -> Pixels:
-        pixels = pixels_of(picture, self).transpose(2, 0, 1)
+    def __call__(self, image: Any, out: Out | None = None) -> Pixels:
+        pixels = pixels_of(image, self).transpose(2, 0, 1)
         moved = empty(out, pixels.shape)
         moved[...] = pixels
         return moved
@@ -195,7 +193,7 @@ class ChannelsFirst:
 
 
 def _target(pixels: Pixels, out: Out | None) -> Pixels:
-    """Return the output array for changed `pixels`: `pixels` itself if it is a row of the batch."""
+    """Return the output array for changed `pixels`: `pixels` itself if that array is a row of the batch."""
     return pixels if given(out, pixels) else empty(out, pixels.shape)
 
 

@@ -56,7 +56,7 @@ def test_only_unused_caches_are_removed(tmp_path: Path) -> None:
         remove(root, "one")
     cache.close()
     remove(root, "one")
-    with pytest.raises(InputError, match=r"no cache 'one' in .*: give one that is there"):
+    with pytest.raises(InputError, match=r"no cache 'one' in .*: give one of the existing caches"):
         remove(root, "one")
 
 

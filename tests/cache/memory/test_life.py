@@ -92,7 +92,7 @@ def test_a_pickled_cache_is_attached_to() -> None:
             assert other.get(3) == "three"
             assert other.policy.name == cache.policy.name
         data = pickle.dumps(cache)
-    with pytest.raises(StorageError, match="is gone, as the process that created it has closed it"):
+    with pytest.raises(StorageError, match="does not exist any more: the process that created it has closed it"):
         pickle.loads(data)
     assert pickle.loads(pickle.dumps(MISS)) is MISS
     assert repr(MISS) == "MISS"

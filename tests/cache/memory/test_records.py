@@ -71,16 +71,16 @@ def test_a_record_that_goes_between_two_looks_is_none(long: bool, method: str, m
     """Its place is given to others after it was read in the index, and before its chain is."""
     with make(20, 60, example=PICTURE, name="going") as cache:
         cache.put_many([1, 2], [LONG if long else picture(1), picture(2)])
-        real = type(cache._records).look
+        real = type(cache._records).locate
 
-        def look(records: Any, ids: Any) -> Any:
+        def locate(records: Any, ids: Any) -> Any:
             found = real(records, ids)
             cache.drop([1])
             cache.put_many([3, 4, 5], [picture(3), LONG, picture(5)])
             return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(cache._records), "look", look)
+            patch.setattr(type(cache._records), "locate", locate)
             found: Any = getattr(cache, method)([1, 2])
         if method == "borrow":
             assert (found.unchanged(0), found.unchanged(1)) == (False, True)
@@ -127,6 +127,6 @@ def test_hits_of_others_count_and_are_told_apart() -> None:
     with make(20, 60, example=PICTURE, name="counted") as cache:
         cache.put(1, picture(1))
         cache.get_many([1, 2])
-        cache.count_others(5, 3)
+        cache.count_lower(5, 3)
         stats = cache.stats()
-        assert (stats.hits, stats.misses, cache.other_hits) == (6, 4, 5)
+        assert (stats.hits, stats.misses, cache.lower_hits) == (6, 4, 5)

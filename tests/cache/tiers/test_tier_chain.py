@@ -23,7 +23,7 @@ from tier_tools import COUNT, disk_of, held, is_right, put, room, room_of, sampl
 class Remote:
     """A tier that is given every sample. It does not say what it lacks before it is asked."""
 
-    allow_pickle, inclusive, takes, uncached_steps = False, True, True, 0
+    allow_pickle, inclusive, accepts, uncached_steps = False, True, True, 0
 
     def __init__(self) -> None:
         self.values: dict[int, Any] = {}
@@ -60,7 +60,7 @@ class Remote:
     def drain(self, ids: np.ndarray) -> None:
         pass
 
-    moved_up = drain
+    promoted = drain
 
     def stats(self) -> CacheStats:
         return CacheStats(self.hits, self.misses, 0, 0, 0, 0, 0, len(self.values), 0, 0, 0)
@@ -173,7 +173,7 @@ def chain(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredCach
 def test_what_any_tier_holds_is_found_and_right(chain: TieredCache, steps: list[tuple[str, list[int]]]) -> None:
     remote = chain.lower[1]
     assert isinstance(remote, Remote)
-    remote.raises, remote.takes = False, True
+    remote.raises, remote.accepts = False, True
     chain.clear()
     model: set[int] = set()
     for step, ids in steps:
@@ -182,7 +182,7 @@ def test_what_any_tier_holds_is_found_and_right(chain: TieredCache, steps: list[
         if step == "put":
             taken = put(chain, ids)
             model |= {id for id, kept in zip(ids, taken, strict=True) if kept}
-            assert set(ids) <= set(remote.values) or remote.raises or not remote.takes
+            assert set(ids) <= set(remote.values) or remote.raises or not remote.accepts
         elif step in ("get", "get_known"):
             found = chain.get_many(ids) if step == "get" else chain.stack.get_known(np.array(ids))
             assert [value is not MISS for value in found] == [id in there for id in ids]
@@ -198,4 +198,4 @@ def test_what_any_tier_holds_is_found_and_right(chain: TieredCache, steps: list[
         elif step == "lose_disk":
             disk_of(chain).clear()
         else:
-            remote.raises, remote.takes = step == "fail", step != "fill_up"
+            remote.raises, remote.accepts = step == "fail", step != "fill_up"

@@ -212,7 +212,7 @@ def test_a_disk_that_gives_nothing_is_left_alone(
             raise OSError(5, "Input/output error")
 
         monkeypatch.setattr(disk, "get_many", fail)
-        with pytest.warns(RuntimeWarning, match="did not give samples 3 times in a row: it is left alone") as caught:
+        with pytest.warns(RuntimeWarning, match="failed to read samples 3 times in a row: its use is paused") as caught:
             all_of(loader)
         assert len(caught) == 1
         assert FAILURES <= len(calls) < COUNT // 2
@@ -234,7 +234,7 @@ def test_a_disk_that_does_not_write(tmp_path: Path, source: ThrottledSource, mon
             all_of(loader)
             dataset.cache.flush()
         stats = dataset.stats()
-        assert [str(one.message).count("did not take samples 3 times") for one in caught] == [1]
+        assert [str(one.message).count("failed to store samples 3 times") for one in caught] == [1]
         assert stats.lower.resident_items == 0
         assert source.requests == 2 * COUNT - stats.resident_items
         assert disk_of(dataset.cache).stats().rejected < COUNT - stats.resident_items  # it was not asked any more

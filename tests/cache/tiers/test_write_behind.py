@@ -47,7 +47,7 @@ def test_what_finds_no_room_is_not_taken(target: Target) -> None:
     queue = WriteBehind(target.write, target.flags, target="the target")
     assert add(queue, 1) == 1
     assert target.entered.wait(60)
-    with pytest.warns(RuntimeWarning, match="samples come faster than the target takes them"):
+    with pytest.warns(RuntimeWarning, match="samples arrive faster than the target can store them"):
         assert add(queue, 2, 3, 4) == 1
     assert np.flatnonzero(target.flags).tolist() == [1, 2]
     target.gate.set()

@@ -87,8 +87,8 @@ def remove(root: Path, name: str) -> None:
     """Remove the cache `name` below `root`. Raises `InputError` if there is none or a process is attached to it."""
     path = root / check_name(name)
     if not is_root(root) or not _is_cache(path):
-        there = ", ".join(info.name for info in list_caches(root)) or "none"
-        raise cache_not_found(f"there is no cache {name!r} in {root}: give one that is there ({there})")
+        names = ", ".join(info.name for info in list_caches(root)) or "none"
+        raise cache_not_found(f"there is no cache {name!r} in {root}: give one of the existing caches ({names})")
     if not remove_unused(path):
         raise InputError(
             f"the cache {name!r} in {root} is in use: end the processes that are attached to it first", page="lock-held"

@@ -55,33 +55,33 @@ class Arena(ABC):
         finally:
             os.close(fd)
 
-    def back(self, start: int, count: int) -> int:
+    def allocate(self, start: int, count: int) -> int:
         """Allocate up to `count` blocks from block `start` on; return the number allocated.
 
         If the file system is nearly full, a 16th of its free space is left free.
         """
-        if self._back(start, count):
+        if self._allocate(start, count):
             return count
         if not shares_memory():
             return 0
         found = os.fstatvfs(self._fd)
         space = found.f_bavail * found.f_frsize
         fewer = min(count - 1, (space - space // 16) // self.block)
-        return fewer if fewer > 0 and self._back(start, fewer) else 0
+        return fewer if fewer > 0 and self._allocate(start, fewer) else 0
 
-    def _back(self, start: int, count: int) -> bool:
+    def _allocate(self, start: int, count: int) -> bool:
         try:
             allocate(self._fd, start * self.block, count * self.block)
         except OSError:
             return False
         return True
 
-    def whole(self) -> int:
-        """Set the file to its full length; return the number of blocks that it had before."""
-        there = os.fstat(self._fd).st_size
-        if there != self.num_blocks * self.block:
+    def restore_length(self) -> int:
+        """Set the file to its full length; return its previous number of blocks."""
+        size = os.fstat(self._fd).st_size
+        if size != self.num_blocks * self.block:
             os.ftruncate(self._fd, self.num_blocks * self.block)
-        return min(there // self.block, self.num_blocks)
+        return min(size // self.block, self.num_blocks)
 
     @abstractmethod
     def read(self, blocks: Array, out: Array) -> None:
@@ -126,7 +126,7 @@ class MemoryArena(Arena):
             self._map = mmap.mmap(self._fd, block * num_blocks)
         except ValueError as error:
             os.close(self._fd)
-            raise DamagedError(f"{file} is not the one of this cache: {error}") from error
+            raise DamagedError(f"the file {file} does not belong to this cache: {error}") from error
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._map, np.uint8)
@@ -144,12 +144,12 @@ class MemoryArena(Arena):
 
     def write(self, blocks: Array, data: Array) -> None:
         first, count = int(blocks[0]), len(blocks)
-        in_a_row = count == 1 or bool((blocks[1:] - blocks[:-1] == 1).all())
-        if self.has_written(first) or not in_a_row or not self._write_first(first, count, data):
+        adjacent = count == 1 or bool((blocks[1:] - blocks[:-1] == 1).all())
+        if self.has_written(first) or not adjacent or not self._write_first(first, count, data):
             self._rows[blocks] = data
 
     def _write_first(self, first: int, count: int, data: Array) -> bool:
-        """Write by a system call, as storing into memory that this process has not used costs a fault for each page."""
+        """Write by a system call: storing into memory that this process has not used costs a fault for each page."""
         self._written[first : first + count] = True
         return os.pwrite(self._fd, data.data, first * self.block) == data.nbytes
 
@@ -183,15 +183,15 @@ class MemoryArena(Arena):
 
     def _leaf(self, leaf: tuple[int, int], wide: bool) -> torch.Tensor:
         """The bytes of `leaf`, (offset, size), in all blocks: as words of 8 bytes if `wide`."""
-        there = self._leaves.get((leaf, wide))
-        if there is None:
+        found = self._leaves.get((leaf, wide))
+        if found is None:
             offset, width = leaf
             size = 8 if wide else 1
             shape = (self.num_blocks,) if wide and width == 8 else (self.num_blocks, width // size)
             strides = (self.block // size, 1)[: len(shape)]
-            there = (self._words if wide else self._tensor).as_strided(shape, strides, offset // size)
-            self._leaves[leaf, wide] = there
-        return there
+            found = (self._words if wide else self._tensor).as_strided(shape, strides, offset // size)
+            self._leaves[leaf, wide] = found
+        return found
 
     def populate(self, blocks: int) -> None:
         """Map the first `blocks` blocks in the background, so that reads cause no page faults."""

@@ -49,7 +49,7 @@ class Bookkeeper:
         Index.create(file, num_ids, meta.num_blocks, meta.block, **meta.kinds)
         index = Index(file, num_ids, meta.num_blocks, **meta.kinds)
         victims = None
-        if policy.evicts:  # a longer queue saves time for memory, with the same decisions
+        if policy.evicts:  # a longer queue takes more memory and less time, with the same decisions
             victims = Victims(_Queue(index.first), np.zeros(2, np.int64))
         self._index, self._policy, self._counters = index, policy, Counters(index.counters)
         self._space = Space(meta, index, self._counters, policy, lambda start, count: count, folder, victims)
@@ -58,9 +58,9 @@ class Bookkeeper:
 
     def use(self, ids: Ids) -> Ids:
         """Look `ids` up as one batch, and store the missing ones; return these, with repetitions."""
-        there = self._index.first[ids] != 0
-        self._space.used(ids[there])
-        missed: Ids = ids[~there]
+        resident = self._index.first[ids] != 0
+        self._space.used(ids[resident])
+        missed: Ids = ids[~resident]
         if len(missed):
             times = np.arange(len(missed))
             self._seen[missed[::-1]] = times[::-1]
@@ -94,8 +94,8 @@ class Bookkeeper:
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which of `ids` are resident."""
-        there: npt.NDArray[np.bool_] = self._index.first[ids] != 0
-        return there
+        resident: npt.NDArray[np.bool_] = self._index.first[ids] != 0
+        return resident
 
     def resident(self) -> Ids:
         """The resident ids, ascending."""

@@ -58,10 +58,10 @@ class Field(enum.IntEnum):
     BLOCK = 3
     DIRTY = 4  # a writer is active; if the lock is free, it died
     HIGH = 5  # blocks below this one have been used at least once
-    BACKED = 6  # blocks that have memory behind them
-    LIMIT = 7  # blocks that may get memory; falls when the file system is full
-    FREE = 8  # blocks that were given back
-    TICK = 9  # counts uses; the time of policies
+    BACKED = 6  # blocks with allocated memory
+    LIMIT = 7  # maximum number of allocated blocks; lowered when the file system is full
+    FREE = 8  # freed blocks below HIGH
+    TICK = 9  # number of uses: the time of policies
     RESIDENT = 10  # records
     RESIDENT_BYTES = 11  # their bytes, as stored
     RECOVERIES = 12
@@ -150,7 +150,7 @@ class Index:
             raise DamagedError(f"the index {file} of a cache cannot be opened: {error}") from error
         try:
             if os.fstat(fd).st_size != size:
-                raise DamagedError(f"{file} has {os.fstat(fd).st_size} bytes, an index of this cache has {size}")
+                raise DamagedError(f"the index {file} has {os.fstat(fd).st_size} bytes instead of {size}")
             self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
@@ -172,7 +172,7 @@ class Index:
             allocate(fd, 0, size)
         except OSError as error:
             raise storage_full(
-                f"no room for the {size:,} bytes of the cache's index in {file.parent}: {error}. Make room there, or "
+                f"no space for the {size:,} bytes of the cache's index in {file.parent}: {error}. Free some space, or "
                 "give another folder"
             ) from error
         finally:

@@ -85,11 +85,11 @@ class Meta:
                 return Meta(**fields)
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise DamagedError(
-                f"{folder} holds no cache that can be read ({error}): remove it with `stallfree cache rm {folder.name}`"
+                f"the cache in {folder} cannot be read ({error}): remove it with `stallfree cache rm {folder.name}`"
             ) from error
         raise release_mismatch(
-            f"the cache in {folder} was made by another version of stallfree (format {version}, this is {VERSION}): "
-            f"give another name, or remove it with `stallfree cache rm {folder.name}`"
+            f"the cache in {folder} was created by another version of stallfree (its format is {version}, this "
+            f"version's is {VERSION}): give another name, or remove it with `stallfree cache rm {folder.name}`"
         )
 
 

@@ -44,23 +44,29 @@ def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
 
     Raises `CapacityError` if it exceeds the free memory.
     """
-    if not on_disk and size > (free := free_memory()):
-        raise capacity_too_large(
-            f"capacity={format_size(size)} for the cache {name!r} is more than the {format_size(free)} of memory that "
-            "are free here (of the host and of this control group): give less"
-        )
+    if not on_disk:
+        check_free_memory(size, f"capacity={format_size(size)} for the cache {name!r}")
     space = free_space(folder)
     if size <= space:
         return size
     room = space - space // 16
-    advice = "Another store helps" if on_disk else "A larger /dev/shm (docker: --shm-size) or another store helps"
+    advice = "Give another store" if on_disk else "Make /dev/shm larger (docker: --shm-size), or give another store"
     warnings.warn(
         f"the file system of {folder.parent} has only {format_size(space)} free: the cache {name!r} takes "
-        f"{format_size(room)} in place of the {format_size(size)} asked for. {advice}",
+        f"{format_size(room)} instead of the requested {format_size(size)}. {advice}",
         RuntimeWarning,
         stacklevel=2,
     )
     return room
+
+
+def check_free_memory(size: int, what: str) -> None:
+    """Raise `CapacityError` if `size` bytes, described by `what`, exceed the free memory."""
+    free = free_memory()
+    if size > free:
+        raise capacity_too_large(
+            f"{what} exceeds the {format_size(free)} of free memory (of the host and of this control group): give less"
+        )
 
 
 def _available() -> int:

@@ -33,7 +33,7 @@ class Found:
     """The state of a batch read: the locations of the records, and later which of them are valid.
 
     Attributes:
-        ids: requested ids.
+        ids: the requested ids.
         generation, first, length, checksum: their index entries before the read.
         good: which records were read completely.
         damaged: positions of records that did not change during the read but fail their checksum.
@@ -93,7 +93,7 @@ class Records:
         self._filled = [number for number, leaf in enumerate(leaves) if leaf.nbytes]
         self._offsets = [] if self.common is None else [self.common.offsets[number] for number in self._filled]
 
-    def look(self, ids: Array) -> Found:
+    def locate(self, ids: Array) -> Found:
         """The current locations of the records of `ids`."""
         index = self._index
         generation = index.generation[ids]
@@ -117,7 +117,7 @@ class Records:
                 return
             blocks[~found.good] = blocks[found.good.argmax()]  # any allocated block
         self._arena.gather(blocks, aim.target)
-        self._still(found, slice(None))
+        self._check_unchanged(found, slice(None))
         if found.checksum is not None:
             known = found.checksum.tolist()
             for at in np.flatnonzero(found.good).tolist():
@@ -134,7 +134,7 @@ class Records:
         chained = np.flatnonzero(found.good & (found.length != 0))
         at = np.flatnonzero(plain)
         if len(at):
-            some = _part(found, at)
+            some = _subset(found, at)
             into: list[Any] = [None] * len(at)
             self._read_plain(some, into)
             for position, value, good in zip(at.tolist(), into, some.good.tolist(), strict=True):
@@ -143,7 +143,7 @@ class Records:
             found.good[at] = some.good
             found.damaged += at[some.damaged].tolist()
         if len(chained) and isinstance(self._arena, MemoryArena) and found.length[chained].mean() >= _LARGE:
-            chained = self._read_there(found, chained, values)
+            chained = self._read_views(found, chained, values)
         if len(chained):
             self._read_chained(found, chained, values)
 
@@ -166,7 +166,7 @@ class Records:
                 parts[position] = tuple(arena.pieces(own, length))
             elif self.common is not None:
                 parts[position] = (self.common.head, *arena.pieces(own, self.common.size))
-            else:  # a writer is changing it
+            else:  # a writer is changing the record
                 found.good[position] = False
         return parts
 
@@ -176,7 +176,7 @@ class Records:
         A record that is in several pieces, or must be unpickled, is copied.
         """
         views = self._views(found)
-        left = self._made_of(views, np.flatnonzero(found.good), values, copy=False)
+        left = self._decode_views(views, np.flatnonzero(found.good), values, copy=False)
         if len(left):
             self._read_chained(found, left, values)
         generation, ids, before = self._index.generation, found.ids.tolist(), found.generation.tolist()
@@ -187,13 +187,13 @@ class Records:
 
         return Borrowed(values, unchanged)
 
-    def _read_there(self, found: Found, at: Array, values: list[Any]) -> Array:
+    def _read_views(self, found: Found, at: Array, values: list[Any]) -> Array:
         """Put the values at the positions `at` into `values`, each copied once; return the positions left to read."""
-        some = _part(found, at)
+        some = _subset(found, at)
         into: list[Any] = [None] * len(at)
         views = self._views(some)
-        left = self._made_of(views, np.flatnonzero(some.good), into, copy=True)
-        self._still(some, slice(None))
+        left = self._decode_views(views, np.flatnonzero(some.good), into, copy=True)
+        self._check_unchanged(some, slice(None))
         unchanged = found.good[at] = some.good
         done = unchanged.copy()
         done[left] = False
@@ -201,8 +201,8 @@ class Records:
             values[at[local]] = into[local]
         return at[left[unchanged[left]]]
 
-    def _made_of(self, views: list[tuple[Array, ...]], at: Array, values: list[Any], *, copy: bool) -> Array:
-        """Put the values of the records at `at` into `values`; return the positions to copy first, for unpickling."""
+    def _decode_views(self, views: list[tuple[Array, ...]], at: Array, values: list[Any], *, copy: bool) -> Array:
+        """Decode the records at `at` into `values`; return the positions of records that must be unpickled."""
         left = []
         for position in at.tolist():
             parts = views[position]
@@ -234,13 +234,13 @@ class Records:
         block = self._block
         counts = blocks_of(found.length[at], block)
         fits = counts <= self._num_blocks
-        if not fits.all():  # a writer is changing it
+        if not fits.all():  # a writer is changing the record
             found.good[at[~fits]] = False
             at, counts = at[fits], counts[fits]
         blocks = chains(self._index, found.first[at].astype(np.int64) - 1, counts)
         data = self._scratch(len(blocks) * block)
         self._arena.read(blocks, data.reshape(len(blocks), block))
-        self._still(found, at)
+        self._check_unchanged(found, at)
         starts = (np.cumsum(counts) - counts) * block
         good = found.good[at].tolist()
         for position, start, unchanged in zip(at.tolist(), starts.tolist(), good, strict=True):
@@ -260,19 +260,20 @@ class Records:
                 found.good[position] = False
                 found.damaged.append(position)
 
-    def _still(self, found: Found, at: Any) -> None:
+    def _check_unchanged(self, found: Found, at: Any) -> None:
+        """Mark the records at `at` as not good if their generation has changed."""
         fence()
         found.good[at] &= self._index.generation[found.ids[at]] == found.generation[at]
 
     def _scratch(self, size: int) -> Array:
         """Reusable scratch memory of this thread."""
-        there: Array | None = getattr(self._local, "memory", None)
-        if there is None or len(there) < size:
-            there = self._local.memory = np.empty(size + size // 4, np.uint8)
-        return there[:size]
+        memory: Array | None = getattr(self._local, "memory", None)
+        if memory is None or len(memory) < size:
+            memory = self._local.memory = np.empty(size + size // 4, np.uint8)
+        return memory[:size]
 
 
-def _part(found: Found, at: Array) -> Found:
+def _subset(found: Found, at: Array) -> Found:
     """`found`, restricted to the positions `at`."""
     sums = None if found.checksum is None else found.checksum[at]
     return Found(found.ids[at], found.generation[at], found.first[at], found.length[at], sums, found.good[at], [])

@@ -116,7 +116,9 @@ class SampleCache(BaseCache):
             if not remove_unused(root / name):
                 raise
             warnings.warn(
-                f"{text_of(error)}. No process used it: it was replaced by an empty one", RuntimeWarning, stacklevel=2
+                f"{text_of(error)}. No process uses this cache, so an empty one replaces it",
+                RuntimeWarning,
+                stacklevel=2,
             )
             attach()
         try:
@@ -137,7 +139,7 @@ class SampleCache(BaseCache):
         persist: bool,
     ) -> None:
         self.name, self.policy, self._root, self.allow_pickle = name, policy, root, allow_pickle
-        self._last: CacheStats | None = None
+        self._final_stats: CacheStats | None = None
         with contextlib.ExitStack() as undo:
             folder = SharedFolder(name, root=root, initialize=initialize, persist=persist)
             undo.callback(folder.close)
@@ -147,7 +149,7 @@ class SampleCache(BaseCache):
             index = self._index = Index(folder.path / "index", meta.num_ids, meta.num_blocks, **meta.kinds)
             made = index.header[[Field.MAGIC, Field.NUM_IDS, Field.NUM_BLOCKS, Field.BLOCK]].tolist()
             if made != [MAGIC, meta.num_ids, meta.num_blocks, meta.block]:
-                raise DamagedError(f"the index in {folder.path} is not the one of its {META}")
+                raise DamagedError(f"the index in {folder.path} does not match its {META}")
             kind = DiskArena if meta.on_disk else MemoryArena
             arena: Arena = kind(folder.path / "data", meta.block, meta.num_blocks)
             undo.callback(arena.close)
@@ -160,12 +162,11 @@ class SampleCache(BaseCache):
             if meta.on_disk and not folder.created:
                 with lock.hold(5 * LOCK_SECONDS, f"checking the cache {name!r}"):
                     if not lock.claimed_elsewhere():
-                        check_disk(index, meta.block, bool(meta.common), arena.whole())
+                        check_disk(index, meta.block, bool(meta.common), arena.restore_length())
                     self._counters.claim(lock)
             else:
                 self._counters.claim(lock)
-            undo.pop_all()
-        self._leave = weakref.finalize(self, _leave, arena, lock, folder)
+            self._detach = weakref.finalize(self, undo.pop_all().close)
         self.populate()
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -180,9 +181,9 @@ class SampleCache(BaseCache):
         return self._writer.full
 
     @property
-    def other_hits(self) -> int:
-        """Hits counted by `count_others`, over all processes."""
-        return self._counters.totals()[Count.OTHERS]
+    def lower_hits(self) -> int:
+        """Hits counted by `count_lower`, over all processes."""
+        return self._counters.totals()[Count.LOWER_HITS]
 
     @property
     def complete(self) -> bool:
@@ -191,8 +192,8 @@ class SampleCache(BaseCache):
 
     def stats(self) -> CacheStats:
         """See `Cache`."""
-        if self._last is not None:
-            return self._last
+        if self._final_stats is not None:
+            return self._final_stats
         header = self._index.header
         return self._counters.stats(
             resident_items=int(header[Field.RESIDENT]),
@@ -218,9 +219,9 @@ class SampleCache(BaseCache):
         self._counters.follow_fork()
         wanted = checked_ids(ids, self.num_ids)
         values: list[Any] = [MISS] * len(wanted)
-        found = self._records.look(wanted)
+        found = self._records.locate(wanted)
         self._records.read(found, values)
-        self._note_use(found)
+        self._record_use(found)
         return values
 
     def borrow(self, ids: Any) -> Borrowed | None:
@@ -229,9 +230,9 @@ class SampleCache(BaseCache):
             return None
         self._counters.follow_fork()
         wanted = checked_ids(ids, self.num_ids)
-        found = self._records.look(wanted)
+        found = self._records.locate(wanted)
         borrowed = self._records.borrow(found, [MISS] * len(wanted))
-        self._note_use(found)
+        self._record_use(found)
         return borrowed
 
     def aim(self, outs: Sequence[Array]) -> Aim:
@@ -242,12 +243,12 @@ class SampleCache(BaseCache):
         """See `Cache`."""
         aim = into if isinstance(into, Aim) else self.aim(into)
         self._counters.follow_fork()
-        found = self._records.look(checked_ids(ids, self.num_ids))
+        found = self._records.locate(checked_ids(ids, self.num_ids))
         self._records.gather(found, aim)
-        self._note_use(found)
+        self._record_use(found)
         return found.good
 
-    def _note_use(self, found: Found) -> None:
+    def _record_use(self, found: Found) -> None:
         """Count the reads, pass the hits to the policy, and drop damaged records."""
         hits = found.ids if found.good.all() else found.ids[found.good]
         self._writer.space.used(hits)
@@ -255,16 +256,16 @@ class SampleCache(BaseCache):
         if found.damaged:
             ids, at = np.unique(found.ids[found.damaged], return_index=True)
             self._counters.add((Count.DAMAGED, len(ids)))
-            self._writer.found_damaged(ids, found.generation[found.damaged][at])
+            self._writer.drop_damaged(ids, found.generation[found.damaged][at])
 
     def count_changed(self, samples: int) -> None:
         """See `Lends`."""
         self._counters.add((Count.HITS, -samples), (Count.MISSES, samples))
 
-    def count_others(self, hits: int, misses: int) -> None:
+    def count_lower(self, hits: int, misses: int) -> None:
         """Count samples that were requested from lower tiers."""
         self._counters.follow_fork()
-        self._counters.add((Count.HITS, hits), (Count.MISSES, misses), (Count.OTHERS, hits))
+        self._counters.add((Count.HITS, hits), (Count.MISSES, misses), (Count.LOWER_HITS, hits))
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -319,9 +320,9 @@ class SampleCache(BaseCache):
 
     def close(self) -> None:
         """See `Cache`. The last process to close it removes the cache, unless it persists."""
-        if self._leave.alive:
-            self._last = self.stats()
-            self._leave()
+        if self._detach.alive:
+            self._final_stats = self.stats()
+            self._detach()
             gone: Any = Closed(self.name)
             self._index = self._arena = self._counters = self._records = self._writer = gone
 
@@ -335,18 +336,13 @@ class SampleCache(BaseCache):
         return self._root, self.name, self.policy, self.allow_pickle
 
 
-def _leave(arena: Arena, file_lock: FileLock, folder: SharedFolder) -> None:
-    arena.close()
-    file_lock.close()
-    folder.close()
-
-
 def _attach(root: Path, name: str, policy: Policy, allow_pickle: bool) -> SampleCache:
     """Attach to a cache created by another process. Used to unpickle a cache in a worker."""
 
     def gone(folder: Path) -> None:
         raise folder_gone(
-            f"the cache {name!r} in {root} is gone, as the process that created it has closed it. Make a new one"
+            f"the cache {name!r} in {root} does not exist any more: the process that created it has closed it. Create "
+            "a new one"
         )
 
     cache = SampleCache.__new__(SampleCache)

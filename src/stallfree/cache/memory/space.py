@@ -37,7 +37,7 @@ class Space:
         meta: the layout of the cache.
         index, counters: its parts.
         policy: eviction policy.
-        back: allocates memory for blocks (`Arena.back`).
+        allocate: allocates memory for blocks (`Arena.allocate`).
         path: the folder of the cache, for messages.
         victims: the eviction queue; that of the index if None.
     """
@@ -48,14 +48,14 @@ class Space:
         index: Index,
         counters: Counters,
         policy: Policy,
-        back: Callable[[int, int], int],
+        allocate: Callable[[int, int], int],
         path: Path,
         victims: Victims | None = None,
     ) -> None:
-        self._index, self._counters, self._policy, self._back = index, counters, policy, back
+        self._index, self._counters, self._policy, self._allocate = index, counters, policy, allocate
         self._header = index.header
         self._block, self._capacity, self._path = meta.block, meta.capacity, path
-        self._beside = meta.index_bytes
+        self._index_bytes = meta.index_bytes
         self._victims = victims or Victims(index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
         self._warned = False
 
@@ -106,22 +106,22 @@ class Space:
         stored = self._store(first, ids[first], lengths[first], counts[first], copy)
         if not self._policy.evicts:
             left = left[counts[left] <= there - int(counts[first].sum())]
-        elif self._policy.given and len(left):  # the first one was not admitted
+        elif self._policy.given and len(left):  # the policy did not admit the first record
             left = left[1:] if counts[left].min() < counts[left[0]] else left[:0]
             lowest = self._lowest_score() if len(left) else lowest
         for at in left.tolist():
             one = slice(at, at + 1)
-            if self._has_place(ids[one], counts[one], lowest):
+            if self._admit_one(ids[one], counts[one], lowest):
                 stored += self._store(np.array([at]), ids[one], lengths[one], counts[one], copy)
         return len(ids) - stored
 
-    def _has_place(self, id: Array, count: Array, lowest: float) -> bool:
+    def _admit_one(self, id: Array, count: Array, lowest: float) -> bool:
         """Evict for a new record, if the policy admits it. `lowest` is the score of the first victim."""
         if not self._policy.given:
             return self.make_room(int(count[0])) == int(count[0])
         score = self._index.score
         assert score is not None
-        if score[id[0]] <= lowest and self.available(int(count[0])) < count[0]:  # most need no search among residents
+        if score[id[0]] <= lowest and self.available(int(count[0])) < count[0]:  # usual: no search for victims
             return False
         return self.admit(id, count) == 1
 
@@ -144,10 +144,10 @@ class Space:
             inner[ends - 1] = False
             links = np.flatnonzero(inner)
             self._index.next[blocks[links]] = blocks[links + 1]
-        self.publish(ids, blocks[ends - counts], lengths)
+        self._publish(ids, blocks[ends - counts], lengths)
         return len(at)
 
-    def publish(self, ids: Array, heads: Array, lengths: Array) -> None:
+    def _publish(self, ids: Array, heads: Array, lengths: Array) -> None:
         """Make records visible after their data and chains are written."""
         index, header = self._index, self._header
         index.length[ids] = lengths
@@ -163,7 +163,7 @@ class Space:
     def drop(self, ids: Array) -> None:
         """Make the distinct `ids` absent."""
         self._free(ids[self._index.first[ids] != 0])
-        self._victims.forget()
+        self._victims.clear()
 
     def _free(self, ids: Array) -> None:
         index, header = self._index, self._header
@@ -226,7 +226,7 @@ class Space:
         above = index.score[ids[fit : fit + len(last)]] > index.score[victims[last]]
         above[1:] |= last[1:] == last[:-1]  # the previous record leaves space
         count = len(above) if above.all() else int(above.argmin())
-        self._let_go(victims, int(last[count - 1]) + 1 if count else 0)
+        self._evict_first(victims, int(last[count - 1]) + 1 if count else 0)
         return fit + count
 
     def make_room(self, need: int) -> int:
@@ -245,10 +245,10 @@ class Space:
         per_item = max(1.0, used / max(1, int(header[Field.RESIDENT])))
         victims = self._victims.choose(max(1, int(need / per_item)), index.score)
         blocks = np.cumsum(blocks_of(index.length[victims], self._block))
-        self._let_go(victims, int(np.searchsorted(blocks, need)) + 1)
+        self._evict_first(victims, int(np.searchsorted(blocks, need)) + 1)
         return len(victims) > 0
 
-    def _let_go(self, victims: Array, count: int) -> None:
+    def _evict_first(self, victims: Array, count: int) -> None:
         """Drop the first `count` of `victims`, and return the others to the queue."""
         index = self._index
         assert index.score is not None
@@ -276,18 +276,18 @@ class Space:
             if there >= need or backed >= limit:
                 return there
             step = min(max(1, SEGMENT // self._block), limit - backed)
-            got = self._back(backed, step)
+            got = self._allocate(backed, step)
             header[Field.BACKED] = backed + got
             if got < step:
                 header[Field.LIMIT] = backed + got
-                self._warn_full(self._beside + (backed + got) * self._block)
+                self._warn_full(self._index_bytes + (backed + got) * self._block)
 
     def _warn_full(self, taken: int) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"the file system of {self._path} is full: the cache stays at {format_size(taken)} of the "
-                f"{format_size(self._capacity)} asked for",
+                f"the file system of {self._path} is full: the cache is limited to {format_size(taken)} of the "
+                f"requested {format_size(self._capacity)}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -49,7 +49,7 @@ def checksum_of(parts: Sequence[Array], id: int) -> int:
 class Writer:
     """Writes records into the blocks of an arena, and drops them.
 
-    Methods other than `put` and `found_damaged` raise `WaitError` if the writer lock is not free in 2 s.
+    Methods other than `put` and `drop_damaged` raise `WaitError` if the writer lock is not free in 2 s.
 
     Args:
         meta: the layout of the cache.
@@ -69,7 +69,7 @@ class Writer:
         path: Path,
         lock: FileLock,
     ) -> None:
-        self.space = Space(meta, index, counters, policy, arena.back, path)
+        self.space = Space(meta, index, counters, policy, arena.allocate, path)
         self._index, self._arena, self._counters, self._policy, self._lock = index, arena, counters, policy, lock
         self._header, self._block, self._name = index.header, meta.block, path.name
         self._common = meta.structure()
@@ -111,7 +111,9 @@ class Writer:
             self._counters.add((Count.REJECTED, len(todo)))
             if not self._warned_of_lock:
                 self._warned_of_lock = True
-                warnings.warn(f"{text_of(error)}; samples are not stored for a while", RuntimeWarning, stacklevel=3)
+                warnings.warn(
+                    f"{text_of(error)}; the next {_BACK_OFF} batches are not stored", RuntimeWarning, stacklevel=3
+                )
 
     def _may_store(self, count: int) -> bool:
         """False, with `count` samples rejected, if they could not be stored even when encoded."""
@@ -125,7 +127,7 @@ class Writer:
     def _write(self, ids: Array, records: Sequence[Record]) -> None:
         """Store the `records` of the distinct `ids`. Records that are already stored are unchanged."""
         with self.space.changing():
-            absent = np.flatnonzero(self._index.first[ids] == 0)  # another process may have stored it first
+            absent = np.flatnonzero(self._index.first[ids] == 0)  # another process may have stored some of them
             ids, records = ids[absent], [records[at] for at in absent.tolist()]
             sizes = [
                 0 if structure is self._common else record_size(structure, arrays) for structure, arrays in records
@@ -168,7 +170,7 @@ class Writer:
         with self._locked("dropping from"), self.space.changing():
             self.space.drop(ids)
 
-    def found_damaged(self, ids: Array, generations: Array) -> None:
+    def drop_damaged(self, ids: Array, generations: Array) -> None:
         """Drop the damaged records of the distinct `ids`, unless they have changed since."""
         with contextlib.suppress(WaitError), self._locked("dropping damaged records from"), self.space.changing():
             self.space.drop(ids[self._index.generation[ids] == generations])
@@ -177,8 +179,8 @@ class Writer:
         """See `Cache`. Raises `InputError` if the policy computes its own scores."""
         if not self._policy.given:
             raise cache_required(
-                f"the cache {self._name!r} has the policy {self._policy.name!r}, which makes its own scores: "
-                "set_scores is for a cache made with policy='importance' or 'oracle'"
+                f"the cache {self._name!r} has the policy {self._policy.name!r}, which computes its own scores: "
+                "set_scores requires policy='importance' or 'oracle'"
             )
         with self._locked("setting scores in"), self.space.changing():
             self.space.set_scores(ids, scores)

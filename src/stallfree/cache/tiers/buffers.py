@@ -38,10 +38,10 @@ class Buffers:
 
     def __init__(self, keep: int = IDLE) -> None:
         self._keep = keep
-        self._forget()
+        self._clear()
         _all.add(self)
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._lock = threading.Lock()
         self._returned: deque[mmap.mmap] = deque()  # finalizers append pieces here, at any time and in any thread
         self._idle: list[mmap.mmap] = []  # the most recently used one at the end
@@ -61,11 +61,11 @@ class Buffers:
         if piece is None:
             piece = self._map(wanted)
         array: Bytes = np.frombuffer(piece, np.uint8)
-        weakref.finalize(array, self._take_back, piece, self._returned).atexit = False
+        weakref.finalize(array, self._return_piece, piece, self._returned).atexit = False
         return array
 
     def _find(self, wanted: int) -> mmap.mmap | None:
-        self._sort_in()
+        self._collect_returned()
         self._used += wanted
         self._most = max(self._most, self._used)
         for at in range(len(self._idle) - 1, -1, -1):
@@ -79,13 +79,13 @@ class Buffers:
         except (OSError, OverflowError) as error:
             with self._lock:
                 self._used -= wanted
-            raise MemoryError(f"no memory for a reply of {wanted} bytes: {error}") from error
+            raise MemoryError(f"no memory for a buffer of {wanted} bytes: {error}") from error
         if wanted >= _HUGE:
             with contextlib.suppress(AttributeError, OSError):  # huge pages: the first access takes a tenth of the time
                 piece.madvise(mmap.MADV_HUGEPAGE)
         return piece
 
-    def _take_back(self, piece: mmap.mmap, returned: deque[mmap.mmap]) -> None:
+    def _return_piece(self, piece: mmap.mmap, returned: deque[mmap.mmap]) -> None:
         # A finalizer may run within `take`, in the same thread, so it never waits for the lock.
         if returned is self._returned:  # else it belongs to a parent process
             returned.append(piece)
@@ -95,11 +95,11 @@ class Buffers:
         """Reclaim returned pieces, unless another thread is doing so: that one checks again afterwards."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
-                self._sort_in()
+                self._collect_returned()
             finally:
                 self._lock.release()
 
-    def _sort_in(self) -> None:
+    def _collect_returned(self) -> None:
         while self._returned:
             piece = self._returned.popleft()
             self._used -= len(piece)
@@ -117,10 +117,10 @@ class Buffers:
 _all: weakref.WeakSet[Buffers] = weakref.WeakSet()
 
 
-def _forget_in_child() -> None:
+def _clear_in_child() -> None:
     # A thread of the parent may have held a lock; and writes to inherited memory would copy it page by page.
     for buffers in list(_all):
-        buffers._forget()
+        buffers._clear()
 
 
-at_fork(after_in_child=_forget_in_child)
+at_fork(after_in_child=_clear_in_child)

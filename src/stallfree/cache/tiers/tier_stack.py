@@ -28,7 +28,7 @@ _FULL_SECONDS = 1.0
 
 
 class LowerTier(Protocol):
-    """A tier below another one. An `OSError` of `read`, `put_records` and `moved_up` only reduces hits.
+    """A tier below another one. An `OSError` of `read`, `put_records` and `promoted` only reduces hits.
 
     Methods without a description are as in `Cache`. Ids are arrays of distinct int64 within the data set.
     """
@@ -41,7 +41,7 @@ class LowerTier(Protocol):
         """Whether it currently receives every sample, including those in tiers above."""
 
     @property
-    def takes(self) -> bool:
+    def accepts(self) -> bool:
         """Whether it can currently store samples: it is not full, and it works."""
 
     @property
@@ -65,8 +65,8 @@ class LowerTier(Protocol):
     def drain(self, ids: Array) -> object:
         """Waits until no process of this host has a write of `ids` in flight, for 250 ms at most."""
 
-    def moved_up(self, ids: Array) -> None:
-        """Notifies the tier that a tier above holds `ids`: a tier that is not `inclusive` drops them."""
+    def promoted(self, ids: Array) -> None:
+        """Notifies the tier that a tier above now holds `ids`: a tier that is not `inclusive` drops them."""
 
     def drop(self, ids: Array) -> None: ...
     def flush(self) -> None: ...
@@ -144,7 +144,7 @@ class TierStack:
         self.drain(ids[once])
         found, counted = self._read(ids[once], choose)
         fill(values, once, found)
-        self._upper.count_others(0, len(once) - vanished - counted)
+        self._upper.count_lower(0, len(once) - vanished - counted)
         again = np.setdiff1d(left, once)  # equal ids get separate values
         if len(again):
             fill(values, again, self._get(ids[again], choose))
@@ -159,17 +159,17 @@ class TierStack:
             if len(at):
                 with contextlib.suppress(OSError):
                     fill(values, at, tier.read(ids[at]))
-                self._move_up(level, ids, values, at)
+                self._promote(level, ids, values, at)
                 left = missing(values)
         hits = len(ids) - len(left)
-        self._upper.count_others(hits, 0)
+        self._upper.count_lower(hits, 0)
         moved = left[self._upper.resident(ids[left])]
         fill(values, moved, self._upper.get_many(ids[moved]))
         return values, hits + len(moved)
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
-    def _move_up(self, level: int, ids: Array, values: Sequence[Any], at: Array) -> None:
+    def _promote(self, level: int, ids: Array, values: Sequence[Any], at: Array) -> None:
         """Store samples read from the lower tier number `level` in the tiers above it, subject to their policies."""
         at = at[[values[position] is not MISS for position in at.tolist()]]
         if not len(at):
@@ -180,30 +180,33 @@ class TierStack:
             taken = upper.put_many(ids, found)
             if taken.any():
                 with contextlib.suppress(OSError):
-                    self._lower[level].moved_up(ids[taken])
+                    self._lower[level].promoted(ids[taken])
             else:
                 self._full_until = time.monotonic() + _FULL_SECONDS
-        if any(tier.takes for tier in self._lower[:level]):
+        if any(tier.accepts for tier in self._lower[:level]):
             records = [encode(value, allow_pickle=upper.allow_pickle) for value in found]
-            self._hand_down(self._lower[:level], ids, records, taken)
+            self._write_lower(self._lower[:level], ids, records, taken)
 
     def put_many(self, ids: Array, values: Sequence[Any], uncached: int) -> Array:
         """See `Cache`. Writes to lower tiers are rejected while their queue is full."""
         upper = self._upper
-        if not any(tier.takes for tier in self._lower):
+        if not any(tier.accepts for tier in self._lower):
             return upper.put_many(ids, values, uncached=uncached) | self.known(ids)
         records = [encode(value, allow_pickle=upper.allow_pickle) for value in values]
         if upper.policy.evicts:  # lower tiers first: the upper tier may evict it immediately
-            below = self._hand_down(self._lower, ids, records, np.zeros(len(ids), bool))
+            below = self._write_lower(self._lower, ids, records, np.zeros(len(ids), bool))
             return upper.put_records(ids, records, uncached=uncached) | below
-        return self._hand_down(self._lower, ids, records, upper.put_records(ids, records, uncached=uncached))
+        return self._write_lower(self._lower, ids, records, upper.put_records(ids, records, uncached=uncached))
 
-    def _hand_down(self, tiers: Sequence[LowerTier], ids: Array, records: list[Record], taken: Array) -> Array:
-        """Write records to lower tiers; `taken` are in tiers above. Returns which are accepted or stored, as bools."""
+    def _write_lower(self, tiers: Sequence[LowerTier], ids: Array, records: list[Record], taken: Array) -> Array:
+        """Write records to lower tiers; returns which are accepted or stored, as bools.
+
+        `taken` marks the records that tiers above have stored.
+        """
         for tier in tiers:
             at = np.arange(len(ids)) if tier.inclusive else np.flatnonzero(~taken)
-            if len(at) and tier.takes:
-                with contextlib.suppress(OSError):
+            if len(at) and tier.accepts:
+                with contextlib.suppress(OSError):  # only reduces hits
                     taken[at] |= tier.put_records(ids[at], [records[position] for position in at.tolist()])
         return taken | self.known(ids)
 

@@ -42,7 +42,7 @@ class TieredCache(BaseCache):
         self.num_ids, self.name, self.path = upper.num_ids, upper.name, upper.path
         self.policy, self.fingerprint, self.capacity = upper.policy, upper.fingerprint, upper.capacity
         self.allow_pickle, self.structure = upper.allow_pickle, upper.structure
-        self._last: TierStats | None = None
+        self._final_stats: TierStats | None = None
 
     @property
     def complete(self) -> bool:
@@ -128,17 +128,17 @@ class TieredCache(BaseCache):
 
     def stats(self) -> TierStats:
         """See `Cache`."""
-        if self._last is not None:
-            return self._last
+        if self._final_stats is not None:
+            return self._final_stats
         *between, lower = [tier.stats() for tier in self.lower]
         for tier in reversed(between):
-            lower = _over(tier, lower, hits=tier.hits + lower.hits, misses=lower.misses, lower_hits=lower.hits)
+            lower = _combined(tier, lower, hits=tier.hits + lower.hits, misses=lower.misses, lower_hits=lower.hits)
         upper = self.upper.stats()
-        return _over(upper, lower, hits=upper.hits, misses=upper.misses, lower_hits=self.upper.other_hits)
+        return _combined(upper, lower, hits=upper.hits, misses=upper.misses, lower_hits=self.upper.lower_hits)
 
     def close(self) -> None:
         """See `Cache`."""
-        if self._last is not None:
+        if self._final_stats is not None:
             return
         with contextlib.ExitStack() as leave:
             for tier in self._tiers:
@@ -146,13 +146,13 @@ class TieredCache(BaseCache):
             try:
                 self.flush()
             finally:
-                self._last = self.stats()
+                self._final_stats = self.stats()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TieredCache, (self.upper, *self.lower)
 
 
-def _over(tier: CacheStats, lower: CacheStats, *, hits: int, misses: int, lower_hits: int) -> TierStats:
+def _combined(tier: CacheStats, lower: CacheStats, *, hits: int, misses: int, lower_hits: int) -> TierStats:
     """The combined counts of `tier` and the tiers below it."""
     own = {field.name: getattr(tier, field.name) for field in fields(CacheStats)}
     own |= {"hits": hits, "misses": misses, "damaged": tier.damaged + lower.damaged}

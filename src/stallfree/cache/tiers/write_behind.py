@@ -70,7 +70,7 @@ class WriteBehind:
         if fit < len(ids) and not self._warned:
             self._warned = True
             warnings.warn(
-                f"samples come faster than {self._target} takes them: some are not stored this time",
+                f"samples arrive faster than {self._target} can store them: some are not stored",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from stallfree.errors import launch_environment, network_interface
 
-_SOMEWHERE = "192.0.2.1"  # reserved for documentation by RFC 5737: no host has it
+_RESERVED_ADDRESS = "192.0.2.1"  # reserved for documentation by RFC 5737: no host has it
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,19 @@ def find_place() -> Place:
         return Place()
     if not 0 <= number < count:
         raise launch_environment(
-            f"node {number} of {count}: the environment's RANK, WORLD_SIZE and the like contradict each other. "
-            "Start the job with torchrun, or correct them"
+            f"node {number} of {count}: RANK, WORLD_SIZE or similar variables of the environment contradict each "
+            "other. Start the job with torchrun, or correct them"
         )
     port = _number("MASTER_PORT")
     if not host or port is None:
         raise launch_environment(
-            f"the job has {count} nodes, and MASTER_ADDR and MASTER_PORT do not say where they meet: start it with "
-            "torchrun, or set both"
+            f"the job has {count} nodes, and MASTER_ADDR or MASTER_PORT is not set: start it with torchrun, or set both"
         )
     return Place(number, count, host, port)
 
 
 def _find_number() -> tuple[int, int, bool]:
-    """Number and count of the nodes; or of the ranks, and False, if it is unknown which ranks share a node."""
+    """Number and count of the nodes, and True; of the ranks, and False, if it is unknown which ranks share a node."""
     number, count = _number("GROUP_RANK"), _number("GROUP_WORLD_SIZE")
     if number is not None and count is not None:
         return number, count, True
@@ -97,7 +96,7 @@ def find_interface(place: Place) -> str:
     """The address of this host on its route to MASTER_ADDR. Raises `InputError` if there is no route."""
     found = _route_to(place.host)
     if is_loopback(found) and not is_loopback(place.host):
-        found = _route_to(_SOMEWHERE)  # the master may resolve its own name to a loop-back address
+        found = _route_to(_RESERVED_ADDRESS)  # the master may resolve its own name to a loop-back address
     if not found:
         raise network_interface(
             f"there is no route to MASTER_ADDR={place.host!r} from here: correct it, or give interface=... with the "

@@ -43,7 +43,7 @@ from stallfree.stores.launch.supervisor import identify, read_json, write_json
 
 log = logging.getLogger("stallfree")
 
-MEET_SECONDS = 300.0
+RENDEZVOUS_SECONDS = 300.0
 """Maximum wait for the other nodes."""
 
 _VERSION = 3
@@ -78,22 +78,22 @@ class NodeAddresses:
     """
 
     def __init__(
-        self, server: NodeServer, name: str, place: Place | None = None, *, seconds: float = MEET_SECONDS
+        self, server: NodeServer, name: str, place: Place | None = None, *, seconds: float = RENDEZVOUS_SECONDS
     ) -> None:
         place = find_place() if place is None else place
         own = {"version": _VERSION, "host": socket.gethostname(), "id": server.id}
         self._folder, self._nodes = server.folder, _Nodes(server.folder / _NODES)
         self._confirmed = 0  # of the own server
         self._stop: Any = None
-        self._set([own], server.id)
+        self._set_members([own], server.id)
         if place.count == 1:
             return
         if is_loopback(server.host) and not is_loopback(place.host):
             raise network_interface(
-                f"the job has {place.count} nodes, and the server of the store {name!r} listens on this host only: "
-                "give interface=..."
+                f"the job has {place.count} nodes, but the server of the store {name!r} accepts only connections from "
+                "this host: give interface=..."
             )
-        waiting = _Waiting(name, place.count, seconds)
+        waiting = _NodeWait(name, place.count, seconds)
         store = _connect(place, seconds)
         self._stop = weakref.finalize(self, _Announcer(server, store).stop)  # also at the interpreter's exit
         keys = [f"stallfree/{place.count}/{name}/{number}" for number in range(place.count)]
@@ -104,7 +104,7 @@ class NodeAddresses:
                 time.sleep(_QUICK_SECONDS)
             members = [_unpack(value, number) for number, value in enumerate(store.multi_get(keys))]
             self._wait_for_addresses(store, keys, members, waiting)
-            self._set(members, server.id)
+            self._set_members(members, server.id)
             for other in range(len(self.names)):
                 if other != self.me:
                     self._wait_for_answer(other, waiting)
@@ -114,10 +114,10 @@ class NodeAddresses:
                 raise
             raise nodes_missing(
                 f"the job's key-value store at MASTER_ADDR={place.host}, MASTER_PORT={place.port} ended while the "
-                f"store {name!r} was made: {str(error).splitlines()[0]}"
+                f"store {name!r} was created: {str(error).splitlines()[0]}"
             ) from error
 
-    def _set(self, members: list[dict[str, Any]], own: str) -> None:
+    def _set_members(self, members: list[dict[str, Any]], own: str) -> None:
         """Set names and place from the records of all numbers."""
         hosts = {member["id"]: member["host"] for member in reversed(members)}
         ids = list(dict.fromkeys(member["id"] for member in members))
@@ -160,7 +160,7 @@ class NodeAddresses:
         return {**self.__dict__, "_stop": None}
 
     def _wait_for_addresses(
-        self, store: Any, keys: list[str], members: list[dict[str, Any]], waiting: _Waiting
+        self, store: Any, keys: list[str], members: list[dict[str, Any]], waiting: _NodeWait
     ) -> None:
         """Wait until the address of every member is confirmed, and re-read the missing ones."""
         reread = time.monotonic() + _REREAD_SECONDS
@@ -179,7 +179,7 @@ class NodeAddresses:
                 reread = time.monotonic() + _REREAD_SECONDS
             time.sleep(_QUICK_SECONDS)
 
-    def _wait_for_answer(self, place: int, waiting: _Waiting) -> None:
+    def _wait_for_answer(self, place: int, waiting: _NodeWait) -> None:
         lost = 0
         while True:
             found = self.of(place)
@@ -191,7 +191,7 @@ class NodeAddresses:
             if time.monotonic() > waiting.deadline:
                 raise WaitError(
                     f"the server of node {place} of the store {waiting.name!r}, {self.names[place]} at {address.host} "
-                    f"port {address.port}, does not answer here: let the port through the firewall, or give "
+                    f"port {address.port}, does not answer this node: allow the port in the firewall, or give "
                     "interface=... on that node",
                     page="server-unreachable",
                 )
@@ -215,7 +215,10 @@ class _Nodes:
         version = found.st_ino, found.st_mtime_ns, found.st_size
         known, nodes = self._last
         if version != known:
-            nodes = {id: _unpack_record(record) for id, record in (read_json(self._path) or {}).items()}
+            nodes = {
+                id: (record["sequence"], Address(host=record["host"], port=record["port"], password=record["password"]))
+                for id, record in (read_json(self._path) or {}).items()
+            }
             self._last = version, nodes
         return nodes
 
@@ -225,10 +228,6 @@ def known_addresses(folder: Path) -> list[Address]:
     own = read_running(folder)
     others = [address for _, address in _Nodes(folder / _NODES).read().values()]
     return others if own is None else [own[1], *(other for other in others if other != own[1])]
-
-
-def _unpack_record(record: dict[str, Any]) -> tuple[int, Address]:
-    return record["sequence"], Address(host=record["host"], port=record["port"], password=record["password"])
 
 
 def _request(folder: Path, id: str, after: int) -> None:
@@ -295,17 +294,14 @@ class _Announcer:
         sequence = self._store.add(_counter(self._server.id), int(is_new))
         running = read_running(folder)  # read after the counter, which confirms it
         if running is None:
-            self._revive()
+            if time.monotonic() > self._revive_at:
+                self._revive_at = time.monotonic() + _REVIVE_SECONDS
+                self._server.revive()
         elif sequence > self._sequence:
             start, address = running
             record = {"sequence": sequence, "host": address.host, "port": address.port, "password": address.password}
             self._store.set(_record(self._server.id), json.dumps(record))
             self._start_number, self._sequence = start, sequence
-
-    def _revive(self) -> None:
-        if time.monotonic() > self._revive_at:
-            self._revive_at = time.monotonic() + _REVIVE_SECONDS
-            self._server.revive()
 
     def _get_requested(self) -> bool:
         """Write the addresses that other nodes have confirmed. Returns whether there were new requests."""
@@ -357,13 +353,13 @@ def _connect(place: Place, seconds: float) -> Any:
     except RuntimeError as error:
         raise nodes_missing(
             f"the job's key-value store at MASTER_ADDR={place.host}, MASTER_PORT={place.port} did not answer within "
-            f"{seconds:g} s: start the job with torchrun, or call torch.distributed.init_process_group before the "
-            "store is made"
+            f"{seconds:g} s: start the job with torchrun, or call torch.distributed.init_process_group before creating "
+            "the store"
         ) from error
 
 
-class _Waiting:
-    """A wait for the nodes of a job that open the store `name`: logs once which ones are missing.
+class _NodeWait:
+    """A wait for the nodes of a job that open the store `name`. Logs the missing nodes once.
 
     Attributes:
         deadline: end of the wait, on the clock of `time.monotonic`.
@@ -382,13 +378,13 @@ class _Waiting:
         shown = ", ".join(map(str, numbers[:20])) + (f", {len(numbers) - 20} more" if len(numbers) > 20 else "")
         if now > self.deadline:
             raise nodes_missing(
-                f"of the {self._count} nodes of the job, number {shown} did not make the store {self.name!r} in time: "
-                "all nodes have to, at about the same time"
+                f"of the {self._count} nodes of the job, number {shown} did not create the store {self.name!r} in "
+                "time: all nodes must create it at about the same time"
             )
         self._log_at = self.deadline
         log.warning(
-            "the store %r waits for number %s of the %d nodes of the job, up to %.0f s more: all nodes make a store at "
-            "about the same time, and close it when all have done with it",
+            "the store %r waits for number %s of the %d nodes of the job, up to %.0f s more: all nodes must create it "
+            "at about the same time, and close it after all have finished",
             self.name,
             shown,
             self._count,

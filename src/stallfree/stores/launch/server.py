@@ -22,13 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stallfree.cache.memory.limits import free_memory
+from stallfree.cache.memory.limits import check_free_memory
 from stallfree.errors import (
     InputError,
     MissingServerError,
     StorageError,
     WaitError,
-    capacity_too_large,
     capacity_too_small,
     group_mismatch,
     name_invalid,
@@ -70,7 +69,7 @@ def find_server() -> str:
     raise server_missing(
         "neither valkey-server nor redis-server is installed, and a store across hosts needs one of them: "
         "`apt install redis-server`, `dnf install valkey`, `conda install -c conda-forge redis-server` or "
-        "`brew install valkey`, or give hosts=[...] of servers that run already"
+        "`brew install valkey`, or give hosts=[...] of running servers"
     )
 
 
@@ -197,8 +196,8 @@ class NodeServer:
                 )
         if setup["memory"] != limit:
             warnings.warn(
-                f"the server of the store {self.name!r} keeps the limit of {format_size(setup['memory'])} with which "
-                f"it was started, not {format_size(limit)}",
+                f"the server of the store {self.name!r} was started with a limit of {format_size(setup['memory'])} and "
+                f"keeps it: the requested {format_size(limit)} are ignored",
                 stacklevel=4,
             )
 
@@ -216,7 +215,7 @@ class NodeServer:
             if not self._supervisor.claimed_elsewhere():
                 if starts == _SUPERVISORS:
                     raise MissingServerError(
-                        f"the process that keeps the server running died {starts} times; the end of "
+                        f"the supervisor of the server died {starts} times; the end of "
                         f"{self.folder / supervisor.LOG}: {_tail(self.folder / supervisor.LOG)}"
                     )
                 starts += self._start()
@@ -225,13 +224,13 @@ class NodeServer:
             if time.monotonic() > deadline:
                 raise WaitError(
                     f"the server of the store {self.name!r} did not answer within {_START_SECONDS:.0f} s. Its output "
-                    f"is in {self.folder / supervisor.LOG}: end what keeps it busy, and try again",
+                    f"is in {self.folder / supervisor.LOG}. Reduce the load of this host, and try again",
                     page="server-failed",
                 )
             time.sleep(0.002)
 
     def _start(self) -> bool:
-        """Start a supervisor, unless another process did. It holds its lock when this returns."""
+        """Start a supervisor, unless another process did. The supervisor holds its lock when this returns."""
         with self._starting.hold(_START_SECONDS, f"starting the server of the store {self.name!r}"):
             if self._supervisor.claimed_elsewhere():
                 return False
@@ -249,18 +248,18 @@ class NodeServer:
                     )
             except OSError as error:
                 raise StorageError(
-                    f"the server of the store {self.name!r} cannot be started: {error}. See that {program} can be run",
+                    f"the server of the store {self.name!r} cannot be started: {error}. Check that {program} can run",
                     page="server-failed",
                 ) from error
-            process.wait()  # not for the supervisor, a child of this one that keeps running
+            process.wait()  # the supervisor is a child of this process, and keeps running
         self.started = True
         return True
 
     def _failure(self, failed: dict[str, Any]) -> Exception:
         if failed["kind"] == "port":
             return port_unavailable(
-                f"the server of the store {self.name!r} cannot listen there: {failed['text']}. Give another port, "
-                "or port=0 for a free one"
+                f"the server of the store {self.name!r} cannot listen on its port: {failed['text']}. Give another "
+                "port, or port=0 for a free one"
             )
         return MissingServerError(
             f"the server of the store {self.name!r} cannot be kept running: {failed['text']}. See "
@@ -271,7 +270,7 @@ class NodeServer:
 def find_address(interface: str) -> str:
     """The address of this host for an address, the name of a network interface, or a host name.
 
-    Raises `InputError` if it is not an address of this host, or means all of them.
+    Raises `InputError` if this host does not have the address, or if it means all addresses.
     """
     expected = "give an address of this host or the name of a network interface, such as '10.1.2.3' or 'eth0'"
     if not isinstance(interface, str) or not interface:
@@ -282,9 +281,9 @@ def find_address(interface: str) -> str:
         with socket.socket(family, socket.SOCK_STREAM) as test:
             test.bind((address, 0))
     except (OSError, UnicodeError) as error:
-        raise network_interface(f"interface={interface!r} is none of this host ({error}): {expected}") from error
+        raise network_interface(f"interface={interface!r} does not exist on this host ({error}): {expected}") from error
     if ipaddress.ip_address(address).is_unspecified:
-        raise network_interface(f"interface={interface!r} stands for all networks of this host: {expected}")
+        raise network_interface(f"interface={interface!r} means all networks of this host: {expected}")
     return address
 
 
@@ -302,7 +301,7 @@ def _checked(name: Any) -> str:
         check_name(_PREFIX + name if isinstance(name, str) and name else name)
     except InputError:
         raise name_invalid(
-            f"name={name!r} cannot name a store: use 1 to 114 of the letters a-z and A-Z, digits, '.', '_' and '-'"
+            f"name={name!r} is not a valid store name: use 1 to 114 of the letters a-z and A-Z, digits, '.', '_', '-'"
         ) from None
     return str(name)
 
@@ -311,7 +310,7 @@ def _memory(memory: int | str) -> int:
     limit = parse_size(memory, "capacity_per_node")
     if limit < _LEAST_MEMORY:
         raise capacity_too_small(
-            f"capacity_per_node={memory!r} is too little for a server: give {format_size(_LEAST_MEMORY)} or more"
+            f"capacity_per_node={memory!r} is too small for a server: give {format_size(_LEAST_MEMORY)} or more"
         )
     return limit
 
@@ -322,12 +321,7 @@ def _check_port(port: Any) -> None:
 
 
 def _initialize(folder: Path, limit: int, host: str, port: int) -> None:
-    free = free_memory()
-    if limit > free:
-        raise capacity_too_large(
-            f"capacity_per_node={format_size(limit)} is more than the {format_size(free)} of memory that are free here "
-            "(of the host and of this control group): give less"
-        )
+    check_free_memory(limit, f"capacity_per_node={format_size(limit)}")
     (folder / REQUESTS).mkdir(mode=0o700)
     setup = {"version": supervisor.VERSION, "memory": limit, "host": host, "port": port}
     supervisor.write_json(folder / supervisor.NODE, {**setup, "lives": _LIVES, "id": os.urandom(16).hex()})
@@ -336,7 +330,9 @@ def _initialize(folder: Path, limit: int, host: str, port: int) -> None:
 def _read_setup(folder: Path) -> dict[str, Any]:
     setup = supervisor.read_json(folder / supervisor.NODE)
     if setup is None or setup.get("version") != supervisor.VERSION:
-        raise release_mismatch(f"{folder} was made by another release of stallfree, or is damaged: give another name")
+        raise release_mismatch(
+            f"{folder} was created by another release of stallfree, or is damaged: give another name"
+        )
     return setup
 
 

@@ -3,8 +3,10 @@
     python -I -S supervisor.py FOLDER PROGRAM
 
 PROGRAM is valkey-server or redis-server. `server.NodeServer` starts this process, which outlives its starter. Ten times
-a second it checks whether any process is still attached to FOLDER; if not, it kills the server and removes the folder.
-When it is killed itself, the kernel kills the server. It imports only the standard library: quick to start, and small.
+a second the supervisor checks whether any process is still attached to FOLDER; if not, it kills the server and removes
+the folder.
+If the supervisor is killed, the kernel kills the server. The supervisor imports only the standard library, so it starts
+quickly and needs little memory.
 
 A server that has died is restarted, empty, with another password and, unless the user set the port, on another port.
 Another user may take the old port; no process sends a password there, because `server.json` is removed first.
@@ -143,13 +145,14 @@ class Supervisor:
     def run(self) -> None:
         """Run until no process is attached, the folder is deleted, or the server cannot be kept running."""
         try:
-            _remove(SERVER)  # it died with the last supervisor
+            _remove(SERVER)  # that server died with the last supervisor
             while not self._is_over():
                 if self._process is None and time.monotonic() >= self._due:
                     try:
                         self._start_server()
                     except Failure as failure:
-                        if not self._may_retry(failure):
+                        fixed_port = failure.kind != "port" or self._setup["port"]
+                        if not self._answered and (fixed_port or self._deaths >= _PORT_TRIES):
                             raise
                 self._reap(LOOK_SECONDS)
                 if self._deaths >= self._setup["lives"]:
@@ -188,11 +191,6 @@ class Supervisor:
                 write_json(SERVER, {"start": start, **process, **address})
             elif self._process is None:
                 raise _failure("the server ended when it was started", log)
-
-    def _may_retry(self, failure: Failure) -> bool:
-        """Whether to retry after a failed start."""
-        other_port = failure.kind == "port" and not self._setup["port"] and self._deaths < _PORT_TRIES
-        return self._answered or other_port
 
     def _bind(self) -> socket.socket:
         """A socket bound to the port of the next server, which reserves the port until the server binds it."""
@@ -338,7 +336,10 @@ def _remove(name: str) -> None:
 
 
 def _claim() -> bool:
-    """Become the supervisor of the folder until exit; False if another is. Forked children do not inherit the lock."""
+    """Lock the folder for this process until its exit; return False if another supervisor has locked it.
+
+    Forked children do not inherit the lock.
+    """
     fd = os.open(SUPERVISOR, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1)
