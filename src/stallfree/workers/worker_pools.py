@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ class WorkerPools:
     def __init__(self, counts: Counts, persistent: bool) -> None:
         self.persistent = persistent
         self._counts = counts
+        self._process = os.getpid()
         self.kept: WorkerPool | None = None
         self._options: Options | None = None  # of the kept pool
         self._known: list[weakref.ref[WorkerPool]] = []  # replaced, never changed: any thread may call `stats`
@@ -33,7 +35,13 @@ class WorkerPools:
         return self.persistent and self._has(options)
 
     def _has(self, options: Options) -> bool:
+        self._leave_to_parent()
         return self.kept is not None and self._options is options and not self.kept.closed
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: drop the pools, whose workers and slots are those of the parent."""
+        if self._process != os.getpid():
+            self._process, self.kept, self._known = os.getpid(), None, []
 
     def take(self, options: Options, base_seed: int, pin: Callable[[Any], Any] | None) -> WorkerPool:
         """The pool of the next iteration.
@@ -43,6 +51,7 @@ class WorkerPools:
             base_seed: of the workers' generators.
             pin: registers memory with a device; set by a prefetcher, which counts the waits of the training loop.
         """
+        self._leave_to_parent()
         pool = self.kept
         if pool is None or not self._has(options) or not (self.persistent or (pool.reusable and pin is None)):
             if pool is not None and self.persistent:
@@ -65,6 +74,7 @@ class WorkerPools:
 
     def close(self) -> None:
         """Close all pools. More may be started afterwards."""
+        self._leave_to_parent()
         for pool in self._living():
             pool.close()
         self.kept = None
