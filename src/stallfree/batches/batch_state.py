@@ -54,8 +54,9 @@ class Samples:
 
     def estimate_bytes(self) -> None:
         """Set `storage_bytes` to the size of the first sample times the number of samples."""
-        if self.values:
-            self.storage_bytes = payload_bytes(self.values[0]) * len(self.values)
+        with contextlib.suppress(RecursionError):  # a sample that contains itself
+            if self.values:
+                self.storage_bytes = payload_bytes(self.values[0]) * len(self.values)
 
 
 class BatchState:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Sequence
 from functools import partial
@@ -17,27 +16,43 @@ from stallfree.sources.mapped import MapSource
 def index_samples(reader: SampleAccess, ids: list[int], seed: int, epochs: Sequence[int], *, skip: bool) -> Samples:
     """Return the samples of a batch; see `Reader.finish`. Their `storage_bytes` are estimated from the first sample.
 
-    Calls `__getitems__` with all ids if the data set has it and has drawn no random numbers so far.
+    Calls `__getitems__` with all ids, as torch's loader does, unless the data set draws random numbers: these are a
+    function of each id.
     """
-    source = reader.source
-    if type(source) is MapSource and reader.randomness.draws is False and not skip and not len(reader.rest):
-        samples = Samples(ids, _index_all(source, ids))
-    else:
-        samples = _index_each(reader, ids, seed, epochs, skip)
+    source, values = reader.source, None
+    if type(source) is MapSource and reader.randomness.draws is not True and not skip and not len(reader.rest):
+        values = _index_all(reader, source, ids, seed, epochs)
+    samples = _index_each(reader, ids, seed, epochs, skip) if values is None else Samples(ids, values)
     samples.misses = len(ids)
     samples.estimate_bytes()
     return samples
 
 
-def _index_all(source: MapSource, ids: list[int]) -> list[Any]:
-    dataset = source.dataset
+def _index_all(
+    reader: SampleAccess, source: MapSource, ids: list[int], seed: int, epochs: Sequence[int]
+) -> list[Any] | None:
+    """Return the samples; None if the data set draws random numbers, or `__getitems__` gives no sample per id."""
+    dataset, randomness = source.dataset, reader.randomness
     several = getattr(dataset, "__getitems__", None)
-    if several is not None:
-        with contextlib.suppress(Exception):  # the loop below finds the sample that fails
-            found = several(ids)
-            if isinstance(found, (list, tuple)) and len(found) == len(ids):
-                return list(found)
-    values: list[Any] = []
+    if several is None:
+        return None if randomness.draws is None else _index_plainly(source, ids)
+    randomness.seed(seed, epochs[0], ids[0])
+    try:
+        found = several(ids)
+    except Exception as error:
+        try:
+            _index_each(reader, ids, seed, epochs, False)
+        except Exception as single:
+            if isinstance(single, type(error)):  # it names the sample that fails
+                raise
+        raise_from(sample_error(error, source, ids[0], "fetching the batch of"), error)
+    if randomness.moved() or not isinstance(found, (list, tuple)) or len(found) != len(ids):
+        return None
+    return list(found)
+
+
+def _index_plainly(source: MapSource, ids: list[int]) -> list[Any]:
+    dataset, values = source.dataset, list[Any]()
     add = values.append
     try:
         for id in ids:

@@ -129,8 +129,12 @@ class Randomness:
             if self._looks is not None:
                 self._looks.mark(seeded=True)
 
-    def _look(self) -> None:
+    def moved(self) -> bool:
         """Check, while it is unknown, whether anything has drawn since the last call of `seed`."""
+        self._look()
+        return self.draws is True
+
+    def _look(self) -> None:
         if self._looks is not None and self.draws is None and self._looks.moved():
             self.draws, self._looks = True, None
 
