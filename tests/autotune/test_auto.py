@@ -71,6 +71,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measured], list[int]]
 
     for module in (auto, subject):
         monkeypatch.setattr(module, "measure", stand_in)
+    monkeypatch.setattr(auto, "_SHORT", 0.0)
 
     def set_to(new: Measured) -> list[int]:
         found.append(new)
@@ -266,6 +267,20 @@ def test_what_the_second_epoch_gave_is_what_is_expected(measured: Callable[[Meas
     seconds = COUNT / chosen._expected
     for slower, wanted in ((1.0, 1), (1.4, 1), (2.0, 1), (2.2, 2)):  # of the model; 2.1 would be 1.5 times the second
         chosen.end(COUNT, slower * seconds, 0.9 * slower * seconds)
+        chosen.begin(0)
+        assert len(calls) == wanted
+    chosen.close()
+
+
+def test_short_epochs_are_not_worth_another_measurement(
+    measured: Callable[[Measured], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "_SHORT", 1.0)
+    calls = measured(rates(storage={8: 1e5}, deterministic=0.0, whole=0.001))
+    chosen = auto.AutoCache(Numbers(COUNT, [squared, shaken]), 1 << 22, 2)
+    chosen.begin(0)
+    for seconds, wanted in ((0.02, 1), (0.02, 1), (0.9, 1), (0.9, 1), (1.1, 2)):
+        chosen.end(COUNT, seconds, 0.9 * seconds)
         chosen.begin(0)
         assert len(calls) == wanted
     chosen.close()

@@ -91,6 +91,17 @@ def test_fetches_at_once_are_as_few_as_keep_the_rate() -> None:
     assert choose(replace(wait, whole=0.050), 0, workers=8, cpus=8).threads == 16  # 160/s is all that prep takes
 
 
+def test_a_cache_that_saves_less_than_50_microseconds_per_sample_is_not_worth_it() -> None:
+    tiny = replace(
+        SLOW_STORAGE, storage={8: math.inf}, whole=60e-6, deterministic=60e-6, random=0.0, reading=(5e-6, 5e-6)
+    )
+    assert choose(tiny, 10**9, workers=1, cpus=2).share == 1
+    assert choose(replace(tiny, whole=50e-6, deterministic=50e-6), 10**9, workers=1, cpus=2).share is None
+    assert (
+        choose(replace(tiny, whole=50e-6, deterministic=50e-6, storage={8: 1e4}), 10**9, workers=1, cpus=2).share == 1
+    )
+
+
 def test_the_line_says_what_and_why() -> None:
     slower = replace(SLOW_STORAGE, storage={8: 5.0})
     chosen = choose(slower, 200_000_000, workers=1, cpus=4)
@@ -113,7 +124,7 @@ def test_the_line_for_people() -> None:
     assert line(slower, 50_000_000).endswith("fetching limits the loader")
     trained = replace(SLOW_STORAGE, compute=50.0)
     assert line(trained, 0) == (
-        "no cache; 2 workers; up to 50/s; the training step is the limit, and a cache would gain less than 2%"
+        "no cache; 2 workers; up to 50/s; the training step is the limit, and a cache would gain too little"
     )
 
 

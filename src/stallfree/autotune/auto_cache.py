@@ -59,6 +59,9 @@ _STEADY = 2
 
 _SECONDS = 1.0
 
+_SHORT = 1.0
+"""Seconds of an epoch up to which the rates are not measured again, which takes as long."""
+
 log = logging.getLogger("stallfree")
 
 
@@ -357,7 +360,7 @@ class AutoCache:
         rate = epoch.samples / epoch.seconds
         if self._epochs < _STEADY:
             return
-        fine = not limits or rate * _SLOWER >= min(self._expected, epoch.compute)
+        fine = not limits or epoch.seconds < _SHORT or rate * _SLOWER >= min(self._expected, epoch.compute)
         if not fine or self._epochs == _STEADY:
             self._expected = rate  # the model is approximate; kept if no better choice is found
         if fine:

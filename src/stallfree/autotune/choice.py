@@ -24,6 +24,8 @@ SHARES = 16
 WORTH = 1.02
 """Minimum gain (2%) for using memory or one more process."""
 
+LEAST_SAVED = 50e-6
+"""Minimum seconds that a cache saves per sample. Costs of about that size are not in the model."""
 
 FEWEST = 2
 """Minimum workers if there are enough cores: a single worker was 7 to 8% slower than the model predicts."""
@@ -134,7 +136,7 @@ def expect(measured: Measured, share: float | None, room: int, workers: int) -> 
 def _form(measured: Measured, room: int, workers: int) -> Choice:
     """The form with the highest rate; within 2%, the one with the least CPU load.
 
-    A cache must gain 2% in rate or CPU load over none, and a mixture over a single form.
+    A cache must gain 2% in rate or CPU load over none, and 50 µs per sample; a mixture must gain 2% over a single form.
     """
     enough = _enough(measured)
     shares = [None, 0.0, 1.0, *(number / SHARES for number in range(1, SHARES))]
@@ -146,7 +148,9 @@ def _form(measured: Measured, room: int, workers: int) -> Choice:
     for choice in near[1:]:
         if choice.prep > WORTH * chosen.prep:
             chosen = choice
-    return chosen
+    none = tried[0]
+    saved = max(1 / none.rate - 1 / chosen.rate, workers / none.prep - workers / chosen.prep)
+    return chosen if saved >= LEAST_SAVED else none
 
 
 def _enough(measured: Measured) -> float:
@@ -176,7 +180,7 @@ def describe(measured: Measured, choice: Choice, room: int, forms: tuple[str, st
     limit = "the training step is the limit" if rate < choice.rate else f"{part} limits the loader"
     without = min(_rate_without(measured, choice, room), measured.compute)
     gain = f" ({rate / without:.2f} times as many as without a cache)" if choice.share is not None else ""
-    nothing = "" if choice.share is not None else ", and a cache would gain less than 2%"
+    nothing = "" if choice.share is not None else ", and a cache would gain too little"
     return f"{what(choice, forms)}{_held(choice)}; {_workers(choice)}; up to {_rate(rate)}{gain}; {limit}{nothing}"
 
 
