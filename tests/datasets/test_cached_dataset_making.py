@@ -340,7 +340,7 @@ def test_a_name_belongs_to_one_kind_of_data(store_root: Path) -> None:
     [
         ({"capacity": -1}, sf.CapacityError, "-1"),
         ({"capacity": "much"}, sf.CapacityError, "much"),
-        ({"capacity": "900TiB"}, sf.CapacityError, "are free"),
+        ({"capacity": "900TiB"}, sf.CapacityError, "of free memory"),
         ({"capacity": 100}, sf.CapacityError, "holds no record"),
         ({"form": "baked"}, sf.InputError, "'baked'"),
         ({"policy": "best"}, sf.InputError, "'best'"),

@@ -15,7 +15,7 @@ from redis_servers import Server
 from stallfree.cache import MISS
 from stallfree.stores.redis_cache import RedisCache
 from stallfree.stores.servers import Standalone, find_servers
-from stallfree.stores.shard import Fixed
+from stallfree.stores.shard import FixedLocation
 
 ENOUGH = 60.0  # seconds that a server may be silent where that is not what is tested
 COUNT = 200
@@ -93,7 +93,7 @@ def nodes(
         caches = []
         for me, name in enumerate(names):
             with node(folder / name):
-                found = Standalone(names, [Fixed(server.tcp) for server in servers], timeout)
+                found = Standalone(names, [FixedLocation(server.tcp) for server in servers], timeout)
                 caches.append(stack.enter_context(RedisCache(count, servers=found, me=me, **(NAME | options))))
         yield caches
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache import Cache
+from stallfree.cache.policies import mixed
 from stallfree.errors import WaitError
 from stallfree.pipeline._objects import attributes
 from stallfree.pipeline.classify.determinism import StallfreeWarning
@@ -26,7 +27,6 @@ from stallfree.pipeline.compose import Compose, describe_step
 from stallfree.pipeline.marks import mark_of, note_drew
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.values import private
-from stallfree.stores.partitioning import mixed
 
 _FORMS = 0x666F726D
 

@@ -39,7 +39,9 @@ class Reading(Protocol):
     """
 
     def result(self) -> list[Any]:
-        """Returns the samples in the order of the ids, `MISS` for samples in no tier.
+        """Returns the samples in the order of the ids.
+
+        `MISS` stands for samples in no tier.
 
         Waits for the reads in flight. Each id without a value has been passed to `fetch`; an id passed to `fetch` may
         still have a value if another process stored it in the meantime. A second call returns the content of the cache
@@ -135,7 +137,9 @@ class Cache(Protocol):
         """Prepares `outs` for many calls of `gather`; see there."""
 
     def gather(self, ids: Any, into: Aim | Sequence[Array]) -> Array:
-        """Copies the samples of `ids` leaf by leaf. Returns which of them were copied, as an array of bool.
+        """Copies the samples of `ids`, leaf by leaf.
+
+        Returns which of them were copied, as an array of bool.
 
         Only resident samples of the `structure` are copied; without a `structure`, none. The rows of other samples are
         undefined afterwards.
@@ -149,7 +153,9 @@ class Cache(Protocol):
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int = 0) -> Array:
-        """Stores `values` as the samples of `ids`. Returns which of them are stored, as an array of bool.
+        """Stores `values` as the samples of `ids`.
+
+        Returns which of them are stored, as an array of bool.
 
         Samples that are already stored are unchanged; of equal ids, the first counts. Values are copied. A cache that
         writes in the background returns True for queued samples; `flush` waits for them. A sample that does not fit,
@@ -167,7 +173,9 @@ class Cache(Protocol):
         """Waits until all samples that this process has put are stored or rejected."""
 
     def set_scores(self, ids: Any, scores: Any) -> None:
-        """Sets the scores of samples, resident or not, for a policy whose scores are `given`.
+        """Sets the scores of samples, resident or not.
+
+        For a policy whose scores are `given`.
 
         Raises `InputError` unless there is one number per id, and none is NaN.
         """
@@ -179,7 +187,9 @@ class Cache(Protocol):
         """Removes all samples."""
 
     def uncache_steps(self, count: int) -> bool:
-        """Removes all samples, for all processes: one of the last `count` cached steps proved random.
+        """Removes all samples, for all processes.
+
+        Called when one of the last `count` cached steps proved random.
 
         Afterwards `uncached_steps` is at least `count`; a cache shared by several hosts is disabled. If that was
         already the case, removes nothing and returns False.
@@ -191,13 +201,18 @@ class Cache(Protocol):
         """Counts `reads` fetches of `size` bytes from the source."""
 
     def stats(self) -> CacheStats:
-        """Returns the counts over all processes of this host; after `close`, the counts at that time.
+        """Returns the counts over all processes of this host.
+
+        After `close`, these are the counts at that time.
 
         Each requested id counts once, as a hit or as a miss.
         """
 
     def populate(self) -> None:
-        """Maps the memory in the background, so that the first reads are fast. May do nothing."""
+        """Maps the memory in the background.
+
+        The first reads are then fast. May do nothing.
+        """
 
     def close(self) -> None:
         """Flushes writes and detaches from the cache. Idempotent."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from stallfree.cache.policies import mixed as mixed
+from stallfree.cache.policies import mixed
 
 Array = npt.NDArray[Any]
 

@@ -13,7 +13,9 @@ from stallfree.vision.native import Layout
 
 
 class Normalize:
-    """Computes `(pixels / 255 - mean) / std` of batches of bytes, for `transform_on_device` of `DevicePrefetcher`.
+    """Computes `(pixels / 255 - mean) / std` of batches of bytes.
+
+    Made for `transform_on_device` of `DevicePrefetcher`.
 
     All uint8 tensors of 4 dimensions in a batch, also in nested tuples, lists or mappings, become floats of shape
     (N, 3, H, W); everything else is left unchanged. With "HWC" the result has torch's memory format `channels_last`,

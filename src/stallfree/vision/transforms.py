@@ -173,7 +173,9 @@ class ColorJitter:
 @in_place
 @mark_deterministic
 class ChannelsFirst:
-    """Converts (H, W, 3) to (3, H, W), the layout of torch's convolutions; the values remain bytes.
+    """Converts (H, W, 3) to (3, H, W), the layout of torch's convolutions.
+
+    The values remain bytes.
 
     Example:
         ```python

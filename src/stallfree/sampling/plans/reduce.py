@@ -84,7 +84,7 @@ def resident_to_all(cache: Any, count: int) -> Array:
         wait_for_all()  # all nodes have finished their queued writes
         there: Array = servers.verify(ids) if is_first_here() else np.zeros(count, bool)
         unite(there)
-        servers.learn(there)
+        servers.set_known(there)
         return there
     missing = np.ones(count, bool) if cache is None else ~np.asarray(cache.resident(ids), bool)
     unite(missing)
