@@ -8,8 +8,8 @@
 | importance | given by the user | above the lowest resident | Chen et al., "iCACHE", HPCA 2023 |
 | oracle | minus the next use, given | above the lowest resident | Belady, IBM Systems Journal 5 (2), 1966 |
 
-The resident with the lowest score is evicted; of equal scores, the one with the lowest id. Victims are selected in bulk
-(`Victims`), by one scan of the scores of all residents, so the cost of an eviction does not depend on their number.
+The resident with the lowest score is evicted; of equal scores, the one with the lowest id. `Victims` selects many
+victims by one scan of all scores, so that the cost of an eviction does not depend on the number of residents.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class Random(Policy):
 
 
 class Importance(Policy):
-    """Evicts the record of lowest importance for a more important one. The user sets the importance of each id."""
+    """Evicts the record of lowest importance for a more important one.
+
+    The user sets the importance of each id.
+    """
 
     name, scored, evicts, given = "importance", True, True, True
 
@@ -121,7 +124,7 @@ def make_policy(policy: str | Policy) -> Policy:
 
 
 def next_uses(epochs: list[Array], num_ids: int) -> list[Array]:
-    """The time of the next access to the same id, for each access of a plan; infinity if there is none.
+    """For each access of a plan, the time of the next access to the same id, or infinity.
 
     Args:
         epochs: ids in the order of their use, epoch after epoch.
@@ -172,10 +175,10 @@ class Victims:
     """A queue of residents in ascending order of (score, id), which finds the lowest cheaply.
 
     An entry is the complex number score + id * i, because NumPy orders complex numbers by the real part and then by the
-    imaginary one. The queue holds every resident that is not above `victims_limit`, and may hold stale entries: an
-    entry is valid only if its id is resident and still has this score, and counts once. A resident whose score has
-    risen is reinserted when it reaches the front; a new record, or a resident whose score has fallen, is inserted
-    immediately. An empty queue is refilled. So each choice equals that of sorting all residents again.
+    imaginary one. The queue holds every resident that is not above `victims_limit`. It may also hold stale entries: an
+    entry is valid only if its id is resident and still has this score. Of equal entries, one counts. A resident whose
+    score has risen is reinserted when it reaches the front. A new record, or a resident whose score has fallen, is
+    inserted immediately. An empty queue is refilled. So each choice equals that of sorting all residents again.
 
     `span` is a pair of integers (position, end) that may be in shared memory. All calls are made under the writer lock.
     """
@@ -263,7 +266,7 @@ class Victims:
         self._span[:] = 0, len(queue)
 
     def _fill(self, score: Array, chosen: list[Array]) -> bool:
-        """Queue the lowest of all residents, with spare space for insertions. Returns whether there are any."""
+        """Queue the lowest of all residents, with spare space for insertions. Returns False without residents."""
         state = self._state
         there = state.first != 0
         for gone in chosen:

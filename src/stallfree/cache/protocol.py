@@ -43,9 +43,9 @@ class Reading(Protocol):
 
         `MISS` stands for samples in no tier.
 
-        Waits for the reads in flight. Each id without a value has been passed to `fetch`; an id passed to `fetch` may
-        still have a value if another process stored it in the meantime. A second call returns the content of the cache
-        at that time.
+        Waits for the reads in flight. Each id without a value has been passed to `fetch`. An id passed to `fetch` may
+        still have a value, if another process has stored it since. A second call returns the content of the cache at
+        that time.
         """
 
     def cancel(self) -> None:
@@ -128,9 +128,9 @@ class Cache(Protocol):
             pool: called at most once, in this thread, and only if threads are needed. The executor may be shut down at
                 any time; `result` then reads the rest.
             fetch: called for ids as soon as they are known to be in no tier, so that the caller starts fetching them
-                from the source. Called in this thread, in threads of the executor and in `result`, at most once per
-                id, and not for samples that a process of this host is writing to this cache. This method or `result`
-                raises its exceptions.
+                from the source. Called at most once per id, in this thread, in threads of the executor and in
+                `result`. Not called for samples that a process of this host is writing to this cache. This method or
+                `result` raises its exceptions.
         """
 
     def aim(self, outs: Sequence[Array]) -> Aim:

@@ -36,9 +36,9 @@ def _lightning() -> Any:
 class StallMonitor(_lightning().Callback):  # type: ignore[misc]
     """Logs how long training waited for data in each epoch, and why.
 
-    It logs `stallfree/wait`, and its parts `stallfree/fetch_stall` and `stallfree/prep_stall` (see `LoaderStats`), each
-    as a share from 0 to 1 of the epoch's time without validation, on this rank. The first rank prints. Loaders are
-    found in the result of `train_dataloader`, also in lists and dicts; those of other libraries are ignored.
+    The callback logs `stallfree/wait`, and its parts `stallfree/fetch_stall` and `stallfree/prep_stall` (see
+    `LoaderStats`). Each is a share, 0 to 1, of the epoch's time without validation, on this rank. The first rank
+    prints. Loaders are found in the result of `train_dataloader`, also in lists and dicts. Other loaders are ignored.
 
     Raises `InputError` at the start of training if none of its loaders is stallfree's.
 
@@ -94,7 +94,7 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
 
 
 def _line(epoch: int, seconds: float, fetch: float, prep: float) -> str:
-    """The line for an epoch of `seconds`, of which `fetch` and `prep` are the shares of the two stalls."""
+    """The line for an epoch of `seconds`, with the shares of both stalls."""
     text = (
         f"epoch {epoch}: waited for data {fetch + prep:.1%} of {seconds:.1f} s "
         f"(fetch stall {fetch:.1%}, prep stall {prep:.1%})"

@@ -1,4 +1,4 @@
-"""Tiers of the cache below memory: a local disk, and servers of Redis or Valkey shared by several hosts."""
+"""Tiers of the cache below memory: a local disk, and Redis or Valkey servers of several hosts."""
 
 from typing import Any
 

@@ -1,11 +1,11 @@
-"""One circuit breaker per server: a failure opens it, and a ping closes it when the server answers again.
+"""One circuit breaker per server: a failure opens it, and an answered ping closes it.
 
 While a breaker is open, no request is sent. Once its pause is over, the next attempt to use the server starts one ping
 in a separate thread, so no batch waits for it. There is no thread between pings.
 
-The state of a breaker is three numbers in shared memory: a process shares them with its forked children, and through a
-file with all processes of its node. There is no lock between processes. The next ping corrects a number left wrong by a
-race or a dead process; until then, samples of that server are misses, or one more process waits for it.
+The state of a breaker is three numbers in shared memory. A process shares them with its forked children, and through a
+file with all processes of its node. There is no lock between processes. A race or a dead process may leave a wrong
+number, which the next ping corrects. Until then, samples of that server are misses, or one more process waits for it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class CircuitBreaker:
     """The circuit breaker of one server. Initially closed: requests may be sent.
 
     The first ping is due immediately, because the failure may be that of one busy process. Further pings follow after
-    one pause each. If a server fails again within 5 s of a successful ping, the pause doubles, up to 8 s: a link that
-    passes only pings would otherwise cause frequent timeouts.
+    one pause each. If a server fails again within 5 s of a successful ping, the pause doubles, up to 8 s. Otherwise a
+    link that passes only pings would cause frequent timeouts.
 
     Thread-safe and fork-safe.
 
@@ -96,7 +96,10 @@ class CircuitBreaker:
         self._cells = memoryview(bytearray(self._cells)).cast("d")
 
     def _claim(self) -> bool:
-        """Claim the ping if it is due, and return whether it was. The next ping is then due after another pause."""
+        """Claim the ping if it is due, and return whether it was.
+
+        The next ping is then due after another pause.
+        """
         with _lock:
             cells, now, here = self._cells, time.monotonic(), os.getpid()
             waits = now < cells[_DUE] <= now + self._longest  # any other time has passed or is invalid

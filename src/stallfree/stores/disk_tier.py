@@ -1,4 +1,4 @@
-"""A local disk as a tier below memory: `DiskTier` is the user's object, `DiskCache` the tier of one data set."""
+"""A local disk as a tier below memory: `DiskTier` for users, `DiskCache` for one data set."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class DiskCache:
         return [found[at : at + step] for at in range(0, len(found), step)]
 
     def read(self, ids: Array) -> list[Any]:
-        """The samples of `ids`, `MISS` for those that are absent or cannot be read."""
+        """The samples of `ids`, `MISS` for absent or unreadable ones."""
         values: list[Any] = [MISS] * len(ids)
         with contextlib.suppress(OSError):
             values = self.records.get_many(ids)
@@ -287,7 +287,7 @@ class _DiskWriter:
 
 
 class Health:
-    """Decides whether a disk is used: not for 10 s after 3 consecutive failures, with a warning the first time.
+    """Pauses the use of a disk for 10 s after 3 consecutive failures, with a warning the first time.
 
     Args:
         path: of the folder on the disk.

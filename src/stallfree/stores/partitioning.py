@@ -1,6 +1,6 @@
 """The owner node of each sample: rendezvous hashing with equalized shares.
 
-Every node has a score for every id, a hash of both, and the node with the highest score owns the id (Thaler and
+Every node has a score for every id, a hash of both. The node with the highest score owns the id (Thaler and
 Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998, section
 III). So any process can compute the owner without a directory, and no ids move between the other nodes when a node
 joins or leaves. Random shares are uneven, by 2% for 2,000 ids on two nodes, and a cache of exactly the required size

@@ -1,4 +1,4 @@
-"""The samples of a data set in servers of Redis or Valkey as a separate cache, without a memory tier."""
+"""The samples of a data set in Redis or Valkey servers as a cache without a memory tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples of a data set in servers of Redis or Valkey, as a tier.
+"""The samples of a data set in Redis or Valkey servers, as a tier.
 
 A sample is stored under `stallfree:LABEL:ID`, with a header that identifies it and holds its checksum (values.py). Its
 id and the names of the servers determine its server (partitioning.py), in a Redis Cluster its key does. The key
@@ -154,8 +154,8 @@ class RedisTier:
     def stats(self) -> CacheStats:
         """The counts over the processes of this node; after `close`, those at that time.
 
-        Items are those that this node has stored or read; other nodes may have stored more. Their bytes are estimated
-        from the last stored value. `status` has the memory use of the servers.
+        Items are the samples that this node has stored or read; other nodes may have stored more. Their bytes are
+        estimated from the last stored value. `status` has the memory use of the servers.
         """
         if self._final_stats is not None:
             return self._final_stats
@@ -223,7 +223,7 @@ class RedisTier:
         return values
 
     def drain(self, ids: Array) -> Array:
-        """Wait, 250 ms at most, until no process of this node has a write of `ids` in flight. Returns True for each."""
+        """Wait, for 250 ms at most, for writes of `ids` by processes of this node. Returns True for each."""
         self._writer.drain(ids)
         return np.ones(len(ids), bool)
 
@@ -242,7 +242,7 @@ class RedisTier:
         return np.array([not shard.lost and self._storing.accepts(shard) for shard in self._servers.shards])
 
     def put_records(self, ids: Array, records: Sequence[Record]) -> Array:
-        """Queue `records` to be stored as the samples of `ids`; return which were accepted, as an array of bool.
+        """Queue `records` as the samples of `ids`; return which were accepted, as an array of bool.
 
         Values that are already stored are unchanged. Failures (no space, a server that is lost or refuses) are counted
         as rejected.

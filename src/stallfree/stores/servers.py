@@ -137,7 +137,10 @@ class Cluster:
         return isinstance(error, (MovedError, AskError, TryAgainError, ClusterDownError))
 
     def refresh(self, timeout: float | None = None) -> str:
-        """Re-read the table of slots, rate-limited. If no node answers, keep the table and return the reason."""
+        """Re-read the table of slots, rate-limited.
+
+        If no node answers, keeps the table and returns the reason.
+        """
         now = time.monotonic()
         if now < self._next_read:
             return ""

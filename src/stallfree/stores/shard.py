@@ -124,8 +124,8 @@ class Shard:
 
         Args:
             requests: of commands such as `("MGET", key, key)` or `("GET", key)`.
-            use: called with the position of a key over all requests, and its value: bytes, None if there is none, or an
-                exception for an error in its place.
+            use: called with the position of a key over all requests, and its value: bytes, None without a value, or an
+                exception for an error.
 
         Returns whether all values were passed; False if the server is lost.
         """
@@ -180,7 +180,10 @@ class Shard:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def _take(self) -> tuple[Connection, int]:
-        """A connection, and the number of its address. A closed idle connection counts as a failure of that address."""
+        """A connection, and the number of its address.
+
+        A closed idle connection counts as a failure of that address.
+        """
         while True:
             try:
                 connection, number, since = self._idle.pop()

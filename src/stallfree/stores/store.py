@@ -65,10 +65,14 @@ def open_cache(
     persist: bool,
     example: Any,
 ) -> Cache:
-    """The cache of a data set in a store: "memory", a folder, a `DiskTier`, a `RedisStore`, or the last two in a list.
+    """The cache of a data set in a store.
 
-    Any other object with `attach` creates the cache itself. Capacity 0, only with a `RedisStore`, means no memory tier
-    above the servers.
+    Args:
+        store: "memory", a folder, a `DiskTier`, a `RedisStore`, or the last two in a list. Any other object with
+            `attach` creates the cache itself.
+        num_ids: number of samples of the data set.
+        capacity: bytes of memory; 0, only with a `RedisStore`, means no memory tier above the servers.
+        fingerprint, policy, name, persist, example: as for `SampleCache`.
     """
     disk, servers = _tiers(store)
     policy = make_policy(policy)
@@ -134,9 +138,9 @@ def stores_in(store: Store) -> list[RedisStore]:
 def default_store(capacity: int, unknown: Sequence[str] = ()) -> tuple[Store, int]:
     """The store for `capacity` bytes per node, and the bytes of the memory tier above it.
 
-    A `RedisStore` and 0 if the job has several nodes, a server is installed, and the data set has no `unknown` objects:
-    these have no fingerprint, so that nodes could not find each other's samples. Otherwise "memory" and `capacity`; in
-    a job of several nodes with a warning.
+    Returns a `RedisStore` and 0 if the job has several nodes, a server is installed, and the data set has no `unknown`
+    objects. Without a fingerprint of these objects, nodes could not find each other's samples. Otherwise returns
+    "memory" and `capacity`, with a warning in a job of several nodes.
     """
     if not shares_memory() or find_place().count == 1:
         return "memory", capacity
@@ -161,8 +165,8 @@ class RedisStore:
     MASTER_ADDR:MASTER_PORT (or that of `torch.distributed.init_process_group`).
 
     With `hosts`, no server is started: the samples are stored in running servers, and stay there when the job ends.
-    Samples that these servers evict by their own `maxmemory-policy` are misses. One or more nodes of a Redis Cluster
-    stand for all of its masters, and user, password and TLS of the first are used for all.
+    Samples that these servers evict by their own `maxmemory-policy` are misses. Of a Redis Cluster, give one or more
+    nodes: all masters are used, with user, password and TLS of the first node.
 
     Args:
         hosts: None, or the servers, each a dict such as `{"host": "node1", "port": 6379, "password": "..."}`. Further
@@ -178,9 +182,12 @@ class RedisStore:
         allow_pickle: whether samples that can only be pickled are stored and loaded. Any process that can write to a
             server could then run code here.
 
-    Raises `InputError` for invalid arguments, `CapacityError` (a subclass) for more than the free memory,
-    `MissingServerError` if there is neither `valkey-server` nor `redis-server`, `WaitError` if other nodes of the job
-    do not open the store within 300 s, `StorageError` if a server cannot be started or does not answer.
+    Raises:
+        InputError: for invalid arguments.
+        CapacityError: for more than the free memory.
+        MissingServerError: if neither `valkey-server` nor `redis-server` is installed.
+        WaitError: if other nodes of the job do not open the store within 300 s.
+        StorageError: if a server cannot be started or does not answer.
 
     Example:
         ```python

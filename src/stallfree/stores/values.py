@@ -46,7 +46,7 @@ def pack_head(key: DataKey, id: int, record: bytes | Bytes) -> bytes:
 
 
 def check_value(memory: Bytes, key: DataKey, id: int) -> Bytes | None:
-    """The record in `memory`, as a view; None unless it is a complete, intact value of this sample and data set.
+    """The record in `memory`, as a view; None for any but an intact value of this sample.
 
     Args:
         memory: the value, 1-D and contiguous.

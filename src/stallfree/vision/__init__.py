@@ -3,7 +3,7 @@
     encoded bytes ─▶ DecodeRandomResizedCrop ─▶ (ColorJitter, ...) ─▶ batch ─▶ device ─▶ Normalize
 
 Images are uint8 arrays of shape (H, W, 3). Random numbers come from Python's generator, which stallfree seeds for each
-sample, so a sample is the same function of (seed, epoch, id) wherever it is prepared.
+sample. So a sample is the same function of (seed, epoch, id) in every process.
 """
 
 from stallfree.vision.crops import DecodeRandomResizedCrop, RandomResizedCrop

@@ -13,7 +13,7 @@ from stallfree.vision.native import Layout, Pixels
 
 
 def pixels_of(value: Any, step: object) -> Pixels:
-    """Return `value`, the input of `step`, as an array of shape (H, W, 3). Raises `InputError` for anything else."""
+    """Return `value`, the input of `step`, as an array of shape (H, W, 3). Raises `InputError`."""
     array = None if isinstance(value, (bytes, bytearray, memoryview, str)) else np.asarray(value)
     if array is not None and array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3 and array.size:
         return array

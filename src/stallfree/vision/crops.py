@@ -64,8 +64,8 @@ class _RandomCrop:
 class RandomResizedCrop(_RandomCrop):
     """A random crop of an image, resized to `size`: torchvision's `RandomResizedCrop` on bytes.
 
-    The crop's share of the area is uniform over `scale`, the logarithm of its aspect ratio is uniform over that of
-    `ratio`, and its position is uniform. After 10 crops that do not fit, it is the largest central one within `ratio`.
+    The crop's share of the area is uniform over `scale`, and its position is uniform. The logarithm of its aspect ratio
+    is uniform over that of `ratio`. After 10 crops that do not fit, the largest central crop within `ratio` is used.
     Resizing is bilinear with antialiasing, and within 1 of torch's result.
 
     Takes a uint8 array of shape (H, W, 3) or an object that NumPy can convert to one, such as a `PIL.Image`; returns a
@@ -98,10 +98,10 @@ class RandomResizedCrop(_RandomCrop):
 class DecodeRandomResizedCrop(_RandomCrop):
     """Decodes a random crop from encoded bytes: `DecodeImage` and `RandomResizedCrop` in one, and faster.
 
-    The crop is drawn first. Of a JPEG, only the rows and columns of the crop are decoded, at 1/2, 1/4 or 1/8 of the
-    resolution if that is at least twice the `size`, and are resized while they are decoded; damage below the crop is
-    not detected. This requires the compiled part of stallfree, which is built at installation if there is a C compiler
-    with the headers of libjpeg-turbo. Without it, and for other formats, the whole image is decoded.
+    The crop is drawn first. Of a JPEG, only the rows and columns of the crop are decoded, and resized at the same time.
+    They are decoded at 1/2, 1/4 or 1/8 of the resolution if that is at least twice the `size`. Damage below the crop is
+    not detected. This requires the compiled part of stallfree, which is built at installation if a C compiler and the
+    headers of libjpeg-turbo are installed. Without it, and for other formats, the whole image is decoded.
 
     `ImageFolder(root, DecodeRandomResizedCrop(224))` omits its own decoding. A cache of fetched samples
     (`form="fetched"`) holds encoded images. A cache of prepared samples holds decoded images, as defined by `halves`.

@@ -1,7 +1,7 @@
 """The compiled part in C: partial JPEG decoding, resizing and pixel operations, with slower fallbacks in Python.
 
-`_native.so` is compiled when the package is installed or built, if there are a C compiler and the headers of
-libjpeg-turbo (see `hatch_build.py`). It does not use the Python API, and runs without the GIL.
+`_native.so` is compiled when the package is installed or built, if a C compiler and the headers of libjpeg-turbo are
+installed (see `hatch_build.py`). It does not use the Python API, and runs without the GIL.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def decode_crop(
 ) -> Pixels | None:
     """Decode a part of a JPEG, resized to `size`; returns None if that part is damaged or unsupported (CMYK).
 
-    Only the rows down to the end of `crop` are read. If half, a quarter or an eighth of the resolution is still at
-    least twice the `size`, only that resolution is decoded: the values of photographs then differ by less than 0.5 on
+    Only the rows down to the end of `crop` are read. If half, a quarter or an eighth of the resolution is at least
+    twice the `size`, only that resolution is decoded. The values of photographs then differ by less than 0.5 on
     average.
     """
     found = library()

@@ -18,7 +18,7 @@ class Normalize:
     Made for `transform_on_device` of `DevicePrefetcher`.
 
     All uint8 tensors of 4 dimensions in a batch, also in nested tuples, lists or mappings, become floats of shape
-    (N, 3, H, W); everything else is left unchanged. With "HWC" the result has torch's memory format `channels_last`,
+    (N, 3, H, W). Everything else is unchanged. With "HWC" the result has torch's memory format `channels_last`,
     without a copy.
 
     Args:

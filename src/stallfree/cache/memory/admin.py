@@ -84,7 +84,10 @@ def _info(path: Path) -> CacheInfo:
 
 
 def remove(root: Path, name: str) -> None:
-    """Remove the cache `name` below `root`. Raises `InputError` if there is none or a process is attached to it."""
+    """Remove the cache `name` below `root`.
+
+    Raises `InputError` if the cache does not exist, or if a process is attached to it.
+    """
     path = root / check_name(name)
     if not is_root(root) or not _is_cache(path):
         names = ", ".join(info.name for info in list_caches(root)) or "none"

@@ -1,8 +1,8 @@
 """Storage of record bytes: blocks of one size in one sparse file.
 
-In memory the file is mapped and a batch is read by one gather per leaf. On a disk it is read and written by system
-calls, so that a bad sector or a truncated file raises an error instead of a fault. A block is accessed only after
-`posix_fallocate` has allocated it: a full file system means a smaller cache, never SIGBUS.
+In memory the file is mapped, and a batch is read by one gather per leaf. On a disk the file is read and written by
+system calls: a bad sector or a truncated file then raises an error instead of SIGBUS. A block is accessed only after
+`posix_fallocate` has allocated it, so a full file system means a smaller cache, never SIGBUS.
 """
 
 from __future__ import annotations
@@ -96,14 +96,16 @@ class Arena(ABC):
 
     @abstractmethod
     def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
-        """Prepare to `gather` the bytes of blocks from `offsets[k]` on into the rows of `outs[k]`, (n, bytes).
+        """Prepare `outs` for calls of `gather`: the bytes of blocks from `offsets[k]` on go to `outs[k]`.
 
-        The offsets ascend, and the parts do not overlap.
+        Args:
+            offsets: ascending, for parts that do not overlap.
+            outs: arrays of shape (number of blocks, bytes).
         """
 
     @abstractmethod
     def gather(self, blocks: Array, target: Any) -> None:
-        """Copy the parts of each of the n `blocks` into one row of `target`. Unreadable bytes on a disk are zero.
+        """Copy the parts of each block into one row of `target`. Unreadable bytes on a disk are zero.
 
         Args:
             blocks: int64.

@@ -110,9 +110,10 @@ def plan_layout(
 ) -> Meta:
     """Divide `capacity` bytes between index and blocks.
 
-    With a `structure` of fixed size a block is one record; else records of about `typical` bytes are chains of blocks
-    of an eighth of that, at least 256 bytes and at most 16 KiB. Raises `CapacityError` if the index alone exceeds the
-    capacity.
+    With a `structure` of fixed size, a block is one record. Otherwise a record is a chain of blocks of an eighth of
+    `typical` bytes, at least 256 bytes and at most 16 KiB.
+
+    Raises `CapacityError` if the index alone exceeds the capacity.
     """
     common = ""
     if structure is not None and structure.fixed and structure.size > 0:

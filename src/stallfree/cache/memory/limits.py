@@ -25,7 +25,7 @@ def free_space(folder: Path) -> int:
 
 
 def grantable_memory(root: Path) -> int:
-    """Bytes of memory that are free, less those that the caches below `root` may still fill."""
+    """Bytes of free memory, minus the bytes that caches below `root` may still allocate."""
     promised = 0
     for file in root.glob("*/data"):
         with contextlib.suppress(OSError):
@@ -35,14 +35,15 @@ def grantable_memory(root: Path) -> int:
 
 
 def granted(capacity: int | float, root: Path) -> int:
-    """Bytes of a capacity that is given in bytes, or as a share of the memory that may still be promised."""
+    """Bytes of a `capacity` given in bytes, or as a share of `grantable_memory`."""
     return capacity if isinstance(capacity, int) else int(capacity * grantable_memory(root))
 
 
 def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
-    """The capacity for a requested `size` in bytes: less, with a warning, if the file system of `folder` is small.
+    """The possible capacity in bytes for a requested `size`.
 
-    Raises `CapacityError` if it exceeds the free memory.
+    Warns and returns less if the file system of `folder` has less space. Raises `CapacityError` if `size` exceeds the
+    free memory.
     """
     if not on_disk:
         check_free_memory(size, f"capacity={format_size(size)} for the cache {name!r}")

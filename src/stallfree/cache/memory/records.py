@@ -66,7 +66,7 @@ class Borrowed:
     """Read-only samples whose arrays are views of the cache, which other processes may change at any time.
 
     Attributes:
-        values: `MISS` for those that are not resident.
+        values: the samples, `MISS` for absent ones.
         unchanged: returns whether the sample at a position is unchanged; results computed from it are then valid.
     """
 

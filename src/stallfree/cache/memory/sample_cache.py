@@ -62,12 +62,14 @@ class SampleCache(BaseCache):
         store: "memory" (shared memory of this host) or a folder on a local disk.
         name: if None, derived from fingerprint, policy and capacity, so that jobs on the same data share the cache.
         persist: keep the cache after the last process has detached.
-        example: a sample of the data set. If its size is fixed, all records have its layout, and a batch is read by one
-            gather; samples of another structure are still accepted, and read one by one.
+        example: a sample of the data set. If its size is fixed, all records have its layout, and one gather reads a
+            batch. Samples of another structure are still accepted, and read one by one.
         allow_pickle: whether samples that the codec does not support may be pickled. Only this user can read the cache.
 
-    Raises `CapacityError` for a capacity that is invalid, too small for a record or larger than the free memory,
-    `FingerprintError` for a cache of other data, `StorageError` if the folder is not usable.
+    Raises:
+        CapacityError: for a capacity that is invalid, too small for a record or larger than the free memory.
+        FingerprintError: for a cache of other data.
+        StorageError: if the folder is not usable.
     """
 
     def __init__(
@@ -351,7 +353,7 @@ def _attach(root: Path, name: str, policy: Policy, allow_pickle: bool) -> Sample
 
 
 def attach_or_create(root: Path, name: str, policy: Policy, allow_pickle: bool, meta: Meta) -> SampleCache:
-    """Attach to a cache created by another process or, on a host that lacks it, create it with the same layout.
+    """Attach to a cache created by another process; on another host, create a cache of the same layout.
 
     Raises `CapacityError` if the host has not enough free memory.
     """

@@ -268,7 +268,7 @@ class Space:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def available(self, need: int) -> int:
-        """The number of free blocks; allocates memory for more if there are fewer than `need`."""
+        """The number of free blocks; allocates memory for more if fewer than `need` are free."""
         header = self._header
         while True:
             backed, limit = int(header[Field.BACKED]), int(header[Field.LIMIT])

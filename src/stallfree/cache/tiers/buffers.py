@@ -27,8 +27,8 @@ _HUGE = 2 << 20  # bytes of a huge page
 class Buffers:
     """Memory pieces of one process, whose sizes are powers of two.
 
-    Unused pieces are kept, up to `keep` bytes including those in use, or up to the peak use if that is more: so a
-    batch of any size finds mapped memory. The least recently used pieces are freed first.
+    Unused pieces are kept, up to `keep` bytes including those in use, or up to the peak use if that is more. So a batch
+    of any size finds mapped memory. The least recently used pieces are freed first.
 
     Thread-safe. A forked child starts without pieces; inherited pieces in use stay readable.
 
@@ -51,8 +51,8 @@ class Buffers:
     def take(self, size: int) -> Bytes:
         """Memory of `size` bytes or more, 64-byte aligned and not cleared.
 
-        The caller owns it until the last view of it is freed, including arrays and tensors made from it, because each
-        refers to this array in NumPy. Raises `MemoryError` if there is not enough memory.
+        The caller owns the memory until its last view is freed. Arrays and tensors made from the array count as views,
+        because each refers to it in NumPy. Raises `MemoryError` if there is not enough memory.
         """
         wanted = max(SMALLEST, 1 << (size - 1).bit_length())
         with self._lock:

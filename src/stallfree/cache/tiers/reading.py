@@ -33,12 +33,12 @@ class ReadInParts(Protocol):
         """Returns the samples of one of the `parts`, `MISS` for those in no lower tier. Counts the hits."""
 
     def get_known(self, ids: Array) -> list[Any]:
-        """Returns the samples of `ids`, which may be equal: `MISS` for those not known to be in a tier."""
+        """Returns the samples of `ids`, `MISS` for those not known to be in a tier. Ids may be equal."""
 
     def drain(self, ids: Array) -> Array:
-        """Waits, 250 ms at most, until no process of this host has a write of `ids` to a tier in flight.
+        """Waits, for 250 ms at most, for writes of `ids` to tiers by processes of this host.
 
-        Returns which of them are not known to be in any tier, as an array of bool.
+        Returns which of `ids` are not known to be in any tier, as an array of bool.
         """
 
 

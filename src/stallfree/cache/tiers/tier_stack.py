@@ -63,7 +63,7 @@ class LowerTier(Protocol):
         """Writes `records` in the background. Returns which were accepted or are resident. The bytes are copied."""
 
     def drain(self, ids: Array) -> object:
-        """Waits until no process of this host has a write of `ids` in flight, for 250 ms at most."""
+        """Waits, for 250 ms at most, for writes of `ids` by processes of this host."""
 
     def promoted(self, ids: Array) -> None:
         """Notifies the tier that a tier above now holds `ids`: a tier that is not `inclusive` drops them."""

@@ -100,7 +100,7 @@ class WriteBehind:
             self._release(ids, size)
 
     def drain(self, ids: Array) -> None:
-        """Wait until none of `ids` is in the queue of any process; after 250 ms they count as lost."""
+        """Wait until no process has `ids` in its queue; after 250 ms they count as lost."""
         flags = self._flags
         until = time.monotonic() + DRAIN_SECONDS
         while flags[ids].any():

@@ -57,7 +57,10 @@ def find_place() -> Place:
 
 
 def _find_number() -> tuple[int, int, bool]:
-    """Number and count of the nodes, and True; of the ranks, and False, if it is unknown which ranks share a node."""
+    """Number and count of the nodes, and True.
+
+    If it is unknown which ranks share a node: number and count of the ranks, and False.
+    """
     number, count = _number("GROUP_RANK"), _number("GROUP_WORLD_SIZE")
     if number is not None and count is not None:
         return number, count, True

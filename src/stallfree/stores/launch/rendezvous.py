@@ -1,13 +1,13 @@
-"""Addresses of the servers of all nodes of a job, kept up to date through the job's key-value store.
+"""Addresses of the servers of all nodes, kept up to date through the job's key-value store.
 
 That store is the `TCPStore` at MASTER_ADDR:MASTER_PORT, which torchrun runs from the start, and `init_process_group`
 after its call. It has no password: a process that can reach it can read the passwords of the servers, and can also join
 the training itself.
 
 One process of each node, the announcer, publishes the address of the node's server and a sequence number. Every node
-has a counter in the store: a process that needs an address confirmed adds 1, and the announcer of that node publishes
+has a counter in the store. A process that needs an address confirmed adds 1. The announcer of that node then publishes
 the address again with the counter's value, if its server is alive. So a record whose number is at least the result of
-the addition was published after it, and a stale address from an earlier attempt of the job is never confirmed.
+the addition was published after the addition. A stale address from an earlier attempt of the job is never confirmed.
 
 Files in the folder of the node's server:
 
@@ -56,13 +56,13 @@ _NODES = "nodes.json"
 
 
 class NodeAddresses:
-    """The servers of all nodes of a job with a store `name`, in the same order on all nodes.
+    """The servers of all nodes with a store `name`, in the same order on all nodes.
 
     The constructor waits for all nodes, and until each server answers this node. Processes with the same server are one
     node, regardless of their numbers. A job of one node needs no `TCPStore`.
 
     Args:
-        server: of this node. If there are several nodes, other hosts must be able to reach it.
+        server: of this node. In a job of several nodes, other hosts must be able to reach it.
         name: of the store.
         place: of this node; `find_place()` if None.
         seconds: maximum wait for the other nodes.
@@ -73,8 +73,9 @@ class NodeAddresses:
 
     A pickled copy or a forked child only reads the files in the folder, as long as the server's folder exists.
 
-    Raises `WaitError` naming the nodes that are missing after `seconds`, or whose server does not answer; `InputError`
-    if other nodes cannot reach `server`, or run another release.
+    Raises:
+        WaitError: if nodes are missing after `seconds`, or a server does not answer. The message names them.
+        InputError: if other nodes cannot reach `server`, or run another release.
     """
 
     def __init__(

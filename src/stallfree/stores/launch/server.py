@@ -111,9 +111,11 @@ class NodeServer:
     The constructor returns when the server has answered. Can be pickled: the other process attaches separately. A
     forked child shares its parent's attachment; `close` in the child has no effect on the parent's.
 
-    Raises `InputError` for invalid values, a port in use, or a server of that name on another interface or port;
-    `MissingServerError` if no server is installed or it cannot be started; `WaitError` if it does
-    not answer within 30 s; `StorageError` as `SharedFolder` does.
+    Raises:
+        InputError: for invalid values, a port in use, or a server of that name on another interface or port.
+        MissingServerError: if no server is installed, or the server cannot be started.
+        WaitError: if the server does not answer within 30 s.
+        StorageError: as `SharedFolder` does.
     """
 
     def __init__(

@@ -193,7 +193,7 @@ class Supervisor:
                 raise _failure("the server ended when it was started", log)
 
     def _bind(self) -> socket.socket:
-        """A socket bound to the port of the next server, which reserves the port until the server binds it."""
+        """A socket that reserves the port of the next server until the server binds it."""
         host, port = self._setup["host"], self._setup["port"]
         deadline = time.monotonic() + _PORT_SECONDS
         while True:
@@ -314,7 +314,10 @@ def _failure(what: str, since: int = 0) -> Failure:
 
 
 def _start(program: str, text: bytes) -> subprocess.Popen[bytes]:
-    """Start a server with `text` on its standard input. It is killed when this process exits. May raise `OSError`."""
+    """Start a server with `text` on its standard input. May raise `OSError`.
+
+    The kernel kills the server when this process exits.
+    """
     supervisor = os.getpid()
 
     def end_with_supervisor() -> None:
