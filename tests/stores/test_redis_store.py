@@ -236,7 +236,7 @@ def test_what_data_sets_cannot_do_with_it(pair: list[Server], tmp_path: Path) ->
         for policy in ("lru", "lfu", "fifo", "random"):
             with pytest.raises(InputError, match=f"policy='{policy}' with capacity=0: .*Leave policy out"):
                 sf.CachedDataset(plain, capacity=0, store=store, policy=policy)
-            with pytest.raises(InputError, match="[Ll]eave policy out"):
+            with pytest.raises(InputError, match=r"[Ll]eave policy out"):
                 sf.CacheLoader(capacity=0, store=store, policy=policy, name="keys")
         for policy in ("minio", "importance", "oracle"):
             sf.CachedDataset(plain, capacity=0, store=store, policy=policy).close()
