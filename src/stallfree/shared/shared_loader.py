@@ -221,7 +221,7 @@ class SharedLoader(Generic[BatchT_co]):
         self.batch_size, self.drop_last, self.with_ids = batch_size, drop_last, with_ids
         self.seed = self._given = seed_of(dataset, seed, None)
         _check_workers(workers, self.seed)
-        self._shuffle, self._ranks = bool(shuffle), find_ranks()
+        self._shuffle, self._ranks, self._joined = bool(shuffle), find_ranks(), False
         options = Options(
             reader=reader_of(dataset),
             dataset=dataset,
@@ -243,7 +243,6 @@ class SharedLoader(Generic[BatchT_co]):
         self._group = self._join(options, chunk_size, on_error, on_lag)
         self._context = self._make_context(options, on_lag == "detach", join == "catchup")
         self._context.transform, self._context.pin = job_transform, pin_memory
-        self._joined = False
         self._resumed: int | None = None
         self._done: frozenset[int] = frozenset()
         self._pass: weakref.ref[EpochIterator] | None = None
