@@ -17,6 +17,7 @@ QUESTION = (
     "A script trains a small residual network on photographs: how long does it take to the end of 5 epochs with "
     "torch's loader, with one line changed for stallfree, and rewritten for tf.data and FFCV?"
 )
+RATE = 60_000_000
 EPOCHS = 5
 CHILD = "benchmarks.contenders.end_to_end"
 VENV = "training"
@@ -27,10 +28,7 @@ LOADERS = {
     "tf.data": ("tfdata", "data set, transforms and loader"),
     "FFCV": ("ffcv", "data set, transforms and loader; data converted"),
 }
-WARM, TWO = "warm files", "two jobs, warm files"
-SLOW = {"storage of 60 MB/s": 60_000_000, "storage of 20 MB/s": 20_000_000}
-"""Bytes/s of the settings behind slow storage."""
-SETTINGS = (WARM, *SLOW, TWO)
+WARM, SLOW, TWO = "warm files", "storage of 60 MB/s", "two jobs, warm files"
 Times = dict[tuple[str, str], list[float]]
 
 
@@ -41,14 +39,14 @@ def run(options: Options) -> Report:
     absent = venvs.why_missing(VENV)
     times: Times = {}
     raw: Json = {}
-    with scratch_folder() as scratch, slow_disk(scratch, 100 if options.quick else 800, max(SLOW.values())) as disk:
+    with scratch_folder() as scratch, slow_disk(scratch, 100 if options.quick else 800, RATE) as disk:
         photos = _photographs(disk.folder / "photos", options.data, count)
         common = {"photos": str(disk.folder / "photos"), "epochs": epochs}
         converted = None if absent else _child({**common, "who": "convert"}, scratch)["seconds"]
         os.sync()
         versions: dict[str, str] = {}
         for round_ in range(rounds):
-            for setting in SETTINGS:
+            for setting in (WARM, SLOW, TWO):
                 for name, (who, _) in LOADERS.items():
                     if (absent and who in ("tfdata", "ffcv")) or (who == "shared" and setting != TWO):
                         continue
@@ -62,14 +60,14 @@ def run(options: Options) -> Report:
         columns=[
             "loader",
             "changed in the script",
-            *(f"{setting}: s" for setting in SETTINGS),
+            *(f"{setting}: s" for setting in (WARM, SLOW, TWO)),
             f"an epoch after the first, {WARM}: s",
         ],
         rows=[
             [
                 name,
                 what,
-                *(_cell(times.get((name, setting)), who, absent) for setting in SETTINGS),
+                *(_cell(times.get((name, setting)), who, absent) for setting in (WARM, SLOW, TWO)),
                 _cell(_later(raw.get(f"{name}, {WARM}", [])), who, absent),
             ]
             for name, (who, what) in LOADERS.items()
@@ -111,8 +109,7 @@ def _child(params: Json, scratch: Path) -> Json:
 
 def _run(params: Json, setting: str, disk: SlowDisk, scratch: Path) -> list[Json]:
     """What each job of a setting found."""
-    if setting in SLOW:
-        disk.limit(SLOW[setting])
+    if setting == SLOW:
         params = params | {"slow": str(disk.slow)}
     jobs = 2 if setting == TWO else 1
     with ThreadPoolExecutor(jobs) as pool:

@@ -30,12 +30,6 @@ class SlowDisk:
         fields = Path(f"/sys/block/{Path(self.device).name}/stat").read_text().split()
         return int(fields[2]) * 512
 
-    def limit(self, rate: int) -> None:
-        """Let the processes of the control group read `rate` bytes/s together."""
-        number = os.stat(self.device).st_rdev
-        throttle = self.slow / "blkio.throttle.read_bps_device"
-        throttle.write_text(f"{os.major(number)}:{os.minor(number)} {rate}")
-
 
 def why_not() -> str | None:
     """None if a `SlowDisk` can be had, else the reason."""
@@ -59,9 +53,10 @@ def slow_disk(scratch: Path, megabytes: int, rate: int) -> Iterator[SlowDisk]:
         _call("mount", "-o", "noatime", device, str(folder))
         try:
             slow.mkdir()
-            disk = SlowDisk(folder, slow, device)
-            disk.limit(rate)
-            yield disk
+            number = os.stat(device).st_rdev
+            limit = f"{os.major(number)}:{os.minor(number)} {rate}"
+            (slow / "blkio.throttle.read_bps_device").write_text(limit)
+            yield SlowDisk(folder, slow, device)
         finally:
             _call("umount", "--lazy", str(folder))
             slow.rmdir()
