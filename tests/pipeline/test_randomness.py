@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from stallfree.pipeline import Compose, Randomness, sample_seed
 from stallfree.pipeline.classify.probe import same
+from stallfree.pipeline.randomness import Drew
 
 numbers = st.integers(0, 2**63 - 1)
 few = settings(max_examples=15)
@@ -202,3 +203,37 @@ def test_a_pickle_finds_the_generators_of_its_own_transform() -> None:
     with randomness:
         randomness.seed(1, 2, 3)
         assert sent(0) == drawn(pipeline, (1, 2, 3))
+
+
+DRAWS: dict[str, Any] = {
+    "nothing": lambda: 0.0,
+    "python": random.random,
+    "numpy": np.random.rand,
+    "torch": lambda: torch.rand(()).item(),
+    "normal": lambda: (random.gauss(0, 1), np.random.randn(), torch.randn(()).item()),
+}
+
+
+def prepared(randomness: Randomness, batches: list[list[tuple[int, str]]]) -> list[list[Any]]:
+    """The samples of each batch; each is an id and what it draws."""
+    found = []
+    for batch in batches:
+        while True:
+            values = []
+            try:
+                with randomness:
+                    for id, kind in batch:
+                        randomness.seed(1, 2, id)
+                        values.append(DRAWS[kind]())
+            except Drew:
+                continue
+            break
+        found.append(values)
+    return found
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([*DRAWS])), min_size=1), max_size=4))
+def test_samples_that_are_seeded_only_if_one_draws_are_those_of_samples_that_always_are(
+    batches: list[list[tuple[int, str]]],
+) -> None:
+    assert prepared(Randomness(draw_globals, lazy=True), batches) == prepared(Randomness(draw_globals), batches)

@@ -108,9 +108,11 @@ def check_sampling(
 
 def check_stream(dataset: Any, shuffle: Any, sampler: Any, batch_sampler: Any, ranks: Any) -> None:
     """Raise `InputError` for arguments that an iterable data set does not have."""
+    if not isinstance(dataset, IterableDataset):
+        return
     given = {"shuffle": shuffle or None, "sampler": sampler, "batch_sampler": batch_sampler, "ranks": ranks}
     for name, value in given.items():
-        if value is not None and isinstance(dataset, IterableDataset):
+        if value is not None:
             raise iterable_unsupported(
                 f"{name}={value!r:.80} and an IterableDataset, which decides itself which samples come and in which "
                 f"order: leave out {name}, and let __iter__ of the data set do it"

@@ -33,12 +33,16 @@ _OPAQUE = (
     ModuleType,
     PurePath,
 )
+_WITHOUT_REFERENCES = (*_OPAQUE, *GENERATOR_TYPES)
 _INERT = frozenset({str, bytes, int, float, bool, complex, type(None), type(PurePath()), type(Path())})
 _MOST = 4096
 """Items of a container that are searched: data sets list a million samples, without generators among them."""
 
 _UNCALLED = ("__repr__", "__annotate__")
 """Methods that no sample depends on. From Python 3.13 on, `__repr__` of a dataclass refers to `threading.get_ident`."""
+
+_COMMON = (FunctionType, str, type(None))
+"""Most members of a class: that they are no generators is found faster than by `GENERATOR_TYPES`."""
 
 CONTAINERS = (dict, list, tuple, set, frozenset)  # no others: iterating over a data set would load it
 
@@ -65,18 +69,19 @@ def handle_of(generator: Any) -> Handle:
         return Handle(
             generator, functools.partial(_seed_bits, bits), lambda: bits.state, functools.partial(_set_bits, bits)
         )
-    get = functools.partial(generator.get_state, legacy=False)
-    if get()["bit_generator"] == "MT19937":
+    get, bits = functools.partial(generator.get_state, legacy=False), generator._bit_generator
+    if isinstance(bits, np.random.MT19937):
         return Handle(generator, lambda seed: generator.seed(seed & 0xFFFFFFFF), get, generator.set_state)
-    bits = generator._bit_generator
     return Handle(generator, functools.partial(_seed_bits, bits), get, generator.set_state)
 
 
 def global_generators() -> list[Handle]:
     """Return handles of Python's, NumPy's legacy and torch's default CPU generator, in this order."""
-    python: random.Random = random.seed.__self__  # type: ignore[attr-defined]
-    legacy: np.random.RandomState = np.random.mtrand._rand
-    return [handle_of(python), handle_of(legacy), handle_of(torch.default_generator)]
+    return [handle_of(generator) for generator in _globals()]
+
+
+def _globals() -> tuple[object, ...]:
+    return random.seed.__self__, np.random.mtrand._rand, torch.default_generator  # type: ignore[attr-defined]
 
 
 def find_generators(transform: object) -> list[Handle]:
@@ -86,7 +91,7 @@ def find_generators(transform: object) -> list[Handle]:
     and module-level names. Generators inside compiled library code, and those created only while the transform runs,
     are not found.
     """
-    known = {id(handle.generator) for handle in global_generators()}
+    known = {id(generator) for generator in _globals()}
     return [
         handle_of(thing)
         for thing in reachable(transform)
@@ -133,7 +138,7 @@ def is_opaque(thing: object) -> bool:
 
 def references(thing: Any) -> Iterator[object]:
     """Yield the objects that `thing` refers to."""
-    if isinstance(thing, (*GENERATOR_TYPES, *_OPAQUE)):
+    if isinstance(thing, _WITHOUT_REFERENCES):
         return
     if isinstance(thing, FunctionType):
         if not is_library(thing):
@@ -170,7 +175,9 @@ def _references_of_instance(thing: object) -> Iterator[object]:
         yield from own.values()
     for cls in type(thing).__mro__:
         yield from (
-            value for name, value in vars(cls).items() if isinstance(value, GENERATOR_TYPES) and name not in own
+            value
+            for name, value in vars(cls).items()
+            if not isinstance(value, _COMMON) and isinstance(value, GENERATOR_TYPES) and name not in own
         )
         if not is_library(cls):
             for function in class_functions(cls):

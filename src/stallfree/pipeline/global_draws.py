@@ -23,6 +23,10 @@ _WORDS = 624
 _TORCH_HEAD = 256
 """Bytes of torch's generator that are searched for the start of its state; the state itself is longer."""
 
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
 Position = Callable[[], Any]
 """Returns a value that changes with each draw: the position in the state, and a word that changes with each pass."""
 
@@ -103,7 +107,9 @@ def _numpy_position(generator: Any) -> Position:
     bits = generator._bit_generator
     if type(bits) is not np.random.MT19937:
         return lambda: repr(generator.get_state(legacy=False))
-    there = (ctypes.c_uint32 * (_WORDS + 1)).from_address(bits.ctypes.state_address)
+    # The structure `bitgen_t` begins with the address of the state. `bits.ctypes` has it as well, but takes 1 ms.
+    interface = _capsule_pointer(bits.capsule, b"BitGenerator")
+    there = (ctypes.c_uint32 * (_WORDS + 1)).from_address(ctypes.c_uint64.from_address(interface).value)
     state: Any = bits.state["state"]
     if there[0] != int(state["key"][0]) or there[_WORDS] != state["pos"]:
         return lambda: repr(generator.get_state(legacy=False))
@@ -126,7 +132,8 @@ def _torch_offset() -> int | None:
     """Return the offset of the state in torch's CPU generator; None if it is not found."""
     trial = torch.Generator()
     trial.manual_seed(77)
-    torch.rand(3, generator=trial)
+    word = torch.empty((), dtype=torch.int64)
+    word.random_(generator=trial)
     address = getattr(trial, "_cdata", 0)
     state = trial.get_state().numpy().tobytes()
     if not address or len(state) < 24 + 8 * _WORDS:
@@ -138,5 +145,5 @@ def _torch_offset() -> int | None:
     _, left, _, following = struct.unpack_from("=QiiQ", state)
     head = (ctypes.c_uint32 * 4).from_address(address + offset - 12)
     before = head[0], head[2]
-    torch.rand(1, generator=trial)
-    return offset if before == (left, following) and head[2] == following + 1 else None
+    word.random_(generator=trial)  # takes two words of the state
+    return offset if before == (left, following) and head[2] == following + 2 else None

@@ -88,8 +88,9 @@ class Randomness:
 
     Three of the generators are process-wide, so only one thread of a process may prepare samples at a time.
 
-    Seeding takes longer than many samples. With `lazy`, the first block detects whether anything draws. If not, later
-    blocks seed nothing, and raise `Drew` at their end if something draws after all: recompute their samples then.
+    Seeding takes longer than many samples. With `lazy`, the first sample detects whether anything draws. If not, later
+    samples are not seeded, and a block in which one of them draws after all raises `Drew` at its end: recompute its
+    samples then.
 
     Args:
         transform: the transform that draws.
@@ -115,11 +116,15 @@ class Randomness:
         self._saved: list[list[Any] | None] = []
         self.draws: bool | None = None if lazy and shared and not owned else True  # None: not known yet
         self._looks = GlobalDraws() if self.draws is None else None
+        self._tried = False  # whether a sample was seeded
 
     def seed(self, seed: int, epoch: int, id: int) -> None:
         """Set all generators to the state of sample `id` in `epoch`. Takes about 10 µs."""
+        self._look()
+        if self._tried and self.draws is None:
+            self.draws = False
         if self._seeders and self.draws is not False:
-            self._look()
+            self._tried = True
             number = sample_seed(seed, epoch, id)
             for seeder in self._seeders:
                 number = _mix(number + _STEP)  # one per generator: equal seeds would make equal streams
@@ -147,17 +152,15 @@ class Randomness:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        saved = self._saved.pop()
-        if saved is None:
-            if self._looks is not None and self._looks.moved():
-                self.draws, self._looks = True, None
-                raise Drew
-            return
-        self._look()
-        if self.draws is None:
-            self.draws = False
-        for handle, state in zip(self._handles, saved, strict=True):
-            handle.set(state)
+        saved, seeded = self._saved.pop(), self.draws is not False
+        if self._looks is not None:
+            self.draws = self._looks.moved()
+            self._looks = None if self.draws else self._looks
+        if saved is not None:
+            for handle, state in zip(self._handles, saved, strict=True):
+                handle.set(state)
+        if self.draws and not seeded:
+            raise Drew
 
     def __reduce__(self) -> tuple[Any, ...]:
         transform, pipeline, lazy = self._arguments
