@@ -37,7 +37,7 @@ def value(id: int, kind: str) -> Any:
 
 
 def make_disk(store: Path, kind: str, ids: range = range(30)) -> Path:
-    """A cache with some records that nobody is attached to; its folder."""
+    """A cache with some records that no process is attached to; its folder."""
     with open_cache(store, kind) as cache:
         assert cache.put_many(ids, [value(id, kind) for id in ids]).all()
         cache.drop([3, 4])

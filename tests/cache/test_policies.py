@@ -1,4 +1,4 @@
-"""Which record goes: each policy by hand, and against a plain model that sorts all scores anew each time."""
+"""Which record is evicted: each policy by hand, and against a model that sorts all scores each time."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_large_newcomer_must_be_above_all_whose_place_it_takes() -> None:
         cache.set_scores(range(20), np.arange(20.0))
         assert cache.put_many(range(1, room + 1), [one] * room).all()
         cache.set_scores([0], [2.5])
-        assert not cache.put(0, three)  # 1 and 2 are below, 3 is not, and nobody goes in vain
+        assert not cache.put(0, three)  # 1 and 2 are below, 3 is not, so none is evicted in vain
         assert residents(cache) == list(range(1, room + 1))
         cache.set_scores([0], [3.5])
         assert cache.put(0, three)

@@ -35,7 +35,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Loader:
-    """Has waited, in all, what it is told."""
+    """A loader whose total wait is set by the test."""
 
     def __init__(self, wait: float = 0.0, fetch: float = 0.0) -> None:
         self.wait, self.fetch = wait, fetch

@@ -186,7 +186,7 @@ def _live(connection: Connection, here: Here, per_node: int, root: Path, port: i
             answer = True, function(here, *arguments, **options)
         except BaseException:
             answer = False, traceback.format_exc()
-            here.barrier.abort()  # nobody waits for this process in vain
+            here.barrier.abort()  # no process waits for this one
         connection.send(answer)
 
 

@@ -1,4 +1,4 @@
-"""The client library is imported before any thread uses it: a fork during an import leaves a lock that nobody frees."""
+"""The client library is imported before any thread uses it: a fork during an import leaves a lock that stays taken."""
 
 from __future__ import annotations
 

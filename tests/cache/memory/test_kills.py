@@ -1,4 +1,4 @@
-"""SIGKILL at any instant: what is read afterwards is right, no block is lost, nobody hangs."""
+"""SIGKILL at any instant: records read afterwards are correct, no block is lost, no process hangs."""
 
 from __future__ import annotations
 

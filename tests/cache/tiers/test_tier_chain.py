@@ -1,4 +1,4 @@
-"""Memory over a disk over a tier that other hosts share: a dict here, which loses, raises and is full when told to."""
+"""Memory above disk above a tier shared with other hosts: a dict here that can lose records, raise errors and be full."""
 
 from __future__ import annotations
 
