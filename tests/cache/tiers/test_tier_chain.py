@@ -1,4 +1,4 @@
-"""Memory above disk above a tier shared with other hosts: a dict here that can lose records, raise errors and be full."""
+"""Memory above disk above a tier shared with other hosts: a dict that can lose records, raise errors and be full."""
 
 from __future__ import annotations
 
