@@ -22,7 +22,7 @@ class MapSource(BaseSource):
     """A map-style data set whose `dataset[id]` counts as the fetch; the pipeline is empty.
 
     Attributes:
-        dataset: the data set.
+        dataset: the data set; if it has only `__getitems__`, wrapped in `Singly`.
         threads: False, as a user's data set may not allow several threads at once.
 
     Raises:
@@ -34,7 +34,7 @@ class MapSource(BaseSource):
     def __init__(self, dataset: Any) -> None:
         require_map_style(dataset)
         require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
-        self.dataset = dataset
+        self.dataset = dataset if _has_getitem(dataset) else Singly(dataset)
         self.pipeline = Compose([])
 
     def __len__(self) -> int:
@@ -52,6 +52,22 @@ class MapSource(BaseSource):
 
     def __repr__(self) -> str:
         return f"MapSource({type(self.dataset).__name__}, {len(self)} samples)"
+
+
+class Singly:
+    """A data set that has only `__getitems__`, which torch's loader accepts, with a `__getitem__` that calls it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, id: int) -> Any:
+        return self.__getitems__([id])[0]
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        return self.dataset.__getitems__(ids)
 
 
 class SubsetSource(BaseSource):
@@ -134,9 +150,17 @@ def require_map_style(dataset: Any) -> None:
             f"{name} is an IterableDataset: samples are cached and planned by their id, so a map-style data set with "
             "__getitem__ and __len__ is needed. If it fits in memory, give list(dataset)"
         )
-    for method in ("__getitem__", "__len__"):
-        if not hasattr(type(dataset), method):
+    for methods in (("__getitem__", "__getitems__"), ("__len__",)):
+        if not any(hasattr(type(dataset), method) for method in methods):
+            method = methods[0]
             raise dataset_type(
                 f"{name} has no {method}: give a map-style data set, whose samples are dataset[0] to "
                 "dataset[len(dataset) - 1]"
             )
+
+
+def _has_getitem(dataset: Any) -> bool:
+    """Whether its class defines `__getitem__`; that of `torch.utils.data.Dataset` raises `NotImplementedError`."""
+    torch_data = sys.modules.get("torch.utils.data")
+    inherited = None if torch_data is None else torch_data.Dataset.__getitem__
+    return getattr(type(dataset), "__getitem__", None) not in (None, inherited) or not hasattr(dataset, "__getitems__")
