@@ -181,6 +181,13 @@ def test_a_folder_that_was_deleted_has_no_server() -> None:
         wait_until_gone(folder(), now["pid"], now["supervisor"])
 
 
+def test_a_folder_that_another_process_failed_to_remove_is_removed_by_the_supervisor() -> None:
+    with make_server():
+        now = record(folder())
+        moved = folder().rename(folder().with_name(".del-1-abc"))
+        wait_until_gone(moved, now["pid"], now["supervisor"])
+
+
 # --- access and limits ------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,9 @@ VERSION = 2
 NODE, SERVER, FAILED, LOG = "node.json", "server.json", "failed.json", "log"
 SUPERVISOR = "supervisor"
 
+_REMOVING = ".del-"
+"""Start of the name of a folder that is being removed, as in ipc/folders.py."""
+
 LOOK_SECONDS = 0.1
 """Seconds between two checks for attached processes."""
 
@@ -291,16 +294,22 @@ class Supervisor:
         return os.path.samestat(there, os.fstat(self._attached))
 
     def _end(self) -> None:
-        """Kill the server, which has no data to save, and remove the folder if no process is attached."""
+        """Kill the server, which has no data to save, and remove the folder if no process is attached.
+
+        Another process may have renamed the folder to remove it, and failed as this process wrote files to it.
+        """
         if self._process is not None:
             self._process.kill()
             self._process.wait()
         if self._alone and self._is_in_place():  # and no process can attach: the lock is held
-            import shutil  # imported late: it is large
+            removed = f"{_REMOVING}{os.getpid()}-{os.urandom(6).hex()}"
+            os.rename(self._folder, os.path.join(os.path.dirname(self._folder), removed))
+        with contextlib.suppress(FileNotFoundError):
+            there = os.getcwd()
+            if os.path.basename(there).startswith(_REMOVING):
+                import shutil  # imported late: it is large
 
-            removed = os.path.join(os.path.dirname(self._folder), f".del-{os.getpid()}-{os.urandom(6).hex()}")
-            os.rename(self._folder, removed)
-            shutil.rmtree(removed, ignore_errors=True)
+                shutil.rmtree(there, ignore_errors=True)
 
 
 def _failure(what: str, since: int = 0) -> Failure:
