@@ -6,8 +6,6 @@ import pytest
 
 from stallfree.vision import native
 
-native.library()  # before a test imports torchvision 0.19, which has another libjpeg of the same name
-
 
 @pytest.fixture(params=["compiled", "plain"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:

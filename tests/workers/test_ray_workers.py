@@ -160,7 +160,7 @@ def test_what_cannot_be_pickled_is_one_error(method: str, wrong: dict[str, Any],
             with pytest.raises(sf.InputError, match=message) as caught:
                 next(iter(loader))
             assert caught.value.page == "not-picklable"
-        assert not bridges()
+        until(lambda: not bridges(), "the bridges have ended")
 
 
 def test_resources_that_no_node_has_are_named(
