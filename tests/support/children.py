@@ -50,6 +50,9 @@ class Child:
             if pid:
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.001)
+        self.signal(signal.SIGABRT)  # pytest's faulthandler then writes where its threads are
+        self.signal(signal.SIGCONT)
+        time.sleep(1)
         self.kill()
         pytest.fail(f"a child process has not ended after {PATIENCE:.0f} s")
 
