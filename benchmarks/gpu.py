@@ -1,43 +1,55 @@
-"""Everything that needs a GPU, with one command: `python benchmarks/gpu.py [FOLDER]`.
+"""Everything that needs a GPU or many cores, with one command: `python benchmarks/gpu.py OUT [--wheels DIR] [--data DIR]`.
 
-The tests with the marker `gpu`, then the benchmark `device_gpu`; what they say goes to FOLDER too. Needs torch with
-CUDA, stallfree, pytest, pytest-timeout and psutil installed, and 8 GiB free in /dev/shm (in a container: --shm-size).
-A machine without a network can be given a folder of wheels:
+The tests with the marker `gpu`, then the benchmarks `device_gpu`, `gpu_photos` and `cores`; what they print goes to the
+folder OUT too. Needs torch with CUDA, stallfree, pytest, pytest-timeout, hypothesis and psutil, and 16 GiB free in
+/dev/shm (in a container: --shm-size). A machine without a network can be given a folder of wheels:
 
     pip wheel --no-deps -w wheels .                      # where there is one
-    pip download -d wheels fsspec numpy pillow rich typer xxhash psutil pytest pytest-timeout
-    python benchmarks/gpu.py out wheels                  # there
+    pip download -d wheels fsspec numpy pillow rich typer xxhash simplejpeg psutil pytest pytest-timeout hypothesis
+    python benchmarks/gpu.py out --wheels wheels         # there
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+TESTS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "device").glob("test_*gpu.py"))]
+PARTS = {
+    "tests": ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations", "10", *TESTS],
+    "device_gpu": ["benchmarks/run.py", "device_gpu"],
+    "gpu_photos": ["benchmarks/run.py", "gpu_photos"],
+    "cores": ["benchmarks/run.py", "cores"],
+}
 
 
 def main() -> int:
     """The number of parts that failed."""
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else "gpu-results").absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    if len(sys.argv) > 2:
-        wheels = [str(path) for path in sorted(Path(sys.argv[2]).glob("*.whl"))]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder for what is printed")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first")
+    parser.add_argument("--data", type=Path, help="a folder of JPEG photographs; made-up ones without")
+    parser.add_argument("--part", choices=list(PARTS), action="append", help="only this one; may be given again")
+    parser.add_argument("--quick", action="store_true", help="short benchmarks, results printed only")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.wheels:
+        wheels = [str(path) for path in sorted(given.wheels.glob("*.whl"))]
         subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", *wheels], check=True)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    more = [*(["--data", str(given.data.absolute())] if given.data else []), *(["--quick"] if given.quick else [])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     failed = 0
-    for name, command in (
-        ("tests", ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/device/test_device_gpu.py"]),
-        ("benchmark", ["benchmarks/run.py", "device_gpu"]),
-    ):
-        with open(out / f"{name}.log", "w") as log:
-            print(f"{name}: {log.name}", flush=True)
-            done = subprocess.run(
-                [sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
-        print((out / f"{name}.log").read_text()[-3000:], flush=True)
+    for name in given.part or PARTS:
+        command = [sys.executable, *PARTS[name], *(more if name != "tests" else [])]
+        path = given.out / f"{name}.log"
+        print(f"{name}: {path}", flush=True)
+        with open(path, "w") as log:
+            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        print(path.read_text()[-5000:], flush=True)
         failed += done.returncode != 0
     return failed
 

@@ -68,8 +68,8 @@ NAMES = (
 )
 
 
-NAMED = ("device_gpu", "soak")
-"""Those that run only when they are named: on a GPU (see gpu.py), and for an hour."""
+NAMED = ("device_gpu", "gpu_photos", "cores", "soak")
+"""Those that run only when they are named: on a GPU and many cores (see gpu.py), and for an hour."""
 
 
 def main() -> int:

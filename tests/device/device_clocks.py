@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stallfree.device.copy_thread import Item, Mailbox
+
 if TYPE_CHECKING:
     from fakes import World
 
@@ -127,6 +129,24 @@ class ClockedQueue:
 
     def empty(self) -> bool:
         return self._items.empty()
+
+
+class ClockedMailbox(Mailbox):
+    """A mailbox between threads: an item is taken after its `put`."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self._stamps: dict[int, Stamp] = {}
+
+    def put(self, item: Item) -> None:
+        self._stamps[id(item)] = self._world.stamp()
+        super().put(item)
+
+    def first(self) -> Item:
+        item = super().first()
+        self._world.meet(self._stamps[id(item)])
+        return item
 
 
 class ClockedThread(threading.Thread):

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from device_clocks import Access, Agent, ClockedQueue, ClockedThreading, Event, Piece, Stamp, Stream
+from device_clocks import Access, Agent, ClockedMailbox, ClockedQueue, ClockedThreading, Event, Piece, Stamp, Stream
 
 from stallfree.device import copy_thread, prefetcher, staging
 from stallfree.device.backend import Backend
@@ -327,6 +327,7 @@ class World:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefetcher, "find_backend", lambda device: self.backend)
             patch.setattr(copy_thread, "SimpleQueue", partial(ClockedQueue, self))
+            patch.setattr(copy_thread, "Mailbox", partial(ClockedMailbox, self))
             patch.setattr(copy_thread, "threading", ClockedThreading(self))
             patch.setattr(staging, "is_plain", lambda leaf: plain(leaf) and not self.on_device(leaf))
             patch.setattr(staging, "SMALL", 1024)

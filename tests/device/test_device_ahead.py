@@ -1,4 +1,4 @@
-"""On a CPU, a thread takes one batch ahead, and draws no random numbers concurrently with the model."""
+"""A thread takes batches ahead, on a CPU one, and draws no random numbers concurrently with the model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import torch
 
 import stallfree as sf
 from children import Child
+from fakes import World
 from stallfree.device import DevicePrefetcher
-from stallfree.device.copy_thread import HostThread
+from stallfree.device.copy_thread import LoaderThread
 
 PATIENCE = 60.0
 COUNT = 6
@@ -27,6 +28,18 @@ COUNT = 6
 
 def prefetching() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "stallfree-prefetch"]
+
+
+@pytest.fixture(params=["host", "device"])
+def world(request: pytest.FixtureRequest) -> Iterator[World | None]:
+    """A simulated device that every prefetcher uses, or None: the prefetchers of a CPU."""
+    if request.param == "host":
+        yield None
+        return
+    world = World()
+    with world.installed():
+        yield world
+    world.check()
 
 
 class Noted:
@@ -188,12 +201,15 @@ DRAWN: dict[str, Callable[[], Any]] = {
 }
 
 
-def train(batches: Any) -> list[float]:
+def train(batches: Any, world: World | None = None) -> list[float]:
     """Return the results of a model that also draws."""
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     found = []
     for _ in range(2):
         for batch in batches:
+            if world is not None:
+                world.use(batch)
+                world.synchronize()
             found += batch.flatten().tolist()
             threading.Event().wait(0.002)  # for a thread that draws now to be seen
             found += [float(torch.rand(1)), float(np.random.random()), random.random()]
@@ -201,13 +217,13 @@ def train(batches: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("way", DRAWN)
-def test_all_random_numbers_are_those_without_a_prefetcher(way: str) -> None:
+def test_all_random_numbers_are_those_without_a_prefetcher(way: str, world: World | None) -> None:
     expected = train(DRAWN[way]())
     with around(DRAWN[way]()) as prefetcher:
-        assert train(prefetcher) == expected
+        assert train(prefetcher, world) == expected
 
 
-def test_what_draws_does_not_run_during_a_step() -> None:
+def test_what_draws_does_not_run_during_a_step(world: World | None) -> None:
     """Also when it is stopped while waiting; the state can be read meanwhile."""
     stepping = [False]
     during: list[bool] = []
@@ -297,13 +313,13 @@ def test_closing_early_leaves_no_thread_and_closes_the_generator() -> None:
     assert closed == [True, True]
 
 
-def test_ctrl_c_at_any_point_of_the_wait() -> None:
+def test_ctrl_c_at_any_point_of_the_wait(world: World | None) -> None:
     """The loop may continue, and ends."""
     main, interrupts = threading.get_ident(), [0]
 
     def interrupt(_: int, frame: FrameType | None) -> None:
         while frame is not None:
-            if frame.f_code is HostThread.take.__code__:
+            if frame.f_code is LoaderThread.take.__code__:
                 interrupts[0] += 1
                 raise KeyboardInterrupt
             frame = frame.f_back
@@ -331,11 +347,12 @@ def test_ctrl_c_at_any_point_of_the_wait() -> None:
     assert interrupts[0]
 
 
-def test_ctrl_c_ends_a_wait() -> None:
-    go = threading.Event()
+def test_ctrl_c_ends_a_wait(world: World | None) -> None:
+    begun, go = threading.Event(), threading.Event()
     main = threading.get_ident()
 
     def slow() -> Iterator[int]:
+        assert begun.wait(PATIENCE)
         while not iterator._thread._waiting:  # type: ignore[attr-defined]
             go.wait(0.001)
         while not go.wait(0.01):  # again, as it may have come before the wait
@@ -343,6 +360,7 @@ def test_ctrl_c_ends_a_wait() -> None:
         yield from range(3)
 
     iterator = iter(DevicePrefetcher(slow(), "cpu"))
+    begun.set()
     try:
         next(iterator)
     except KeyboardInterrupt:

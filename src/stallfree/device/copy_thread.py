@@ -1,10 +1,10 @@
 """The threads of a prefetcher: `CopyThread` copies the loader's batches to the device, `HostThread` reads one ahead.
 
-On a CPU, `HostThread` fetches the next batch while the model works with the current one. Code that draws random numbers
-must not run concurrently with the model, which draws from the same process-wide generators:
+Both fetch the next batches while the model works with the current one. Code that draws random numbers must not run
+concurrently with the model, which draws from the same process-wide generators:
 
 - stallfree seeds the generators for a sample, or watches them while a cache is filled, and restores them afterwards.
-  Before it does so, the thread waits until the next batch is requested.
+  Before it does so, the thread waits until the training loop waits for that batch.
 - A loader that draws random numbers itself is detected by its first two batches, during which the model waits. The
   first one may draw the seed of a sampler. If both changed a generator, the whole pass runs without overlap.
 """
@@ -16,6 +16,7 @@ import contextlib
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,6 +69,35 @@ class _Stopped(BaseException):
     """Ends the thread. Raised inside the loader if the thread is running it."""
 
 
+class Mailbox:
+    """Items from a thread for the training loop, in order. An item stays until it is removed."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._arrived: SimpleQueue[None] = SimpleQueue()
+
+    def put(self, item: Item) -> None:
+        """Append an item."""
+        self._items.append(item)
+        if self._arrived.empty():
+            self._arrived.put(None)
+
+    def first(self) -> Item:
+        """Return the first item; blocks until there is one."""
+        while not self._items:
+            self._arrived.get()
+        return self._items[0]
+
+    def remove_first(self) -> None:
+        """Remove the first item."""
+        self._items.popleft()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no item."""
+        return not self._items
+
+
 class LoaderThread(ABC):
     """Takes batches from `source` until it ends or `stop` is called.
 
@@ -83,19 +113,33 @@ class LoaderThread(ABC):
 
     def __init__(self, source: Iterator[Any], snapshot: Callable[[], Snapshot] | None) -> None:
         self.lock = threading.Lock()
+        self._ready = Mailbox()
+        self._waiting = False  # whether the training loop waits for an item; False before an item is removed
         self._stopped = False
+        self._wakes: SimpleQueue[None] = SimpleQueue()  # wakes the thread; finalisers may put
+        self._draws, self._overlaps, self._batches = GlobalDraws(), False, 0
         self._snapshot = snapshot
         self._thread = threading.Thread(target=self._run, args=(source,), name="stallfree-prefetch", daemon=True)
         _alive.add(self)
         self._thread.start()
 
-    @abstractmethod
     def take(self) -> Item:
-        """Return the next item; blocks until the loader delivers it."""
+        """Return the next item; blocks until the loader delivers it. Can be called again after Ctrl-C."""
+        self._waiting = True
+        self._wake()
+        try:
+            item = self._ready.first()
+        finally:
+            self._waiting = False  # before the thread continues
+        if not item.end:
+            self._ready.remove_first()
+            self._wake()
+        return item
 
-    @abstractmethod
     def stop(self) -> None:
         """End after the current batch. Idempotent, callable in any thread."""
+        self._stopped = True
+        self._wake()
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until the thread has ended, at most `seconds`."""
@@ -106,7 +150,25 @@ class LoaderThread(ABC):
         """The body of the thread. Drops `source` before it delivers the end, so that the loader can be reused."""
 
     def _next(self, source: Iterator[Any], make: Callable[[Any], Item]) -> Item:
-        """Return the next item, made by `make` from the loader's batch."""
+        """Return the next item, made by `make` from the loader's batch.
+
+        Waits until the training loop waits for it, unless the loader was seen to draw no random numbers.
+        """
+        if not self._overlaps:
+            self._let_loop_wait()
+        watched = not self._overlaps and self._batches < _WATCHED
+        if watched:
+            self._draws.mark()
+        item = self._take_from(source, make)
+        try:
+            if not item.end:
+                self._overlaps = self._overlaps or (watched and not self._draws.moved())
+                self._batches += 1
+            return item
+        finally:
+            del item  # see `_take_from`
+
+    def _take_from(self, source: Iterator[Any], make: Callable[[Any], Item]) -> Item:
         item = batch = None
         try:
             try:
@@ -133,6 +195,28 @@ class LoaderThread(ABC):
         finally:
             del item, batch  # breaks the reference cycle of an error's traceback with this frame
 
+    def _let_draw(self) -> None:
+        """Return once the training loop waits for the batch being prepared."""
+        self.lock.release()  # the training loop may read the loader's state meanwhile
+        try:
+            self._let_loop_wait()
+        finally:
+            self.lock.acquire()
+
+    def _let_loop_wait(self) -> None:
+        self._wait_until(lambda: self._waiting and self._ready.empty)
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        while not (self._stopped or ready()):
+            self._wakes.get()
+        if self._stopped:
+            raise _Stopped
+
+    def _wake(self) -> None:
+        """Make the thread evaluate again what it waits for."""
+        if self._wakes.empty():  # or it will be evaluated after the one that is there
+            self._wakes.put(None)
+
 
 class CopyThread(LoaderThread):
     """Copies batches to a device, one per free place.
@@ -156,7 +240,6 @@ class CopyThread(LoaderThread):
         places: list[Place],
         transform: Transform | None,
     ) -> None:
-        self._ready: SimpleQueue[Item] = SimpleQueue()
         self._free: SimpleQueue[Place | None] = SimpleQueue()
         for place in places:
             self._free.put(place)
@@ -164,23 +247,19 @@ class CopyThread(LoaderThread):
         self._backend, self._stream, self._stager = backend, stream, stager
         super().__init__(source, snapshot)
 
-    def take(self) -> Item:
-        """See `LoaderThread`."""
-        return self._ready.get()
-
     def give_back(self, place: Place) -> None:
         """Mark the place as free."""
         self._free.put(place)
 
     def stop(self) -> None:
         """See `LoaderThread`."""
-        self._stopped = True
+        super().stop()
         self._free.put(None)
 
     def _run(self, source: Iterator[Any]) -> None:
         try:
             self._backend.bind()
-            with self._backend.using(self._stream):
+            with self._backend.using(self._stream), before_drawing(self._let_draw), contextlib.suppress(_Stopped):
                 while (place := self._free.get()) is not None and not self._stopped:
                     for other in self._places:
                         if other.held is not None and self._backend.reached(other.copied):
@@ -216,75 +295,22 @@ class CopyThread(LoaderThread):
 class HostThread(LoaderThread):
     """Takes batches unchanged, one ahead of the last one consumed."""
 
-    def __init__(self, source: Iterator[Any], snapshot: Callable[[], Snapshot] | None) -> None:
-        self._item: Item | None = None  # the next item; the thread continues once it is None
-        self._there = threading.Event()  # set when there is an item
-        self._waiting = False  # whether the training loop waits for an item
-        self._wake: SimpleQueue[None] = SimpleQueue()  # wakes the thread; finalisers may put
-        super().__init__(source, snapshot)
-
-    def take(self) -> Item:
-        """See `LoaderThread`. Can be called again after Ctrl-C at any point."""
-        self._waiting = True
-        self._wake.put(None)
-        try:
-            while (item := self._item) is None:
-                self._there.wait()
-                self._there.clear()
-        finally:
-            self._waiting = False  # before the thread continues
-        if not item.end:
-            self._item = None
-            self._wake.put(None)
-        return item
-
-    def stop(self) -> None:
-        """See `LoaderThread`."""
-        self._stopped = True
-        self._wake.put(None)
-
     def _run(self, source: Iterator[Any]) -> None:
-        overlaps, batches, draws = False, 0, GlobalDraws()
         try:
             with before_drawing(self._let_draw):
                 while True:
-                    self._wait_until(lambda: self._item is None and (overlaps or self._waiting))  # noqa: B023
-                    watched = not overlaps and batches < _WATCHED
-                    if watched:
-                        draws.mark()
+                    self._wait_until(lambda: self._ready.empty)
                     item = self._next(source, Item)
                     if item.end:
                         break
-                    overlaps = overlaps or (watched and not draws.moved())
-                    batches += 1
-                    self._deliver(item)
+                    self._ready.put(item)
                     del item  # or the thread keeps the batch alive while it waits
         except _Stopped:
             pass
         except BaseException as error:
-            self._deliver(Item(error=error))
+            self._ready.put(Item(error=error))
         del source
-        with contextlib.suppress(_Stopped):
-            self._wait_until(lambda: self._item is None)
-        self._deliver(Item(end=True))
-
-    def _deliver(self, item: Item) -> None:
-        self._item = item
-        self._there.set()
-
-    def _let_draw(self) -> None:
-        """Return once the training loop waits for the batch being prepared."""
-        self.lock.release()  # the training loop may read the loader's state meanwhile
-        try:
-            self._wait_until(lambda: self._waiting)
-        finally:
-            self.lock.acquire()
-
-    def _wait_until(self, ready: Callable[[], bool]) -> None:
-        while not (self._stopped or ready()):
-            self._wake.get()
-        if self._stopped:
-            raise _Stopped
+        self._ready.put(Item(end=True))
 
 
 _alive: weakref.WeakSet[LoaderThread] = weakref.WeakSet()
