@@ -26,7 +26,7 @@ def run(options: Options) -> Report:
     workers = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= cores]
     given: Json = {
         "workers": workers,
-        "epochs": 1 if options.quick else 3,
+        "epochs": 1 if options.quick else 2,
         "pictures": 3200 if options.quick else 12_800,
         "each": 256 if options.quick else 512,
     }

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU or many cores, with one command: `python benchmarks/gpu.py OUT [--wheels DIR] [--data DIR]`.
+"""Everything that needs a GPU or many cores: `python benchmarks/gpu.py OUT [--wheels DIR] [--data DIR]`.
 
 The tests with the marker `gpu`, then the benchmarks `device_gpu`, `gpu_photos` and `cores`; what they print goes to the
 folder OUT too. Needs torch with CUDA, stallfree, pytest, pytest-timeout, hypothesis and psutil, and 16 GiB free in

@@ -158,7 +158,8 @@ def test_reads_are_measured_apart_from_prep(tmp_path: Path, monkeypatch: pytest.
     assert not report.setting().loading.overlap
     slow = report.predict(storage="100KB/s", cache=0)
     assert slow.F == pytest.approx(10)
-    assert slow.throughput == pytest.approx(1 / (1 / 10 + 1 / slow.P), rel=0.1)
+    # in turn, and not at once, which would give min(F, P); other limits, such as the CPUs, may be lower still
+    assert slow.throughput <= 1.001 / (1 / 10 + 1 / slow.P)
     assert report.predict(storage="100KB/s").throughput == pytest.approx(report.predict().throughput)
 
 

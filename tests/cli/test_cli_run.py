@@ -198,6 +198,16 @@ def test_modules(name: str, loader: str, tmp_path: Path) -> None:
     assert (HEAD in watched.stderr) == bool(loader)
 
 
+def test_loaders_with_a_device_are_timed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import stallfree as sf\n"
+        "for device in (None, 'cpu', 'meta'):\n"  # "meta" stands for a device without streams
+        "    for batch in sf.DataLoader(range(10), batch_size=4, device=device): pass\n"
+    )
+    start(tmp_path, watching_script(tmp_path))
+    assert counts(json.loads((tmp_path / "out.json").read_text())) == [("range", 3, 9, 30)]
+
+
 # -- one script of many loops -----------------------------------------------------------------------------------------
 
 MANY = """

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import World
 
 import stallfree as sf
 from children import Child
-from fakes import World
 from stallfree.device import DevicePrefetcher
 from stallfree.device.copy_thread import LoaderThread
 

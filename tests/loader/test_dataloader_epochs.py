@@ -27,6 +27,7 @@ from loader_data import (
 )
 from stallfree.sources import BaseSource
 from stallfree.workers import worker_pool as pool
+from warm import Interpreter
 
 
 @pytest.fixture
@@ -373,3 +374,28 @@ def test_statistics_add_up() -> None:
         assert loader.stats() == stats
         next(iter(loader))
         assert loader.stats().batches == 25
+
+
+THREADS = """
+import os, threading
+import torch
+import stallfree as sf
+
+def others():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+torch.set_num_threads(4)
+data = list(range(100_000))
+before = others()
+with sf.CachedDataset(data, capacity="64MiB", form="prepared") as cached:
+    with sf.DataLoader(cached, batch_size=50_000, shuffle=True, num_workers=1, persistent_workers=True) as loader:
+        for epoch in range(3):
+            assert sum(int(batch.numpy().sum()) for batch in loader) == sum(data)
+            assert others() == before, others()
+"""
+
+
+def test_torch_starts_no_threads_for_a_loader_with_workers(interpreter: Interpreter) -> None:
+    """They would spin on the cores that the workers need."""
+    ended = interpreter.run(THREADS)
+    assert ended.code == 0, ended.err

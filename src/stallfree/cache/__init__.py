@@ -8,7 +8,7 @@ from stallfree.cache.checks import MISS
 from stallfree.cache.memory.admin import CacheInfo, collect_garbage, list_caches, remove
 from stallfree.cache.memory.records import Aim, Borrowed
 from stallfree.cache.memory.sample_cache import SampleCache
-from stallfree.cache.memory.serial import stay_alone
+from stallfree.cache.memory.serial import one_thread, stay_alone
 from stallfree.cache.policies import POLICIES, Policy
 from stallfree.cache.protocol import Cache, Lends, Reading
 
@@ -26,6 +26,7 @@ __all__ = [
     "SampleCache",
     "collect_garbage",
     "list_caches",
+    "one_thread",
     "remove",
     "stay_alone",
 ]

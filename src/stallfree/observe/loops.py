@@ -26,10 +26,14 @@ WORTH = 1.05
 """Minimum gain of a loader that is recommended."""
 
 _WATCHED = {
-    "torch.utils.data.dataloader": ("torch.utils.data.dataloader", "_BaseDataLoaderIter"),
-    "stallfree.loader.dataloader": ("stallfree.loader.iteration", "Iteration"),
+    "torch.utils.data.dataloader": [("torch.utils.data.dataloader", "_BaseDataLoaderIter")],
+    "stallfree.loader.dataloader": [
+        ("stallfree.loader.iteration", "Iteration"),
+        ("stallfree.device.prefetcher", "_Iteration"),  # with a device
+        ("stallfree.frames", "ShortTracebacks"),  # with a device without streams
+    ],
 }
-"""Module of a class `DataLoader`, and module and name of the class of its iterator."""
+"""Module of a class `DataLoader`, and modules and names of the classes of its iterators."""
 
 
 class Row:
@@ -228,18 +232,18 @@ class Watch:
             loader.exec_module = exec_module
         return spec
 
-    def _watch(self, module: Any, iterator: tuple[str, str]) -> None:
+    def _watch(self, module: Any, iterators: list[tuple[str, str]]) -> None:
         try:
-            methods = (module.DataLoader, "__iter__"), (getattr(sys.modules[iterator[0]], iterator[1]), "__next__")
+            classes = [getattr(sys.modules[name], iterator) for name, iterator in iterators]
+            methods = [(module.DataLoader, "__iter__"), *((iterator, "__next__") for iterator in classes)]
             originals = [getattr(*method) for method in methods]
         except AttributeError as error:
             _say(f"stallfree: this version of {module.__name__} cannot be timed: {error}\n")
             return
         from functools import wraps
 
-        for (owner, name), original, timed in zip(
-            methods, originals, (self._timed_iter, self._timed_next), strict=True
-        ):
+        for (owner, name), original in zip(methods, originals, strict=True):
+            timed = self._timed_iter if name == "__iter__" else self._timed_next
             self._undo.append((owner, name, original))
             setattr(owner, name, wraps(original)(timed(original)))
 
