@@ -73,7 +73,7 @@ class BatchBuilder:
             and len(ids) > 0
             and shares_memory()
             and self.reader.plain
-            and self.reader.current
+            and cache.uncached_steps == self.reader.split.uncached  # as `current`, of which `plain` has tested the rest
             and cache.structure is not None
             and batch_structure(cache.structure, len(ids)) is not None
             and (cache.complete or bool(cache.resident(ids).all()))

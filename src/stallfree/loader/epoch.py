@@ -122,7 +122,8 @@ class Epoch(_Pass):
     def _start_more(self, handing_out: int = 0) -> None:
         """Start batches until enough are in flight, not counting those just delivered, or no slot is free."""
         pool, progress = self.pool, self.progress
-        while len(self._tasks) - handing_out < pool.ahead and pool.room and progress.peek() is not None:
+        most = pool.ahead + handing_out
+        while len(self._tasks) < most and pool.room and progress.peek() is not None:
             number, ids = progress.start()
             task = self._tasks[number] = Task(self._token, number, NO_SLOT, progress.number, ids)
             pool.submit(task, gather=pool.builder.can_gather(ids))

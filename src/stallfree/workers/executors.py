@@ -29,10 +29,6 @@ class Executor(Protocol):
         """Whether `submit` requires tasks with a slot."""
 
     @property
-    def slots_to_take(self) -> int:
-        """Free slots that the tasks in flight will take."""
-
-    @property
     def descriptors(self) -> list[tuple[int, int]]:
         """The descriptors to wait for, with events of `poll`."""
 
@@ -65,7 +61,6 @@ class TrainingProcess:
         builder: builds.
     """
 
-    slots_to_take = 0
     descriptors: list[tuple[int, int]] = []  # noqa: RUF012  (never anything to wait for)
 
     def __init__(self, builder: BatchBuilder) -> None:

@@ -66,7 +66,6 @@ class RayExecutor:
     """
 
     needs_slot = True
-    slots_to_take = 0
 
     def __init__(
         self,

@@ -123,13 +123,15 @@ class WorkerPool:
         self._threads: GatherThreads | None = None
         self._most_threads = max(1, min(options.workers, cpu_count(), GATHERERS))
         self._workers: WorkerProcesses | RayExecutor | None = None
+        self._remote: RayExecutor | None = None
         self._executors: list[Executor] = []
         if options.workers and not shares_memory():
             _warn_of_workers(options.workers)
         elif options.remote is not None:
             numbers = options.workers, options.ahead
             setup = self._setup(options, base_seed)
-            self._workers = RayExecutor(options.remote, setup, options.context, *numbers, options.group, counts)
+            self._remote = RayExecutor(options.remote, setup, options.context, *numbers, options.group, counts)
+            self._workers = self._remote
         elif options.workers:
             self._workers = WorkerProcesses(self._setup(options, base_seed), options.context, options.workers)
         self._main: Executor = self._workers or TrainingProcess(self.builder)
@@ -151,7 +153,7 @@ class WorkerPool:
     @property
     def ahead(self) -> int:
         """Maximum batches in flight."""
-        return self._workers.ahead if isinstance(self._workers, RayExecutor) else self._ahead
+        return self._ahead if self._remote is None else self._remote.ahead
 
     def rest(self) -> None:
         """End the iteration with no batches in flight: publish no status, and empty the ring."""
@@ -182,7 +184,7 @@ class WorkerPool:
     @property
     def room(self) -> bool:
         """Whether a slot is free for one more batch."""
-        return self.ring.free > sum([executor.slots_to_take for executor in self._executors])
+        return self.ring.free > (0 if self._threads is None else self._threads.slots_to_take)
 
     def submit(self, task: Task, *, gather: bool) -> None:
         """Submit a task to an executor; with `gather`, to one that gathers from the cache."""

@@ -62,7 +62,6 @@ class WorkerProcesses:
     """
 
     needs_slot = True
-    slots_to_take = 0
 
     def __init__(self, setup: WorkerSetup, context: BaseContext, count: int) -> None:
         self._context = context
