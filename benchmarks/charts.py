@@ -83,6 +83,8 @@ CHARTS: dict[str, Bars | Lines] = {
     "store_partitioned": Bars((2,), "seconds per epoch"),
     "store_costly_prep": Bars((4,), "seconds of the second epoch", (0, 1)),
     "device_law": Bars((2, 4), "batches/s"),
+    "cores": Lines(0, (3, 4, 5, 6), "samples/s over workers"),
+    "gpu_photos": Bars((2,), "share of an epoch in which the GPU works"),
     "predicted": Lines(1, (3, 4), "samples/s over hits in %, storage of 25 MB/s", rows=tuple(range(7))),
     "run_forecast": Bars((1, 2, 3), "samples/s"),
     "ray_workers": Bars((2,), "batches/s", (0, 1)),

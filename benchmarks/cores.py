@@ -37,18 +37,20 @@ def run(options: Options) -> Report:
         for part in WORDS:
             say(f"  {part}")
             found[part] = run_child(MODULE, {**given, "part": part}, scratch=scratch)
-    rows, checks = [], []
+    columns, checks = ["workers"], []
+    rows = [[str(count)] for count in workers]
     for part, result in found.items():
         for who, rates in result["rates"].items():
             name = f"{WORDS[part]}: {who}"
+            columns.append(name)
             shares = [rate / count / rates[0] for rate, count in zip(rates, workers, strict=True)]
-            cells = [f"{rate:,.0f} ({share:.2f})" for rate, share in zip(rates, shares, strict=True)]
-            rows.append([name, *cells])
+            for row, rate, share in zip(rows, rates, shares, strict=True):
+                row.append(f"{rate:,.0f} ({share:.2f})")
             if who.startswith("stallfree"):
                 text = f"{name}: speed of each of {workers[-1]} workers over that of one"
                 checks.append(Check(text, shares[-1], WANTED))
     return Report(
-        columns=["what", *(f"{count} workers" if count > 1 else "1 worker" for count in workers)],
+        columns=columns,
         rows=rows,
         checks=checks,
         notes=[

@@ -63,9 +63,9 @@ def run(options: Options) -> Report:
             f"{result['device']}. Batches of 256 pictures of 3x224x224 bytes; a step is `torch.cuda._sleep`. "
             f"`sf.DataLoader` gathers them from its cache with {given['workers']} workers; the others are given "
             f"batches that are there already by torch's loader with {given['workers']} workers, which pins them for "
-            "all but `DevicePrefetcher`. timm's and Apex's ways are their published disciplines, written anew. Busy "
-            "share: the time of the same steps on one batch that stays on the GPU, over the time with the loader; "
-            "pictures are in the cache of stallfree's, and in the memory of the data set of torch's."
+            "all but `DevicePrefetcher`. timm's and Apex's ways are their published disciplines, written for this "
+            "benchmark. Busy share: the time of the same steps on one batch that stays on the GPU, over the time with "
+            "the loader; pictures are in the cache of stallfree's, and in the memory of the data set of torch's."
         ],
         versions=result["versions"],
         raw=found,

@@ -1,6 +1,6 @@
 """Prefetchers on a GPU: those of stallfree, and the published disciplines of others, with equal batches and steps.
 
-What is compared with is written anew here, after what is known of it: torch's `pin_memory=True` and `.to(non_blocking)`
+The other ways are written here after their published descriptions: torch's `pin_memory=True` and `.to(non_blocking)`
 in the current stream; timm's `PrefetchLoader` (the next batch is copied in a second stream, for which the current one
 waits before it is given out); Apex's `data_prefetcher` (the same, with `record_stream`).
 """

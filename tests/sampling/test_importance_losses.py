@@ -119,6 +119,7 @@ def test_update_does_not_wait_for_the_device(device: Copies) -> None:
     assert sampler.losses.last.tolist() == [float(id // 10) for id in range(90)] + [77.0] * 5 + [9.0] * 5
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("ids_too", [False, True])
 def test_update_on_a_gpu(ids_too: bool) -> None:

@@ -44,9 +44,9 @@ class DevicePrefetcher(Generic[BatchT_co]):
     memory on the device; strides without gaps are kept. Tensors that cannot be pinned, such as sparse ones, are sent by
     their own `.to()`, with one warning per type.
 
-    On a CPU, the thread takes one batch ahead, and batches are passed on unchanged. Random draws are the same as
-    without the prefetcher: code that draws in this process, not in a worker, runs when the next batch is requested. On
-    devices without streams ("mps" and others), batches are taken and sent when they are requested.
+    On a CPU, the thread takes one batch ahead, and batches are passed on unchanged. On devices without streams ("mps"
+    and others), batches are taken and sent when they are requested. Random draws are the same as without the
+    prefetcher: code that draws in this process, not in a worker, runs when the next batch is requested.
 
     Args:
         loader: any iterable. Each iteration restarts it after the previous one has ended.

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
-from stallfree.batches.stream import StreamReader
 from stallfree.errors import (
     StallfreeError,
     WaitError,
@@ -240,8 +239,7 @@ class DirectEpoch(_Pass):
 
     def __init__(self, pool: WorkerPool, progress: Progress) -> None:
         super().__init__(pool, progress)
-        if isinstance(pool.builder.reader, StreamReader):
-            pool.builder.reader.begin()
+        pool.builder.reader.begin()
 
     def __iter__(self) -> DirectEpoch:
         return self

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     default_collate,
@@ -18,7 +19,6 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 from stallfree.sampling.epoch_source import EpochSource
 from stallfree.sampling.order import Order
 from stallfree.sampling.ranks import rank_and_count
-from stallfree.sampling.stream_order import StreamOrder
 
 
 def own_collate(collate_fn: Callable[[Any], Any], *, single: bool) -> Callable[[Any], Any] | None:
@@ -46,7 +46,7 @@ def shown_samplers(loader: Any, source: EpochSource, sampler: Any, batch_sampler
 
     Other libraries inspect them to determine whether a loader is shuffled, and whether its samples are partitioned.
     """
-    if isinstance(source, StreamOrder):
+    if isinstance(loader.dataset, IterableDataset):
         sampler = _InfiniteConstantSampler()
     elif sampler is None:
         order: Any = getattr(source, "order", source)  # of a window

@@ -1,8 +1,9 @@
 """Run a torch operation single-threaded, in the calling thread.
 
-torch splits a large operation among OpenMP threads, which spin at the barrier. If other processes use the cores, as during
-training, all threads wait for a descheduled one. With one of two cores busy, a gather of 64 images by two threads took
-19 times as long as by one. On idle cores the gain of two threads is small, because memory is the limit.
+torch splits a large operation among OpenMP threads, which spin at the barrier and for some time after it. If other
+processes use the cores, as during training, all threads wait for a descheduled one. With one of two cores busy, a
+gather of 64 images by two threads took 19 times as long as by one. On idle cores the gain of two threads is small,
+because memory is the limit.
 `torch.set_num_threads` would affect threads that the user's training starts later. OpenMP's own setting is per thread,
 and is restored.
 """
