@@ -54,9 +54,11 @@ class Samples:
 
     def estimate_bytes(self) -> None:
         """Set `storage_bytes` to the size of the first sample times the number of samples."""
-        with contextlib.suppress(RecursionError):  # a sample that contains itself
+        try:
             if self.values:
                 self.storage_bytes = payload_bytes(self.values[0]) * len(self.values)
+        except RecursionError:  # a sample that contains itself
+            pass
 
 
 class BatchState:

@@ -20,7 +20,7 @@ def index_samples(reader: SampleAccess, ids: list[int], seed: int, epochs: Seque
     function of each id.
     """
     source, values = reader.source, None
-    if type(source) is MapSource and reader.randomness.draws is not True and not skip and not len(reader.rest):
+    if type(source) is MapSource and reader.randomness.draws is not True and not skip and not reader.rest.transforms:
         values = _index_all(reader, source, ids, seed, epochs)
     samples = _index_each(reader, ids, seed, epochs, skip) if values is None else Samples(ids, values)
     samples.misses = len(ids)
@@ -52,14 +52,11 @@ def _index_all(
 
 
 def _index_plainly(source: MapSource, ids: list[int]) -> list[Any]:
-    dataset, values = source.dataset, list[Any]()
-    add = values.append
+    dataset, left = source.dataset, iter(ids)
     try:
-        for id in ids:
-            add(dataset[id])
+        return [dataset[id] for id in left]
     except Exception as error:
-        raise_from(sample_error(error, source, ids[len(values)], "fetching"), error)
-    return values
+        raise_from(sample_error(error, source, ids[-1 - operator.length_hint(left)], "fetching"), error)
 
 
 def _index_each(reader: SampleAccess, ids: list[int], seed: int, epochs: Sequence[int], skip: bool) -> Samples:

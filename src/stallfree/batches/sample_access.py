@@ -146,7 +146,7 @@ class SampleAccess:
     @property
     def plain(self) -> bool:
         """Whether a cached value is the finished sample."""
-        return self.caches and len(self.rest) == 0 and self.split.share == 1 and self.tracker is None
+        return self.caches and not self.rest.transforms and self.split.share == 1 and self.tracker is None
 
     @property
     def current(self) -> bool:
@@ -157,7 +157,7 @@ class SampleAccess:
     def in_place(self) -> bool:
         """Whether all steps after the cache can write into a batch buffer. See `Reader.finish`."""
         split = self.split
-        if not len(split.rest) or self.tracker is not None:
+        if not split.rest.transforms or self.tracker is not None:
             return False
         steps = [*split.rest, *split.whole]
         return (split.share == 1 or len(split.whole) > 0) and all(map(works_in_place, steps))
@@ -220,6 +220,8 @@ class SampleAccess:
         """Cancel reads and fetches; fetches that have begun are still counted as reads."""
         if pending.reading is not None:
             pending.reading.cancel()
+        if not pending.fetches:
+            return
         for future in list(pending.fetches.values()):
             if not future.cancel() and self.cache is not None:
                 future.add_done_callback(partial(_count_unused, self.cache))
