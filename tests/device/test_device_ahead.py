@@ -20,7 +20,7 @@ from fakes import World
 import stallfree as sf
 from children import Child
 from stallfree.device import DevicePrefetcher
-from stallfree.device.copy_thread import LoaderThread
+from stallfree.device.copy_thread import LoaderThread, Mailbox
 
 PATIENCE = 60.0
 COUNT = 6
@@ -220,6 +220,22 @@ def train(batches: Any, world: World | None = None) -> list[float]:
 def test_all_random_numbers_are_those_without_a_prefetcher(way: str, world: World | None) -> None:
     expected = train(DRAWN[way]())
     with around(DRAWN[way]()) as prefetcher:
+        assert train(prefetcher, world) == expected
+
+
+def test_a_loop_that_takes_its_item_while_the_thread_looks_does_not_wait(
+    world: World | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Mailbox.empty.fget
+    assert look is not None
+
+    def slowly(mailbox: Mailbox) -> bool:
+        threading.Event().wait(0.002)
+        return look(mailbox)
+
+    monkeypatch.setattr(Mailbox, "empty", property(slowly))
+    expected = train(DRAWN["stallfree's"]())
+    with around(DRAWN["stallfree's"]()) as prefetcher:
         assert train(prefetcher, world) == expected
 
 

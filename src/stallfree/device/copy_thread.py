@@ -204,7 +204,8 @@ class LoaderThread(ABC):
             self.lock.acquire()
 
     def _let_loop_wait(self) -> None:
-        self._wait_until(lambda: self._waiting and self._ready.empty)
+        # Evaluated in this order: only this thread puts items, and the loop stops waiting before it removes one.
+        self._wait_until(lambda: self._ready.empty and self._waiting)
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
         while not (self._stopped or ready()):
