@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -35,6 +36,7 @@ from stallfree.datasets.dataset_probe import look
 from stallfree.device.pytree import take_apart
 from stallfree.errors import InputError, StallfreeError, argument_conflict, job_failed, text_of
 from stallfree.ipc.folders import default_root
+from stallfree.ipc.forked import call_in_child
 from stallfree.loader import DataLoader
 from stallfree.pipeline.compose import Compose
 from stallfree.platform import cpu_count
@@ -330,7 +332,9 @@ class Analysis:
         source = job.source if job.parted else as_source(job.dataset)
         steps = job.steps if job.parted else source.pipeline
         try:
-            measured = measure(source, steps, look(source, steps), seed=0).measured
+            measured = call_in_child(
+                partial(measure, source, steps, look(source, steps), seed=0), "the measurement"
+            ).measured
         except StallfreeError as error:
             self._note(
                 f"sf.DataLoader(..., cache='auto') would cache no samples, at most the files that they are read from: "

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 from stallfree.analysis.residency import put_out, resident_share
 from stallfree.batches.batch_state import raise_from
 from stallfree.batches.recorded_reads import record_sample
-from stallfree.batches.sample_access import untouched
 from stallfree.datasets import CachedDataset, SmartCacheDataset
 from stallfree.errors import (
     InputError,
@@ -29,6 +29,7 @@ from stallfree.errors import (
     job_function,
     text_of,
 )
+from stallfree.ipc.forked import call_in_child
 from stallfree.loader import DataLoader
 from stallfree.loader.arguments import check_numbers
 from stallfree.pipeline.compose import Compose
@@ -409,31 +410,35 @@ MOST_SAMPLES, MOST_BYTES, MOST_SECONDS = 2048, 1 << 28, 5.0
 
 
 def read_some(job: Job) -> Records:
-    """Read samples in random order: at most 2,048, 256 MiB, and 5 seconds, but at least two batches.
+    """Read samples in random order, in a child process: at most 2,048, 256 MiB, and 5 seconds, but at least two batches.
 
     Raises `InputError` for a sample that cannot be read.
     """
-    order = np.random.default_rng(0).permutation(len(job.source)).tolist()
-    started, size, found = time.monotonic(), 0, Records([], [], {}, None)
     try:
-        with untouched(job.source), Opened() as opened:
-            for id in order[:MOST_SAMPLES]:
-                if job.reads:
-                    found.parts[id] = _recorded_parts(job.source, id)
-                    size += sum(stop - start for _, start, stop in found.parts[id])
-                else:
-                    record = job.source.fetch(id)
-                    size += payload_bytes(record)
-                    if job.parted:
-                        found.values.append(record)
-                    else:
-                        found.parts[id] = [(path, 0, os.path.getsize(path)) for path in opened.take()]
-                found.ids.append(id)
-                enough = size > MOST_BYTES or time.monotonic() - started > MOST_SECONDS
-                if enough and len(found.ids) >= 2 * job.batch_size:
-                    break
+        return call_in_child(partial(_read_some, job), "the reading of samples")
     except SampleError as error:
         raise job_failed(f"the job cannot be analysed: {text_of(error)}. Leave this sample out, or mend it") from error
+
+
+def _read_some(job: Job) -> Records:
+    order = np.random.default_rng(0).permutation(len(job.source)).tolist()
+    started, size, found = time.monotonic(), 0, Records([], [], {}, None)
+    with Opened() as opened:
+        for id in order[:MOST_SAMPLES]:
+            if job.reads:
+                found.parts[id] = _recorded_parts(job.source, id)
+                size += sum(stop - start for _, start, stop in found.parts[id])
+            else:
+                record = job.source.fetch(id)
+                size += payload_bytes(record)
+                if job.parted:
+                    found.values.append(record)
+                else:
+                    found.parts[id] = [(path, 0, os.path.getsize(path)) for path in opened.take()]
+            found.ids.append(id)
+            enough = size > MOST_BYTES or time.monotonic() - started > MOST_SECONDS
+            if enough and len(found.ids) >= 2 * job.batch_size:
+                break
     if not job.parted and not job.reads:
         size = sum(os.path.getsize(path) for path in found.files)
     found.sample_bytes = size / len(found.ids) or None

@@ -10,6 +10,7 @@ import time
 import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from stallfree.autotune.choice import SAMPLES, Choice, Measured, choose, describ
 from stallfree.autotune.measure import measure
 from stallfree.autotune.subject import NotCachedError, Subject, callables, steps_of, subject_of
 from stallfree.batches.reader import Reader
-from stallfree.batches.sample_access import untouched
 from stallfree.batches.transform_split import is_prepared
 from stallfree.cache.memory.limits import granted
 from stallfree.datasets.cached_dataset import CachedDataset
@@ -32,6 +32,8 @@ from stallfree.errors import (
     text_of,
 )
 from stallfree.ipc.folders import SharedFolder, default_root
+from stallfree.ipc.forked import call_in_child
+from stallfree.pipeline.classify.outcomes import States
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.protocol import Source
@@ -193,7 +195,8 @@ class AutoCache:
         """
         self._set_room()
         subject = subject_of(self._dataset, self._transform)
-        measured = replace(subject.measure(self._seed, brief=False).measured, compute=compute)
+        probe = call_in_child(partial(subject.measure, self._seed, brief=False), "the forecast of cache='auto'")
+        measured = replace(probe.measured, compute=compute)
         choice = self._choose(measured)
         return choice, what(choice, _FILES if subject.why else SAMPLES)
 
@@ -256,8 +259,7 @@ class AutoCache:
         return self._folder
 
     def _publish(self, folder: Path, subject: Subject) -> None:
-        with untouched(subject.source):
-            probe = subject.measure(self._seed)
+        probe = call_in_child(partial(subject.measure, self._seed), "the measurement for cache='auto'")
         self._records = probe.records
         compute = math.inf if self._measured is None else self._measured.compute
         measured = replace(probe.measured, compute=compute)
@@ -269,10 +271,11 @@ class AutoCache:
     def _advice_to_cut(self, rate: float) -> str:
         """What `cut` would gain at one of the data set's attributes, against `rate`; 0: without a cache."""
         for name in callables(self._dataset)[:_CUTS]:
-            with suppress(StallfreeError), untouched(as_source(self._dataset, divide=False)):
+            with suppress(StallfreeError):
                 source = cut(self._dataset, name)
                 steps = steps_of(source, self._transform)
-                measured = measure(source, steps, look(source, steps), seed=self._seed).measured
+                call = partial(measure, source, steps, look(source, steps), seed=self._seed)
+                measured = call_in_child(call, "the measurement of a cut data set").measured
                 choice = self._choose(measured)
                 before = rate or expect(measured, None, self._bytes, max(1, choice.workers)).rate
                 if choice.share is not None and choice.rate > _BETTER * before:
@@ -331,22 +334,14 @@ class AutoCache:
         records, self._records = self._records, {}
         if self.cached is None:
             return
-        reader, began = self.cached.reader, time.monotonic()
+        reader = self.cached.reader
         if reader.tracker is not None:
             reader.store(list(records), list(records.values()))
             return
-        prepare = [True] * len(records) if reader.split.share == 1 else is_prepared(list(records), reader.split.share)
-        with reader.split.watch() as watch:
-            for (id, record), wanted in zip(records.items(), prepare, strict=True):
-                if time.monotonic() - began > _SECONDS:
-                    break
-                try:
-                    value = reader.deterministic(private(record)) if wanted else record
-                    if watch.moved() or watch.made():
-                        return  # the random step is detected when the sample is requested
-                    reader.store([id], [value])
-                except Exception:  # raised again, and reported, when the sample is requested
-                    return
+        with suppress(StallfreeError):  # raised again when the samples are requested
+            values = call_in_child(partial(_prepared, reader, records), "the preparation of measured samples")
+            for id, value in values.items():
+                reader.store([id], [value])
 
     def _learn(self, epoch: _Epoch) -> None:
         """Evaluate a finished epoch."""
@@ -416,6 +411,21 @@ class AutoCache:
             self._folder.close()
         self.cached = self._folder = self._reader = None
         self._records = {}
+
+
+def _prepared(reader: Reader, records: dict[int, Any]) -> dict[int, Any]:
+    """Return the cached values of `records`, as far as they can be made in a second, without those that are random."""
+    began, values, states = time.monotonic(), dict[int, Any](), States()
+    prepare = [True] * len(records) if reader.split.share == 1 else is_prepared(list(records), reader.split.share)
+    for (id, record), wanted in zip(records.items(), prepare, strict=True):
+        if time.monotonic() - began > _SECONDS:
+            break
+        with suppress(Exception):  # raised again when the sample is requested
+            value = reader.deterministic(private(record)) if wanted else record
+            if states.moved():
+                break  # the random step is detected when the sample is requested
+            values[id] = value
+    return values
 
 
 def _show(text: str) -> None:

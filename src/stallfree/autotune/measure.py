@@ -1,4 +1,4 @@
-"""Measures S, P and C on a few samples in the training process, for the choice of a cache."""
+"""Measures S, P and C on a few samples, in a child process, for the choice of a cache."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from stallfree.autotune.choice import Measured
 from stallfree.cache import SampleCache
 from stallfree.datasets.dataset_probe import FirstLook
 from stallfree.errors import CodecError, InputError, SampleError
-from stallfree.pipeline.classify.watch import Watch
+from stallfree.pipeline.classify.outcomes import States
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.generators import find_generators, global_generators, preserved
 from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.randomness import Randomness
@@ -69,12 +68,12 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int) -> P
     Takes about two seconds at most if single samples are fast. Raises `SampleError` if all samples fail.
     """
     ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source))[: 2 * sum(LEVELS)].tolist()
-    with Watch(source) as watch:
-        fetched = _fetch_some(source, ids) if getattr(source, "threads", True) else _fetch_in_turn(source, ids)
-        drew = watch.moved() or bool(watch.made())
+    states = States()
+    fetched = _fetch_some(source, ids) if getattr(source, "threads", True) else _fetch_in_turn(source, ids)
+    drew = states.moved()
     values = list(fetched.records.values())[:_PREPARED]
     with _one_thread(), Randomness(steps if len(first.parts.random) else None) as randomness:
-        randomness.seed(seed, 0, first.id)
+        randomness.seed(seed, 0, first.first.id)
         whole, _ = _seconds(steps, values)
         if len(first.parts.deterministic):
             deterministic, prepared = _seconds(first.parts.deterministic, values)
@@ -100,8 +99,7 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int) -> P
 def measure_reads(source: MapSource, steps: Compose, *, seed: int, brief: bool = False) -> Probe:
     """Index some random samples of a data set twice, with its files in storage and then in records, and time it.
 
-    Takes about two seconds at most if single samples are fast; if `brief`, less for a small data set. The generators
-    are left as they were. Raises `SampleError` if all samples fail.
+    Takes about two seconds at most if single samples are fast; if `brief`, less for a small data set. Raises `SampleError` if all samples fail.
     """
     ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source)).tolist()
     dataset, tracker, records = source.dataset, Tracker(), dict[int, Any]()
@@ -110,7 +108,7 @@ def measure_reads(source: MapSource, steps: Compose, *, seed: int, brief: bool =
     def make(block: Block, id: int) -> None:
         tracker.run(block, lambda: steps(dataset[id]))
 
-    with preserved([*global_generators(), *find_generators(dataset), *find_generators(steps)]), _one_thread():
+    with _one_thread():
         samples, began = len(source) if brief else math.inf, time.monotonic()
         for id in ids:
             if _enough(len(records), began, samples) or (len(records) >= _LEAST and held > BYTES):

@@ -22,9 +22,11 @@ from stallfree.cache.memory.limits import granted
 from stallfree.datasets.private_names import token
 from stallfree.errors import StallfreeError, iterable_unsupported, text_of
 from stallfree.ipc.folders import default_root
-from stallfree.pipeline.classify.probe import try_calls
-from stallfree.pipeline.classify.scan import scan
+from stallfree.ipc.forked import call_in_child
+from stallfree.pipeline.classify.names import random_name
+from stallfree.pipeline.classify.outcomes import States, Trust, make_twice
 from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.generators import find_generators
 from stallfree.pipeline.marks import mark_of
 from stallfree.pipeline.values import private
 from stallfree.sources.throttle import payload_bytes
@@ -100,6 +102,15 @@ def _is_in_order(dataset: Any) -> bool:
     return bool(kinds) and kinds <= _IN_ORDER
 
 
+def _look(dataset: Any) -> tuple[str, list[Any]]:
+    """Return why two short iterations may differ, "" if they do not, and the samples of one, in a child process."""
+    trust = [Trust.of(dataset)]
+    states = States(find_generators(dataset))
+    samples, found = make_twice(partial(_first, dataset, 0), partial(_first, dataset, 1), (), trust, states)
+    name = random_name(dataset)
+    return (found.why if found is not None else f"its code names {name}" if name else ""), samples
+
+
 class StreamCache:
     """The cache of an iterable data set, with the interface of `AutoCache`.
 
@@ -166,15 +177,12 @@ class StreamCache:
 
     def _probe(self) -> None:
         """Find out whether the data set repeats; keep its first sample."""
-        mark, code = mark_of(self._dataset), scan(self._dataset)
+        mark = mark_of(self._dataset)
         try:
-            trial = copy.deepcopy(self._dataset)
-            calls = (partial(_first, trial, 0), partial(_first, trial, 1))
-            found = try_calls(trial, calls, code.read)
+            doubt, samples = call_in_child(partial(_look, self._dataset), f"the first look at {self._name}")
         except Exception as error:
             return self._refuse(f"two iterations over a copy of it raised {type(error).__name__}: {text_of(error)}")
-        doubt = found.why if code.finding is None else f"its code uses {code.finding.what}"
-        if not found.output:
+        if not samples:
             self._refuse("it is empty")
         elif mark:
             self._refuse("it is marked as random")
@@ -184,7 +192,7 @@ class StreamCache:
                 "it always has the same samples, say so with stallfree.mark_deterministic(dataset)"
             )
         else:
-            self._example, self._watches = found.output[0], mark is None
+            self._example, self._watches = samples[0], mark is None
 
     def _fill(self, options: Options, reader: StreamReader) -> Options:
         """Record the next iteration in a cache of its own: what another one has stored may be of other samples."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from stallfree.batches.batch_buffer import BatchBuffer
@@ -15,11 +16,13 @@ from stallfree.batches.transform_split import Reclassified, is_prepared
 from stallfree.cache import MISS, Lends
 from stallfree.cache.memory.records import Borrowed
 from stallfree.errors import CodecError, SampleError
-from stallfree.pipeline.classify.watch import Watch
-from stallfree.pipeline.compose import Compose, as_call
+from stallfree.pipeline.classify.outcomes import StepError
+from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.values import as_cached, private
 from stallfree.sources.throttle import payload_bytes
+
+_NO_STEPS = Compose([])
 
 
 @dataclass
@@ -89,8 +92,6 @@ class BatchState:
         self._borrowed: Borrowed | None = None
         self._own: set[int] = set()  # positions of values that are not views of the cache
         self._failed: dict[int, SampleError] = {}
-        self._watch: Watch | None = None
-        self._drew = False
         self._reads = self._read_bytes = 0
 
     def make(self) -> Samples:
@@ -144,16 +145,16 @@ class BatchState:
             reader.fetch(list(first), self.pending)  # those that were evicted since the start
         failed: Exception | None = None
         try:
-            with reader.split.watch() if reader.caches else contextlib.nullcontext() as self._watch:
-                try:
-                    self._fill_each(first.items())
-                except Reclassified:
-                    raise
-                except Exception as error:
-                    failed = error
-                self._find_draw(list(first))
-                if self._watch is not None and first and failed is None:
-                    reader.split.find_made(list(first))
+            states = reader.split.watch() if reader.caches else None
+            try:
+                for id, at in first.items():
+                    self._fill_one(id, at)
+            except Reclassified:
+                raise
+            except Exception as error:
+                failed = error
+            if states is not None and first and states.moved():
+                reader.split.confirm(list(first))
         except Reclassified:  # the values must not be stored
             if reader.cache is not None and self._reads:
                 reader.cache.count_fetch(self._reads, self._read_bytes)
@@ -165,53 +166,44 @@ class BatchState:
             if at != first[self.ids[at]]:
                 self._repeat(at, first[self.ids[at]])
 
-    def _fill_each(self, items: Iterable[tuple[int, int]]) -> None:
-        for id, at in items:
-            try:
-                self._found[at] = self._value(id)
-            except SampleError as error:
-                if not self.skip:
-                    raise
-                self._failed[id] = error
-                self.samples.skipped.append(error)
-            if self.reader.split.checks_each:
-                self._find_draw([id])
-
-    def _find_draw(self, ids: list[int]) -> None:
-        """Reclassify the step that drew random numbers since the last call, if any."""
-        if self._watch is not None and ids and (self._watch.moved() or self._drew):
-            self._drew = False
-            self.reader.split.find_draw(ids, in_this_thread=not self.reader.threads)
+    def _fill_one(self, id: int, at: int) -> None:
+        try:
+            self._found[at] = self._value(id)
+        except SampleError as error:
+            if not self.skip:
+                raise
+            self._failed[id] = error
+            self.samples.skipped.append(error)
 
     def _value(self, id: int) -> Any:
+        """Return what the cache holds of sample `id`."""
         reader, split = self.reader, self.reader.split
+        prepares = split.share == 1 or bool(is_prepared([id], split.share)[0])
+        steps = split.deterministic if prepares else _NO_STEPS
+        fetch = partial(self._record, id)
+        try:
+            if reader.caches and split.takes_look():
+                value = split.make_twice(fetch, id, steps.transforms)
+            else:
+                value = steps(fetch())
+        except (Reclassified, SampleError):
+            raise
+        except StepError as failed:
+            error = failed.error
+        except Exception as problem:
+            error = problem
+        else:
+            return as_cached(value) if reader.caches else value
+        raise_from(sample_error(error, reader.source, id, "preparing"), error)
+
+    def _record(self, id: int) -> Any:
+        """Return the record of sample `id`."""
         record = self._fetched(id, self.pending.fetches.pop(id, None))
-        if self._watch is not None and not split.watches_source:
-            self._watch.moved()
         size = payload_bytes(record)
         self._reads += 1
         self._read_bytes += size
         self.samples.storage_bytes += size
-        if reader.cache is not None:
-            record = private(record)  # the source may keep a reference
-        if len(split.deterministic) and (split.share == 1 or is_prepared([id], split.share)[0]):
-            try:
-                each = split.checks_each and any(split.marked)
-                record = self._apply_each(record) if each else split.deterministic(record)
-            except Exception as error:
-                raise_from(sample_error(error, reader.source, id, "preparing"), error)
-        return as_cached(record) if reader.caches else record
-
-    def _apply_each(self, value: Any) -> Any:
-        """Apply the deterministic steps, ignoring the draws of marked ones."""
-        split = self.reader.split
-        for step, marked in zip(split.deterministic, split.marked, strict=True):
-            if marked and self._watch is not None:
-                self._drew |= self._watch.moved()
-            value = as_call(step)(value)
-            if marked and self._watch is not None:
-                self._watch.moved()
-        return value
+        return record if self.reader.cache is None else private(record)  # the source may keep a reference
 
     def _fetched(self, id: int, future: Future[Any] | None) -> Any:
         source, started = self.reader.source, time.perf_counter()

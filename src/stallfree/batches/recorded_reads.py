@@ -14,7 +14,6 @@ from stallfree.batches.batch_state import Samples
 from stallfree.batches.sample_access import Pending, SampleAccess
 from stallfree.cache import MISS, Lends
 from stallfree.cache.memory.records import Borrowed
-from stallfree.sources.detach import lazily_made
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.reads.recorded import Block, FileChanged, Record
@@ -148,22 +147,12 @@ def _block(record: Record | None, lent: bool) -> Block:
 
 
 def record_sample(dataset: Any, id: int) -> tuple[Record, int]:
-    """Index `dataset` once. Returns the record of its file reads, and an upper bound of the bytes read through `open`.
-
-    Attributes that the data set sets on itself in this call are removed, unless it keeps a recorded file open: forked
-    processes may share that file.
-    """
+    """Index `dataset` once. Return the record of its file reads, and an upper bound of the bytes read."""
     tracker = Tracker()
-    drop = lazily_made(dataset)
     for attempt in range(_ATTEMPTS):
         block = Block()
-        try:
-            tracker.run(block, lambda: dataset[id])
-        finally:
-            if not block.open_files():
-                drop()
+        tracker.run(block, lambda: dataset[id])
         if not block.stale and not (block.doubtful and attempt == 0):
             break
-        drop()  # the open files have been read in part
         block.wait()
     return block.record(id, tracker.shared), block.storage_bytes + block.handed_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,6 @@ from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.marks import drew
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness
-from stallfree.sources.detach import lazily_made
 from stallfree.sources.mapped import MapSource, SubsetSource
 from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.throttle import ThrottledSource, payload_bytes
@@ -295,19 +294,3 @@ def plain_beneath(source: Source, id: int) -> tuple[MapSource, int] | None:
             id = int(inner.indices[id])
         inner = inner.source
     return (inner, id) if isinstance(inner, MapSource) else None
-
-
-@contextlib.contextmanager
-def untouched(source: Source) -> Iterator[None]:
-    """Remove the attributes that a plain data set sets on itself in this context.
-
-    A data set may open a file for its first sample and keep it. Forked workers would share the descriptor's position
-    and read the data of other samples.
-    """
-    beneath = plain_beneath(source, 0)
-    drop = None if beneath is None else lazily_made(beneath[0].dataset)
-    try:
-        yield
-    finally:
-        if drop is not None:
-            drop()

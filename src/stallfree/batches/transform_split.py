@@ -1,34 +1,44 @@
 """Splits the transforms into those applied before and after the cache; the split may change during use.
 
-A step before the cache that turns out to draw random numbers moves behind the cache, with all steps that follow it. The
+A step before the cache that proves random moves behind the cache, with all steps that follow it. The
 other processes that share the cache read the new split from its `uncached_steps`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import get_worker_info
 
 from stallfree.cache import Cache
 from stallfree.cache.policies import mixed
-from stallfree.errors import WaitError
+from stallfree.errors import StallfreeError, WaitError
+from stallfree.ipc.forked import call_in_child
 from stallfree.pipeline._objects import attributes
 from stallfree.pipeline.classify.determinism import StallfreeWarning
-from stallfree.pipeline.classify.libraries import may_draw
+from stallfree.pipeline.classify.outcomes import States, StepError, Trust, make_twice
 from stallfree.pipeline.classify.scan import scan
-from stallfree.pipeline.classify.watch import Watch, find_draw
-from stallfree.pipeline.compose import Compose, describe_step
-from stallfree.pipeline.marks import mark_of, note_drew
+from stallfree.pipeline.compose import Compose, Transform, describe_step
+from stallfree.pipeline.marks import note_drew
 from stallfree.pipeline.protocol import Source
-from stallfree.pipeline.values import private
 
 _FORMS = 0x666F726D
+
+_FIRST_LOOKS, _LOOK_EVERY = 64, 32
+"""Samples that the processes of a loader make twice: so many first, and then one in so many."""
+
+_FALSE_ALARMS = 8
+"""After so many draws of other threads, a process leaves the states alone: samples made twice remain."""
+
+_CONFIRM_SECONDS = 20.0
 
 
 class Reclassified(Exception):
@@ -51,8 +61,7 @@ class TransformSplit:
         uncached: number of steps moved behind the cache, from the last cached one backwards. If it exceeds the number
             of cached steps, the source itself is random, and nothing is cached.
         quiet: suppress the warning, because another process issues it.
-        checks_each: check for draws after each sample, not after each batch, because a step may draw that stays cached.
-        marked: for each deterministic step, whether its mark or its library allows it to draw.
+        fetches_twice: whether a sample that is made twice is also fetched twice: those of a plain data set.
     """
 
     def __init__(
@@ -68,16 +77,19 @@ class TransformSplit:
         self.source, self.origin, self.share, self.whole = source, origin, share, whole
         self._cache = cache
         self.deterministic, self.rest = deterministic, rest
-        self.uncached, self.quiet, self.checks_each = 0, False, False
-        self.watches_source = mark_of(origin) is not False
+        self.uncached, self.quiet = 0, False
         self._steps, self._cached_steps = (*deterministic, *rest), len(deterministic)
         self._home = os.getpid()
         self._values: dict[tuple[int, str], tuple[object, Any]] = {}
+        self._looks = self._first = self._false_alarms = 0
         self._begin()
 
     def _begin(self) -> None:
-        self.marked = list(map(may_draw, self.deterministic))
-        self._watch: Watch | None = None
+        source = Trust.of(self.origin)
+        self._trust = [source, *map(Trust.of, self.deterministic)]
+        self.fetches_twice = self.origin is not self.source and not source.outputs
+        self._compares = self.fetches_twice or not all(known.outputs for known in self._trust[1:])
+        self._watches = not all(known.draws for known in self._trust)
 
     @property
     def caches(self) -> bool:
@@ -90,71 +102,66 @@ class TransformSplit:
             return [self.rest] * len(ids)
         return [self.rest if prepared else self.whole for prepared in is_prepared(ids, self.share).tolist()]
 
-    # -- draws while the cache is filled ------------------------------------------------------------------------------
+    # -- looks while the cache is filled ------------------------------------------------------------------------------
 
-    def watch(self) -> Watch:
-        """Return the watch that detects draws of the source and of the deterministic steps."""
-        if self._watch is None:
-            self._watch = Watch(*self.deterministic, self.origin)
-        return self._watch
+    def takes_look(self) -> bool:
+        """Return whether the next sample is made twice: the first 64 of a loader, then one in 32."""
+        if not self._compares:
+            return False
+        self._looks += 1
+        if self._looks == 1:
+            worker = get_worker_info()
+            self._first = math.ceil(_FIRST_LOOKS / max(1, worker.num_workers)) if worker is not None else _FIRST_LOOKS
+        return self._looks <= self._first or self._looks % _LOOK_EVERY == 0
 
-    def find_made(self, ids: list[int]) -> None:
-        """Reclassify a step or the source if it created a generator while `ids` were made. See `find_draw`."""
-        for thing in self.watch().made():
-            place = next((at for at, step in enumerate(self.deterministic) if step is thing), None)
-            if place is None and self.origin is self.source:
-                continue  # the source has separate steps: only its draws during a fetch count
-            if self.watches_source if place is None else not self.marked[place]:
-                count = self._cached_steps + 1 if place is None else self._cached_steps - place
-                self._reclassify(count, ids[-1])
+    def make_twice(self, fetch: Callable[[], Any], id: int, steps: Sequence[Transform]) -> Any:
+        """Return what `steps` make of a record, after they made it twice.
 
-    def find_draw(self, ids: list[int], *, in_this_thread: bool) -> None:
-        """Reclassify the step or source that drew random numbers while the samples `ids` were made.
-
-        Raises `Reclassified`, so that the batch is built again, unless the draw came from elsewhere.
-
-        Args:
-            ids: ids of the samples.
-            in_this_thread: the source was read in this thread, so a draw that no step made is a draw of the source.
+        Raises `Reclassified` if that differs, `StepError` if the first run fails.
         """
-        for id in ids:
-            count = self._random_steps(id)
-            if count is not None:
-                self._reclassify(count, id)
-        if any(self.marked) and not self.checks_each:  # a marked step may have drawn: build again, step by step
-            self.checks_each = True
-            raise Reclassified
-        if in_this_thread:
-            self._reclassify(self._cached_steps + 1, ids[-1])
-        # The draw is not reproducible: a fetching thread may have drawn, such as a client before a retry. From now on
-        # only one sample is made again after a draw, not a whole batch.
-        self.checks_each = True
+        again = partial(self.source.fetch, id) if self.fetches_twice else None
+        value, found = make_twice(fetch, again, steps, self._trust)
+        if found is not None:
+            self._reclassify(found.at, f"sample {id} came out different when it was made twice")
+        return value
 
-    def _reclassify(self, count: int, id: int) -> None:
+    def watch(self) -> States | None:
+        """Return the states of the global generators before samples are made; None if draws do not matter."""
+        return States() if self._watches and self._false_alarms < _FALSE_ALARMS else None
+
+    def confirm(self, ids: Sequence[int]) -> None:
+        """Find out what drew random numbers while `ids` were made: they are made again, in a process of one thread.
+
+        Raises `Reclassified` if that is the source or a step, and not another thread of the program.
+        """
+        found = None
+        trial = partial(_find_draws, self.source, self.deterministic.transforms, self._trust, list(ids))
+        try:
+            found = call_in_child(trial, "the search for what drew random numbers", seconds=_CONFIRM_SECONDS)
+        except StallfreeError:  # a process of one thread cannot make these samples
+            found = trial()
+        if found is None:
+            self._false_alarms += 1
+        else:
+            id, at = found
+            self._reclassify(at, f"it drew random numbers when sample {id} was made")
+
+    def _reclassify(self, at: int, why: str) -> NoReturn:
+        """Move the step at `at`, and those behind it, behind the cache."""
         assert self._cache is not None
+        count = self._cached_steps - at
         with contextlib.suppress(WaitError):
             self._cache.uncache_steps(count)
         if self._uncache(count) and not self.quiet:
-            self._warn(f"sample {id} was fetched or prepared")
+            self._warn(why)
         raise Reclassified
-
-    def _random_steps(self, id: int) -> int | None:
-        """Return how many steps must move behind the cache, counted from the last; None if `id` draws nothing."""
-        with contextlib.suppress(Exception), Watch(self.origin) as watch:
-            record = private(self.source.fetch(id))
-            if watch.moved() and self.watches_source:
-                return self._cached_steps + 1
-            place = find_draw(self.deterministic, record, self.marked)
-            if place is not None:
-                return self._cached_steps - place
-        return None
 
     def follow(self) -> None:
         """Adopt the split that another process has stored in the cache."""
         if self._cache is not None and self._cache.uncached_steps > self.uncached:
             new = self._uncache(self._cache.uncached_steps)
             if new and os.getpid() == self._home and not self.quiet:
-                self._warn("one of the samples was fetched or prepared")
+                self._warn("one of the samples showed it")
 
     def _uncache(self, count: int) -> bool:
         """Move the last `count` cached steps behind the cache; returns whether the draw is new to this process."""
@@ -165,17 +172,17 @@ class TransformSplit:
         self._begin()
         return new
 
-    def _warn(self, when: str) -> None:
+    def _warn(self, why: str) -> None:
         if self.caches:
             what, mark = f"the transform {describe_step(self.rest.transforms[0])}", "transform"
-            then = "its output is dropped from the cache, which holds the samples before this transform from now on"
+            then = "its output is not cached, but the samples before this transform"
         else:
             what, mark = f"the data set {type(self.origin).__name__}", "dataset"
-            then = "the cached samples are dropped, and nothing is cached from now on"
+            then = "nothing is cached"
         warnings.warn(
-            f"{what} drew random numbers when {when}, though it did not for the first one. It counts as random: "
-            f"{then}. To classify it from the start, mark it with stallfree.mark_random({mark}); if its output does "
-            f"not depend on its draws, with stallfree.mark_deterministic({mark})",
+            f"{what} is random: {why}, though the first look showed nothing. From now on {then}. To classify it from "
+            f"the start, mark it with stallfree.mark_random({mark}); if its output is always the same for the same input, "
+            f"with stallfree.mark_deterministic({mark})",
             StallfreeWarning,
             stacklevel=2,
         )
@@ -208,7 +215,20 @@ class TransformSplit:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None, "_values": {}}
+        return {**self.__dict__, "_values": {}}
+
+
+def _find_draws(
+    source: Source, steps: Sequence[Transform], trust: Sequence[Trust], ids: Sequence[int]
+) -> tuple[int, int] | None:
+    """Make samples again; return the first one that something drew for, and the place of that; None if nothing did."""
+    states = States()
+    for id in ids:
+        with contextlib.suppress(StepError):
+            _, found = make_twice(partial(source.fetch, id), None, steps, trust, states)
+            if found is not None and found.certain:
+                return id, found.at
+    return None
 
 
 def is_prepared(ids: Sequence[int] | npt.NDArray[np.int64], share: float) -> npt.NDArray[Any]:

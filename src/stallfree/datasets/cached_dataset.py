@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -18,10 +19,10 @@ from stallfree.batches.reader import Reader
 from stallfree.batches.transform_split import is_prepared
 from stallfree.cache import Cache
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.datasets.dataset_probe import FirstLook, Sample, choose_form, example_of_both, look, look_again
+from stallfree.datasets.dataset_probe import FirstLook, choose_form, example_for, example_of_both, look
 from stallfree.datasets.private_names import private_name
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
-from stallfree.errors import InputError
+from stallfree.errors import CodecError, InputError
 from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name, default_root, user_root
 from stallfree.ipc.shared_counts import SharedCounts
@@ -54,19 +55,20 @@ class CachedDataset(Dataset[SampleT_co]):
     another loader than stallfree's the epoch of a sample is how often it has been asked for, or what `set_epoch` says;
     that is counted in shared memory, 4 bytes per sample, by all workers together.
 
-    A step that draws random numbers for any sample while the cache is filled counts as random from then on. What was
-    cached with it is dropped for all processes, and a `StallfreeWarning` names it.
+    While the cache is filled, the first 64 samples of a loader and one in 32 of the others are made twice and compared
+    bit for bit, and the states of Python's, NumPy's and torch's global generators are compared after each batch. A step
+    that proves random counts as random from then on. What was cached with it is dropped for all processes, and a
+    `StallfreeWarning` names it.
 
-    When it is made, the first sample is read and stored, and the last one too if samples are arrays that may vary in
-    size.
+    When it is made, eight samples spread over the data set are made twice, in a child process, and stored: the process
+    that makes a `CachedDataset` never runs the data set itself before its workers do.
 
     A sample belongs to the caller, who may change it. Those of one `__getitems__` may share one piece of memory, which
     lives as long as any of them: copy a sample that is to be kept for long.
 
     Args:
         dataset: a source such as `ImageFolder`, or any map-style data set. One that gives random samples cannot be
-            cached: give its transform here, or `cut(dataset, "transform")`. To see whether it does, the first sample of
-            a plain data set is read twice.
+            cached: give its transform here, or `cut(dataset, "transform")`.
         capacity: bytes of this host's memory for records and index, as an int or such as "4GiB"; of the disk's if the
             store is a folder. 0 only with a `RedisStore`: no memory is used in front of its servers.
         policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle". The scores of the last two are given
@@ -199,32 +201,35 @@ class CachedDataset(Dataset[SampleT_co]):
             key = name = private_name(found, unknown[0], persist=persist)
         name = name or f"{key[:20]}-{policy.name}-{memory}"
         is_new = not ((user_root(str(found)) if on_disk else default_root()) / name).exists()
-        samples, example = self._first_samples(first, before, share, is_new)
+        values = self._values(first, share)
+        example = self._example(first, list(values.values()), share) if is_new else next(iter(values.values()))
         options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist, "example": example}
         self.cache: Cache = open_cache(found, count, capacity=memory, fingerprint=key, **options)
         try:
             whole = self.steps if 0 < share < 1 else Compose([])
             parts_of = self.source, self.cache, before, rest
             self.reader = Reader(*parts_of, share=share or 1.0, whole=whole, steps=self.steps, reads=reads)
-            for sample in samples:
-                self.cache.count_fetch(1, payload_bytes(sample.record))
-                self.reader.store([sample.id], [sample.value])
+            self.cache.count_fetch(len(values), sum(payload_bytes(sample.record) for sample in first.samples))
+            for id, value in values.items():
+                with nullcontext() if id == first.first.id else suppress(CodecError):  # raised when it is asked for
+                    self.reader.store([id], [value])
         except BaseException:
             self.cache.close()
             raise
 
-    def _first_samples(self, first: FirstLook, before: Compose, share: float, is_new: bool) -> tuple[list[Sample], Any]:
-        """The samples that were read to learn about the data set, and an example for the layout of a cache."""
-        prepared = bool(is_prepared([first.id], share)[0])
-        sample = Sample(first.id, first.record, first.prepared if prepared else first.record)
-        if not is_new:
-            return [sample], sample.value
+    def _values(self, first: FirstLook, share: float) -> dict[int, Any]:
+        """The cached values of the samples of the first look, by id."""
+        prepared = is_prepared([sample.id for sample in first.samples], share).tolist()
+        return {
+            sample.id: sample.prepared if is_so else sample.record
+            for sample, is_so in zip(first.samples, prepared, strict=True)
+        }
+
+    def _example(self, first: FirstLook, values: list[Any], share: float) -> Any:
+        """An example for the layout of a new cache."""
         if self.form == "reads":
-            return [sample], bytes(len(sample.value))  # of no fixed size
-        if 0 < share < 1:
-            return [sample], example_of_both(first)
-        second, example = look_again(self.source, before, sample)
-        return [sample] if second is None else [sample, second], example
+            return bytes(len(values[0]))  # of no fixed size
+        return example_of_both(first) if 0 < share < 1 else example_for(values)
 
     def __len__(self) -> int:
         return len(self.source)

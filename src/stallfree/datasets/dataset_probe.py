@@ -1,113 +1,150 @@
-"""What a data set and its pipeline are like, found out on one of the first samples before anything is cached."""
+"""The first look at a data set and its pipeline: some samples, made twice in a child process."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch.utils.data import ConcatDataset
-
-from stallfree.batches.batch_state import raise_from
-from stallfree.batches.sample_access import plain_beneath, untouched
+from stallfree.batches.sample_access import plain_beneath
 from stallfree.cache.memory.layout import plan_layout
 from stallfree.errors import CapacityError, CodecError, InputError, SampleError, dataset_random, text_of
-from stallfree.frames import users_level
-from stallfree.pipeline.classify.determinism import Split, split
-from stallfree.pipeline.classify.libraries import may_draw
-from stallfree.pipeline.classify.probe import run_step, try_calls
-from stallfree.pipeline.classify.scan import scan
-from stallfree.pipeline.classify.watch import Watch, find_draw
+from stallfree.ipc.forked import call_in_child
+from stallfree.pipeline.classify.determinism import Split, declared, divide, named
+from stallfree.pipeline.classify.names import random_name
+from stallfree.pipeline.classify.outcomes import (
+    SOURCE,
+    Found,
+    States,
+    StepError,
+    Trust,
+    earliest,
+    make_twice,
+    spread,
+)
 from stallfree.pipeline.codec import encode, record_size
-from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.marks import drew, mark_of, note_drew
+from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.generators import find_generators
+from stallfree.pipeline.marks import drew, mark_of
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.pipeline.values import private
 from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size
 
-ATTEMPTS = 4
-"""Samples that are tried in turn when the first cannot be read."""
+LOOKS = 8
+"""Samples of the first look, spread over the data set."""
 
-_PARTS = 16
-"""Parts of a `ConcatDataset` of which one sample each is tried."""
+_LEAST, _SECONDS = 2, 1.0
+"""After `_LEAST` samples a look ends when it took so long."""
 
 
 @dataclass(frozen=True)
-class FirstLook:
-    """One sample, and how the pipeline splits.
+class Sample:
+    """A sample of the first look.
 
     Attributes:
         id: of the sample.
         record: as it was fetched.
-        prepared: what the deterministic part made of it.
-        parts: of the pipeline.
+        prepared: the output of the deterministic steps.
     """
 
     id: int
     record: Any
     prepared: Any
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """Some samples, and how the pipeline splits.
+
+    Attributes:
+        samples: samples spread over the data set; at least one.
+        parts: of the pipeline.
+    """
+
+    samples: list[Sample]
     parts: Split
+
+    @property
+    def first(self) -> Sample:
+        """The sample that stands for all."""
+        return self.samples[0]
 
 
 def look(source: Source, steps: Compose) -> FirstLook:
-    """Fetch and prepare the first sample that can be had.
+    """Make some samples spread over a data set twice, to see which part of the pipeline may be cached.
 
-    A plain data set is read once more, to see whether its samples stay the same; that reading does not pass a
-    `ThrottledSource`. Raises `SampleError` when none of the first samples can be had, `InputError` for a plain data
-    set with random samples.
+    This happens in a child process, so that what the data set opens is not shared with processes forked later. A plain
+    data set is also fetched twice. Raises `SampleError` if all of these samples fail, `InputError` for a plain data set
+    with random samples.
     """
-    problems: list[SampleError] = []
-    for id in range(min(ATTEMPTS, len(source))):
-        with warnings.catch_warnings(record=True) as caught, untouched(source):
-            warnings.simplefilter("always")
-            try:
-                found = _look_at(source, steps, id)
-            except SampleError as error:
-                problems.append(error)
-                continue
-        for warning in caught:
-            warnings.warn(warning.message, stacklevel=users_level())
-        return found
-    raise problems[0]
+    beneath = plain_beneath(source, 0)
+    plain = None if beneath is None else beneath[0]
+    if plain is not None and mark_of(plain.dataset):
+        raise dataset_random(f"{_name(plain)} is marked as random; {_FREEZE}")
+    if plain is not None and mark_of(plain.dataset) is None and drew(plain.dataset):
+        raise _refused(plain, "its samples proved random while a cache was filled", certain=True)
+    name = type(source).__name__ if plain is None else _name(plain)
+    found, samples = call_in_child(partial(_look, source, plain, tuple(steps)), f"the first look at {name}")
+    if found is not None and found.at == SOURCE and plain is not None:
+        raise _refused(plain, found.why, certain=found.certain)
+    return FirstLook(samples, divide(tuple(steps), found))
 
 
-def _look_at(source: Source, steps: Compose, id: int) -> FirstLook:
-    record = private(_read(source, id))
-    try:
-        while True:
-            parts = split(steps, probe=record)
-            with Watch(parts.deterministic) as watch:
-                prepared = parts.deterministic(private(record))
-                moved = watch.moved()
-            ignored = list(map(may_draw, parts.deterministic))
-            place = find_draw(parts.deterministic, private(record), ignored) if moved else None
-            if place is None or not note_drew(parts.deterministic.transforms[place]):
-                break  # of a library whose base classes say that it is deterministic
-        tried = len(parts.deterministic)
-        if tried < len(parts.verdicts) and parts.verdicts[tried].reason == "undecided":
-            run_step(parts.random.transforms[0], prepared)  # raises what the trial met, if it met anything
-    except Exception as error:
-        raise_from(sample_error(error, source, id, "preparing"), error)
-    return FirstLook(id, record, prepared, parts)
+def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -> tuple[Found | None, list[Sample]]:
+    """Return what is random, and the samples, in a child process. Raises `SampleError` if all fail."""
+    checked = steps[: declared(steps)]
+    trust = [Trust() if plain is None else Trust.of(plain.dataset), *map(Trust.of, checked)]
+    names = None if plain is None or trust[0].outputs else random_name(plain.dataset)
+    found = earliest(named(checked), Found(SOURCE, f"its code names {names}", certain=False) if names else None)
+    states = States(find_generators([*checked, *([] if plain is None else [plain.dataset])]))
+    records: list[tuple[int, Any]] = []
+    problem, began = None, time.monotonic()
+    for id in spread(len(source), LOOKS):
+        if len(records) >= _LEAST and time.monotonic() - began > _SECONDS:
+            break
+        fetch = _Fetch(source, id)
+        try:
+            _, differs = make_twice(
+                fetch,
+                None if plain is None else partial(source.fetch, id),
+                checked if found is None else checked[: found.at + 1],
+                trust,
+                states,
+            )
+        except StepError as failed:
+            problem = problem or _error_of(failed, source, id)
+            continue
+        records.append((id, fetch.record))
+        found = earliest(found, differs)
+    if problem is not None and not records:
+        raise problem
+    if found is not None and found.at == SOURCE:
+        return found, []
+    before = divide(steps, found).deterministic
+    return found, [Sample(id, record, before(private(record)) if len(before) else record) for id, record in records]
 
 
-def _read(source: Source, id: int) -> Any:
-    beneath = plain_beneath(source, id)
-    if beneath is not None:
-        mark = mark_of(beneath[0].dataset)
-        if mark:
-            raise dataset_random(f"{_name(beneath[0])} is marked as random; {_FREEZE}")
-        if mark is None and drew(beneath[0].dataset):
-            raise _refused(beneath[0], "it drew random numbers while a cache was filled", certain=True)
-        if mark is None:
-            return _read_watched(source, id, *beneath)
-    try:
-        return source.fetch(id)
-    except Exception as error:
-        raise_from(sample_error(error, source, id, "fetching"), error)
+class _Fetch:
+    """Fetches a sample, and keeps the record."""
+
+    def __init__(self, source: Source, id: int) -> None:
+        self._source, self._id = source, id
+        self.record: Any = None
+
+    def __call__(self) -> Any:
+        self.record = private(self._source.fetch(self._id))
+        return self.record
+
+
+def _error_of(failed: StepError, source: Source, id: int) -> SampleError:
+    error = sample_error(failed.error, source, id, "fetching" if failed.at == SOURCE else "preparing")
+    if error is not failed.error:
+        error.__cause__ = failed.error
+    return error
 
 
 _FREEZE = (
@@ -116,25 +153,6 @@ _FREEZE = (
     "stallfree.cut(dataset, 'transform') if an attribute holds them"
 )
 _INSIST = "if its samples are always the same, say so with stallfree.mark_deterministic(dataset)"
-
-
-def _read_watched(source: Source, id: int, plain: MapSource, inner: int) -> Any:
-    """The record of `id`, after a look at whether the data set gives random samples. Reads the sample twice."""
-    dataset = plain.dataset
-    code = scan(dataset)
-    if code.finding is not None:
-        raise _refused(plain, f"its code uses {code.finding.what}", certain=code.finding.certain)
-
-    calls = (lambda: private(source.fetch(id)), lambda: private(plain.fetch(inner)))
-    trial = try_calls(dataset, calls, code.read)
-    if trial.random is not False:
-        raise _refused(plain, f"when sample {id} was read, {trial.why}", certain=trial.random is True)
-    for other in _other_parts(dataset):
-        with suppress(SampleError), Watch(dataset) as watch:
-            plain.fetch(other)
-            if watch.moved():
-                raise _refused(plain, f"when sample {other} was read, it drew random numbers", certain=True)
-    return trial.output
 
 
 def reason_in(error: InputError) -> str:
@@ -146,12 +164,6 @@ def reason_in(error: InputError) -> str:
 def _refused(plain: MapSource, why: str, *, certain: bool) -> InputError:
     what = "gives random samples" if certain else "may give random samples"
     return dataset_random(f"{_name(plain)} {what}: {why}; {_FREEZE}; or, {_INSIST}")
-
-
-def _other_parts(dataset: Any) -> Iterator[int]:
-    """The first ids of the parts of a `ConcatDataset` but the first: others may be augmented where that one is not."""
-    if isinstance(dataset, ConcatDataset):
-        yield from dataset.cumulative_sizes[: min(_PARTS, len(dataset.datasets)) - 1]
 
 
 def _name(plain: MapSource) -> str:
@@ -170,8 +182,8 @@ def choose_form(
         return form, f"caching samples as {form}, as asked"
     if len(first.parts.deterministic) == 0:
         return "fetched", "caching samples as fetched: no deterministic step comes first"
-    fetched = _room(first.record, samples, capacity, scored, on_disk)
-    prepared = _room(first.prepared, samples, capacity, scored, on_disk)
+    fetched = _room(first.first.record, samples, capacity, scored, on_disk)
+    prepared = _room(first.first.prepared, samples, capacity, scored, on_disk)
     if prepared is None or fetched is None:
         chosen, other = ("fetched", "prepared") if prepared is None else ("prepared", "fetched")
         return chosen, f"caching samples as {chosen}: {other} they cannot be stored"
@@ -183,49 +195,24 @@ def choose_form(
     )
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A sample that was read to learn how samples are stored.
+def example_for(values: Sequence[Any]) -> Any:
+    """Return an example for the layout of a cache of samples like `values`.
 
-    Attributes:
-        id: of the sample.
-        record: as it was fetched.
-        value: what the cache is to hold.
+    If their sizes differ, it is bytes as long as the longest record; so they are for encoded pictures, whose size
+    varies by its nature.
     """
-
-    id: int
-    record: Any
-    value: Any
-
-
-def look_again(source: Source, before: Compose, first: Sample) -> tuple[Sample | None, Any]:
-    """Another sample, if there is one, and an example for the layout of a new cache.
-
-    One sample does not show whether all have its size, so the last one is read too, unless the first one's size is
-    variable by its nature, as that of encoded pictures is.
-    """
-    id = len(source) - 1
     with suppress(CodecError, RecursionError):
-        structure, arrays = encode(first.value, allow_pickle=True)
-        if id == first.id or not (structure.fixed and structure.has_views):
-            return None, first.value
-        with suppress(Exception), untouched(source):  # it will come again when the sample is asked for
-            with Watch(before, source) as watch:
-                record = private(source.fetch(id))
-                second = Sample(id, record, before(private(record)))
-                if watch.moved() or watch.made():
-                    return None, first.value  # it will be found out what draws when the sample is asked for
-            other, other_arrays = encode(second.value, allow_pickle=True)
-            if other is structure:
-                return second, first.value
-            size = max(record_size(structure, arrays), record_size(other, other_arrays))
-            return second, bytes(size)  # of no fixed size
-    return None, first.value
+        structure, _ = encode(values[0], allow_pickle=True)
+        if structure.fixed and structure.has_views:
+            forms = [encode(value, allow_pickle=True) for value in values]
+            if any(other is not structure for other, _ in forms):
+                return bytes(max(record_size(*form) for form in forms))
+    return values[0]
 
 
 def example_of_both(first: FirstLook) -> Any:
     """An example for the layout of a cache that holds both forms: of no fixed size, as long as the shorter."""
-    sizes = [record_size(*encode(value, allow_pickle=True)) for value in (first.record, first.prepared)]
+    sizes = [record_size(*encode(value, allow_pickle=True)) for value in (first.first.record, first.first.prepared)]
     return bytes(min(sizes))
 
 

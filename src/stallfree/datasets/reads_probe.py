@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 from stallfree.batches.recorded_reads import record_sample
-from stallfree.datasets.dataset_probe import ATTEMPTS, FirstLook
+from stallfree.datasets.dataset_probe import LOOKS, FirstLook, Sample
 from stallfree.errors import InputError, SampleError, reads_nothing
 from stallfree.frames import users_level
+from stallfree.ipc.forked import call_in_child
 from stallfree.pipeline.classify.determinism import Split, StallfreeWarning
+from stallfree.pipeline.classify.outcomes import spread
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.generators import find_generators, global_generators, preserved
 from stallfree.pipeline.protocol import Source, sample_error
 from stallfree.sources.mapped import MapSource, as_source
 from stallfree.sources.reads.open_calls import install
@@ -35,30 +37,36 @@ def reads_source(dataset: Any) -> MapSource:
 
 
 def look_at_reads(source: Source, steps: Compose) -> FirstLook:
-    """Index the first sample that can be had; what it reads is the record.
+    """Index the first sample that can be had, in a child process; what it reads is the record.
 
-    It is indexed once more if it seems to read past `open`, which is then reported. The generators are left as they
-    were. Raises `SampleError` when none of the first samples can be had, `InputError` when nothing was read that can be
-    cached.
+    It is indexed once more if it seems to read past `open`, which is then reported. Raises `SampleError` when none of
+    these samples can be had, `InputError` when nothing was read that can be cached.
     """
     assert isinstance(source, MapSource)
-    problems: list[SampleError] = []
-    for id in range(min(ATTEMPTS, len(source))):
+    id, record, report = call_in_child(partial(_look, source), f"the first look at {type(source.dataset).__name__}")
+    if report:
+        warnings.warn(report, StallfreeWarning, stacklevel=users_level())
+    return FirstLook([Sample(id, record, record)], Split(Compose([]), steps, ()))
+
+
+def _look(source: MapSource) -> tuple[int, Record, str]:
+    """Return a sample's id, its record, and a warning or "", in a child process."""
+    problem: SampleError | None = None
+    for id in spread(len(source), LOOKS):
         try:
-            with preserved([*global_generators(), *find_generators(source.dataset)]):
-                record, unseen = _record(source.dataset, id)
-                if unseen is not None and files_of(record):
-                    _, unseen = _record(source.dataset, id)  # without the imports of the first time
+            record, unseen = _record(source.dataset, id)
+            if unseen is not None and files_of(record):
+                _, unseen = _record(source.dataset, id)  # without the imports of the first time
         except Exception as error:
-            problem = sample_error(error, source, id, "fetching")
-            problem.__cause__ = None if problem is error else error
-            problems.append(problem)
+            if problem is None:
+                problem = sample_error(error, source, id, "fetching")
+                problem.__cause__ = None if problem is error else error
             continue
         if not files_of(record):
             raise _nothing(source.dataset, id)
-        _report(source.dataset, id, record, unseen)
-        return FirstLook(id, record, record, Split(Compose([]), steps, ()))
-    raise problems[0]
+        return id, record, _report(source.dataset, id, record, unseen)
+    assert problem is not None
+    raise problem
 
 
 def _record(dataset: Any, id: int) -> tuple[Record, float | None]:
@@ -71,20 +79,18 @@ def _record(dataset: Any, id: int) -> tuple[Record, float | None]:
     return record, share if unseen >= _UNSEEN_BYTES and share >= _UNSEEN_SHARE else None
 
 
-def _report(dataset: Any, id: int, record: Record, unseen: float | None) -> None:
-    """Warn of bytes that a sample reads past `open`."""
+def _report(dataset: Any, id: int, record: Record, unseen: float | None) -> str:
+    """Return a warning of bytes that a sample reads past `open`; "" if there are none."""
     mapped = [path for path in mapped_files() if path not in files_of(record)]
     if unseen is None and not mapped:
-        return
+        return ""
     library, cure = native_library(dataset)
     if unseen is None and not MAPPING & set(library.split(" or ")):
-        return
+        return ""
     what = f"{mapped[0]}, which is mapped into memory," if unseen is None else f"{unseen:.0%} of the bytes"
-    warnings.warn(
+    return (
         f"form='reads' caches what passes Python's open(), and {what} of {type(dataset).__name__}[{id}] "
-        f"{'does' if unseen is None else 'do'} not: {library} opens files itself. In its place use {cure}",
-        StallfreeWarning,
-        stacklevel=users_level(),
+        f"{'does' if unseen is None else 'do'} not: {library} opens files itself. In its place use {cure}"
     )
 
 

@@ -33,7 +33,7 @@ from stallfree.sampling.plans.window import WindowPlan, replace_count
 from stallfree.sampling.ranks import checked_hosts, environment_number, hosts_of_job, job_name, warn_of_ranks_here
 from stallfree.sampling.sources import order_of
 from stallfree.sampling.window_fill import FillProcesses, FillSetup
-from stallfree.sampling.window_size import FirstSamples, Fit, fit_budget, fit_count
+from stallfree.sampling.window_size import Fit, fit_budget, fit_count
 from stallfree.sampling.window_source import FILLERS, Field, Window
 from stallfree.sources import as_source
 from stallfree.stats import SmartCacheStats
@@ -139,8 +139,8 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         # Ranks that draw a seed, and jobs that resume, have one size of window: another seed does not change it.
         order: dict[str, Any] = {"shuffle": shuffle, "part": hosts}
         reach = WindowPlan(len(self.source), 1, 0, seed=self.seed or 0, **order)
-        sizes = FirstSamples(self.source, before, first.id, first.prepared, reach)
-        fit = _fit(sizes, cache_num, capacity, replace_rate, len(self.source))
+        looked = {sample.id: sample.prepared for sample in first.samples}
+        fit = _fit(list(looked.values()), cache_num, capacity, replace_rate, len(self.source), reach.total)
         self.cache_num = fit.size
         self.replace_num = replace_count(fit.size, replace_rate, reach.total)
         self.cache = self._open_cache(fit, before, order, name)
@@ -148,7 +148,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         sizes_of = fit.size, self.replace_num, reach.total if full_epoch else fit.size
         self.window = Window(self.reader, *sizes_of, whole=full_epoch, seed=self.seed, order=order, on_late=on_late)
         if self.window.state.epoch < 0:
-            self.window.keep(sizes)
+            self.window.keep(looked)
         fillers = num_fill_workers if self.replace_num and not current_process().daemon else 0
         self._fillers = FillProcesses(FillSetup(self.window.with_own_threads(), fillers), context)
         self._end = weakref.finalize(self, _close, self._fillers, self.window)
@@ -363,14 +363,15 @@ def _close(fillers: FillProcesses, window: Window) -> None:
     window.close()
 
 
-def _fit(sizes: FirstSamples, count: int | None, capacity: int | str | None, rate: float, samples: int) -> Fit:
-    """The window of `count` samples, or the one that fits into `capacity`."""
-    total = sizes.reach.total
+def _fit(
+    looked: list[Any], count: int | None, capacity: int | str | None, rate: float, samples: int, total: int
+) -> Fit:
+    """The window of `count` samples of `total`, or the one that fits into `capacity`."""
     if capacity is not None:
-        return fit_budget(sizes, samples, parse_size(capacity, "capacity"), rate, total)
+        return fit_budget(looked, samples, parse_size(capacity, "capacity"), rate, total)
     assert count is not None
     count = min(count, total)
-    return fit_count(sizes, samples, count, replace_count(count, rate, total))
+    return fit_count(looked, samples, count, replace_count(count, rate, total))
 
 
 class WindowSource(EpochSource):

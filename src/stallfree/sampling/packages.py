@@ -360,15 +360,17 @@ class PackageWork:
         if self._pool is not None:
             fetches = self._pool.map(self._fetch, ids.tolist())
         reads = size = 0
+        states = self._reader.split.watch()
         for id, fetched in zip(ids.tolist(), fetches, strict=True):
             if fetched is None:
                 continue
             reads, size = reads + 1, size + payload_bytes(fetched[0])
             try:
-                with self._reader.split.watch() as watch:
-                    value = self._reader.deterministic(private(fetched[0]))  # the source may keep a reference
-                    if watch.moved() or not self._reader.current:
-                        continue  # the loader detects an undeclared random step when it requests the sample
+                value = self._prepared(id, fetched[0])
+                if states is not None and states.moved():
+                    continue  # the loader detects an undeclared random step when it requests the sample
+                if not self._reader.current:
+                    continue
                 record = encode(value, allow_pickle=self._cache.allow_pickle)
             except Exception:
                 continue
@@ -383,6 +385,13 @@ class PackageWork:
             self._full = not self.packages.add(self._ids, self._records)
             self._taken[self._ids] = False
             self._ids, self._records, self._bytes = [], [], 0
+
+    def _prepared(self, id: int, record: Any) -> Any:
+        """Return the output of the deterministic steps. Raises `Reclassified` if one of them proves random."""
+        split = self._reader.split
+        if split.takes_look():
+            return split.make_twice(lambda: private(record), id, split.deterministic.transforms)
+        return split.deterministic(private(record))  # the source may keep a reference
 
     def _fetch(self, id: int) -> tuple[Any] | None:
         source = self._reader.source

@@ -1,28 +1,20 @@
-"""The size of a Smart Cache in samples and bytes, estimated from the sizes of the first samples."""
+"""The size of a Smart Cache in samples and bytes, estimated from the sizes of some samples."""
 
 from __future__ import annotations
 
-import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stallfree.batches.sample_access import untouched
 from stallfree.cache.memory.layout import Meta, plan_layout
 from stallfree.cache.memory.limits import free_memory
-from stallfree.errors import CapacityError, capacity_too_large, capacity_too_small, text_of
-from stallfree.pipeline.classify.watch import Watch
+from stallfree.errors import CapacityError, capacity_too_large, capacity_too_small
 from stallfree.pipeline.codec import encode, record_size
-from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.structure import Structure
-from stallfree.pipeline.values import private
-from stallfree.sampling.plans.window import WindowPlan, replace_count
+from stallfree.sampling.plans.window import replace_count
 from stallfree.units import format_size
 
-log = logging.getLogger("stallfree")
-
-_MEASURED = 8
 _MARGIN = 1.5
 _SPARE = 0.9
 
@@ -50,9 +42,9 @@ class _Measured:
     largest: int
 
 
-def fit_count(sizes: FirstSamples, total: int, size: int, replace: int) -> Fit:
+def fit_count(samples: Sequence[Any], total: int, size: int, replace: int) -> Fit:
     """Memory for `size` samples and `replace` more. Raises `CapacityError` if they exceed free memory."""
-    found = _measure(sizes)
+    found = _measure(samples)
     count, free = size + replace, free_memory()
     least = _capacity(total, count, found, found.mean)
     if least > free * _SPARE:
@@ -66,9 +58,9 @@ def fit_count(sizes: FirstSamples, total: int, size: int, replace: int) -> Fit:
     return Fit(size, min(generous, int(free * _SPARE)), found.example)
 
 
-def fit_budget(sizes: FirstSamples, total: int, capacity: int, rate: float, available: int) -> Fit:
+def fit_budget(samples: Sequence[Any], total: int, capacity: int, rate: float, available: int) -> Fit:
     """The most of the `available` samples that fit into `capacity` bytes with their replacements."""
-    found = _measure(sizes)
+    found = _measure(samples)
     meta = _layout(total, capacity, found)
     blocks = 1 if meta.common else math.ceil(found.mean / meta.block)
     room = meta.num_blocks // blocks
@@ -84,18 +76,14 @@ def fit_budget(sizes: FirstSamples, total: int, capacity: int, rate: float, avai
     return Fit(size, capacity, found.example)
 
 
-def _measure(sizes: FirstSamples) -> _Measured:
-    """Measure the first samples; only two if their sizes are fixed and equal."""
-    values = sizes.more(2)
-    forms = [encode(value, allow_pickle=True) for value in values]
-    first = forms[0][0]
+def _measure(samples: Sequence[Any]) -> _Measured:
+    """Measure some samples, as the cache stores them."""
+    forms = [encode(value, allow_pickle=True) for value in samples]
+    first, sizes = forms[0][0], [record_size(*form) for form in forms]
     if first.fixed and all(structure is first for structure, _ in forms):
-        size = record_size(*forms[0])
-        return _Measured(values[0], first, size, size)
-    values = sizes.more(_MEASURED)
-    bytes_of = [record_size(*encode(value, allow_pickle=True)) for value in values]
-    example = bytes(max(bytes_of))
-    return _Measured(example, encode(example)[0], sum(bytes_of) / len(bytes_of), max(bytes_of))
+        return _Measured(samples[0], first, sizes[0], sizes[0])
+    example = bytes(max(sizes))
+    return _Measured(example, encode(example)[0], sum(sizes) / len(sizes), max(sizes))
 
 
 def _layout(total: int, capacity: int, found: _Measured) -> Meta:
@@ -115,33 +103,3 @@ def _capacity(total: int, count: int, found: _Measured, size: float) -> int:
         except CapacityError:
             pass
         capacity += capacity // 16
-
-
-class FirstSamples:
-    """Reads the first samples of the window to measure their size, and keeps them."""
-
-    def __init__(self, source: Source, before: Compose, id: int, value: Any, reach: WindowPlan) -> None:
-        self.reach = reach
-        self.read: list[tuple[int, Any]] = [(id, value)]
-        self.drew: set[int] = set()  # prepared again by a reader that detects random steps
-        self._source = source
-        self._before = before
-
-    def more(self, count: int) -> list[Any]:
-        """The cached values of `count` samples, without those that fail."""
-        known = {id for id, _ in self.read}
-        with untouched(self._source):
-            for id in self.reach.sequence(0, min(count, self.reach.total)).tolist():
-                if id not in known:
-                    self._read(id)
-        return [value for _, value in self.read]
-
-    def _read(self, id: int) -> None:
-        try:  # steps may change their input, and the source may keep a reference
-            record = private(self._source.fetch(id))
-            with Watch(self._before) as watch:
-                self.read.append((id, self._before(record)))
-                if watch.moved() or watch.made():
-                    self.drew.add(id)
-        except Exception as error:  # raised again when the sample is requested
-            log.info("sample %d could not be read to learn its size: %s", id, text_of(error))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from stallfree.pipeline.randomness import peek_seed
 from stallfree.sampling.epoch_source import Ids
 from stallfree.sampling.plans.states import check_state
 from stallfree.sampling.plans.window import WindowPlan
-from stallfree.sampling.window_size import FirstSamples
 from stallfree.sources.throttle import payload_bytes
 
 FILLERS = 64
@@ -328,10 +327,10 @@ class Window:
 
     # -- filling ------------------------------------------------------------------------------------------------------
 
-    def keep(self, sizes: FirstSamples) -> None:
-        """Store the samples from `sizes` that are in the first window."""
-        coming = set(self.plan.window(0).tolist()) - sizes.drew
-        for id, value in sizes.read:
+    def keep(self, samples: Mapping[int, Any]) -> None:
+        """Store the `samples`, by id, that are in the first window."""
+        coming = set(self.plan.window(0).tolist())
+        for id, value in samples.items():
             self._cache.count_fetch(1, payload_bytes(value))
             if id in coming:
                 self.reader.store([id], [value])

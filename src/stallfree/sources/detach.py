@@ -1,9 +1,9 @@
-"""Copies of a data set in which attributes have other values, and data sets that are indexed without a trace."""
+"""Copies of a data set in which attributes have other values."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -41,40 +41,6 @@ def set_attribute(thing: Any, name: str, value: Any) -> None:
         setattr(thing, name, value)
     except AttributeError:
         object.__setattr__(thing, name, value)
-
-
-def lazily_made(dataset: Any) -> Callable[[], None]:
-    """Returns a function that drops what `dataset`, and the data sets in its attributes, make from now on.
-
-    That is the value of each attribute that is None or not there now: a file that is opened or a pool of threads that
-    is started for the first sample. Processes that are forked later cannot use these, and make their own.
-    """
-    before = [(attributes, dict(attributes)) for attributes in _attributes(dataset, 0)]
-
-    def drop() -> None:
-        for attributes, old in before:
-            for name, value in list(attributes.items()):
-                if name not in old:
-                    del attributes[name]
-                elif old[name] is None and value is not None:
-                    attributes[name] = None
-
-    return drop
-
-
-_DEEPEST = 8
-
-
-def _attributes(dataset: Any, depth: int) -> Iterator[dict[str, Any]]:
-    """The attributes of a data set, and of those that it is made of, as `Subset` and `ConcatDataset` are."""
-    attributes = getattr(dataset, "__dict__", None)
-    if not isinstance(attributes, dict) or depth > _DEEPEST:
-        return
-    yield attributes
-    for value in list(attributes.values()):
-        for part in value[:_DEEPEST] if type(value) in (list, tuple) else (value,):
-            if hasattr(type(part), "__getitem__") and hasattr(part, "__dict__"):
-                yield from _attributes(part, depth + 1)
 
 
 def is_same(value: Any, other: Any) -> bool:

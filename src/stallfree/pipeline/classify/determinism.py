@@ -9,10 +9,13 @@ from typing import Any
 
 from stallfree.errors import text_of
 from stallfree.frames import users_level
+from stallfree.ipc.forked import call_in_child
 from stallfree.pipeline.classify.libraries import known
-from stallfree.pipeline.classify.probe import run_step, try_step
+from stallfree.pipeline.classify.names import random_name
+from stallfree.pipeline.classify.outcomes import Found, States, StepError, Trust, earliest, make_twice
 from stallfree.pipeline.compose import Compose, Transform, describe_step, flatten, halves_of
-from stallfree.pipeline.marks import mark_deterministic, mark_random
+from stallfree.pipeline.generators import find_generators
+from stallfree.pipeline.marks import mark_deterministic, mark_random, note_drew
 
 __all__ = ["Split", "StallfreeWarning", "Verdict", "mark_deterministic", "mark_random", "split"]
 
@@ -38,10 +41,10 @@ class Verdict:
     random: bool
     """Whether the output may differ for the same input."""
     reason: str
-    """Source of the verdict: `"mark"`, `"torchvision"`, `"albumentations"`, `"monai"` or `"probe"` (a scan of the code
-    and a trial); `"seen"` for a step that drew random numbers while a cache was filled, `"halves"` for the two that
+    """Source of the verdict: `"mark"`, `"torchvision"`, `"albumentations"`, `"monai"` or `"probe"` (two runs, and the
+    names in its code); `"seen"` for a step that proved random while a cache was filled, `"halves"` for the two that
     replace one random step, `"undecided"` without evidence, and `"after"` for a step behind the first random one, which
-    is neither cached nor tried."""
+    is neither cached nor run."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +88,21 @@ def split(transform: Transform | None, probe: Any = None) -> Split:
     Only the output of the deterministic part may be cached.
 
     Nested compositions are flattened first (see `flatten`). A step is classified by the user's mark, then by its
-    library's declaration. If `probe` is given, its code is then scanned for unseeded generators, clocks and entropy,
-    and it is run twice from different states of the random generators. `probe` is a value for the first step, for
-    instance what a source's `fetch` returned; it is copied, and generators and steps are left unchanged. The steps
-    before a tried step also run on it. None means no probe.
+    library's declaration. Any other step is random if it draws random numbers, or if two runs on `probe` differ. A step
+    whose code names a source of randomness, such as `default_rng` or `shuffle`, counts as random too, with a
+    `StallfreeWarning` if its runs did not differ. The steps run in a child process, so that they and the generators are
+    left unchanged.
 
-    The verdict holds for this value. While a cache is filled, a step that draws random numbers for another sample
-    becomes random; see `CachedDataset`.
-
-    An undecided step counts as random, with a `StallfreeWarning` that names it.
+    The verdict holds for this value. A step that proves random for another sample while a cache is filled becomes
+    random then; see `CachedDataset`.
 
     If the first random step has a method `halves() -> (deterministic, random)`, where `random(deterministic(x))` equals
     the step's result for `x`, the two replace it; the first one ends the part that may be cached.
+
+    Args:
+        transform: the pipeline.
+        probe: a value for the first step, for instance what a source's `fetch` returned. None: nothing is run, and
+            steps that are not declared by a mark or a library count as random, with a `StallfreeWarning`.
 
     Example:
         ```python
@@ -105,68 +111,80 @@ def split(transform: Transform | None, probe: Any = None) -> Split:
         assert parts.random.transforms == (flip,)
         ```
     """
-    flat = flatten(transform)
-    values = _Values(flat, probe)
-    steps: list[Transform] = []
+    steps = flatten(transform)
+    count = declared(steps)
+    if all(known(step) is not None for step in steps[:count]) and probe is None:
+        found = None
+    elif probe is None:
+        at = next(at for at, step in enumerate(steps) if known(step) is None)
+        found = Found(at, "there is no sample to try it on", certain=False)
+    else:
+        found = call_in_child(lambda: _trial(steps[:count], probe), "the trial of the transform")
+    return divide(steps, found)
+
+
+def declared(steps: Sequence[Transform]) -> int:
+    """Return how many steps come before the first one that a mark or a library declares random."""
+    return next((at for at, step in enumerate(steps) if (known(step) or (False,))[0]), len(steps))
+
+
+def named(steps: Sequence[Transform]) -> Found | None:
+    """Return the first of `steps` whose code names a source of randomness, unless a mark or library declares it."""
+    for at, step in enumerate(steps):
+        if known(step) is None and (name := random_name(step)):
+            return Found(at, f"its code names {name}", certain=False)
+    return None
+
+
+def _trial(steps: Sequence[Transform], probe: Any) -> Found | None:
+    """Run `steps` on `probe`, in a child process."""
+    found = named(steps)
+    try:
+        trust = [Trust(), *map(Trust.of, steps)]
+        _, differs = make_twice(lambda: probe, None, steps, trust, States(find_generators(steps)))
+    except StepError as problem:
+        text = f"it raised {type(problem.error).__name__}: {text_of(problem.error)}"
+        differs = Found(problem.at, text, certain=False)
+    return earliest(found, differs)
+
+
+def divide(steps: Sequence[Transform], found: Found | None) -> Split:
+    """Return the split of `steps`, of which `found` is the first random one that no mark or library declares.
+
+    Warns of a step that is only doubtful.
+    """
+    count = declared(steps) if found is None else found.at
     verdicts: list[Verdict] = []
-    count: int | None = None  # number of deterministic steps, once the first random one is found
-    for place, step in enumerate(flat):
-        sign = known(step)
-        if sign is not None:
-            verdict = Verdict(describe_step(step), *sign)
-        elif count is not None:
-            verdict = Verdict(describe_step(step), True, "after")
-        else:
-            verdict = _tried(step, place, values)
-        halves = halves_of(step) if count is None and verdict.random else None
-        if verdict.random and count is None:
-            count = place + (halves is not None)
-        steps += halves or [step]
-        if halves is None:
-            verdicts.append(verdict)
-        else:
+    parts: list[Transform] = []
+    end = count
+    for at, step in enumerate(steps):
+        name, sign = describe_step(step), known(step)
+        if found is not None and at == count:
+            sign = _sign_of(step, found)
+        halves = halves_of(step) if at == count else None
+        if halves is not None:
             verdicts += (Verdict(describe_step(half), half is halves[1], "halves") for half in halves)
-    count = len(steps) if count is None else count
-    return Split(Compose(steps[:count]), Compose(steps[count:]), tuple(verdicts))
+            parts += halves
+            end = count + 1
+            continue
+        verdicts.append(Verdict(name, *(sign or ((True, "after") if at > count else (False, "probe")))))
+        parts.append(step)
+    return Split(Compose(parts[:end]), Compose(parts[end:]), tuple(verdicts))
 
 
-class _Values:
-    """The input of each step when the first one gets `probe`, computed lazily."""
-
-    def __init__(self, steps: Sequence[Transform], probe: Any) -> None:
-        self.given = probe is not None
-        self._steps, self._place, self._value = steps, 0, probe
-
-    def before(self, place: int) -> Any:
-        while self._place < place:
-            self._value = run_step(self._steps[self._place], self._value)
-            self._place += 1
-        return self._value
-
-    def learn(self, place: int, output: Any) -> None:
-        """Record that the step at `place` returned `output`."""
-        self._place, self._value = place + 1, output
-
-
-def _tried(step: Transform, place: int, values: _Values) -> Verdict:
-    """Return the verdict of a trial; random, with a warning, if no trial is possible or it is inconclusive."""
-    why = "there is no sample to try it on"
-    if values.given:
-        try:
-            value = values.before(place)
-        except Exception as error:
-            why = f"a step before it raised {type(error).__name__}: {text_of(error)}"
-        else:
-            trial = try_step(step, value)
-            if trial.random is not None:
-                values.learn(place, trial.output)
-                return Verdict(describe_step(step), trial.random, "probe")
-            why = trial.why
+def _sign_of(step: Transform, found: Found) -> tuple[bool, str]:
+    """Return the verdict on the step that `found` is about."""
+    if known(step) is not None:
+        note_drew(step)  # its library declares it deterministic
+        return True, "seen"
+    if found.certain:
+        return True, "probe"
     warnings.warn(
-        f"cannot tell whether the transform {describe_step(step)} gives the same output for the same input: {why}. It "
-        "counts as random, so it and all steps after it run again in each epoch. If it is deterministic, mark it with "
-        "stallfree.mark_deterministic(transform), otherwise with stallfree.mark_random(transform)",
+        f"cannot tell whether the transform {describe_step(step)} gives the same output for the same input: "
+        f"{found.why}. It counts as random, so it and all steps after it run again in each epoch. If it is "
+        "deterministic, mark it with stallfree.mark_deterministic(transform), otherwise with "
+        "stallfree.mark_random(transform)",
         StallfreeWarning,
         stacklevel=users_level(),
     )
-    return Verdict(describe_step(step), True, "undecided")
+    return True, "undecided"

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from stallfree.errors import cut_refused
-from stallfree.pipeline.classify.probe import all_generators
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint
-from stallfree.pipeline.generators import preserved
+from stallfree.pipeline.generators import find_generators, global_generators, preserved
 from stallfree.pipeline.values import private
 from stallfree.sources.base import BaseSource
 from stallfree.sources.cutting.recorded import (
@@ -113,7 +112,7 @@ class BareSource(BaseSource):
         if key not in self._lengths:
             calls = output.recorder.calls
             plan, tree = taken(None, calls[: 1 + next(at for at, call in enumerate(calls) if call is output.call)])
-            with preserved(all_generators(self._transforms)):
+            with preserved([*global_generators(), *find_generators(self._transforms)]):
                 real = part_of(called(plan, private(tree), self._transforms)[1][-1], output.path)
             if not isinstance(real, (tuple, list, np.ndarray, torch.Tensor)):
                 refuse(output, f"its output, of type {type(real).__name__}, was iterated over")

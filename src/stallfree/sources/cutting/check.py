@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import partial
 from typing import Any, NoReturn
 
 from stallfree.errors import InputError, cut_random, cut_refused, text_of
-from stallfree.pipeline.classify.probe import all_generators, same, same_pickles, try_calls
-from stallfree.pipeline.classify.scan import scan
+from stallfree.ipc.forked import call_in_child
+from stallfree.pipeline.classify.names import random_name
+from stallfree.pipeline.classify.outcomes import States, Trust, make_twice, spread
 from stallfree.pipeline.compose import Compose, Transform
-from stallfree.pipeline.generators import Handle, preserved
+from stallfree.pipeline.generators import Handle, find_generators, global_generators
 from stallfree.pipeline.marks import mark_of
 from stallfree.pipeline.protocol import sample_error
 from stallfree.pipeline.randomness import sample_seed
-from stallfree.pipeline.values import private
+from stallfree.pipeline.same import same
 from stallfree.sources.cutting.bare import BareSource
 from stallfree.sources.cutting.recorded import Plan
 from stallfree.sources.detach import with_values
 
-_SPREAD = 6
-"""Samples that are compared beside the first and the last one."""
+_SAMPLES = 8
+"""Samples that are compared."""
 
 
 class Check:
@@ -40,21 +41,25 @@ class Check:
 
     def source(self, ids: Sequence[int]) -> tuple[BareSource, list[Transform]]:
         """The source of the records and the steps after it, compared on `ids` and others. Raises `InputError`."""
-        with preserved(all_generators(self._dataset)):
-            self._handles = all_generators(self._dataset)
-            reading = self._bare()
-            samples = self._samples([*_spread(len(self._dataset)), *ids])
-            plans = [self._plan(reading, id) for id in samples]
-            self._require_calls(plans, list(samples))
-            self._require_steady(next(iter(samples)))
-            flat = all(plan == plans[0] for plan in plans) and self._flat(plans[0], samples)
-            if not flat:
-                steps = reading.make_planned()
-                for id, sample in samples.items():
-                    self._require_same(id, sample, reading, steps)
-        source = self._bare()  # what a data set opens is opened where it is used
-        steps = (flat and source.make_flat(plans[0])) or source.make_planned()
-        return source, steps
+        plan = call_in_child(partial(self._find_plan, ids), f"the cut of {self._kind}")
+        source = self._bare()
+        steps = None if plan is None else source.make_flat(plan)
+        return source, source.make_planned() if steps is None else steps
+
+    def _find_plan(self, ids: Sequence[int]) -> Plan | None:
+        """The plan of all samples if their records are flat; None if each record has its plan. In a child process."""
+        self._handles = [*global_generators(), *find_generators(self._dataset)]
+        reading = self._bare()
+        samples = self._samples([*spread(len(self._dataset), _SAMPLES), *ids])
+        plans = [self._plan(reading, id) for id in samples]
+        self._require_calls(plans, list(samples))
+        self._require_steady(list(samples))
+        if all(plan == plans[0] for plan in plans) and self._flat(plans[0], samples):
+            return plans[0]
+        steps = reading.make_planned()
+        for id, sample in samples.items():
+            self._require_same(id, sample, reading, steps)
+        return None
 
     def _bare(self) -> BareSource:
         try:
@@ -119,18 +124,20 @@ class Check:
                     "after the transform cannot be cut"
                 )
 
-    def _require_steady(self, id: int) -> None:
-        """Raise `InputError` if what is read depends on chance in a way that no generator shows."""
+    def _require_steady(self, ids: Sequence[int]) -> None:
+        """Raise `InputError` if what is read depends on chance."""
         if mark_of(self._dataset) is False:
             return
         reading = self._bare()
         bare = with_values(self._dataset, dict.fromkeys(self._names))
-        code = scan(bare)
-        if code.finding is not None:
-            self._refuse_random(f"its code uses {code.finding.what}", certain=code.finding.certain)
-        trial = try_calls(bare, [lambda: private(reading.fetch(id))] * 2, code.read)
-        if trial.random is not False:
-            self._refuse_random(f"when sample {id} was read, {trial.why}", certain=trial.random is True)
+        if name := random_name(bare):
+            self._refuse_random(f"its code names {name}", certain=False)
+        states = States(find_generators(bare))
+        for id in ids:
+            fetch = partial(reading.fetch, id)
+            _, found = make_twice(fetch, fetch, (), [Trust.of(bare)], states)
+            if found is not None:
+                self._refuse_random(f"when sample {id} was read, {found.why}", certain=found.certain)
 
     def _refuse_random(self, why: str, *, certain: bool) -> NoReturn:
         if certain:
@@ -168,8 +175,6 @@ class Check:
                 "as they are"
             ) from error
         equal = same(sample, made)
-        if equal is None:
-            equal = same_pickles(sample, made)
         if equal:
             return
         if equal is None:
@@ -187,10 +192,3 @@ class Check:
             f"{self._what}: sample {id} differs if the transform runs after the rest of __getitem__: call the "
             "transform with what it needs, and return its output as it is"
         )
-
-
-def _spread(length: int) -> list[int]:
-    """The first, the last and some ids between, always the same."""
-    edges = [place * length // _SPREAD for place in range(_SPREAD + 1)]
-    between = [low + sample_seed(0, 0, low) % (high - low) for low, high in pairwise(edges) if low < high]
-    return sorted({0, length - 1, *between})

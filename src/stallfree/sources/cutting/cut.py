@@ -11,7 +11,7 @@ from stallfree.pipeline.compose import Transform
 from stallfree.sources.base import normalize_id, require_samples
 from stallfree.sources.cut_source import CutSource
 from stallfree.sources.cutting.check import Check
-from stallfree.sources.detach import lazily_made, value_at
+from stallfree.sources.detach import value_at
 from stallfree.sources.mapped import is_source, require_map_style
 
 
@@ -31,7 +31,7 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
     `__getitem__` does with the output needs the output itself, and is refused.
 
     The first and the last sample and six others are made with and without `cut` from equal states of the random
-    generators, and must be equal bit for bit.
+    generators, in a child process, and must be equal bit for bit.
 
     Args:
         dataset: a map-style data set.
@@ -64,11 +64,7 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
         raise cut_attribute("cut got no attribute: name the one that holds the transform: cut(dataset, 'transform')")
     transforms = [_transform_at(dataset, name) for name in attributes]
     ids = [normalize_id(id, len(dataset)) for id in check]
-    drop = lazily_made(dataset)  # by data sets in its attributes, which its copies share
-    try:
-        bare, steps = Check(dataset, attributes, transforms).source(ids)
-    finally:
-        drop()
+    bare, steps = Check(dataset, attributes, transforms).source(ids)
     return CutSource(dataset, bare, steps, attributes)
 
 
