@@ -116,14 +116,15 @@ def _receive(reading: int, pid: int, what: str, deadline: float) -> tuple[bool, 
             raise WaitError(f"{what} took too long in its process, and was ended: does it wait for a lock or a thread?")
         if select.select([reading], [], [], 0 if ended else _CHECK_SECONDS)[0]:
             chunk = os.read(reading, 1 << 20)
-        else:
-            chunk = b"" if ended else None
-            ended = ended or _exit_code(pid) is not None  # another process may have inherited the pipe
-        if chunk == b"":
+            ended = not chunk
+        elif not ended:
+            ended = _exit_code(pid) is not None  # another process may have inherited the pipe
+            continue
+        if ended:
             while (code := _exit_code(pid)) is None and time.monotonic() < deadline:
                 time.sleep(_PAUSE_SECONDS)
             raise WorkerError(f"{what} was not finished: {how_it_ended(code)}")
-        data += chunk or b""
+        data += chunk
         if returned is None and len(data) >= _LENGTH.size:
             returned, length = _LENGTH.unpack_from(data)
             del data[: _LENGTH.size]

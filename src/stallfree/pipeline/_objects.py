@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
-import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Iterator
-from pathlib import PurePath
+from importlib.machinery import ModuleSpec
+from itertools import accumulate
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-_LIBRARIES = {
-    *("stallfree", "torch", "torchvision", "torchaudio", "numpy", "scipy", "PIL", "cv2", "monai", "albumentations"),
+import xxhash
+
+_KNOWN = sys.stdlib_module_names | {
+    *("builtins", "typing_extensions", "stallfree", "torch", "torchvision", "torchaudio", "torchcodec", "numpy"),
+    *("scipy", "pandas", "polars", "pyarrow", "numba", "sklearn", "PIL", "cv2", "skimage", "imageio", "tifffile"),
+    *("simplejpeg", "turbojpeg", "kornia", "timm", "albumentations", "albucore", "monai", "nibabel", "SimpleITK"),
+    *("pydicom", "h5py", "zarr", "numcodecs", "netCDF4", "xarray", "lmdb", "msgpack", "fsspec", "s3fs", "gcsfs"),
+    *("boto3", "botocore", "requests", "soundfile", "librosa", "decord", "av", "transformers", "tokenizers"),
+    *("datasets", "huggingface_hub", "safetensors", "webdataset", "lightning", "pytorch_lightning", "accelerate"),
+    *("ray", "redis", "tqdm", "loguru", "rich", "yaml", "attr", "attrs", "einops", "tensorboard"),
 }
-"""Libraries wherever they are installed: some containers and builds from source have them outside of site-packages."""
+"""Libraries whose code is not looked at: it is identified by a version, and its outcomes show whether it is random."""
+_SITES = {"site-packages", "dist-packages"}
+_MOST_FILES = 256
+_IMPORT, _CONSTANT, _SMALL = (dis.opmap.get(name, -1) for name in ("IMPORT_NAME", "LOAD_CONST", "LOAD_SMALL_INT"))
 
 
 def attribute(thing: object, name: str, default: Any = None) -> Any:
@@ -24,32 +39,43 @@ def attribute(thing: object, name: str, default: Any = None) -> Any:
         return default
 
 
+def is_known(module: str) -> bool:
+    """Return whether `module` belongs to the standard library or to a known library."""
+    return module.partition(".")[0] in _KNOWN
+
+
 @functools.cache
 def library_version(module: str) -> str | None:
-    """Return the version of the installed library that contains `module`; None for the user's own code.
+    """Return the version of the library that contains `module`; None for the user's own code.
 
-    Library code is the standard library, this package, and installed packages with a version.
+    Libraries are the known ones and what was installed from an index. What was installed from a folder or a repository,
+    such as the user's own project, is the user's code.
     """
     top = module.partition(".")[0]
     if top == "builtins" or top in sys.stdlib_module_names:
         return "python"
-    package = sys.modules.get(top)
-    if top in _LIBRARIES and package is not None:
-        return str(attribute(package, "__version__", "unknown"))
-    places = [getattr(package, "__file__", None), *getattr(package, "__path__", ())]
-    if not any({"site-packages", "dist-packages"} & set(PurePath(place).parts) for place in places if place):
-        return None
-    version = getattr(package, "__version__", None)
-    if version is not None:
-        return str(version)
-    try:
-        return importlib.metadata.version(top)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    if top in _KNOWN:
+        return str(attribute(sys.modules.get(top), "__version__", "unknown"))
+    if top != module:
+        return library_version(top)
+    spec = _spec_of(top)
+    folders = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
+    files = f"{top}/".encode(), f"{top}.py,".encode()
+    sites = {parent for folder in folders for parent in Path(folder).parents if parent.name in _SITES}
+    for record in (record for site in sites for record in sorted(site.glob("*.dist-info/RECORD"))):
+        lines = [line for line in record.read_bytes().splitlines() if line.startswith(files)]
+        if lines:
+            installer = record.with_name("INSTALLER")
+            conda = installer.exists() and "conda" in installer.read_text()  # what it packs, it installs from a folder
+            if record.with_name("direct_url.json").exists() and not conda:
+                return None
+            hashes = xxhash.xxh3_128_hexdigest(b"\n".join(line for line in lines if b".pyc," not in line))
+            return f"{record.parent.name.removesuffix('.dist-info').rpartition('-')[2]} {hashes}"
+    return None
 
 
 def is_library(thing: object) -> bool:
-    """Return whether the function, class or module `thing` belongs to an installed library, not to the user."""
+    """Return whether the function, class or module `thing` belongs to a library, not to the user."""
     name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
     return isinstance(name, str) and library_version(name) is not None
 
@@ -60,24 +86,111 @@ def comes_from(thing: type, library: str) -> bool:
     return module == library or module.startswith(library + ".")
 
 
+@functools.cache
+def source_digest(module: str) -> str:
+    """Return a digest of the source of `module`, which is not run, and of the user's modules that it imports."""
+    digest, seen, todo = xxhash.xxh3_128(), set[str](), [module]
+    while todo and len(seen) < _MOST_FILES:
+        name = todo.pop()
+        if name in seen or is_known(name):
+            continue
+        seen.add(name)
+        if (version := library_version(name)) is not None:
+            digest.update(f"{name} {version}".encode())
+        elif (spec := _spec_of(name)) is not None:
+            with contextlib.suppress(
+                OSError, ImportError, SyntaxError, TypeError, AttributeError
+            ):  # no file, or not of Python
+                digest.update(name.encode() + Path(str(spec.origin)).read_bytes())
+                package = name if spec.submodule_search_locations else name.rpartition(".")[0]
+                todo += reversed(list(imports(attribute(spec.loader, "get_code")(name), package)))
+    return digest.hexdigest()
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """Return the specification of a module, which is not imported for that; None if there is none."""
+    if module in sys.modules:
+        spec: ModuleSpec | None = attribute(sys.modules[module], "__spec__")
+        return spec
+    path = None
+    for name in accumulate(module.split("."), "{}.{}".format):
+        finders = (attribute(finder, "find_spec") for finder in sys.meta_path)
+        spec = next((found for find in finders if find and (found := find(name, path)) is not None), None)
+        if spec is None or name == module:
+            return spec
+        path = spec.submodule_search_locations
+        if path is None:
+            return None
+    return None
+
+
+def imports(code: CodeType, package: str) -> Iterator[str]:
+    """Yield the full names of the modules that `code` of `package` imports, and of those that they may contain."""
+    for part in codes(code):
+        if _IMPORT not in part.co_code[::2]:
+            continue
+        before: list[Any] = [0, None]  # the level of an import and the names after "from" are loaded before it
+        extended = 0
+        for op, argument in zip(part.co_code[::2], part.co_code[1::2], strict=True):
+            argument |= extended
+            extended = argument << 8 if op == dis.EXTENDED_ARG else 0
+            if op in (_CONSTANT, _SMALL):
+                before = [before[1], part.co_consts[argument] if op == _CONSTANT else argument]
+            elif op == _IMPORT:
+                with contextlib.suppress(ImportError):  # beyond the top of its package
+                    name = importlib.util.resolve_name("." * before[0] + part.co_names[argument], package)
+                    yield from (name, *(f"{name}.{inner}" for inner in before[1] or ()))
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield `code` and the code nested in it, without that of annotations."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType) and constant.co_name != "__annotate__":
+            yield from codes(constant)
+
+
 def code_names(code: CodeType) -> set[str]:
     """Return the names of globals and attributes used by `code` and the code nested in it."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= code_names(constant)
-    return names
+    return {name for part in codes(code) for name in part.co_names}
 
 
-def used_globals(function: FunctionType) -> dict[str, Any]:
-    """Return the module-level values that `function` uses, by name, including those of user modules (`tools.scale`)."""
+def used_globals(function: FunctionType, *, libraries: bool = False) -> dict[str, Any]:
+    """Return the values outside of `function` that its code names, such as `SCALE`, `tools.scale` and `pkg.sub.scale`.
+
+    Modules that are imported inside of it count like those of its module. One that has never been imported is
+    represented by a digest of its source. With `libraries`, the functions, classes and modules that it names of known
+    libraries are included, such as `np.random`.
+    """
     names = code_names(function.__code__)
     found: dict[str, Any] = {}
+    expanded: set[int] = set()
+
+    def add(path: str, value: Any) -> None:
+        found[path] = value
+        if not isinstance(value, ModuleType) or id(value) in expanded:
+            return
+        expanded.add(id(value))
+        known = is_known(value.__name__)
+        for name in sorted(names & vars(value).keys()) if libraries or not known else ():
+            if not known or callable(vars(value)[name]) or isinstance(vars(value)[name], ModuleType):
+                add(f"{path}.{name}", vars(value)[name])
+
     for name in sorted(names & function.__globals__.keys()):
-        value = found[name] = function.__globals__[name]
-        if isinstance(value, ModuleType) and not is_library(value):
-            found |= {f"{name}.{part}": vars(value)[part] for part in sorted(names & vars(value).keys())}
+        add(name, function.__globals__[name])
+    for name in imports(function.__code__, function.__globals__.get("__package__") or ""):
+        if (source := _source_unless_imported(name)) is not None:
+            found[f"import {name}"] = source
+        elif name in sys.modules:
+            add(name, sys.modules[name])
     return found
+
+
+@functools.cache  # the first answer holds: a module that is imported later is represented by its source still
+def _source_unless_imported(module: str) -> str | None:
+    if is_known(module) or module in sys.modules or _spec_of(module) is None:
+        return None
+    return source_digest(module)
 
 
 def closure_values(function: FunctionType) -> dict[str, Any]:

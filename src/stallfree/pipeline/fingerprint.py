@@ -7,31 +7,45 @@ import enum
 import functools
 import inspect
 import logging
+import os
+import pickle
 import reprlib
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
 from stallfree.errors import InputError, StallfreeError
 from stallfree.pipeline._objects import attribute, closure_values, comes_from, library_version, used_globals
 from stallfree.pipeline.generators import GENERATOR_TYPES
-from stallfree.pipeline.marks import DREW, MARK
+from stallfree.pipeline.marks import DREW, mark_of
 from stallfree.pipeline.values import plain_bytes
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list"})
 """State that albumentations stores in a transform while it runs, or that concerns only its generators."""
 _OF_PROCESS = frozenset({"_pid", "_cache", "_latest", "_lock"})
 """Class attributes of fsspec's file systems that differ between processes."""
-_MANY = 256
-"""Length from which a list of plain values is hashed in bulk: data sets list a million samples."""
+_SILENT = ("threading", "_thread", "multiprocessing", "logging", "loguru", "structlog", "rich", "tqdm", "weakref")
+"""Libraries whose objects do not influence samples if the code names them: locks, loggers, progress bars."""
+_LONG = 256
+"""Length from which a container is pickled instead of walked through: data sets list a million samples."""
+_LARGE = 1 << 30
+"""Bytes from which an array in memory is represented by a sample of them, as each array in a mapped file is."""
+_PIECES, _PIECE = 256, 4096
+"""Number of the pieces of such a sample, and bytes of each."""
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
+_SPECIAL = (type, FunctionType, MethodType, enum.Enum, PurePath, np.ndarray, torch.Tensor, set, frozenset)
+"""Types of objects that are never fed as `pickle` sees them."""
+_MOST_DIGESTS = 10_000
 _VALUES = (list, tuple, dict, set, frozenset, np.ndarray, np.generic, torch.Tensor, enum.Enum, functools.partial)
 
 
@@ -39,10 +53,11 @@ def fingerprint(*objects: Any) -> str:
     """Return 32 hexadecimal digits that change when the code or a parameter of one of `objects` changes.
 
     The result is the same in every process and under every hash seed, for one version of Python. Covered are plain
-    values (`1`, `1.0` and `True` differ), arrays, tensors and containers; functions with their defaults, closures and
-    the module-level values that they use; user classes with the code of their methods; instances with their attributes;
-    for libraries, names and versions. File names, line numbers, the order of a mapping's keys and the states of random
-    generators are ignored.
+    values (`1`, `1.0` and `True` differ), arrays, tensors and containers, with the order of their items; functions with
+    their defaults, closures, attributes and the values that they name, such as `pkg.sub.SCALE`, also after an import
+    inside of them; user classes with the code of their methods; instances with their attributes; marks; for libraries,
+    names and versions. An array that is mapped from a file counts by file, time of modification and a sample of its
+    bytes. File names, line numbers and the states of random generators are ignored.
 
     An object with a method `fingerprint()` without required arguments is represented by that method's result, together
     with its `pipeline` if it is a source.
@@ -50,10 +65,8 @@ def fingerprint(*objects: Any) -> str:
     Raises `InputError`, which names the object, for an object without inspectable state, such as a lock or an open
     file. Within `tolerant`, only the type of such an object is hashed.
     """
-    walker = _Walker({}, 0)
     try:
-        for thing in objects:
-            walker.visit(thing)
+        return _Walker().digest(*objects).hex()
     except RecursionError as error:
         unknown = _unknown.get()
         what = f"the {' and '.join(type(thing).__qualname__ for thing in objects)}"
@@ -62,9 +75,8 @@ def fingerprint(*objects: Any) -> str:
                 f"{what} cannot be fingerprinted, as it is nested too deeply: give it a method fingerprint()"
             ) from error
         unknown.append(f"{what}, which is nested too deeply,")
-        walker = _Walker({}, 0)  # the part that was hashed depends on the caller's stack depth
-        walker.visit([f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in objects])
-    return walker.hash.hexdigest()
+        # the part that was hashed depends on the caller's stack depth
+        return _Walker().digest([f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in objects]).hex()
 
 
 class NoFingerprintError(InputError):
@@ -112,40 +124,59 @@ _SHOWN = ("form", "format", "window")
 class _Walker:
     """Feeds objects to a hash in sequence, each as a tag, a length and its content."""
 
-    def __init__(self, numbers: dict[int, tuple[int, object]], count: int) -> None:
+    def __init__(self) -> None:
         self.hash = xxhash.xxh3_128()
-        self._numbers = numbers
+        self._numbers: dict[int, tuple[int, object]] = {}
         """Objects in progress or already fed, by identity, with their number; kept alive so that ids stay unique."""
-        self._count = count
+        self._count = 0
         """The number of the next object."""
+        self._pending: list[tuple[list[str], Any]] = []
+        """Functions and classes that are fed after the object that refers to them, with the names that lead there."""
         self._path: list[str] = []
         """The names that lead to the object in progress, for messages."""
+
+    def digest(self, *things: Any) -> bytes:
+        """Return the digest of `things`, which does not depend on their siblings."""
+        outer, known = (self.hash, self._count, self._pending, self._path), len(self._numbers)
+        self.hash, self._pending, self._path = xxhash.xxh3_128(), [], list(self._path)
+        try:
+            for thing in things:
+                self.visit(thing)
+            while self._pending:
+                self._path, definition = self._pending.pop(0)
+                self._try(self._class if isinstance(definition, type) else self._function, definition)
+            return self.hash.digest()
+        finally:
+            self.hash, self._count, self._pending, self._path = outer
+            while len(self._numbers) > known:
+                self._numbers.popitem()
 
     def visit(self, thing: Any) -> None:
         if self._plain(thing):
             return
         if isinstance(thing, MethodType):
-            self._feed("method")
-            self.visit(thing.__self__)
-            self.visit(thing.__func__)
+            self._parts("method", (mark_of(thing), thing.__self__, thing.__func__))
             return
         if id(thing) in self._numbers:
             self._feed("again", str(self._numbers[id(thing)][0]).encode())
             return
         self._numbers[id(thing)] = (self._count, thing)
         self._count += 1
+        self._try(self._compound, thing)
+        if isinstance(thing, _VALUES) or attribute(thing, "__dict__") is None:
+            del self._numbers[id(thing)]  # equal values count alike, whether they are one object or two
+
+    def _try(self, feed: Callable[[Any], None], thing: Any) -> None:
         depth = len(self._path)
         try:
-            self._compound(thing)
+            feed(thing)
         except (RecursionError, StallfreeError):
             raise
         except Exception as error:  # raised by user code
             del self._path[depth:]
             self._give_up(thing, f"{type(error).__name__}: {error}", error)
-        if isinstance(thing, _VALUES) or attribute(thing, "__dict__") is None:
-            del self._numbers[id(thing)]  # equal values count alike, whether they are one object or two
 
-    def _feed(self, tag: str, content: bytes | memoryview = b"") -> None:
+    def _feed(self, tag: str, content: bytes = b"") -> None:
         self.hash.update(f"{tag}:{len(content)}:".encode())
         self.hash.update(content)
 
@@ -162,8 +193,8 @@ class _Walker:
             self._feed("complex", struct.pack("<dd", thing.real, thing.imag))
         elif kind is str:
             self._feed("str", thing.encode("utf-8", "surrogatepass"))
-        elif isinstance(thing, (bytes, bytearray, memoryview)):
-            self._feed(kind.__name__, bytes(thing))
+        elif kind is bytes:
+            self._feed("bytes", thing)
         elif isinstance(thing, PurePath):
             self._feed("path", str(thing).encode("utf-8", "surrogatepass"))
         elif isinstance(thing, GENERATOR_TYPES):
@@ -175,31 +206,31 @@ class _Walker:
         return True
 
     def _compound(self, thing: Any) -> None:
-        if isinstance(thing, FunctionType):
-            self._function(thing)
-        elif isinstance(thing, type):
-            self._class(thing)
+        if isinstance(thing, (FunctionType, type)):
+            self._feed("definition")
+            if not self._library(thing):
+                self._pending.append((list(self._path), thing))
         elif isinstance(thing, ModuleType):
             self._feed("module", f"{thing.__name__} {library_version(thing.__name__)}".encode())
         elif isinstance(thing, CodeType):
             self._code(thing)
         elif (own := _own_fingerprint(thing)) is not None:
-            self._feed("own", type(thing).__qualname__.encode())
-            self.visit(own())
-            if callable(pipeline := attribute(thing, "pipeline")):
-                self.visit(pipeline)  # a source's fingerprint covers only its records
+            # a source's own fingerprint covers only its records
+            steps = pipeline if callable(pipeline := attribute(thing, "pipeline")) else None
+            self._parts("own", (type(thing).__qualname__, mark_of(thing), own(), steps))
         elif isinstance(thing, enum.Enum):
-            self._feed("enum", f"{type(thing).__qualname__}.{thing.name}".encode())
-            self.visit(thing.value)
+            self._parts("enum", (type(thing), thing.name, thing.value))
         elif isinstance(thing, (np.ndarray, np.generic)):
-            self._array(np.asarray(thing))
+            self._array(thing)
+        elif isinstance(thing, (bytearray, memoryview)):
+            self._parts(type(thing).__name__, (np.asarray(thing),))
         elif isinstance(thing, torch.Tensor):
             self._tensor(thing)
         elif isinstance(thing, functools.partial):
-            self._parts("partial", (thing.func, thing.args, thing.keywords))
+            self._parts("partial", (mark_of(thing), thing.func, thing.args, thing.keywords))
         elif isinstance(thing, (BuiltinFunctionType, np.ufunc)):
             self._builtin(thing)
-        elif isinstance(thing, (list, tuple, dict, set, frozenset)):
+        elif type(thing) in (list, tuple, dict, set, frozenset):
             self._container(thing)
         elif isinstance(thing, (staticmethod, classmethod)):
             self._parts(type(thing).__name__, (thing.__func__,))
@@ -207,8 +238,12 @@ class _Walker:
             self._parts("property", (thing.fget, thing.fset))
         elif isinstance(thing, functools.cached_property):
             self._parts("property", (thing.func,))
+        elif isinstance(thing, weakref.ref):
+            self._parts("reference", (thing(),))
+        elif isinstance(thing, ContextVar):
+            self._parts("context variable", (thing.name, thing.get(None)))
         elif isinstance(attribute(thing, "__wrapped__"), FunctionType):
-            self._parts("wrapped", (thing.__wrapped__,))
+            self._parts("wrapped", (mark_of(thing), thing.__wrapped__))
         else:
             self._instance(thing)
 
@@ -232,38 +267,17 @@ class _Walker:
         for thing in things:
             self.visit(thing)
 
-    def _named(self, tag: str, values: dict[str, Any], visit: Callable[[Any], None]) -> None:
+    def _named(self, tag: str, values: Mapping[str, Any], *, used: bool = False) -> None:
+        """Feed `values` with their names. Locks and loggers that code only names (`used`) count by their type."""
         self._feed(tag, str(len(values)).encode())
-        for name in sorted(values):
+        for name, value in values.items():
             self._feed("name", name.encode("utf-8", "surrogatepass"))
             self._path.append(name)
-            visit(values[name])
+            if used and type(value).__module__.partition(".")[0] in _SILENT and not isinstance(value, weakref.ref):
+                self._feed("type", type(value).__qualname__.encode())
+            else:
+                self.visit(value)
             self._path.pop()
-
-    def _unordered(self, tag: str, things: Iterable[Any]) -> None:
-        digests = sorted(self._separately(thing) for thing in things)
-        self._feed(tag, b"".join(digests))
-
-    def _separately(self, thing: Any) -> bytes:
-        """Return the digest of `thing`, independent of its position among its siblings."""
-        walker = _Walker(dict(self._numbers), self._count)
-        walker._path = list(self._path)
-        walker.visit(thing)
-        return walker.hash.digest()
-
-    def _leniently(self, thing: Any) -> None:
-        """Feed `thing`, or only its type if it has no fingerprint: a name in the code may refer to a lock or a file."""
-        walker = _Walker(dict(self._numbers), self._count)
-        token = _unknown.set(None)
-        try:
-            walker.visit(thing)
-        except InputError:
-            self._feed("type", type(thing).__qualname__.encode())
-        else:
-            self._numbers, self._count = walker._numbers, walker._count
-            self._feed("lenient", walker.hash.digest())
-        finally:
-            _unknown.reset(token)
 
     def _library(self, thing: Any) -> bool:
         """Feed name and version of a class or function of a library; returns whether it was one."""
@@ -271,19 +285,19 @@ class _Walker:
         if version is None:
             return False
         self._feed("library", f"{thing.__module__}.{thing.__qualname__} {version}".encode())
+        if isinstance(thing, FunctionType) and (thing.__closure__ is not None or thing.__name__ == "<lambda>"):
+            self._code(thing.__code__)
+            with tolerant():  # not the user's to mend
+                self._named("closure", closure_values(thing), used=True)
         return True
 
     def _function(self, function: FunctionType) -> None:
-        library = self._library(function)
-        if library and function.__closure__ is None and function.__name__ != "<lambda>":
-            return
         self._feed("function")
         self._code(function.__code__)
-        self.visit(function.__defaults__)
-        self.visit(function.__kwdefaults__)
-        self._named("closure", closure_values(function), self._leniently if library else self.visit)
-        if not library:
-            self._named("globals", used_globals(function), self._leniently)
+        self._parts("defaults", (function.__defaults__, function.__kwdefaults__))
+        self._named("closure", closure_values(function), used=True)
+        self._state(vars(function), FunctionType)
+        self._named("globals", used_globals(function), used=True)
 
     def _code(self, code: CodeType) -> None:
         self._feed("code", code.co_code)
@@ -294,87 +308,84 @@ class _Walker:
         self._parts("constants", code.co_consts)
 
     def _class(self, cls: type) -> None:
-        if self._library(cls):
-            return
         self._feed("class", cls.__qualname__.encode())
-        self._parts("bases", cls.__bases__)
-        ignored = {MARK, DREW, *(_OF_PROCESS if comes_from(type(cls), "fsspec") else ())}
+        self._parts("bases", (*cls.__bases__, type(cls)))
+        ignored = {DREW, *(_OF_PROCESS if comes_from(type(cls), "fsspec") else ())}
         members = {
             name: member
-            for name, member in vars(cls).items()
+            for name, member in sorted(vars(cls).items())
             if name not in ignored
             and not inspect.ismemberdescriptor(member)
             and not inspect.isgetsetdescriptor(member)
             and (callable(member) or not (name.startswith("__") and name.endswith("__")))
             and not name.startswith(("__annotate", "_abc_"))
         }
-        self._named("members", members, self._leniently)
+        self._named("members", members, used=True)
 
     def _builtin(self, function: Any) -> None:
         owner = getattr(function, "__self__", None)
         name = getattr(function, "__qualname__", None) or function.__name__
         module = getattr(function, "__module__", None) or ("numpy" if isinstance(function, np.ufunc) else "builtins")
         self._feed("builtin", f"{module}.{name} {library_version(module)}".encode())
-        if owner is not None and not isinstance(owner, ModuleType):
-            self.visit(owner)
+        self._parts("owner", (mark_of(function), None if isinstance(owner, ModuleType) else owner))
 
-    def _array(self, array: np.ndarray[Any, Any]) -> None:
-        self._feed("array", f"{array.dtype.str} {array.dtype.fields} {array.shape}".encode())
-        if array.dtype.hasobject or array.dtype.kind == "T":
-            self._parts("items", array.ravel().tolist())
+    def _array(self, array: Any) -> None:
+        plain = np.asarray(array)
+        self._feed("array", f"{plain.dtype.str} {plain.dtype.fields} {plain.shape}".encode())
+        if plain.dtype.hasobject or plain.dtype.kind == "T":
+            self.visit(plain.ravel().tolist())
         else:
-            self._feed("bytes", array.tobytes())
+            self._bytes(plain, _file_of(array))
+        if isinstance(array, np.ma.MaskedArray):
+            self._parts("masked", (type(array), np.ma.getmaskarray(array), array.fill_value))
+        elif isinstance(array, np.ndarray) and type(array) not in (np.ndarray, np.memmap):
+            self._parts("subclass", (type(array),))
+            self._state(vars(array), type(array))
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         self._feed("tensor", f"{type(tensor).__qualname__} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        content = plain_bytes(tensor)
-        if content is None:
-            return self._give_up(tensor, "it has no state to look at", None)
-        self._feed("bytes", content[1].numpy().data)
-        if content[0]:
-            self._feed("quantizer", content[0].encode())
+        plain = tensor.detach().as_subclass(torch.Tensor)
+        quantizer = ""
+        if plain.is_quantized or plain.layout is not torch.strided or plain.is_nested or plain.device.type != "cpu":
+            content = plain_bytes(tensor)
+            if content is None:
+                return self._give_up(tensor, "it has no state to look at", None)
+            quantizer, plain = content
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+        self._bytes(plain.resolve_conj().resolve_neg().view(whole[plain.itemsize]).numpy(), None)
+        self._feed("quantizer", quantizer.encode())
         self._state(vars(tensor), type(tensor))
 
-    def _container(self, container: Any) -> None:
-        if type(container) in (list, tuple, dict, set, frozenset):
-            self._feed(type(container).__name__)
+    def _bytes(self, array: npt.NDArray[Any], file: str | None) -> None:
+        """Feed the bytes of `array`, or a sample of them if it is large or mapped from `file`, in constant memory."""
+        if file is not None or array.nbytes > _LARGE:
+            self._feed("sample", str(file).encode("utf-8", "surrogatepass"))
+            length = max(1, _PIECE // max(1, array.itemsize))
+            for start in np.linspace(0, max(0, array.size - length), _PIECES).astype(np.int64).tolist():
+                self.hash.update(array.flat[start : start + length].tobytes())
+        elif array.flags.c_contiguous:
+            self.hash.update(array.reshape(-1).view(np.uint8).data)
         else:
-            self.visit(type(container))
-        if isinstance(container, dict):
-            if all(type(key) is str for key in container):
-                self._named("items", container, self.visit)
-            else:
-                self._unordered("pairs", container.items())
-        elif isinstance(container, (set, frozenset)):
-            self._unordered("items", container)
-        elif len(container) < _MANY or not self._in_bulk(container):
-            self._parts("items", container)
+            parts: Any = np.nditer(array, ["external_loop", "buffered", "zerosize_ok"], order="C", buffersize=65536)
+            for part in parts:
+                self.hash.update(part.tobytes())
 
-    def _in_bulk(self, items: Any) -> bool:
-        """Feed the items of a long list or tuple in bulk, if all have one supported type; returns whether they have."""
-        kinds = set(map(type, items))
-        kind = kinds.pop()
-        if kinds:
-            return False
-        if kind is str:
-            texts = [text.encode("utf-8", "surrogatepass") for text in items]
-            self._feed("lengths", np.fromiter(map(len, texts), "<i8", len(texts)).data.cast("B"))
-            self._feed("strs", b"".join(texts))
-        elif kind is int or kind is bool:
+    def _container(self, container: Any) -> None:
+        self._feed(type(container).__name__, str(len(container)).encode())
+        if isinstance(container, (set, frozenset)):
+            if set(map(type, container)) in ({str}, {int}, {bytes}):
+                self._container(sorted(container))
+            else:
+                self._feed("items", b"".join(sorted(map(self.digest, container))))
+        elif len(container) >= _LONG:
             try:
-                numbers = np.fromiter(items, "<i8", len(items))
-            except OverflowError:
-                return False
-            self._feed(f"{kind.__name__}s", numbers.data.cast("B"))
-        elif kind is float:
-            self._feed("floats", np.fromiter(items, "<f8", len(items)).data.cast("B"))
-        elif kind is tuple and items[0] and len(set(map(len, items))) == 1:
-            self._feed("rows", f"{len(items)} {len(items[0])}".encode())
-            for place in range(len(items[0])):
-                self._container([row[place] for row in items])
+                _Pickler(self).dump(container)
+            except ValueError:  # it contains itself
+                self._parts("items", container.items() if isinstance(container, dict) else container)
+        elif isinstance(container, dict) and all(type(key) is str for key in container):
+            self._named("items", container)
         else:
-            return False
-        return True
+            self._parts("items", container.items() if isinstance(container, dict) else container)
 
     def _instance(self, thing: Any) -> None:
         """Feed the class and the state of `thing`, as `copy` and `pickle` see it."""
@@ -385,8 +396,7 @@ class _Walker:
             raise
         except Exception as error:
             return self._give_up(thing, "it has no state to look at", error)
-        self._feed("instance")
-        self.visit(type(thing))
+        self._parts("instance", (type(thing), mark_of(thing)))
         if isinstance(reduced, str):
             self._feed("global", reduced.encode())
             return
@@ -399,10 +409,59 @@ class _Walker:
         self.visit(None if pairs is None else dict(pairs))
 
     def _state(self, state: Any, cls: type) -> None:
-        if type(state) is dict:
-            transient = _TRANSIENT if comes_from(cls, "albumentations") else frozenset()
-            state = {name: value for name, value in state.items() if name not in (MARK, DREW, *transient)}
-        self.visit(state)
+        if type(state) is dict and all(type(name) is str for name in state):
+            ignored = {DREW, *(_TRANSIENT if comes_from(cls, "albumentations") else ())}
+            self._named("state", {name: value for name, value in sorted(state.items()) if name not in ignored})
+        else:
+            self.visit(state)
+
+
+class _Pickler(pickle.Pickler):
+    """Feeds a long container at the speed of C: plain values and instances as they are, what else it holds as digests.
+
+    A container that contains itself raises `ValueError`.
+    """
+
+    def __init__(self, walker: _Walker) -> None:
+        super().__init__(SimpleNamespace(write=walker.hash.update), 4)
+        self.fast = True  # equal values count alike, whether they are one object or two
+        self._walker = walker
+        self._digests: dict[int, tuple[bytes, object]] = {}
+        self._reducible: dict[type, bool] = {}
+
+    def persistent_id(self, thing: Any) -> Any:
+        kind = type(thing)
+        if kind in _PLAIN:
+            return None
+        if kind not in self._reducible:
+            special = issubclass(kind, _SPECIAL) or kind in copyreg.dispatch_table or hasattr(kind, "fingerprint")
+            self._reducible[kind] = not special and all("__reduce_ex__" not in vars(base) for base in kind.__mro__[:-1])
+        if self._reducible[kind]:
+            with suppress(TypeError):  # such as a lock
+                make, arguments, state, items, pairs = (*thing.__reduce_ex__(2), None, None, None)[:5]
+                return kind, make, arguments, state, items and list(items), pairs and dict(pairs)
+        if id(thing) in self._digests:
+            return self._digests[id(thing)][0]
+        digest = self._walker.digest(thing)
+        if len(self._digests) < _MOST_DIGESTS:
+            self._digests[id(thing)] = digest, thing
+        return digest
+
+
+def _file_of(array: Any) -> str | None:
+    """Return the part of a file that `array` is mapped from: path, size, time and place; None if it is in memory."""
+    root, base = None, array
+    while isinstance(base, np.ndarray):
+        root = base if isinstance(base, np.memmap) else root
+        base = base.base
+    if root is None or base is None or root.filename is None:
+        return None
+    place = array.__array_interface__["data"][0] - root.__array_interface__["data"][0] + root.offset
+    try:
+        status = os.stat(root.filename)
+    except OSError:  # removed
+        return f"{root.filename} {place} {array.strides}"
+    return f"{root.filename} {status.st_size} {status.st_mtime_ns} {place} {array.strides}"
 
 
 def _own_fingerprint(thing: Any) -> Callable[[], Any] | None:

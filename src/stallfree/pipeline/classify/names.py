@@ -1,5 +1,49 @@
+"""The names by which user code refers to randomness."""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
 from typing import Any
+
+import numpy as np
+
+from stallfree.pipeline._objects import attribute, is_known
+from stallfree.pipeline.classify.reached import reached
+from stallfree.pipeline.generators import GENERATOR_TYPES
+
+_NAMES = re.compile(
+    r"rand|randn|randu|randint|randrange|randperm|randbelow|randbits|randbytes|rand(n|int)?_like|randShuffle|"
+    r"random|random_|random_(sample|integers|raw|bytes|noise)|ranf|default_rng|Random|RandomState|SystemRandom|"
+    r"Generator|SeedSequence|PCG64|PCG64DXSM|MT19937|Philox|SFC64|shuffle|choices?|permutation|permuted|"
+    r"urandom|getrandom|getrandbits|secrets|token_(bytes|hex|urlsafe)|uuid[1467]|"
+    r"gauss|\w+variate|triangular|standard_(normal|cauchy|exponential|gamma|t)|bernoulli\w*|multinomial|rvs|"
+    r"(normal|uniform|exponential|cauchy|geometric|log_normal)_|effect_(spread|noise)"
+)
+"""Names that make or use randomness, whatever has them."""
+_LIBRARY_NAMES = re.compile(r"[rR]and\w*|normal|poisson|\w*[dD]ropout\w*")
+"""Further names that do if they are of a known library."""
+_MODULES = {"random", "secrets", "mtrand"}
 
 
 def random_name(thing: Any) -> str | None:
-    return None
+    """Return where the user's code that a call of `thing` runs names a source of randomness.
+
+    Such as "default_rng in Flip.__call__"; None if it names none.
+    """
+    return next((label for value, label in reached(thing) if value is not thing and _is_source(value)), None)
+
+
+def _is_source(value: Any) -> bool:
+    if isinstance(value, str):
+        return any(_NAMES.fullmatch(part) for part in value.split("."))
+    if isinstance(value, (*GENERATOR_TYPES, np.random.BitGenerator, np.random.SeedSequence)):
+        return True
+    named = value.__name__ if isinstance(value, ModuleType) else attribute(value, "__module__")
+    module = named if isinstance(named, str) else "builtins"  # such as a method of C
+    if not is_known(module):
+        return False
+    if _MODULES.intersection(module.split(".")):
+        return True
+    name = attribute(value, "__name__") if callable(value) else None
+    return isinstance(name, str) and any(names.fullmatch(name) for names in (_NAMES, _LIBRARY_NAMES))
