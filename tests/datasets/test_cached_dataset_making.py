@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import stallfree as sf
 from cached_data import Given, Numbers, Plain, doubled, shifted_in_place, tripled, widened, with_draws
-from stallfree.pipeline.classify.probe import same
+from loader_data import same
 from stallfree.testing import ThrottledSource
 
 # -- the form ---------------------------------------------------------------------------------------------------------
