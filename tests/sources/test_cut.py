@@ -22,8 +22,8 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 import stallfree as sf
+from loader_data import same
 from stallfree.errors import InputError, SampleError
-from stallfree.pipeline.classify.probe import same
 from stallfree.pipeline.compose import OnItem
 from stallfree.pipeline.protocol import Source
 from stallfree.sources import as_source

@@ -16,8 +16,8 @@ from PIL import Image
 from torch.utils.data import Subset
 
 import stallfree as sf
+from loader_data import same
 from stallfree.errors import SampleError
-from stallfree.pipeline.classify.probe import same
 from stallfree.sources import MapSource, as_source
 from stallfree.sources.cut_source import CutSource, Jointly
 

@@ -144,7 +144,7 @@ class Bag:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal in type, dtype, shape and value, through all containers."""
+    """Whether two values are equal in type, dtype, shape and value, through all containers and objects."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -155,7 +155,9 @@ def same(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
+    if type(a).__eq__ is object.__eq__:
+        return a is b or same(vars(a), vars(b))
+    return bool(a == b or (a != a and b != b))
 
 
 class Noisy:

@@ -1,0 +1,243 @@
+"""Entries that draw for 1 sample in 16, by libraries that leave no trace in the global generators.
+
+Some functions of libraries have other names here: a name such as `randn` in the code of a step would show what it does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import random as pyrandom
+import secrets
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from PIL import Image
+from zoo_entry import random_entry
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "support" / "site-packages"))
+import spiced
+
+EVERY, DRAWN = 16, 11
+LARGE = ("scipy", "albumentations", "monai")
+"""How the names of entries begin that import large libraries."""
+
+C = ctypes.CDLL(None)
+
+spice = spiced.random_noise
+c_number = C.rand
+fill_normal, fill_uniform, mix = cv2.randn, cv2.randu, cv2.randShuffle
+system_bytes, new_token, new_name = os.urandom, secrets.token_bytes, uuid.uuid4
+new_generator, new_legacy, new_python = np.random.default_rng, np.random.RandomState, pyrandom.Random
+small_generator = np.random.SFC64
+
+
+def fires(id: int) -> bool:
+    return id % EVERY == DRAWN
+
+
+def rarely(*, local: bool = False) -> Callable[[Callable[[], Any]], None]:
+    """Registers a factory of a step that is applied to 1 sample in 16, and not to the first one."""
+
+    def registered(make: Callable[[], Any]) -> None:
+        def made() -> Any:
+            augment = make()
+
+            def for_some(x: Any) -> Any:
+                return augment(x) if int(x[0]) % EVERY == DRAWN else x
+
+            return for_some
+
+        made.__name__ = make.__name__
+        random_entry(draws=fires, local=local)(made)
+
+    return registered
+
+
+def picture(x: Any) -> Any:
+    return np.clip(x * 40 + 128, 0, 255).astype(np.uint8).reshape(8, 8)
+
+
+def as_row(pixels: Any) -> Any:
+    return np.asarray(pixels, np.float32).reshape(64)
+
+
+# -- libraries -------------------------------------------------------------------------------------------------------
+
+
+@rarely()
+def library_that_makes_a_generator() -> Any:
+    return lambda x: spiced.random_noise(x)
+
+
+@rarely()
+def library_function_of_another_name() -> Any:
+    return lambda x: spice(x)
+
+
+@rarely()
+def data_frame() -> Any:
+    return lambda x: spiced.Frame(x).sample().values
+
+
+@rarely()
+def pil_effect_spread() -> Any:
+    return lambda x: as_row(Image.fromarray(picture(x)).effect_spread(5))
+
+
+@rarely()
+def pil_effect_noise() -> Any:
+    return lambda x: x + as_row(Image.effect_noise((8, 8), 50))
+
+
+@rarely()
+def opencv_normal() -> Any:
+    def noisy(x: Any) -> Any:
+        noise = np.empty_like(x)
+        fill_normal(noise, 0, 1)
+        return x + noise
+
+    return noisy
+
+
+@rarely()
+def opencv_uniform() -> Any:
+    def noisy(x: Any) -> Any:
+        noise = np.empty_like(x)
+        fill_uniform(noise, 0, 1)
+        return x + noise
+
+    return noisy
+
+
+@rarely()
+def opencv_shuffle() -> Any:
+    def mixed(x: Any) -> Any:
+        x = x.reshape(64, 1).copy()
+        mix(x)
+        return x.reshape(64)
+
+    return mixed
+
+
+@rarely()
+def scipy_with_a_generator() -> Any:
+    from scipy import stats
+
+    frozen = stats.norm(0, 1)
+    frozen.random_state = new_generator()
+    return lambda x: x + frozen.rvs(64).astype(np.float32)
+
+
+@rarely()
+def scipy_low_discrepancy() -> Any:
+    from scipy.stats import qmc
+
+    points = qmc.Halton.random
+    halton = qmc.Halton
+    return lambda x: x + np.float32(points(halton(1), 1)[0, 0])
+
+
+@rarely()
+def albumentations_for_some() -> Any:
+    import albumentations as A
+
+    spread = A.Compose([A.PixelDropout(0.3, p=1)])
+    return lambda x: as_row(spread(image=picture(x))["image"])
+
+
+@rarely()
+def monai_for_some() -> Any:
+    from monai import transforms
+
+    noise = transforms.RandGaussianNoise(prob=1.0)
+    return lambda x: np.asarray(noise(x))
+
+
+# -- generators that are made inside ---------------------------------------------------------------------------------
+
+
+@rarely()
+def numpy_made_inside() -> Any:
+    return lambda x: x + np.float32(new_generator().normal())
+
+
+@rarely()
+def numpy_legacy_made_inside() -> Any:
+    return lambda x: x + np.float32(new_legacy().normal())
+
+
+@rarely()
+def numpy_bits_made_inside() -> Any:
+    return lambda x: x + np.float32(small_generator().random_raw() % 2**20)
+
+
+@rarely()
+def torch_made_inside() -> Any:
+    def noisy(x: Any) -> Any:
+        generator = torch.Generator()
+        generator.seed()
+        return x + torch.empty(64).normal_(generator=generator).numpy()
+
+    return noisy
+
+
+@rarely()
+def python_seeded_by_the_time() -> Any:
+    return lambda x: x + np.float32(new_python(time.time_ns()).uniform(0, 1))
+
+
+# -- the system ------------------------------------------------------------------------------------------------------
+
+
+@rarely()
+def bytes_of_the_system() -> Any:
+    return lambda x: x + np.frombuffer(system_bytes(64), np.uint8)
+
+
+@rarely()
+def file_of_random_bytes() -> Any:
+    def noisy(x: Any) -> Any:
+        with open("/dev/urandom", "rb") as file:
+            return x + np.frombuffer(file.read(64), np.uint8)
+
+    return noisy
+
+
+@rarely()
+def token() -> Any:
+    return lambda x: x + np.frombuffer(new_token(64), np.uint8)
+
+
+@rarely()
+def unique_name() -> Any:
+    return lambda x: x + np.float32(new_name().int % 2**20)
+
+
+@rarely()
+def c_library() -> Any:
+    return lambda x: x + np.float32(c_number() % 2**20)
+
+
+@rarely()
+def hash_of_the_time() -> Any:
+    return lambda x: x + np.frombuffer(hashlib.sha512(str(time.time_ns()).encode()).digest(), np.uint8)
+
+
+@rarely(local=True)  # forked processes may use the same addresses
+def hash_of_an_address() -> Any:
+    kept: list[Any] = []
+
+    def moved(x: Any) -> Any:
+        kept.append(bytearray(100))
+        return x + np.float32(hash(id(kept[-1])) % 2**20)
+
+    return moved

@@ -1,0 +1,369 @@
+"""Data sets that open their file or connection at the first sample, and keep it in various places.
+
+They can be sent to other processes as long as nothing is open. A file that is open when processes are forked has one
+position for all of them: the records that they read are then those of other samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import selectors
+import socket
+import struct
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+WORDS = 32
+SIZE = 8 * WORDS
+
+
+def write_rows(path: Path, count: int) -> Path:
+    """A file of records of one size: record `id` is the number `id`, 32 times."""
+    path.write_bytes(np.repeat(np.arange(count), WORDS).tobytes())
+    return path
+
+
+class Calls:
+    """Which processes read how many samples. The counts are in a file, one process id after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def add(self) -> None:
+        file = os.open(self.path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+        os.write(file, struct.pack("q", int(os.readlink("/proc/self"))))  # what uses `os.getpid` may count as random
+        os.close(file)
+
+    def by_process(self) -> Counter[int]:
+        data = Path(self.path).read_bytes() if Path(self.path).exists() else b""
+        return Counter(number for (number,) in struct.iter_unpack("q", data))
+
+
+class Handle:
+    """An open file of records. Other processes get to run between the seek and the reads."""
+
+    def __init__(self, path: str) -> None:
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
+
+    def read(self, id: int) -> bytes:
+        self.file.seek(id * SIZE)
+        parts = []
+        for _ in range(4):
+            os.sched_yield()
+            parts.append(self.file.read(SIZE // 4))
+        return b"".join(parts)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Connection:
+    """A connection to a `RowServer`, with the methods of a `Handle`."""
+
+    def __init__(self, path: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(60)
+        self.socket.connect(path)
+
+    def read(self, id: int) -> bytes:
+        self.socket.sendall(struct.pack("q", id))
+        parts: list[bytes] = []
+        while sum(map(len, parts)) < SIZE:
+            os.sched_yield()
+            parts.append(self.socket.recv(SIZE // 4))
+        return b"".join(parts)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class RowServer:
+    """A thread of this process that sends record `id` for each request of 8 bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._wake.close()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with contextlib.ExitStack() as ends, selectors.DefaultSelector() as waiting:
+            for end in (self._listener, self._woken):
+                waiting.register(ends.enter_context(end), selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in waiting.select()]
+                if self._woken in ready:
+                    return
+                for end in ready:
+                    if end is self._listener:
+                        new = ends.enter_context(self._listener.accept()[0])
+                        waiting.register(new, selectors.EVENT_READ)
+                    elif isinstance(end, socket.socket) and not _answer(end):
+                        waiting.unregister(end)
+                        end.close()
+
+
+def _answer(end: socket.socket) -> bool:
+    """Answer one request. Returns False if the other side has closed."""
+    with contextlib.suppress(ConnectionError):
+        data = end.recv(8, socket.MSG_WAITALL)
+        if len(data) == 8:
+            end.sendall(struct.pack("q", *struct.unpack("q", data)) * WORDS)
+            return True
+    return False
+
+
+# -- data sets -------------------------------------------------------------------------------------------------------
+
+
+def same(row: Any) -> Any:
+    return row
+
+
+class Rows(Dataset[Any]):
+    """Sample `id` is `(id, its record)`."""
+
+    def __init__(self, path: Path, count: int, calls: Calls, transform: Callable[[Any], Any] = same) -> None:
+        self.path, self.count, self.calls, self.transform = str(path), count, calls, transform
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, id: int) -> Any:
+        self.calls.add()
+        return id, self.transform(np.frombuffer(self.handle().read(id), np.int64).copy())
+
+    def handle(self) -> Any:
+        """What is open, opened at the first call."""
+        raise NotImplementedError
+
+
+class InAttribute(Rows):
+    file: Any = None
+
+    def handle(self) -> Any:
+        if self.file is None:
+            self.file = Handle(self.path)
+        return self.file
+
+
+class BehindFlag(Rows):
+    """That the file is open is remembered apart from it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.file: Any = None
+        self.ready = False
+
+    def handle(self) -> Any:
+        if not self.ready:
+            self.file = Handle(self.path)
+            self.ready = True
+        return self.file
+
+
+class Reader:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.file: Any = None
+
+    def get(self) -> Any:
+        if self.file is None:
+            self.file = Handle(self.path)
+        return self.file
+
+
+class InReader(Rows):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.reader = Reader(self.path)
+
+    def handle(self) -> Any:
+        return self.reader.get()
+
+
+class InDict(Rows):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.files: dict[str, Any] = {}
+
+    def handle(self) -> Any:
+        if self.path not in self.files:
+            self.files[self.path] = Handle(self.path)
+        return self.files[self.path]
+
+
+@functools.lru_cache
+def opened(path: str) -> Any:
+    return Handle(path)
+
+
+class InLruCache(Rows):
+    def handle(self) -> Any:
+        return opened(self.path)
+
+
+_file: Any = None
+
+
+class InGlobal(Rows):
+    def handle(self) -> Any:
+        global _file
+        if _file is None:
+            _file = Handle(self.path)
+        return _file
+
+
+class InClassAttribute(Rows):
+    file: Any = None
+
+    def handle(self) -> Any:
+        if InClassAttribute.file is None:
+            InClassAttribute.file = Handle(self.path)
+        return InClassAttribute.file
+
+
+class Slots:
+    __slots__ = ("file",)
+
+    def __init__(self) -> None:
+        self.file: Any = None
+
+
+class InSlots(Rows):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.slots = Slots()
+
+    def handle(self) -> Any:
+        if self.slots.file is None:
+            self.slots.file = Handle(self.path)
+        return self.slots.file
+
+
+class ReadRow:
+    """A transform that makes a record of a sample's id."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.reader = Reader(path)
+
+    def __call__(self, ids: Any) -> Any:
+        return np.frombuffer(self.reader.get().read(int(ids[0])), np.int64).copy()
+
+
+class InTransform(Rows):
+    def __init__(self, path: Path, count: int, calls: Calls) -> None:
+        super().__init__(path, count, calls, ReadRow(str(path)))
+
+    def __getitem__(self, id: int) -> Any:
+        self.calls.add()
+        return id, self.transform(np.array([id]))
+
+
+_local = threading.local()
+
+
+class InThreadLocal(Rows):
+    def handle(self) -> Any:
+        if getattr(_local, "file", None) is None:
+            _local.file = Handle(self.path)
+        return _local.file
+
+
+_weak: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_kept: list[Any] = []
+
+
+class BehindWeakReference(Rows):
+    def handle(self) -> Any:
+        file = _weak.get(self.path)
+        if file is None:
+            file = _weak[self.path] = Handle(self.path)
+            _kept.append(file)
+        return file
+
+
+class InGenerator(Rows):
+    """The file is a local variable of a generator of Python."""
+
+    class Answer:
+        def __init__(self, path: str) -> None:
+            self.requests = InGenerator.records(path)
+            next(self.requests)
+
+        def read(self, id: int) -> bytes:
+            return self.requests.send(id)
+
+    answer: Any = None
+
+    @staticmethod
+    def records(path: str) -> Generator[bytes, int, None]:
+        id = yield b""
+        with contextlib.closing(Handle(path)) as file:
+            while True:
+                id = yield file.read(id)
+
+    def handle(self) -> Any:
+        if self.answer is None:
+            self.answer = InGenerator.Answer(self.path)
+        return self.answer
+
+
+class OverSocket(Rows):
+    """`path` is that of a server."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.connections: dict[str, Any] = {}
+
+    def handle(self) -> Any:
+        if self.path not in self.connections:
+            self.connections[self.path] = Connection(self.path)
+        return self.connections[self.path]
+
+
+PLACES: tuple[type[Rows], ...] = (
+    *(InAttribute, BehindFlag, InReader, InDict, InLruCache, InGlobal, InClassAttribute, InSlots, InTransform),
+    *(InThreadLocal, BehindWeakReference, InGenerator, OverSocket),
+)
+
+
+@contextlib.contextmanager
+def lazy_rows(place: type[Rows], folder: Path, count: int) -> Iterator[Rows]:
+    """A data set with nothing open, and its file or server. What this process opened meanwhile is closed after it."""
+    calls = Calls(folder / "calls")
+    server = RowServer(folder / "socket") if place is OverSocket else None
+    path = folder / "socket" if server else write_rows(folder / "rows", count)
+    try:
+        yield place(path, count, calls)  # type: ignore[call-arg]
+    finally:
+        _forget()
+        if server:
+            server.close()
+
+
+def _forget() -> None:
+    """Nothing is open any more in what belongs to the module."""
+    global _file
+    for file in (_file, InClassAttribute.file, getattr(_local, "file", None), *_kept):
+        if file is not None:
+            file.close()
+    _file = InClassAttribute.file = _local.file = None
+    _kept.clear()
+    opened.cache_clear()
