@@ -25,7 +25,7 @@ from stallfree.ipc.forked import call_in_child
 from stallfree.pipeline._objects import attributes
 from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.pipeline.classify.outcomes import States, StepError, Trust, make_twice
-from stallfree.pipeline.classify.scan import scan
+from stallfree.pipeline.classify.reached import read_attributes
 from stallfree.pipeline.compose import Compose, Transform, describe_step
 from stallfree.pipeline.marks import note_drew
 from stallfree.pipeline.protocol import Source
@@ -205,7 +205,7 @@ class TransformSplit:
         before = self.note_settings()
         for key, (thing, value) in self._values.items():
             _, old = before.get(key, (thing, value))
-            if old != value and key[1] in scan(thing).read:
+            if old != value and key[1] in read_attributes(thing):
                 warnings.warn(
                     f"the attribute {key[1]!r} of {type(thing).__name__} was {old!r} when samples were cached, and "
                     f"is {value!r} now: the cached samples do not change. Make a new CachedDataset for the new "
