@@ -205,7 +205,7 @@ def test_what_is_cached_is_the_deterministic_prefix(data: Path, tmp_path: Path) 
         assert pipelines.train is not None
         dataset = pipelines.train.dataset
         assert isinstance(dataset, sf.SmartCacheDataset)
-        names = [type(step).__name__ for step in dataset.reader.deterministic]
+        names = [type(step).__name__ for step in sf.split(dataset.source.pipeline).deterministic]
         assert names == ["LoadNifti", "ConvertToChannelsFirst", "ScaleIntensityRange"]
         verdicts = sf.split(dataset.source.pipeline).verdicts
         assert {verdict.reason for verdict in verdicts} == {"mark"}
@@ -260,7 +260,7 @@ def test_placeholders(data: Path, tmp_path: Path) -> None:
         dataset = pipelines.train.dataset
         assert isinstance(dataset, sf.SmartCacheDataset)
         assert (dataset.cache_num, pipelines.train.loader.batch_size) == (3, 3)
-        assert dataset.reader.rest.transforms[0].variance == 1.5  # type: ignore[attr-defined]
+        assert sf.split(dataset.source.pipeline).random.transforms[0].variance == 1.5  # type: ignore[attr-defined]
 
 
 # -- transforms of others ----------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_transforms_of_monai(kind: str, data: Path, tmp_path: Path) -> None:
         if kind.endswith("WithCache"):
             settle(pipelines)
             assert isinstance(pipelines.train.dataset, sf.SmartCacheDataset)
-            assert len(pipelines.train.dataset.reader.deterministic) == 3
+            assert len(sf.split(pipelines.train.dataset.source.pipeline).deterministic) == 3
         first, second = ([batch["image"].clone() for batch in pipelines.train] for _ in range(2))
         assert not any(torch.equal(a, b) for a in first for b in second)
         assert len(set(numbers(pipelines.train))) == (4 if kind.endswith("WithCache") else 8)

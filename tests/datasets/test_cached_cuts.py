@@ -114,12 +114,15 @@ def test_the_batches_are_those_of_the_data_set(
         assert not any(torch.equal(a, b) for a, b in ((one, two), (two, three), (one, three)))
 
 
+below = random.randrange  # by its own name, it would be seen in the code
+
+
 class Seldom(Pictures):
     """Draws random numbers itself, for one sample that `cut` does not compare."""
 
     def read(self, id: int) -> Any:
         image = super().read(id)
-        return image.rotate(90 * random.randrange(4)) if id == 2 else image
+        return image.rotate(90 * below(4)) if id == 2 else image
 
 
 def test_draws_outside_of_the_transform_are_found_while_the_cache_is_filled(root: Path) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 import frozen as fr
 import generator_places
@@ -48,14 +54,15 @@ class TestPlaces:
         assert not most(still("step", place, 1, hidden=True, workers=2))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("way", list(fr.WAYS))
-    @pytest.mark.parametrize("hidden", [False, True], ids=["named", "hidden"])
+    @pytest.mark.parametrize(
+        ("way", "hidden"), [("step", False), ("data set", False), *((way, True) for way in fr.WAYS)]
+    )
     @pytest.mark.parametrize("place", PLACES)
     def test_by_many_seeds(self, place: str, way: str, hidden: bool) -> None:
         assert [seed for seed in SEEDS if most(still(way, place, seed, hidden=hidden))] == []
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("way", list(fr.WAYS))
+    @pytest.mark.parametrize("way", ["step", "auto"])
     @pytest.mark.parametrize("place", PLACES)
     def test_by_many_seeds_in_workers(self, place: str, way: str) -> None:
         assert [seed for seed in SEEDS if most(still(way, place, seed, hidden=True, workers=2))] == []
@@ -87,3 +94,37 @@ class TestRareFlips:
     def test_names_show_it_for_every_seed(self, place: str) -> None:
         """However rare the flip."""
         assert all(self.changes("step", place, seed, hidden=False) > 50 for seed in range(2, 5))
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "python": random.random,
+    "python, normal": lambda: random.gauss(0, 1),  # every second one is in reserve
+    "python, bits": lambda: random.getrandbits(20),
+    "python, shuffle": lambda: random.sample(range(2**20), 1)[0],
+    "python, whole state": lambda: sum(random.getrandbits(32) for _ in range(624)) % 2**20,
+    "numpy": np.random.rand,
+    "numpy, normal": np.random.randn,  # every second one is in reserve
+    "numpy, integers": lambda: np.random.randint(2**20),
+    "numpy, bytes": lambda: int.from_bytes(np.random.bytes(4 * 624)[:2], "little"),
+    "torch": lambda: torch.rand(()).item(),
+    "torch, normal": lambda: torch.randn(()).item(),
+    "torch, normal, float64": lambda: torch.randn((), dtype=torch.float64).item(),
+    "torch, permutation": lambda: torch.randperm(2**10)[0].item(),
+    "torch, integers": lambda: torch.randint(2**20, (624,))[0].item(),
+}
+
+
+class TestGlobalGenerators:
+    """A draw for 1 sample in 16, by a function that no name in the step shows."""
+
+    @staticmethod
+    def step(kind: str) -> Callable[[Any], Any]:
+        def augment(x: Any) -> Any:
+            return x + DRAWS[kind]() if int(x[0]) % 16 == 11 else x
+
+        return augment
+
+    @pytest.mark.parametrize("kind", DRAWS)
+    @pytest.mark.parametrize("way", ["step", "data set"])
+    def test_each_kind_of_draw(self, kind: str, way: str) -> None:
+        assert fr.frozen_in(way, fr.rows(128), self.step(kind), range(10, 128, 16)) == []

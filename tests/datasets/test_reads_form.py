@@ -128,7 +128,6 @@ def test_a_transform_is_applied_each_time_anew(folder: Path) -> None:
     with sf.CachedDataset(Crops(folder), capacity="4MiB", form="reads", transform=_shift, seed=2) as data:
         first, second = epochs(data, 2, shuffle=False, seed=None)
         assert not same(first, second)
-        assert len(data.reader.rest) == 1
 
 
 def _shift(sample: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 import stallfree as sf
 from children import Child
-from stallfree.pipeline import StallfreeWarning
+from stallfree import StallfreeWarning
 
 SAMPLES, EPOCHS = 14, 2
 Seen = list[list[list[int]]]  # by epoch and batch

@@ -11,8 +11,8 @@ import torch.utils.data
 from torch.utils.data import SequentialSampler
 
 import stallfree as sf
+from stallfree import StallfreeWarning
 from stallfree.errors import InputError, WorkerError
-from stallfree.pipeline.classify.determinism import StallfreeWarning
 
 
 def batches(loader: Any) -> list[list[int]]:

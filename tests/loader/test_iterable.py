@@ -20,10 +20,10 @@ from torch.utils.data import ChainDataset, IterableDataset
 
 import stallfree as sf
 from loader_data import same
+from stallfree import StallfreeWarning
 from stallfree.batches import stream
 from stallfree.errors import InputError, SampleError, StallfreeError, WorkerError
 from stallfree.integrations.accelerate import prepare
-from stallfree.pipeline import StallfreeWarning
 from stream_data import Generated, Held, Killed, Range, Sized, Stream, divide, drawing, refuse, stops
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -18,8 +18,8 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, get_worker_info
 
 import stallfree as sf
+from stallfree import StallfreeWarning
 from stallfree.errors import WorkerError
-from stallfree.pipeline import StallfreeWarning
 from stream_data import Killed, Listed, Parts, Range, Sized, divide
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -12,8 +12,8 @@ import pytest
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 import stallfree as sf
+from stallfree import StallfreeWarning
 from stallfree.errors import InputError
-from stallfree.pipeline import StallfreeWarning
 
 DATA: Any = range(8)
 

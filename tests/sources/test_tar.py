@@ -18,8 +18,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import stallfree as sf
+from stallfree import StallfreeWarning
 from stallfree.errors import InputError, SampleError
-from stallfree.pipeline import StallfreeWarning
 from stallfree.sources import TarDataset, tar, tar_index
 
 FILES = [
