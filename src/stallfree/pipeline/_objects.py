@@ -7,7 +7,9 @@ import dis
 import functools
 import importlib.util
 import sys
+import weakref
 from collections.abc import Iterator
+from contextvars import ContextVar
 from importlib.machinery import ModuleSpec
 from itertools import accumulate
 from pathlib import Path
@@ -74,10 +76,19 @@ def library_version(module: str) -> str | None:
     return None
 
 
+def module_of(thing: Any) -> str:
+    """Return the module where the code of a function, class or module is; "builtins" if it names none.
+
+    A decorator of a library gives its functions the name of another module.
+    """
+    names = thing.__globals__ if isinstance(thing, FunctionType) else {}
+    name = names.get("__name__", attribute(thing, "__name__" if isinstance(thing, ModuleType) else "__module__"))
+    return name if isinstance(name, str) else "builtins"
+
+
 def is_library(thing: object) -> bool:
     """Return whether the function, class or module `thing` belongs to a library, not to the user."""
-    name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
-    return isinstance(name, str) and library_version(name) is not None
+    return library_version(module_of(thing)) is not None
 
 
 def comes_from(thing: type, library: str) -> bool:
@@ -225,6 +236,14 @@ def attributes(thing: object) -> dict[str, Any]:
             if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
                 found[name] = getattr(thing, name)
     return found
+
+
+def current(variable: ContextVar[Any] | weakref.ref[Any]) -> Any:
+    """Return the value of a context variable, or the object of a weak reference; None if there is none."""
+    try:
+        return variable.get() if isinstance(variable, ContextVar) else variable()
+    except LookupError:
+        return None
 
 
 def describe(transform: Any) -> str:

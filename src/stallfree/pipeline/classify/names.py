@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from stallfree.pipeline._objects import attribute, is_known
+from stallfree.pipeline._objects import attribute, is_known, module_of
 from stallfree.pipeline.classify.reached import reached
 from stallfree.pipeline.generators import GENERATOR_TYPES
 
@@ -39,8 +38,7 @@ def _is_source(value: Any) -> bool:
         return any(_NAMES.fullmatch(part) for part in value.split("."))
     if isinstance(value, (*GENERATOR_TYPES, np.random.BitGenerator, np.random.SeedSequence)):
         return True
-    named = value.__name__ if isinstance(value, ModuleType) else attribute(value, "__module__")
-    module = named if isinstance(named, str) else "builtins"  # such as a method of C
+    module = module_of(value)
     if not is_known(module):
         return False
     if _MODULES.intersection(module.split(".")):

@@ -21,8 +21,10 @@ from stallfree.pipeline._objects import (
     closure_values,
     code_names,
     codes,
+    current,
     is_known,
     is_library,
+    module_of,
     used_globals,
 )
 from stallfree.pipeline.generators import GENERATOR_TYPES
@@ -103,7 +105,7 @@ class _Walk:
         elif isinstance(thing, _CONTAINERS):
             self._add(islice(thing.values() if isinstance(thing, dict) else thing, _MOST_ITEMS), label)
         elif isinstance(thing, (ContextVar, weakref.ref)):
-            self._add((thing.get(None) if isinstance(thing, ContextVar) else thing(),), label)
+            self._add((current(thing),), label)
         if not isinstance(thing, (ModuleType, BuiltinFunctionType, *GENERATOR_TYPES)):
             self._class(type(thing), made=False)
             bare = all(self._is_users(base) or base.__module__ in _BARE for base in type(thing).__mro__)
@@ -114,13 +116,13 @@ class _Walk:
         self._todo += ((value, label) for value in values if not isinstance(value, _VALUES))
 
     def _is_users(self, thing: Any) -> bool:
-        top, own = (str(each.__module__).partition(".")[0] for each in (thing, self._kind))
+        top, own = (module_of(each).partition(".")[0] for each in (thing, self._kind))
         return not is_library(thing) or (top == own and not is_known(top))
 
     def _function(self, function: FunctionType) -> None:
         where, users = function.__qualname__, self._is_users(function)
         values = {name: value for name, value in closure_values(function).items() if name != "__class__"}
-        if not users and (is_known(str(function.__module__)) or id(function) in self._far):
+        if not users and (is_known(module_of(function)) or id(function) in self._far):
             return self._add((*values.values(), attribute(function, "__wrapped__")), where)
         values |= used_globals(function, libraries=True) | vars(function) | (function.__kwdefaults__ or {})
         values |= {f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}
