@@ -266,12 +266,12 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         options = self._options(context, single)
         counts = {**new_counts(), "num_workers": self.num_workers}
         source = self._source(options, counts, seed_of_data=seed is None and self.seed is not None)
-        self.sampler, self.batch_sampler = shown_samplers(self, source, sampler, batch_sampler)
         seeds = Seeds(self.seed, generator, self.shuffle, ranks, f"{len(options.reader.source)}-{batch_size}")
         deliver = partial(delivery, with_ids=with_ids, pin=pin_memory and device is None, arrays=output == "numpy")
         self._runner = EpochRunner(
             source, options, seeds, counts, deliver, persistent=persistent_workers, tuner=self._auto
         )
+        self.sampler, self.batch_sampler = shown_samplers(self, self._runner, sampler, batch_sampler)
         self._prefetcher = None if device is None else DevicePrefetcher(self._runner, device)
         self.device = None if self._prefetcher is None else self._prefetcher.device
         self.__initialized = True

@@ -52,7 +52,8 @@ class Seeds:
     So the same samplers yield the same order as under torch, and a model draws the same random numbers.
 
     Args:
-        given: the seed of order and augmentation; None: the first one drawn for workers.
+        given: the seed of order and augmentation; None: the first one drawn, with `shuffle` by the sampler that the
+            loader shows, else for workers.
         generator: as passed to the loader.
         shuffle: whether torch's loader would have a `RandomSampler`, which also draws a seed.
         ranks: as passed to the loader. All ranks of one job use the seed of rank 0.
@@ -60,6 +61,7 @@ class Seeds:
 
     Attributes:
         seed: of order and augmentation; None before it is drawn.
+        shuffle: as given.
         base: of the workers' generators.
     """
 
@@ -69,7 +71,7 @@ class Seeds:
         self.seed = self._given = given
         self._restored: int | None = None  # the seed of a state
         self.base = 0
-        self._generator, self._shuffle, self._ranks = generator, shuffle, ranks
+        self._generator, self.shuffle, self._ranks = generator, shuffle, ranks
         self._name = "" if ranks is None else numbered(name)
 
     def restore(self, seed: int | None) -> None:
@@ -90,9 +92,8 @@ class Seeds:
         """
         if new_workers:
             self.base = draw_seed(self._generator)
-        if self._shuffle and self._generator is None:
-            draw_seed()
-        seed, drawn = self.base if self.seed is None else self.seed, self.seed is None
+        new = draw_seed(self._generator) if self.shuffle else self.base
+        seed, drawn = new if self.seed is None else self.seed, self.seed is None
         name, self._name = self._name, ""
         if name and rank_and_count(self._ranks)[1] > 1 and (drawn or has_process_group()):
             seed = agreed(seed if self._given is None else self._given, name)
@@ -164,6 +165,20 @@ class EpochRunner:
         self.source.set_epoch(epoch)
         self._epoch = epoch
         self._resume = self._progress = self._prefetcher = None
+
+    def next_ids(self, epoch: int | None = None) -> Ids:
+        """Begin an epoch of the loader's own order, by default the next one, and return its ids.
+
+        For an iteration over the sampler that the loader shows, such as that of a loader which skips the first batches.
+        """
+        order: Any = getattr(self.source, "order", self.source)
+        if self._seeds.shuffle:
+            self._set_seed(self._seeds.draw(new_workers=False))
+        if epoch is None:
+            epoch = self.next_epoch
+            self._epoch = self._resume = None
+        order.begin(epoch, None)
+        return order.ids(epoch)  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[Any]:
         return self._begin(None)

@@ -155,7 +155,7 @@ class SamplerOrder(_Counted):
 
     @property
     def knows_ranks(self) -> bool:
-        return self._setup.ranks is not None or not any(type(part) in _SAME_ON_ALL_RANKS for part in self._parts)
+        return self._setup.ranks is not None or not any(map(_is_same_on_all_ranks, self._parts))
 
     @property
     def next_epoch(self) -> int:
@@ -220,6 +220,10 @@ class SamplerOrder(_Counted):
             raise also_of_type(problem, IndexError())
         array = array.astype(np.int64)
         return np.where(array < 0, array + samples, array)
+
+
+def _is_same_on_all_ranks(sampler: Any) -> bool:
+    return type(sampler) in _SAME_ON_ALL_RANKS or getattr(type(sampler), "same_on_all_ranks", False) is True
 
 
 def _set_by_user(sampler: DistributedSampler[Any]) -> bool:
