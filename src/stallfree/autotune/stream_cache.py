@@ -26,6 +26,7 @@ from stallfree.pipeline.classify.probe import try_calls
 from stallfree.pipeline.classify.scan import scan
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.marks import mark_of
+from stallfree.pipeline.settings import Settings
 from stallfree.pipeline.values import private
 from stallfree.sources.throttle import payload_bytes
 from stallfree.units import format_size
@@ -143,8 +144,7 @@ class StreamCache:
             return self._fill(options, self._reader)
         if options.reader.streams:
             cached = Reader(self._reader.source, self._cache, Compose([]), Compose([]))
-            cached.split.origin = self._dataset  # whose attributes must not change
-            cached.split.note_settings()
+            cached.settings = Settings(self._dataset)
             return replace(options, reader=cached)
         return options
 

@@ -58,8 +58,8 @@ def prepare(accelerator: Any, loader: DataLoader) -> Any:
     _check(accelerator, loader)
     sampler, batches = loader.sampler, loader.batch_sampler
     if isinstance(sampler, ShuffledSampler):  # the order under Accelerate is that of torch's sampler
-        sampler = RandomSampler(loader.dataset, generator=loader.generator)
-        batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+        sampler = RandomSampler(sampler.data_source, generator=loader.generator)
+        batches = BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
     if isinstance(sampler, RandomSampler) and sampler.generator is None and loader.seed is not None:
         sampler.generator = torch.Generator().manual_seed(loader.seed)
     twin = torch.utils.data.DataLoader(loader.dataset, batch_sampler=batches)

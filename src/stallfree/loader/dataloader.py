@@ -322,7 +322,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             seed=self.seed,
             seed_of_data=seed_of_data,
             reader=options.reader,
-            cached=self._auto is not None,
+            caches=partial(_has_cache, self._auto),
             context=options.context,
             counts=counts,
         )
@@ -477,6 +477,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.close()
 
     __repr__ = shown_by("batch_size", "shuffle", "num_workers", "drop_last", "device")
+
+
+def _has_cache(auto: Any) -> bool:
+    return auto is not None and auto.cached is not None
 
 
 def _takes_losses(source: EpochSource, method: str) -> TakesLosses:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from stallfree.batches.reader import reader_of
 from stallfree.errors import state_format, state_mismatch
 from stallfree.loader.iteration import Iteration
 from stallfree.loader.progress import Progress
@@ -194,8 +195,7 @@ class EpochRunner:
         epoch = self.next_epoch
         plan = source.begin(epoch, resume)
         self._set_seed(self._seeds.draw(new_workers=not self.pools.has_workers(self.options)))
-        self.options.reader.follow()
-        self.options.reader.check_settings()
+        self._follow_data()
         if self._tuner is not None:
             had_workers = self.pools.has_workers(self.options)
             self.options = self._tuner.tuned(self.options)
@@ -213,6 +213,15 @@ class EpochRunner:
         iteration = Iteration(self, pool, plan, progress, deliver, keep_pool=keep, log_steps=steps)
         self._iteration = weakref.ref(iteration)
         return iteration
+
+    def _follow_data(self) -> None:
+        """Adopt changes of the data set. A cache keeps its samples, and warns."""
+        reader = self.options.reader
+        reader.follow()
+        if reader.cache is not None:
+            reader.check_settings()
+        elif self._tuner is None and reader.settings.changes():
+            self.options = replace(self.options, reader=reader_of(self.options.dataset))
 
     def finished(self, progress: Progress, samples: int, seconds: float, waited: float) -> None:
         """Record a finished iteration."""

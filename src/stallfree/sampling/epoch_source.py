@@ -139,7 +139,7 @@ class SourceSetup:
         seed_of_data: whether the seed is that of the data set.
         counter: its attribute `next_epoch` is the epoch count of all loaders of a data set; None: one count per loader.
         reader: reads the samples.
-        cached: whether the loader makes a cache for these samples.
+        caches: returns whether the loader has made a cache for these samples.
         context: `multiprocessing` context.
         counts: of the loader, by the names of `LoaderStats`.
     """
@@ -155,7 +155,7 @@ class SourceSetup:
     seed_of_data: bool = False
     counter: Any = None
     reader: Any = None
-    cached: bool = False
+    caches: Callable[[], bool] = bool
     context: Any = None
     counts: Mapping[str, Any] = field(default_factory=dict)
 

@@ -54,7 +54,7 @@ class _Counted(EpochSource):
         self._length = _length_of(reader)
         if self._length == before:
             return
-        if reader.cache is None and not setup.cached and self._length > 0:
+        if reader.cache is None and not setup.caches() and self._length > 0:
             self._setup = replace(setup, samples=self._length)
             return
         warnings.warn(
