@@ -408,8 +408,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         Resuming yields exactly the remaining samples.
 
         For the loader's own order the state is two integers. With a `sampler` or `batch_sampler`, which may be random,
-        it contains the remaining ids, so the sampler must be finite. With an `ImportanceSampler`, it fixes the
-        substitutions for the rest of the epoch. Save it in the iterating process, between two batches. It is
+        it contains the remaining ids. One that has more ids left than there are samples, and more batches than its
+        length says, counts as endless: the state then has the number of batches, and resuming leaves out as many. With
+        an `ImportanceSampler`, it fixes the substitutions for the rest of the epoch. Save it in the iterating process,
+        between two batches. It is
         serializable as JSON.
 
         Example:

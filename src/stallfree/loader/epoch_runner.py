@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from stallfree.batches.reader import reader_of
 from stallfree.errors import state_format, state_mismatch
 from stallfree.loader.iteration import Iteration
-from stallfree.loader.progress import Progress
+from stallfree.loader.progress import Progress, Repeats
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.sampling.epoch_source import EpochSource, Ids, Position
 from stallfree.sampling.ranks import agreed, has_process_group, numbered, rank_and_count
@@ -21,6 +23,9 @@ from stallfree.workers.worker_pool import Counts, Options
 from stallfree.workers.worker_pools import WorkerPools
 
 STATE_VERSION = 1
+
+_MANY = 1024
+"""Number of ids that a sampler may always have left without counting as endless."""
 
 
 class Prefetcher(Protocol):
@@ -205,7 +210,9 @@ class EpochRunner:
         if self.pools.persistent:
             self._end_iteration()
         pool = self.pools.take(self.options, self._seeds.base, None if prefetcher is None else prefetcher.pin)
-        progress = self._progress = Progress(plan.batches, epoch, plan.first, plan.dealt, plan.end_stream)
+        repeats = None if source.planned else Repeats(resume.repeats or () if resume else ())
+        batches = _without_first(plan.batches, plan.skip, repeats) if plan.skip else plan.batches
+        progress = self._progress = Progress(batches, epoch, plan.first, plan.dealt, plan.end_stream, repeats)
         self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
         self._epoch = None
         deliver = self._deliver(weigh=plan.on_delivered, count=plan.count)
@@ -260,7 +267,8 @@ class EpochRunner:
             epoch, left = self.next_epoch, self._resume or Position()
         else:
             progress, batches = position
-            epoch, left = progress.number, progress.position(batches, planned=self.source.planned)
+            epoch = progress.number
+            left = progress.position(batches, None if self.source.planned else self._endless(epoch))
         return {
             "version": STATE_VERSION,
             "epoch": epoch,
@@ -270,6 +278,13 @@ class EpochRunner:
             **self.source.state_dict(),
         }
 
+    def _endless(self, epoch: int) -> Callable[[int, int], bool]:
+        """Whether a sampler counts as endless: it has more ids left than there are samples, and more than it says."""
+        most, known = max(_MANY, len(self.options.reader.source)), 0
+        with contextlib.suppress(TypeError, NotImplementedError):  # it has no length
+            known = self.source.num_batches(epoch)
+        return lambda ids, batches: ids > most and batches > known
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Raises `InputError` for a state that does not match."""
         check_state(state, self.source.describe())
@@ -278,7 +293,7 @@ class EpochRunner:
         if state["seed"] is not None:
             self._set_seed(state["seed"])
         self.set_epoch(state["epoch"])
-        self._resume = Position(state["batches"], state["rest"], state.get("dealt"))
+        self._resume = Position(state["batches"], state["rest"], state.get("dealt"), state.get("repeats"))
 
     # -- counts -------------------------------------------------------------------------------------------------------
 
@@ -302,6 +317,14 @@ class EpochRunner:
             if iteration is not None:
                 iteration.end_step()
             self.options.log.flush()
+
+
+def _without_first(batches: Iterator[Ids], count: int, repeats: Repeats | None) -> Iterator[Ids]:
+    """`batches` without the first ones, which are counted in `repeats`. They are drawn with the next one."""
+    for ids in islice(batches, count):
+        if repeats is not None:
+            repeats.count(ids)
+    yield from batches
 
 
 def check_state(state: Any, order: dict[str, Any]) -> None:

@@ -23,13 +23,15 @@ class Position:
 
     Attributes:
         batches: number of delivered batches.
-        rest: the ids of the remaining batches; None if (seed, epoch) determines them.
+        rest: the ids of the remaining batches; None if (seed, epoch) determines them, or if their sampler is endless.
+        repeats: for each of these, how often its ids have come before in the epoch; None: never.
         dealt: the place in the order from which its batches are counted, and the number of ranks ("start", "ranks").
     """
 
     batches: int = 0
     rest: list[list[int]] | None = None
     dealt: dict[str, int] | None = None
+    repeats: list[int] | None = None
 
 
 def _nothing() -> None:
@@ -43,6 +45,7 @@ class EpochPlan:
     Attributes:
         batches: the ids of each batch, in order.
         first: number of the first of these batches in the epoch.
+        skip: number of leading `batches` to leave out.
         dealt: see `Position`.
         on_delivered: called with the ids of each delivered batch; returns their weights. None: no weights.
         end: called when the iteration has ended. Idempotent.
@@ -58,6 +61,7 @@ class EpochPlan:
     end: Callable[[], None] = _nothing
     count: Callable[[Ids], None] | None = None
     end_stream: Callable[[Ids], None] | None = None
+    skip: int = 0
 
 
 class EpochSource(Protocol):

@@ -190,7 +190,8 @@ class SamplerOrder(_Counted):
             _set[self._distributed] = epoch
         setup = self._setup
         given = setup.batch_sampler if setup.sampler is None else self._chunks(setup.sampler)
-        return EpochPlan(map(self._checked, given))
+        first = 0 if resume is None else resume.batches  # of an endless sampler
+        return EpochPlan(map(self._checked, given), first, skip=first)
 
     def _chunks(self, sampler: Iterable[Any]) -> Iterator[list[Any]]:
         ids, size = iter(sampler), self._setup.size
