@@ -17,6 +17,7 @@ from stallfree.loader.iteration import Iteration
 from stallfree.loader.progress import Progress, Repeats
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.sampling.epoch_source import EpochSource, Ids, Position
+from stallfree.sampling.order import Order
 from stallfree.sampling.ranks import agreed, has_process_group, numbered, rank_and_count
 from stallfree.stats import LoaderStats
 from stallfree.workers.worker_pool import Counts, Options
@@ -67,7 +68,7 @@ class Seeds:
 
     Attributes:
         seed: of order and augmentation; None before it is drawn.
-        shuffle: as given.
+        shuffle, generator: as given; the generator may be replaced.
         base: of the workers' generators.
     """
 
@@ -77,7 +78,7 @@ class Seeds:
         self.seed = self._given = given
         self._restored: int | None = None  # the seed of a state
         self.base = 0
-        self._generator, self.shuffle, self._ranks = generator, shuffle, ranks
+        self.generator, self.shuffle, self._ranks = generator, shuffle, ranks
         self._name = "" if ranks is None else numbered(name)
 
     def restore(self, seed: int | None) -> None:
@@ -97,8 +98,8 @@ class Seeds:
         Raises `InputError` if rank 0 was given another seed than that of the state.
         """
         if new_workers:
-            self.base = draw_seed(self._generator)
-        new = draw_seed(self._generator) if self.shuffle else self.base
+            self.base = draw_seed(self.generator)
+        new = draw_seed(self.generator) if self.shuffle else self.base
         seed, drawn = new if self.seed is None else self.seed, self.seed is None
         name, self._name = self._name, ""
         if name and rank_and_count(self._ranks)[1] > 1 and (drawn or has_process_group()):
@@ -111,7 +112,7 @@ class Seeds:
 
     def renew(self) -> None:
         """Draw another seed for workers that are started in the place of persistent ones."""
-        self.base = draw_seed(self._generator)
+        self.base = draw_seed(self.generator)
 
 
 class EpochRunner:
@@ -142,7 +143,7 @@ class EpochRunner:
         tuner: Tuner | None,
     ) -> None:
         self.source, self.options, self.counts = source, options, counts
-        self._seeds, self._deliver, self._tuner = seeds, deliver, tuner
+        self._seeds, self.deliver, self._tuner = seeds, deliver, tuner
         self.pools = WorkerPools(counts, persistent)
         self._uncached = options.reader
         self._epoch: int | None = None  # of the next iteration, set by the user or a state
@@ -153,6 +154,22 @@ class EpochRunner:
 
     def __len__(self) -> int:
         return self.source.num_batches(self.next_epoch if self._progress is None else self._progress.number)
+
+    def adopt(
+        self,
+        options: Options,
+        source: EpochSource,
+        generator: torch.Generator | None,
+        deliver: Callable[..., Callable[[Any, Ids], Any] | None],
+    ) -> None:
+        """Use other arguments from the next iteration on."""
+        if source is not self.source:
+            self._epoch = self.next_epoch
+            self.source.close()
+            self.source = source
+        if options.reader is not self.options.reader:
+            self._uncached = options.reader
+        self.options, self.deliver, self._seeds.generator = options, deliver, generator
 
     @property
     def seed(self) -> int | None:
@@ -172,19 +189,20 @@ class EpochRunner:
         self._epoch = epoch
         self._resume = self._progress = self._prefetcher = None
 
-    def next_ids(self, epoch: int | None = None) -> Ids:
+    def next_ids(self, order: Order, epoch: int | None) -> Ids:
         """Begin an epoch of the loader's own order, by default the next one, and return its ids.
 
         For an iteration over the sampler that the loader shows, such as that of a loader which skips the first batches.
         """
-        order: Any = getattr(self.source, "order", self.source)
-        if self._seeds.shuffle:
-            self._set_seed(self._seeds.draw(new_workers=False))
-        if epoch is None:
-            epoch = self.next_epoch
-            self._epoch = self._resume = None
-        order.begin(epoch, None)
-        return order.ids(epoch)  # type: ignore[no-any-return]
+        if order.shuffles:
+            seed = self._seeds.draw(new_workers=False)
+            self._set_seed(seed)
+            order.set_seed(seed)
+        if epoch is None and getattr(self.source, "order", self.source) is order:
+            epoch, self._epoch, self._resume = self.next_epoch, None, None
+        number = order.next_epoch if epoch is None else epoch
+        order.begin(number, None)
+        return order.ids(number)
 
     def __iter__(self) -> Iterator[Any]:
         return self._begin(None)
@@ -215,7 +233,7 @@ class EpochRunner:
         progress = self._progress = Progress(batches, epoch, plan.first, plan.dealt, plan.end_stream, repeats)
         self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
         self._epoch = None
-        deliver = self._deliver(weigh=plan.on_delivered, count=plan.count)
+        deliver = self.deliver(weigh=plan.on_delivered, count=plan.count)
         keep, steps = pool is self.pools.kept, prefetcher is None
         iteration = Iteration(self, pool, plan, progress, deliver, keep_pool=keep, log_steps=steps)
         self._iteration = weakref.ref(iteration)

@@ -41,8 +41,8 @@ def shown_by(*names: str) -> Callable[[Any], str]:
     return shown
 
 
-NextIds = Callable[[int | None], Ids]
-"""Begins an epoch, by default the next one, and returns its ids."""
+NextIds = Callable[[Order, int | None], Ids]
+"""Begins an epoch of an order, by default the next one, and returns its ids."""
 
 
 def shown_samplers(loader: Any, runner: Any, sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
@@ -58,7 +58,7 @@ def shown_samplers(loader: Any, runner: Any, sampler: Any, batch_sampler: Any) -
         if getattr(order, "ranks", None) is not None:
             sampler = DealtSampler(loader.dataset, order, runner.next_ids)
         elif isinstance(order, Order) and loader.shuffle:
-            sampler = ShuffledSampler(loader.dataset, loader.generator, runner.next_ids)
+            sampler = ShuffledSampler(loader.dataset, loader.generator, order, runner.next_ids)
         elif loader.shuffle:
             sampler = RandomSampler(loader.dataset, generator=loader.generator)
         else:
@@ -81,12 +81,12 @@ class ShuffledSampler(RandomSampler):
 
     same_on_all_ranks = True
 
-    def __init__(self, dataset: Any, generator: Any, next_ids: NextIds) -> None:
+    def __init__(self, dataset: Any, generator: Any, order: Order, next_ids: NextIds) -> None:
         super().__init__(dataset, generator=generator)
-        self._next_ids = next_ids
+        self._order, self._next_ids = order, next_ids
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._next_ids(None).tolist())
+        return iter(self._next_ids(self._order, None).tolist())
 
 
 class DealtSampler(DistributedSampler[Any]):
@@ -115,7 +115,7 @@ class DealtSampler(DistributedSampler[Any]):
         self.epoch = self._given = epoch
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._next_ids(self._given).tolist())
+        return iter(self._next_ids(self._order, self._given).tolist())
 
     def __len__(self) -> int:
         return self._order.samples

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stallfree.errors import argument_conflict
+
 Ids = npt.NDArray[np.int64]
 
 
@@ -129,6 +131,15 @@ class TakesLosses(Protocol):
 
     def stats(self) -> Any:
         """Counts of the cache requests."""
+
+
+def takes_losses(source: EpochSource, method: str) -> TakesLosses:
+    """`source`, if it takes losses. Raises `InputError` for others, with the name of the loader's method."""
+    if not isinstance(source, TakesLosses):
+        raise argument_conflict(
+            f"{method} is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
+        )
+    return source
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,11 @@ class Order(_Counted):
         return self._setup.num_batches(self.samples)
 
     @property
+    def shuffles(self) -> bool:
+        """Whether it depends on the seed."""
+        return self._setup.shuffle
+
+    @property
     def samples(self) -> int:
         """Number of samples of this rank in a whole epoch."""
         self._follow_length()
