@@ -171,6 +171,9 @@ class AutoCache:
             self._decide()
         elif self._reader.split.uncached:
             self._decide_afresh()
+        elif self._reader.cache is None and self._reader.settings.changes():
+            source = as_source(self._dataset)
+            self._reader = _without(source, steps_of(source, self._transform))
         elif self._last is not None:
             self._learn(self._last)
             self._last = None

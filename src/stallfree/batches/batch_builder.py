@@ -167,7 +167,7 @@ class BatchBuilder:
             if not len(task.ids):  # `collate_fn` handles an empty batch of a `batch_sampler`
                 return (*self._collate(task, Samples(), destination), Samples())
             buffer = self._buffer(len(task.ids), destination)
-            samples = self.reader.finish(pending, self.seed, task.epoch, skip=self.skip, buffer=buffer)
+            samples = self.reader.finish(pending, self.seed, task.draws, skip=self.skip, buffer=buffer)
             if buffer is not None and buffer.whole:
                 return (*destination.written(buffer.size), samples)
             if not samples.values:

@@ -22,6 +22,7 @@ from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.marks import drew
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness
+from stallfree.pipeline.settings import Settings, warn_of_changes
 from stallfree.sources.mapped import MapSource, SubsetSource
 from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.throttle import ThrottledSource, payload_bytes
@@ -102,8 +103,8 @@ class SampleAccess:
         origin = source if beneath is None else self._dataset
         watched = None if reads else cache  # a cache of the steps' outputs
         self.split = TransformSplit(source, watched, origin, deterministic, rest, share, whole)
-        if watched is not None:
-            self.split.note_settings()
+        notices = watched is not None or (cache is None and type(source) is not MapSource)  # which is no copy
+        self.settings = Settings(source, *deterministic, *rest) if notices else Settings()
         self._pipeline = (*deterministic, *rest) if steps is None else (*steps,)
         self._pool: ThreadPoolExecutor | None = None
         self._pid = -1
@@ -236,8 +237,8 @@ class SampleAccess:
 
     def check_settings(self) -> None:
         """Warn of attributes of the data set and its steps that changed after samples were cached."""
-        if self.cache is not None and self.tracker is None:
-            self.split.check_settings()
+        if self.cache is not None:
+            warn_of_changes(self.settings)
 
     # -- life cycle ---------------------------------------------------------------------------------------------------
 

@@ -171,6 +171,11 @@ class WorkerPool:
             executor.forget(self.token)
         return self.token
 
+    def note_settings(self) -> None:
+        """Take changes of the data set as its own, if it has made samples in this process."""
+        if self._workers is None:
+            self.builder.reader.settings.note()
+
     @property
     def direct(self) -> bool:
         """Whether the training process builds each batch on request, with nothing to start ahead."""
