@@ -77,7 +77,8 @@ class SmartCacheDataset(Dataset[SampleT_co]):
             size of the first samples.
         num_fill_workers: processes that prepare replacements.
         on_late: what happens when not all replacements are ready at the end of an epoch: "partial" replaces those that
-            are, and the rest in later epochs; "wait" waits for them.
+            are, and the rest in later epochs; "wait" waits for them. Without a running fill process, all are replaced,
+            and prepared as they are asked for.
         on_error: "raise" a `SampleError` for a sample that cannot be had, or "skip" it: it is left out of its batch and
             counted. `stallfree.DataLoader` has an argument of its own for that.
         shuffle: run over the samples in a random order, else in their own.
@@ -262,7 +263,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
     def shutdown(self) -> None:
         """Stop the fill processes.
 
-        Samples can still be read, and `start` goes on. May be called twice.
+        New samples are prepared as they are asked for, until `start`. May be called twice.
         """
         self._fillers.stop()
 
