@@ -58,10 +58,10 @@ class ImportanceSource(EpochSource):
         return self._sampler.next_epoch
 
     def num_batches(self, epoch: int) -> int:
-        """The number of batches of an epoch. Draws its plan if necessary."""
+        """The number of batches of an epoch. A single rank draws its plan if necessary."""
         if self._begun is not None and self._begun[0] == epoch:
             return self._begun[1]
-        return len(self._sampler.batches(epoch, self._setup.size, drop_last=self._setup.drop_last))
+        return self._sampler.num_batches(epoch, self._setup.size, drop_last=self._setup.drop_last)
 
     def describe(self) -> dict[str, Any]:
         return {"samples": self._setup.samples}

@@ -96,18 +96,25 @@ def wait_for_all() -> None:
     unite(np.zeros(1, bool))
 
 
+def num_steps(samples: int, ranks: int, batch_size: int, drop_last: bool) -> int:
+    """The number of batches per rank of a plan with this number of samples."""
+    together = batch_size * ranks
+    if drop_last:
+        return samples // together
+    steps = -(-samples // together)
+    return steps if ranks == 1 else min(steps, samples // ranks)
+
+
 def steps_of(ids: Array, ranks: int, batch_size: int, drop_last: bool) -> list[list[Array]]:
     """The batches of a plan: for each step one per rank, of sizes that differ by at most one.
 
     With one rank, only the last batch may be smaller than `batch_size`. With `drop_last` all batches are full and the
     remaining ids are dropped; without it, a plan with fewer ids than ranks has no batches.
     """
-    together = batch_size * ranks
+    steps, together = num_steps(len(ids), ranks, batch_size, drop_last), batch_size * ranks
     if drop_last or ranks == 1:
-        steps = len(ids) // together if drop_last else -(-len(ids) // together)
         some = [ids[at : at + together] for at in range(0, steps * together, together)]
         return [[step[rank::ranks] for rank in range(ranks)] for step in some]
-    steps = min(-(-len(ids) // together), len(ids) // ranks)
     parts = np.array_split(ids, steps * ranks) if steps else []
     return [parts[at : at + ranks] for at in range(0, len(parts), ranks)]
 
