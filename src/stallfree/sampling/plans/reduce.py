@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,11 @@ import torch
 from torch import distributed
 
 from stallfree.sampling.plans.losses import Losses
-from stallfree.sampling.ranks import has_process_group
+from stallfree.sampling.ranks import has_process_group, local_ranks
 
 Array = npt.NDArray[Any]
 
-_groups: dict[int, Any] = {}
+_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def ranks_of_job() -> tuple[int, int]:
@@ -24,10 +24,8 @@ def ranks_of_job() -> tuple[int, int]:
 
 
 def is_first_here() -> bool:
-    """Whether this is the first rank on its host, according to torchrun, SLURM or Open MPI; True if unknown."""
-    names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
-    given = next(filter(None, map(os.environ.get, names)), "0")
-    return ranks_of_job()[1] == 1 or given == "0"
+    """Whether this is the first rank on its host. With several ranks, all of them must make the first call."""
+    return ranks_of_job()[1] == 1 or local_ranks().rank == 0
 
 
 def agree(losses: Losses, *masks: Array) -> None:
@@ -121,11 +119,9 @@ def steps_of(ids: Array, ranks: int, batch_size: int, drop_last: bool) -> list[l
 
 def _group() -> Any:
     """A process group for CPU tensors. All ranks create it together, once per job."""
-    default = distributed.group.WORLD
+    default: Any = distributed.group.WORLD
     if distributed.get_backend() == "gloo":
         return default
-    key = id(default)
-    if key not in _groups:
-        _groups.clear()
-        _groups[key] = distributed.new_group(backend="gloo")
-    return _groups[key]
+    if default not in _groups:
+        _groups[default] = distributed.new_group(backend="gloo")
+    return _groups[default]
