@@ -19,7 +19,15 @@ from smart_data import Rows, ids_of
 from stallfree.sampling import ranks as module
 
 RANKS = 3
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
 LOADERS = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}
 
 
@@ -157,9 +165,7 @@ def spawned(rank: int, folder: str, environment: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [False, True])
-def test_under_torch_multiprocessing_spawn(
-    environment: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_torch_multiprocessing_spawn(environment: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "4799")
     torch.multiprocessing.spawn(spawned, (str(tmp_path), environment), nprocs=2)

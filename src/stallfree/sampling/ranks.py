@@ -116,7 +116,9 @@ def local_ranks() -> LocalRanks:
         if all(map(os.environ.get, names)):
             rank, count = (environment_number(variable, 0) for variable in names)
             if not 0 <= rank < count:
-                raise launch_environment(f"{names[0]}={rank} and {names[1]}={count} contradict each other: correct them")
+                raise launch_environment(
+                    f"{names[0]}={rank} and {names[1]}={count} contradict each other: correct them"
+                )
             return LocalRanks(rank, count)
     job = find_ranks()
     if not has_process_group() or job.count == 1:

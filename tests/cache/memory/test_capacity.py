@@ -94,7 +94,13 @@ def test_more_than_there_is_says_how_much_is_free(monkeypatch: pytest.MonkeyPatc
 
 
 GROUPS = {  # the lines of a control group with a limit of 64 MiB, of which 60 MiB are used, 50 MiB by files
-    "version 2": ("0::/job", "job", "memory.max", "memory.current", "anon {anon}\nactive_file 0\ninactive_file {files}\n"),
+    "version 2": (
+        "0::/job",
+        "job",
+        "memory.max",
+        "memory.current",
+        "anon {anon}\nactive_file 0\ninactive_file {files}\n",
+    ),
     "version 2, files read twice": ("0::/job", "job", "memory.max", "memory.current", "active_file {files}\n"),
     "version 1": (
         "4:cpu,memory:/job",
