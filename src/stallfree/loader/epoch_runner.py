@@ -279,6 +279,10 @@ class EpochRunner:
                 iteration.end_step()
             self.options.log.flush()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no iterations."""
+        return {**self.__dict__, "_progress": None, "_prefetcher": None, "_iteration": None}
+
 
 def check_state(state: Any, order: dict[str, Any]) -> None:
     """Raise `InputError` unless a loader can resume from `state`.

@@ -145,6 +145,10 @@ class ImportanceSource(EpochSource):
             )
         self._sampler.load_state_dict(state["importance"])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy serves no epoch yet, and starts a packager of its own."""
+        return {**self.__dict__, "_serving": None, "_packager": None}
+
     def close(self) -> None:
         """Stop the process that packs and reads packages, and unregister this job from the cache."""
         self._sampler.close()
