@@ -1,4 +1,4 @@
-"""A loader with an `ImportanceSampler` can be copied and sent to another process, at any time, as torch's loader can."""
+"""A loader with an `ImportanceSampler` can be copied and sent to another process, as torch's can."""
 
 from __future__ import annotations
 
