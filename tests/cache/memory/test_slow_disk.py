@@ -77,7 +77,9 @@ def test_samples_are_stored_again_as_soon_as_the_other_writer_is_done(
     monkeypatch.setattr(writer, "LOCK_SECONDS", 0.05)
     waits: list[float] = []
     wait = FileLock.hold
-    monkeypatch.setattr(FileLock, "hold", lambda self, seconds, what: (waits.append(seconds), wait(self, seconds, what))[1])
+    monkeypatch.setattr(
+        FileLock, "hold", lambda self, seconds, what: (waits.append(seconds), wait(self, seconds, what))[1]
+    )
     other = Child(hold, cached.cache.path)
     other.wait_until_stopped()
     with warnings.catch_warnings(record=True) as caught:
