@@ -337,7 +337,8 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     def __len__(self) -> int:
         """Number of batches of an epoch. Raises `TypeError` if the sampler has no length.
 
-        With an `ImportanceSampler`, of the active epoch, else of the next one, whose plan this draws.
+        With an `ImportanceSampler`, of the active epoch, else of the next one. Several ranks agree on the next one when
+        it begins; until then the length of the last one counts.
         """
         self._adopt()
         return len(self._runner)

@@ -336,6 +336,10 @@ class EpochRunner:
                 iteration.end_step()
             self.options.log.flush()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no iterations."""
+        return {**self.__dict__, "_progress": None, "_prefetcher": None, "_iteration": None}
+
 
 def _without_first(batches: Iterator[Ids], count: int, repeats: Repeats | None) -> Iterator[Ids]:
     """`batches` without the first ones, which are counted in `repeats`. They are drawn with the next one."""
