@@ -369,7 +369,7 @@ def test_ctrl_c_ends_a_wait(world: World | None) -> None:
 
     def slow() -> Iterator[int]:
         assert begun.wait(PATIENCE)
-        while not iterator._thread._waiting:  # type: ignore[attr-defined]
+        while not iterator.thread._waiting:  # type: ignore[attr-defined]
             go.wait(0.001)
         while not go.wait(0.01):  # again, as it may have come before the wait
             signal.pthread_kill(main, signal.SIGINT)

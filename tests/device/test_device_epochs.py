@@ -69,18 +69,6 @@ def test_one_stream_serves_all_epochs(world: World) -> None:
     assert len(set(world.copies)) == 1
 
 
-def test_a_new_epoch_ends_the_one_before(world: World) -> None:
-    prefetcher = DevicePrefetcher(batches(5), "cuda")
-    first = iter(prefetcher)
-    next(first)
-    second = iter(prefetcher)
-    assert [int(batch[0]) for batch in [next(second)] if world.synchronize() is None] == [0]
-    with pytest.raises(StopIteration):
-        next(first)
-    assert numbers(world, second) == [1, 2, 3, 4]
-    prefetcher.close()
-
-
 def test_close_ends_the_epoch_and_may_be_called_again(world: World) -> None:
     prefetcher = DevicePrefetcher(batches(5), "cuda")
     prefetcher.close()

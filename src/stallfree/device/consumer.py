@@ -24,6 +24,7 @@ from stallfree.errors import (
     StorageError,
     batch_timeout,
     consumer_process,
+    iteration_over,
 )
 from stallfree.frames import short_traceback
 from stallfree.ipc.consumers import VISITOR, Connection, Gone, Message, request
@@ -76,7 +77,7 @@ class Consumer(Generic[BatchT_co]):
 
     def __iter__(self) -> Pass[BatchT_co]:
         link = self._connect()
-        self._end_pass()
+        self._end_pass(replaced=True)
         self._passes += 1
         link.connection.send(Kind.BEGIN, number=self._passes)
         started: Pass[BatchT_co] = Pass(self, link, self._passes)
@@ -100,10 +101,10 @@ class Consumer(Generic[BatchT_co]):
         link.folder.close()
         self._link = None
 
-    def _end_pass(self) -> None:
+    def _end_pass(self, *, replaced: bool = False) -> None:
         before = None if self._pass is None else self._pass()
         if before is not None:
-            before.close()
+            before.close(replaced=replaced)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -188,7 +189,7 @@ class Pass(Generic[BatchT_co]):
         self.keepalive: Any = None
         """An object to keep alive until the pass ends."""
         self._epoch = -1
-        self._ended = False
+        self._ended = self._replaced = False
         self._out: tuple[Message, Stream] | None = None  # the batch that was yielded last
 
     def __iter__(self) -> Self:
@@ -196,6 +197,11 @@ class Pass(Generic[BatchT_co]):
 
     @short_traceback
     def __next__(self) -> BatchT_co:
+        if self._replaced:
+            raise iteration_over(
+                "this iteration is over: the ProcessPrefetcher was iterated again, and its process loads for one "
+                "iteration at a time. Make one for each loop that runs at the same time"
+            )
         if self._ended:
             raise StopIteration
         consumer, link = self._consumer, self._link
@@ -240,11 +246,11 @@ class Pass(Generic[BatchT_co]):
             self._link.slots.release(message.value, stream)
             self._send_back(message)
 
-    def close(self) -> None:
-        """End the pass. Idempotent."""
+    def close(self, *, replaced: bool = False) -> None:
+        """End the pass, in favour of a new one if it is `replaced`. Idempotent."""
         if self._ended or not self._link.owner.is_here:
             return
-        self._ended = True
+        self._ended, self._replaced = True, replaced
         self._return_batch()
         self._link.connection.send(Kind.BREAK)
 

@@ -104,18 +104,19 @@ class LoaderThread(ABC):
     It holds no reference to the consumer of the items, so that the thread ends once the consumer is freed.
 
     Args:
+        lock: held while the loader runs; required for any other use of the loader.
         source: iterator of batches.
         snapshot: called after each batch, takes the state of the loader; None if it has no state.
 
     Attributes:
-        lock: held while the loader runs; required for any other use of the loader.
+        stopped: whether the thread ends, or has ended.
     """
 
-    def __init__(self, source: Iterator[Any], snapshot: Callable[[], Snapshot] | None) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, lock: threading.Lock, source: Iterator[Any], snapshot: Callable[[], Snapshot] | None) -> None:
+        self._lock = lock
         self._ready = Mailbox()
         self._waiting = False  # whether the training loop waits for an item; False before an item is removed
-        self._stopped = False
+        self.stopped = False
         self._wakes: SimpleQueue[None] = SimpleQueue()  # wakes the thread; finalisers may put
         self._draws, self._overlaps, self._batches = GlobalDraws(), False, 0
         self._snapshot = snapshot
@@ -138,7 +139,7 @@ class LoaderThread(ABC):
 
     def stop(self) -> None:
         """End after the current batch. Idempotent, callable in any thread."""
-        self._stopped = True
+        self.stopped = True
         self._wake()
 
     def join(self, seconds: float | None = None) -> None:
@@ -172,7 +173,7 @@ class LoaderThread(ABC):
         item = batch = None
         try:
             try:
-                with self.lock:
+                with self._lock:
                     batch = next(source)
             except StopIteration:
                 return Item(end=True)
@@ -187,7 +188,7 @@ class LoaderThread(ABC):
                     item = Item(error=error)
             try:
                 if self._snapshot is not None:
-                    with self.lock:
+                    with self._lock:
                         item.snapshot = self._snapshot()
             except BaseException as error:
                 item = Item(error=error)
@@ -197,20 +198,20 @@ class LoaderThread(ABC):
 
     def _let_draw(self) -> None:
         """Return once the training loop waits for the batch being prepared."""
-        self.lock.release()  # the training loop may read the loader's state meanwhile
+        self._lock.release()  # the training loop may read the loader's state meanwhile
         try:
             self._let_loop_wait()
         finally:
-            self.lock.acquire()
+            self._lock.acquire()
 
     def _let_loop_wait(self) -> None:
         # Evaluated in this order: only this thread puts items, and the loop stops waiting before it removes one.
         self._wait_until(lambda: self._ready.empty and self._waiting)
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
-        while not (self._stopped or ready()):
+        while not (self.stopped or ready()):
             self._wakes.get()
-        if self._stopped:
+        if self.stopped:
             raise _Stopped
 
     def _wake(self) -> None:
@@ -223,7 +224,7 @@ class CopyThread(LoaderThread):
     """Copies batches to a device, one per free place.
 
     Args:
-        source, snapshot: see `LoaderThread`.
+        lock, source, snapshot: see `LoaderThread`.
         backend: the device.
         stream: stream of the copies.
         stager: copies the leaves of a batch.
@@ -233,6 +234,7 @@ class CopyThread(LoaderThread):
 
     def __init__(
         self,
+        lock: threading.Lock,
         source: Iterator[Any],
         snapshot: Callable[[], Snapshot] | None,
         backend: Backend,
@@ -244,9 +246,9 @@ class CopyThread(LoaderThread):
         self._free: SimpleQueue[Place | None] = SimpleQueue()
         for place in places:
             self._free.put(place)
-        self._places, self._transform = places, transform
+        self.places, self._transform = places, transform
         self._backend, self._stream, self._stager = backend, stream, stager
-        super().__init__(source, snapshot)
+        super().__init__(lock, source, snapshot)
 
     def give_back(self, place: Place) -> None:
         """Mark the place as free."""
@@ -261,8 +263,8 @@ class CopyThread(LoaderThread):
         try:
             self._backend.bind()
             with self._backend.using(self._stream), before_drawing(self._let_draw), contextlib.suppress(_Stopped):
-                while (place := self._free.get()) is not None and not self._stopped:
-                    for other in self._places:
+                while (place := self._free.get()) is not None and not self.stopped:
+                    for other in self.places:
                         if other.held is not None and self._backend.reached(other.copied):
                             other.held = None
                     item = self._next(source, partial(self._send, place))
@@ -271,7 +273,7 @@ class CopyThread(LoaderThread):
                     item.place = place
                     self._ready.put(item)
                     del item
-            for place in self._places:  # sources must stay alive until the copies are done
+            for place in self.places:  # sources must stay alive until the copies are done
                 self._backend.finish(place.copied)
                 place.held = None
         except BaseException as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -49,7 +49,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
     prefetcher: code that draws in this process, not in a worker, runs when the next batch is requested.
 
     Args:
-        loader: any iterable. Each iteration restarts it after the previous one has ended.
+        loader: any iterable. Each iteration begins one over it; several may go on at the same time, as over the loader.
         device: device such as "cuda", "cuda:1" or "cpu".
         depth: batches that are ready or in flight, besides the one in use. The host is never further ahead of the
             device. On a CPU it is always one.
@@ -62,7 +62,8 @@ class DevicePrefetcher(Generic[BatchT_co]):
             so that stale use is visible.
 
     An exception of the loader is raised at its position in the order; `next` then continues if the loader does. Raises
-    `InputError` for invalid arguments and for a missing device.
+    `InputError` for invalid arguments and for a missing device. A copy, also in another process, is a new prefetcher
+    with the same arguments.
 
     Example:
         ```python
@@ -114,13 +115,24 @@ class DevicePrefetcher(Generic[BatchT_co]):
         self._backend = find_backend(self.device)
         if self._backend is not None:
             self.device = self._backend.device
-        self._owner = Owner()
-        self._places: list[Place] = []
         self._stream: Stream | None = None
         self._stager: Stager | None = None
-        self._thread: LoaderThread | None = None  # the most recent one
-        self._iteration: weakref.ref[_Iteration] | None = None
-        self._consumed: Snapshot | None = None  # the state of the loader after the last batch yielded
+        self._begin_here()
+
+    def _begin_here(self) -> None:
+        """Set what belongs to this process: a forked child inherits no threads."""
+        self._owner = Owner()
+        self._lock = threading.Lock()  # held while the loader runs, for whichever iteration
+        self._threads: list[LoaderThread] = []  # of iterations that are active, or have just ended
+        self._iterations: weakref.WeakSet[_Iteration] = weakref.WeakSet()
+        self._latest: weakref.ref[_Iteration] | None = None
+        self._places: list[Place] = []
+        self._unused: list[list[Place]] = []  # those that no iteration has
+        self._consumed: Snapshot | None = None  # the state of the loader after the last batch of the latest iteration
+
+    def __reduce__(self) -> Any:
+        make = partial(type(self), transform_on_device=self.transform_on_device, debug=self.debug)
+        return make, (self.loader, self.device, self.depth, self.keep)
 
     def __repr__(self) -> str:
         return f"DevicePrefetcher({self.loader!r:.200}, {str(self.device)!r}, depth={self.depth})"
@@ -131,32 +143,45 @@ class DevicePrefetcher(Generic[BatchT_co]):
 
     @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:
-        self.close()
-        self._consumed = None
+        if not self._owner.is_here:
+            self._begin_here()
+        self._join_stopped()
         backend = self._backend
         if backend is None and self.device.type != "cpu":
             return ShortTracebacks(self._send_each())
         loader: Any = self.loader
-        source = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
-        snapshot = _snapshots(self.loader)
-        self._consumed = None if snapshot is None else snapshot()
+        with self._lock:
+            source = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
+            snapshot = _snapshots(loader)
+            self._consumed = None if snapshot is None else snapshot()
         iteration: _Iteration
         if backend is None:
-            self._thread = HostThread(source, snapshot)
-            iteration = _Iteration(self, self._thread)
+            host = HostThread(self._lock, source, snapshot)
+            iteration = _Iteration(self, host)
         else:
-            self._thread = thread = self._copy(backend, source, snapshot)
-            iteration = _DeviceIteration(self, thread, backend)
-        self._iteration = weakref.ref(iteration)
+            iteration = _DeviceIteration(self, self._copy(backend, source, snapshot), backend)
+        self._threads.append(iteration.thread)
+        self._iterations.add(iteration)
+        self._latest = weakref.ref(iteration)
         return iteration
 
     def _copy(self, backend: Backend, source: Iterator[Any], snapshot: Callable[[], Snapshot] | None) -> CopyThread:
         if self._stager is None:
             self._stream = backend.new_stream()
             self._stager = Stager(backend, standing=self.keep == "ring")
-            self._places = [Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)]
-        places, transform = self._places, self.transform_on_device
-        return CopyThread(source, snapshot, backend, self._stream, self._stager, places, transform)
+        if not self._unused:
+            self._unused.append([Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)])
+            self._places += self._unused[-1]
+        places, transform = self._unused.pop(), self.transform_on_device
+        return CopyThread(self._lock, source, snapshot, backend, self._stream, self._stager, places, transform)
+
+    def _join_stopped(self) -> None:
+        """Wait for the threads of ended iterations, whose places serve the next one."""
+        for thread in [thread for thread in self._threads if thread.stopped]:
+            thread.join()
+            self._threads.remove(thread)
+            if isinstance(thread, CopyThread):
+                self._unused.append(thread.places)
 
     def _send_each(self) -> Generator[Any, None, None]:
         for batch in self.loader:
@@ -189,7 +214,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
         return _made(self.state_dict()) if consumed is None else partial(self._state_of, consumed)
 
     def _state_of(self, consumed: Snapshot) -> Any:
-        with contextlib.nullcontext() if self._thread is None else self._thread.lock:
+        with self._lock:
             return consumed()
 
     def load_state_dict(self, state: Any) -> None:
@@ -216,24 +241,26 @@ class DevicePrefetcher(Generic[BatchT_co]):
         return _do_nothing if self._backend is None else pin(self._backend, self._places, self._owner, memory)
 
     def close(self) -> None:
-        """End the active iteration and wait for its thread.
+        """End all iterations and wait for their threads.
 
         The prefetcher can be iterated again.
         """
-        iteration = None if self._iteration is None else self._iteration()
-        if iteration is not None:
-            iteration.close()
-        if self._thread is not None:
-            self._thread.stop()
-            self._thread.join()
-            self._thread = None
+        if self._owner.is_here:
+            for iteration in list(self._iterations):
+                iteration.close()
+            self._join_stopped()
+
+    def consumed(self, iteration: _Iteration, snapshot: Snapshot | None) -> None:
+        """Keep the state of the loader after what `iteration` has yielded, if no later one has begun."""
+        if self._latest is not None and self._latest() is iteration:
+            self._consumed = snapshot
 
 
 class _Iteration:
     """One pass; this base class serves a CPU. Ends the thread when exhausted, closed or no longer referenced."""
 
     def __init__(self, prefetcher: DevicePrefetcher, thread: LoaderThread) -> None:
-        self._prefetcher, self._thread = prefetcher, thread
+        self._prefetcher, self.thread = prefetcher, thread
         self._owner = Owner()
         self._ended = False
         self._count_wait: Callable[[float], object] = getattr(prefetcher.loader, "count_wait", _do_nothing)
@@ -252,13 +279,12 @@ class _Iteration:
             )
         self._release_batch()
         begun = time.monotonic()
-        item = self._thread.take()
+        item = self.thread.take()
         self._count_wait(time.monotonic() - begun)
-        if item.snapshot is not None:
-            self._prefetcher._consumed = item.snapshot
+        if item.snapshot is not None or item.end:
+            self._prefetcher.consumed(self, item.snapshot)
         if item.end:
-            self._prefetcher._consumed = None
-            self._ended = True
+            self.close()
             raise StopIteration
         try:
             if item.error is not None:
@@ -288,7 +314,7 @@ class _Iteration:
         """End this pass. Idempotent."""
         self._ended = True
         self._release_batch()
-        self._thread.stop()
+        self.thread.stop()
 
     def __del__(self) -> None:
         self.close()
