@@ -73,7 +73,7 @@ class _Walk:
         self._root = root
         self._todo: deque[tuple[Any, str]] = deque([(root, "")])
         self._seen: dict[int, Any] = {}
-        self._classes: set[tuple[type, bool]] = set()
+        self._classes: set[tuple[type, bool, frozenset[str]]] = set()
         self._far: set[int] = set()
         """Objects named in packages that are not followed further."""
         self._named: dict[str, str] = {}
@@ -107,9 +107,10 @@ class _Walk:
         elif isinstance(thing, (ContextVar, weakref.ref)):
             self._add((current(thing),), label)
         if not isinstance(thing, (ModuleType, BuiltinFunctionType, *GENERATOR_TYPES)):
-            self._class(type(thing), made=False)
+            own = attributes(thing)
+            self._class(type(thing), made=False, own=frozenset(own))
             bare = all(self._is_users(base) or base.__module__ in _BARE for base in type(thing).__mro__)
-            for name, value in attributes(thing).items():
+            for name, value in own.items():
                 self._offer(name, value, called=not bare and not isinstance(value, GENERATOR_TYPES))
 
     def _add(self, values: Iterable[Any], label: str) -> None:
@@ -135,14 +136,20 @@ class _Walk:
             self._named[name] = where
             self._add(self._unnamed.pop(name, ()), f"{name} in {where}")
 
-    def _class(self, cls: type, *, made: bool) -> None:
-        """Register the methods of `cls`, those that create an instance only if one is `made` in a call."""
-        if (cls, made) in self._classes:
+    def _class(self, cls: type, *, made: bool, own: frozenset[str] = frozenset()) -> None:
+        """Register the members of `cls`, without those that attributes of the instance replace, its `own` ones.
+
+        Methods that create an instance count only if one is `made` in a call.
+        """
+        own = own.intersection(dir(cls)) if own else own
+        if (cls, made, own) in self._classes:
             return
-        self._classes.add((cls, made))
+        self._classes.add((cls, made, own))
         libraries = [base for base in cls.__mro__ if not self._is_users(base) and base.__module__ not in _BARE]
         for base in (base for base in cls.__mro__ if self._is_users(base)):
             for name, member in vars(base).items():
+                if name in own and not hasattr(type(member), "__set__"):
+                    continue
                 special = name in _ENTRIES if cls is self._kind else name.startswith("__") and name.endswith("__")
                 called = special or any(hasattr(library, name) for library in libraries)
                 inner = (attribute(member, each) for each in ("__func__", "fget", "func"))
