@@ -16,11 +16,10 @@ import torch
 
 from stallfree.pipeline._objects import (
     attributes,
-    closure_values,
     comes_from,
     is_library,
     library_version,
-    used_globals,
+    named_values,
 )
 from stallfree.pipeline.classify.scan import Finding, sources
 from stallfree.pipeline.generators import GENERATOR_TYPES, reachable
@@ -127,7 +126,7 @@ def state_of(step: object) -> State:
         if isinstance(thing, FunctionType):
             if is_library(thing):
                 continue
-            held = {**used_globals(thing), **closure_values(thing)}
+            held = named_values(thing)
         elif isinstance(thing, (list, dict, tuple, set, frozenset, MethodType)):
             continue  # included with its holder
         else:
