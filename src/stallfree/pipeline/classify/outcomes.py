@@ -38,7 +38,12 @@ class States:
     """The states of Python's, NumPy's and torch's global generators, and of `more`. Reading them takes about 90 µs."""
 
     def __init__(self, more: Sequence[Handle] = ()) -> None:
-        self._reads: list[Callable[[], Any]] = [random.getstate, np.random.get_state, torch.get_rng_state, *(handle.get for handle in more)]
+        self._reads: list[Callable[[], Any]] = [
+            random.getstate,
+            np.random.get_state,
+            torch.get_rng_state,
+            *(handle.get for handle in more),
+        ]
         self._states = self._read()
 
     def moved(self) -> bool:
