@@ -172,7 +172,7 @@ class SampleError(StallfreeError):
 
 
 class WorkerError(StallfreeError, RuntimeError):
-    """Worker processes died several times on one batch, or one died on its stream.
+    """Worker processes died on one batch or on their stream, or cannot start.
 
     It is also a `RuntimeError`, as in torch's loader.
 
@@ -191,8 +191,8 @@ class WorkerError(StallfreeError, RuntimeError):
 
     page = "worker-died"
 
-    def __init__(self, message: str, *, ids: Sequence[int] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, ids: Sequence[int] = (), page: str = "") -> None:
+        super().__init__(message, page=page)
         self.ids = list(ids)
 
 
@@ -324,6 +324,7 @@ job_function = partial(InputError, page="job-function")
 launch_environment = partial(InputError, page="launch-environment")
 lock_held = partial(WaitError, page="lock-held")
 loss_update = partial(InputError, page="loss-update")
+main_guard = partial(WorkerError, page="main-guard")
 name_invalid = partial(InputError, page="name-invalid")
 network_interface = partial(InputError, page="network-interface")
 no_fingerprint = partial(InputError, page="no-fingerprint")

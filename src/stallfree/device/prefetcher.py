@@ -250,7 +250,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
                 iteration.close()
             self._join_stopped()
 
-    def consumed(self, iteration: _Iteration, snapshot: Snapshot | None) -> None:
+    def _keep_state(self, iteration: _Iteration, snapshot: Snapshot | None) -> None:
         """Keep the state of the loader after what `iteration` has yielded, if no later one has begun."""
         if self._latest is not None and self._latest() is iteration:
             self._consumed = snapshot
@@ -282,7 +282,7 @@ class _Iteration:
         item = self.thread.take()
         self._count_wait(time.monotonic() - begun)
         if item.snapshot is not None or item.end:
-            self._prefetcher.consumed(self, item.snapshot)
+            self._prefetcher._keep_state(self, item.snapshot)
         if item.end:
             self.close()
             raise StopIteration

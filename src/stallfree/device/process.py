@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from multiprocessing.util import Finalize
 from typing import Any, Generic
 
@@ -22,7 +23,7 @@ from stallfree.device.slots import SharedCuda
 from stallfree.errors import InputError, consumer_process, device_unknown, not_picklable, text_of
 from stallfree.ipc.folders import SharedFolder, default_root, sweep
 from stallfree.ipc.fork_guard import keep_from_children
-from stallfree.ipc.process import Child
+from stallfree.ipc.process import Child, start_method
 from stallfree.ipc.sockets import listen
 from stallfree.platform import need_linux
 from stallfree.typevars import BatchT_co
@@ -94,11 +95,13 @@ class ProcessPrefetcher(Generic[BatchT_co]):
     ) -> None:
         need_linux("ProcessPrefetcher", "use DevicePrefetcher")
         where = _check(make_loader, device, depth, consumers, timeout)
+        context = get_context(_START_METHOD)
+        start_method(context)
         self.depth, self.consumers, self.timeout = depth, consumers, timeout
         sweep(default_root())  # folders left by killed processes
         shared = SharedFolder(f"prefetch-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
         try:
-            self._child = _start(shared, make_loader, where, depth, consumers)
+            self._child = _start(context, shared, make_loader, where, depth, consumers)
         except BaseException:
             shared.close()
             raise
@@ -181,14 +184,18 @@ def _check(make_loader: Any, device: Any, depth: Any, consumers: Any, timeout: A
 
 
 def _start(
-    shared: SharedFolder, make_loader: Callable[[], Iterable[Any]], device: torch.device, depth: int, consumers: int
+    context: BaseContext,
+    shared: SharedFolder,
+    make_loader: Callable[[], Iterable[Any]],
+    device: torch.device,
+    depth: int,
+    consumers: int,
 ) -> Child:
     """Start the loading process. Raises `InputError` if its arguments cannot be pickled."""
     setup = Setup(LazyFactory(make_loader), device, depth, consumers, shared.path)
     with listen(shared.path) as listener:
         keep_from_children(shared, listener)
         try:
-            context = get_context(_START_METHOD)
             return Child(produce, listener, setup, context=context, name="stallfree-prefetch", leads=True)
         except OSError:
             raise  # no process can be started here
