@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from stallfree.device.backend import Backend, Stream
-from stallfree.device.pytree import Rebuild, take_apart
+from stallfree.device.pytree import Rebuild, prepared_here, take_apart
 from stallfree.device.staging import Place, Stager, memory_of
 from stallfree.pipeline.global_draws import GlobalDraws
 from stallfree.pipeline.randomness import before_drawing
@@ -301,7 +301,7 @@ class HostThread(LoaderThread):
             with before_drawing(self._let_draw):
                 while True:
                     self._wait_until(lambda: self._ready.empty)
-                    item = self._next(source, Item)
+                    item = self._next(source, lambda batch: Item(prepared_here(batch)))
                     if item.end:
                         break
                     self._ready.put(item)

@@ -159,15 +159,15 @@ def flatten(transform: Transform | None) -> tuple[Transform, ...]:
 def halves_of(step: Transform) -> tuple[Transform, Transform] | None:
     """Return a deterministic and a random step that together equal `step`; None if it defines none.
 
-    They come from its method `halves()`, unless a subclass overrides `__call__` of the class that defines the method.
+    They come from its method `halves()`, which may return None, unless a subclass overrides `__call__` of the class that defines the method.
     """
     if type(step) is OnItem:
         inner = halves_of(step.transform)
         return inner and (OnItem(step.key, inner[0]), OnItem(step.key, inner[1]))
     for cls in type(step).__mro__:
         if "halves" in vars(cls):
-            first, second = step.halves()  # type: ignore[attr-defined]
-            return first, second
+            halves: tuple[Transform, Transform] | None = step.halves()  # type: ignore[attr-defined]
+            return halves
         if "__call__" in vars(cls):
             return None
     return None
