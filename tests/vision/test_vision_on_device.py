@@ -21,7 +21,7 @@ import stallfree as sf
 from stallfree.vision import encoded
 
 SIZE = (24, 20)
-RANGE = {"scale": (0.3, 1.0), "flip": 0.5}
+RANGE: dict[str, Any] = {"scale": (0.3, 1.0), "flip": 0.5}
 
 
 def on_device(**options: Any) -> sf.DecodeRandomResizedCrop:
@@ -86,7 +86,7 @@ def test_resizing_is_that_of_torch() -> None:
         part = decoded[:, :, top : top + height, left : left + width]
         wanted = interpolate(part, size, mode="bilinear", antialias=True)[0]
         random.seed(seed)
-        made = step(file).to("cpu")  # type: ignore[union-attr]
+        made = step(file).to("cpu")
         assert distance(made, wanted.flip(2) if mirror else wanted).max() <= 1
 
 
@@ -148,8 +148,9 @@ def test_a_loader_gives_the_same_crops_with_either_placement(folder: Path, form:
 def test_without_a_device_the_loop_sends_the_pictures(workers: int) -> None:
     data = Folder([encode(photograph(30, 40, seed)) for seed in range(6)], on_device())
     ours = sf.DataLoader(data, 3, num_workers=workers)
-    theirs = torch.utils.data.DataLoader(data, 3, num_workers=workers)  # type: ignore[arg-type]
-    for loader in (ours, theirs):
+    theirs: Any = torch.utils.data.DataLoader(data, 3, num_workers=workers)  # type: ignore[arg-type]
+    loaders: list[Any] = [ours, theirs]
+    for loader in loaders:
         batches = list(loader)
         assert [batch["number"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
         assert all(batch["picture"].to("cpu").shape == (3, *SIZE, 3) for batch in batches)

@@ -48,7 +48,9 @@ def _walk(value: Any, leaves: list[Any]) -> Rebuild:
         return _group(value, leaves, tuple)
     if kind in _PLAIN:
         return lambda _: value
-    if not isinstance(value, type) and hasattr(value, "to") and hasattr(value, "record_stream"):  # before tuples: one may have a `.to()` of its own
+    if (
+        not isinstance(value, type) and hasattr(value, "to") and hasattr(value, "record_stream")
+    ):  # before tuples: one may have a `.to()` of its own
         return _leaf(value, leaves)
     if isinstance(value, PackedSequence):
         parts = (value.data, value.sorted_indices, value.unsorted_indices)

@@ -159,7 +159,7 @@ def flatten(transform: Transform | None) -> tuple[Transform, ...]:
 def halves_of(step: Transform) -> tuple[Transform, Transform] | None:
     """Return a deterministic and a random step that together equal `step`; None if it defines none.
 
-    They come from its method `halves()`, which may return None, unless a subclass overrides `__call__` of the class that defines the method.
+    They come from its method `halves()`, unless a subclass overrides `__call__` of the class that defines the method.
     """
     if type(step) is OnItem:
         inner = halves_of(step.transform)

@@ -108,10 +108,10 @@ class DecodeRandomResizedCrop(_RandomCrop):
     (`form="fetched"`) holds encoded images. A cache of prepared samples holds decoded images, as defined by `halves`.
     The random draws are the same.
 
-    With `on_device`, the sample stays encoded. It carries the crop that the step would have decoded here, and `.to(device)`
-    of the batch decodes, crops, resizes and mirrors there: on a GPU by nvJPEG, which needs torchvision. Shape and layout
-    of the result are those without `on_device`. What a GPU's decoder does not support (progressive JPEGs, CMYK, other
-    formats) is decoded here. `DataLoader(device=)` and `DevicePrefetcher` send such a batch in their copy stream.
+    With `on_device`, the sample stays encoded and carries its crop, drawn as without. `.to(device)` of the batch
+    decodes, crops, resizes and mirrors on the device: on a GPU by nvJPEG, which needs torchvision. Shape and layout of
+    the result are the same. `DataLoader(device=)` and `DevicePrefetcher` do this in their copy stream. What nvJPEG does
+    not support (progressive JPEGs, CMYK, other formats) is decoded here.
 
     Args:
         size, scale, ratio, flip, layout: see `RandomResizedCrop`.
@@ -143,7 +143,7 @@ class DecodeRandomResizedCrop(_RandomCrop):
         super().__init__(size, scale, ratio, flip=flip, layout=layout)
         self.on_device = on_device
 
-    def __call__(self, data: bytes, out: Out | None = None) -> Pixels | EncodedPicture:
+    def __call__(self, data: bytes, out: Out | None = None) -> Any:
         encoded = _encoded(data, self)
         return self._stay_encoded(encoded) if self.on_device else self._decode(encoded, out)
 

@@ -121,7 +121,7 @@ def baseline_size(data: bytes) -> tuple[int, int] | None:
         return None
     at = 2
     while data[at : at + 1] == b"\xff" and at + 4 <= len(data):
-        kind, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4])
+        kind, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
         body = data[at + 4 : at + 2 + length]
         if kind == 0xEE and body[:5] == b"Adobe" and body[11:12] == b"\0":
             return None  # the three components are red, green and blue
@@ -142,7 +142,7 @@ def _frame_size(body: bytes) -> tuple[int, int] | None:
         return None
     if colour and (components[0][1:2] not in _SUBSAMPLINGS or any(each[1] != 0x11 for each in components[1:])):
         return None
-    height, width = int.from_bytes(body[1:3]), int.from_bytes(body[3:5])
+    height, width = int.from_bytes(body[1:3], "big"), int.from_bytes(body[3:5], "big")
     return (height, width) if height and width else None
 
 
