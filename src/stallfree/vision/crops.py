@@ -170,7 +170,10 @@ class DecodeRandomResizedCrop(_RandomCrop):
         return super().__repr__()[:-1] + (", on_device=True)" if self.on_device else ")")
 
     def halves(self) -> tuple[DecodeImage, RandomResizedCrop] | None:
-        """Return decoding and the random crop as two steps, which together equal this step; None with `on_device`."""
+        """Return decoding and the random crop as two steps; None with `on_device`.
+
+        Together they equal this step.
+        """
         if self.on_device:
             return None
         rest = RandomResizedCrop(self.size, self.scale, self.ratio, flip=self.flip, layout=self.layout)
