@@ -25,16 +25,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = Path("/dev/shm/stallfree-gpu")
 PREP = ["-m", "benchmarks.contenders.gpu_prep"]
-TESTS = ["-m", "pytest", "-m", "gpu", "-q", "-n", "0", "-p", "no:cacheprovider", "--durations", "8"]
+TESTS = "-m pytest -m gpu -q -n 0 --timeout 90 -p no:cacheprovider --durations 8".split()
 PARTS: dict[str, tuple[list[str], int]] = {
     "decoder": ([*PREP, "decoder"], 60),
     "pixels": ([*PREP, "pixels"], 60),
     "tests_prep": ([*TESTS, "tests/vision"], 60),
     "training": ([*PREP, "training"], 180),
     "copies": ([*PREP, "copies"], 80),
-    "tests_device": ([*TESTS, "tests/device", "tests/sampling/test_importance_losses.py"], 170),
+    "tests_device": ([*TESTS, "tests/device/test_device_gpu.py"], 130),
+    "tests_everyday": ([*TESTS, "tests/device/test_everyday_gpu.py", "tests/sampling/test_importance_losses.py"], 150),
 }
-"""Command and seconds of each part. Together they take about 6 minutes of the 10."""
+"""Command and longest time in seconds of each part."""
 
 Json = dict[str, Any]
 
@@ -47,17 +48,22 @@ def main() -> int:
     parser.add_argument("--part", choices=list(PARTS), action="append", help="only this one; may be given again")
     parser.add_argument("--quick", action="store_true", help="a few pictures and short measurements")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=540, help="longest time of all parts together")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     SCRATCH.mkdir(parents=True, exist_ok=True)
     environment = prepare(given.carried)
     photos = unpack(given.carried)
-    failed, summary = 0, []
+    failed, summary, end = 0, [], time.monotonic() + given.seconds
     for name in given.part or PARTS:
         command, limit = PARTS[name]
         begun = time.monotonic()
         options = [str(given.out / f"{name}.json"), str(photos), "--device", given.device]
         arguments = [] if "pytest" in command else [*options, *(["--quick"] if given.quick else [])]
+        limit = min(limit, end - begun)
+        if limit < 5:
+            summary.append(f"{name}: no time left")
+            continue
         code = run([sys.executable, *command, *arguments], given.out / f"{name}.log", limit, environment)
         failed += code != 0
         summary.append(f"{name}: {'ok' if code == 0 else f'ended with {code}'}, {time.monotonic() - begun:.0f} s")
@@ -109,7 +115,7 @@ def unpack(carried: Path | None) -> Path:
     return photos
 
 
-def run(command: list[str], log: Path, limit: int, environment: dict[str, str]) -> int:
+def run(command: list[str], log: Path, limit: float, environment: dict[str, str]) -> int:
     """Run a part for `limit` seconds at most; returns its exit code, 124 if it was stopped."""
     with open(log, "w") as file:
         process = subprocess.Popen(
@@ -172,7 +178,7 @@ def table(out: Path) -> list[str]:
 def tests(out: Path) -> list[str]:
     """The last lines of the tests, and each test that failed."""
     lines = []
-    for name in ("tests_prep", "tests_device"):
+    for name in ("tests_prep", "tests_device", "tests_everyday"):
         path = out / f"{name}.log"
         if path.exists():
             written = path.read_text().splitlines()
