@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = Path("/dev/shm/stallfree-gpu")
 PREP = ["-m", "benchmarks.contenders.gpu_prep"]
-TESTS = "-m pytest -m gpu -q -n 0 --timeout 90 -p no:cacheprovider --durations 8".split()
+TESTS = ["-m", "pytest", "-m", "gpu", "-q", "-n", "0", "--timeout", "90", "-p", "no:cacheprovider", "--durations", "8"]
 PARTS: dict[str, tuple[list[str], int]] = {
     "decoder": ([*PREP, "decoder"], 60),
     "pixels": ([*PREP, "pixels"], 60),
