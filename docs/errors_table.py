@@ -33,7 +33,7 @@ TOPICS = {
     "Several nodes": """
         server-missing server-failed server-unreachable server-refused server-address port-unavailable
         network-interface nodes-missing""",
-    "Device": "device-unknown producer-ended consumer-process",
+    "Device": "device-unknown producer-ended prefetcher-process",
     "Analysis and command line": "job-function job-failed run-too-large",
     "Configurations of Clara": "clara-configuration clara-field",
 }
