@@ -179,7 +179,7 @@ def test_ids_that_come_twice(make: Callable[..., Any], source: ThrottledSource) 
             assert labels == ids
     assert data.stats().storage_reads == source.requests
     read = {*range(26)} - {*unseen_ids(26)} | {*ids}
-    assert source.requests == len(read) or make is own_loader  # which has batches under way that know nothing of one another
+    assert source.requests == len(read) or make is own_loader  # whose batches under way know nothing of one another
 
 
 def test_it_travels_to_a_worker_with_its_epochs() -> None:

@@ -21,6 +21,7 @@ from cached_data import Given, Numbers, Plain, doubled, shifted_in_place, triple
 from loader_data import same
 from names import named
 from stallfree.testing import ThrottledSource
+from unseen import unseen_ids
 
 # -- the form ---------------------------------------------------------------------------------------------------------
 
@@ -92,11 +93,13 @@ def test_samples_of_varied_size_use_all_of_the_capacity(spread: int) -> None:
 # -- the first look ---------------------------------------------------------------------------------------------------
 
 
-def test_the_first_look_is_eight_reads_that_are_not_repeated() -> None:
+def test_what_the_first_look_reads_is_not_read_again() -> None:
     records = [bytes([97 + id]) for id in range(20)]
     source = ThrottledSource(Given(records, [sf.mark_deterministic(bytes.upper)]))
+    looked = 20 - len(unseen_ids(20))
+    assert 2 < looked <= 8
     with sf.CachedDataset(source, capacity="1MiB") as data:
-        assert (data.stats().storage_reads, data.stats().storage_bytes, source.requests) == (8, 8, 8)
+        assert (data.stats().storage_reads, data.stats().storage_bytes, source.requests) == (looked,) * 3
         assert list(data) == list(data) == [record.upper() for record in records]
         assert (data.stats().storage_reads, data.stats().storage_bytes, source.requests) == (20, 20, 20)
     source.close()
@@ -336,9 +339,9 @@ class Handle(Opaque):
 
 def test_random_steps_of_a_source_within_a_plain_wrapper_are_found() -> None:
     for steps in ([shifted_in_place], [doubled, with_draws]):
-        with pytest.raises(sf.InputError, match="ConcatDataset gives random samples: it drew .*sample 0"):
+        with pytest.raises(sf.InputError, match=r"ConcatDataset gives random samples: it drew .*sample 0"):
             sf.CachedDataset(ConcatDataset([Numbers(4, steps)]), capacity="1MiB")
-    with pytest.raises(sf.InputError, match="ConcatDataset gives random samples: it drew .*sample 8"):
+    with pytest.raises(sf.InputError, match=r"ConcatDataset gives random samples: it drew .*sample (8|9|1[01])"):
         sf.CachedDataset(ConcatDataset([Numbers(4), Plain(4), Numbers(4, [with_draws])]), capacity="1MiB")
 
 
