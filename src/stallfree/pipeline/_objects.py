@@ -177,7 +177,8 @@ def used_globals(function: FunctionType, *, libraries: bool = False) -> dict[str
                 add(f"{path}.{name}", vars(value)[name])
 
     for name in sorted(names & function.__globals__.keys()):
-        add(name, function.__globals__[name])
+        if name.isidentifier():  # others are those of pytest, for its asserts, which lead to the whole test session
+            add(name, function.__globals__[name])
     for name in imports(function.__code__, function.__globals__.get("__package__") or ""):
         if (source := _source_unless_imported(name)) is not None:
             found[f"import {name}"] = source

@@ -143,8 +143,10 @@ def _trial(steps: Sequence[Transform], probe: Any) -> Found | None:
         trust = [Trust(), *map(Trust.of, steps)]
         _, differs = make_twice(lambda: probe, None, steps, trust, States(find_generators(steps)))
     except StepError as problem:
-        text = f"it raised {type(problem.error).__name__}: {text_of(problem.error)}"
-        differs = Found(problem.at, text, certain=False)
+        text = f"raised {type(problem.error).__name__}: {text_of(problem.error)}"
+        at = next((at for at in range(problem.at, len(steps)) if known(steps[at]) is None), None)
+        who = "it" if at == problem.at else "a step before it"
+        differs = None if at is None else Found(at, f"{who} {text}", certain=False)
     return earliest(found, differs)
 
 
@@ -174,11 +176,11 @@ def divide(steps: Sequence[Transform], found: Found | None) -> Split:
 
 def _sign_of(step: Transform, found: Found) -> tuple[bool, str]:
     """Return the verdict on the step that `found` is about."""
-    if known(step) is not None:
+    if found.certain:
+        if known(step) is None:
+            return True, "probe"
         note_drew(step)  # its library declares it deterministic
         return True, "seen"
-    if found.certain:
-        return True, "probe"
     warnings.warn(
         f"cannot tell whether the transform {describe_step(step)} gives the same output for the same input: "
         f"{found.why}. It counts as random, so it and all steps after it run again in each epoch. If it is "

@@ -24,6 +24,8 @@ _NAMES = re.compile(
 _LIBRARY_NAMES = re.compile(r"[rR]and\w*|normal|poisson|\w*[dD]ropout\w*")
 """Further names that do if they are of a known library."""
 _MODULES = {"random", "secrets", "mtrand"}
+_TYPES = {"collections.abc", "typing"}
+"""Modules of types, one of which is `Generator`."""
 
 
 def random_name(thing: Any) -> str | None:
@@ -41,7 +43,7 @@ def _is_source(value: Any) -> bool:
         return True
     named = value.__name__ if isinstance(value, ModuleType) else attribute(value, "__module__")
     module = named if isinstance(named, str) else "builtins"  # such as a method of C
-    if not is_known(module):
+    if not is_known(module) or module in _TYPES:
         return False
     if _MODULES.intersection(module.split(".")):
         return True
