@@ -28,6 +28,7 @@ _KNOWN = sys.stdlib_module_names | {
 """Libraries whose code is not looked at: it is identified by a version, and its outcomes show whether it is random."""
 _SITES = {"site-packages", "dist-packages"}
 _MOST_FILES = 256
+_LOADS_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _IMPORT, _CONSTANT, _SMALL = (dis.opmap.get(name, -1) for name in ("IMPORT_NAME", "LOAD_CONST", "LOAD_SMALL_INT"))
 
 
@@ -155,6 +156,13 @@ def code_names(code: CodeType) -> set[str]:
     return {name for part in codes(code) for name in part.co_names}
 
 
+@functools.lru_cache(4096)
+def _global_names(code: CodeType) -> frozenset[str]:
+    """Return the names that `code` and the code nested in it load as globals, not as attributes."""
+    steps = (step for part in codes(code) for step in dis.get_instructions(part))
+    return frozenset(step.argval for step in steps if step.opname in _LOADS_GLOBAL)
+
+
 def used_globals(function: FunctionType, *, libraries: bool = False) -> dict[str, Any]:
     """Return the values outside of `function` that its code names, such as `SCALE`, `tools.scale` and `pkg.sub.scale`.
 
@@ -176,7 +184,7 @@ def used_globals(function: FunctionType, *, libraries: bool = False) -> dict[str
             if not known or callable(vars(value)[name]) or isinstance(vars(value)[name], ModuleType):
                 add(f"{path}.{name}", vars(value)[name])
 
-    for name in sorted(names & function.__globals__.keys()):
+    for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
         if name.isidentifier():  # others are those of pytest, for its asserts, which lead to the whole test session
             add(name, function.__globals__[name])
     for name in imports(function.__code__, function.__globals__.get("__package__") or ""):
